@@ -1,0 +1,139 @@
+"""The base model's parameters: read from the run directory or the cache, else made and kept.
+
+A base is a function of the config fields it depends on, the code that makes it and the versions it
+runs on; their hash names it in the cache, so that every run and ablation from one seed starts from
+the same base, made once.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from dapo_jax import arithmetic, attention, log_probs, model, pretrain, tokenizer, train_step
+from dapo_jax.checkpoint import Checkpoints
+from dapo_jax.config import Config
+from dapo_jax.sharding import param_shardings
+from dapo_jax.types import UserError
+
+REPORT_EVERY_STEPS = 50
+CODE = (arithmetic, attention, log_probs, model, pretrain, tokenizer, train_step)
+
+
+def fingerprint(config: Config) -> str:
+    """Hash of all that the base model depends on."""
+    assert config.pretrain is not None and config.data.num_terms is not None
+    digest = hashlib.sha256()
+    fields = {
+        "seed": config.seed,
+        "model": dataclasses.asdict(config.model),
+        "pretrain": dataclasses.asdict(config.pretrain) | {"cache_dir": None},
+        "num_terms": config.data.num_terms,
+        "max_response_tokens": config.rollout.max_response_tokens,
+        "devices": [jax.device_count(), jax.default_backend(), jax.__version__],
+    }
+    digest.update(json.dumps(fields, sort_keys=True).encode())
+    for module in CODE:
+        digest.update(Path(str(module.__file__)).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def load_or_make(
+    config: Config,
+    mesh: Mesh,
+    tokenizer: Any,
+    directory: Path,
+    *,
+    say: Callable[[str], None],
+    check_stop: Callable[[], None],
+) -> tuple[model.Params, dict[str, Any]]:
+    """(parameters laid out for the mesh, what is known of them: `seconds` it took to make).
+
+    Args:
+        directory: where the run keeps its own copy.
+        say: prints a line of progress.
+        check_stop: called between steps; raises to abandon the fit.
+
+    Raises:
+        UserError: the config wants pretrained weights.
+    """
+    if config.pretrain is None:
+        raise UserError(
+            f"config.model.pretrained ({config.model.pretrained!r}): loading pretrained weights is "
+            "not there yet. --dry_run shows the plan of this config; configs/tiny_dapo.py trains a "
+            "base model of its own."
+        )
+    shardings = param_shardings(config.model, config.mesh, mesh)
+    like = jax.tree.map(
+        lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
+        model.param_shapes(config.model),
+        shardings,
+    )
+    cache = _cache_directory(config) / fingerprint(config)
+    restored = _restore(directory, like)
+    if restored is not None:
+        say(f"base model: reusing {directory}")
+        return restored
+    try:
+        restored = _restore(cache, like)
+    except UserError as error:  # a cache is nobody's only copy: make the base again
+        say(f"base model: the cached one is not usable. {error}")
+    if restored is not None:
+        say(f"base model: reusing {cache}")
+        _copy(cache, directory)
+        return restored
+
+    p, start = config.pretrain, time.monotonic()
+    say(f"base model: fitting {p.num_steps} steps on generated text of mixed quality")
+
+    def report(step: int, loss: float) -> None:
+        check_stop()
+        if step % REPORT_EVERY_STEPS and step != p.num_steps:
+            return
+        elapsed = time.monotonic() - start
+        left = elapsed / step * (p.num_steps - step)
+        say(f"  base {step:5d}/{p.num_steps}  loss {loss:.3f} nats/token  {left:4.0f} s left")
+
+    params = pretrain.make_base(config, mesh, tokenizer, report)
+    about = {"seconds": time.monotonic() - start}
+    with Checkpoints(directory, keep_newest=1, keep_best=0) as checkpoints:
+        checkpoints.save(0, params, about, accuracy=None)
+        checkpoints.wait()
+    try:
+        _copy(directory, cache)
+    except OSError as error:
+        say(f"base model: not cached for other runs ({error})")
+    return params, about
+
+
+def _copy(source: Path, target: Path) -> None:
+    """The whole directory at once, or nothing: a kill in the middle leaves only a temporary one."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    shutil.copytree(source, temporary)
+    shutil.rmtree(target, ignore_errors=True)
+    temporary.rename(target)
+
+
+def _cache_directory(config: Config) -> Path:
+    assert config.pretrain is not None
+    if config.pretrain.cache_dir:
+        return Path(config.pretrain.cache_dir).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "dapo_jax" / "base"
+
+
+def _restore(place: Path, like: Any) -> tuple[model.Params, dict[str, Any]] | None:
+    if not place.is_dir():
+        return None
+    with Checkpoints(place, keep_newest=1, keep_best=0) as checkpoints:
+        restored = checkpoints.restore(like)
+    return None if restored is None else restored[1:]

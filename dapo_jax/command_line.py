@@ -1,0 +1,88 @@
+"""Flags of the programs in launch/, and how their failures are told."""
+
+import errno
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from ml_collections import config_flags
+
+from dapo_jax.config import Config
+from dapo_jax.types import RunError, UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+FLAGS = "Flags: --config=FILE, --config.FIELD=VALUE, --workdir=DIR, --dry_run."
+
+
+def parse(argv: list[str], usage: str) -> tuple[Config, Any]:
+    """(checked config, flags with `workdir` and `dry_run`) from a command line.
+
+    Raises:
+        UserError: a flag, the config file or a field is wrong.
+    """
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", None, "config file", flag_values=values)
+    flags.DEFINE_string("workdir", None, "directory of the run", flag_values=values)
+    flags.DEFINE_bool("dry_run", False, "print the plan and exit", flag_values=values)
+    flags.DEFINE_bool("help", False, "show this text", short_name="h", flag_values=values)
+    if any(argument in ("--help", "-h", "-help") for argument in argv):
+        print(usage.strip())
+        raise SystemExit(0)
+    argv = [argv[0], *(_find_config(argument) for argument in argv[1:])]
+    try:
+        rest = values(argv)[1:]
+    except flags.Error as error:
+        raise UserError(f"{error}. {FLAGS}") from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        # ml_collections raises these for an override that names no field or has the wrong type.
+        raise UserError(f"{_message(error)} (in {' '.join(argv[1:])})") from error
+    if rest:
+        raise UserError(
+            f"{rest[0]!r} is not a flag. Flags: --config=FILE, --workdir=DIR, --dry_run."
+        )
+    if values.config is None:
+        raise UserError("--config is needed, for example --config=configs/tiny_dapo.py.")
+    return Config.from_dict(values.config.to_dict()), values
+
+
+def _find_config(argument: str) -> str:
+    """--config=FILE with FILE looked for here and then beside the project's own configs."""
+    name, equals, value = argument.partition("=")
+    if name not in ("--config", "-config") or not equals:
+        return argument
+    path, colon, parameter = value.partition(":")
+    for place in (Path(path), ROOT / path):
+        if place.is_file():
+            return f"{name}={place.resolve()}{colon}{parameter}"
+    known = ", ".join(f"configs/{p.name}" for p in sorted((ROOT / "configs").glob("[a-z]*.py")))
+    raise UserError(f"--config={path}: no such file. The project has {known}.")
+
+
+def _message(error: BaseException) -> str:
+    """The text of an error; KeyError would put it in quotes."""
+    return str(error.args[0]) if error.args else type(error).__name__
+
+
+def fail(error: Exception) -> int:
+    """Tells what went wrong on standard error, without a traceback where the message says it all.
+
+    Returns:
+        The exit status: 2 for the user's mistakes, 1 otherwise.
+    """
+    if isinstance(error, UserError):
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        print(
+            f"error: the disk is full ({error.filename or 'while writing to --workdir'}). "
+            "Checkpoints saved before are intact: free some space and start the same command again.",
+            file=sys.stderr,
+        )
+        return 1
+    if isinstance(error, RunError):
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    traceback.print_exception(error)
+    return 1

@@ -1,0 +1,133 @@
+"""Dynamic sampling: keep sampling until the batch holds only prompts with 0 < correct < G.
+
+Source: DAPO, arXiv:2503.14476, section 3.2 and the constraint of eq. 11. The filter looks at raw
+correctness, never at the shaped reward, which lets all-wrong groups of unequal length through.
+Groups are accepted in prompt order, never in completion order: taking whoever finishes first would
+favour short answers and depend on timing.
+"""
+
+import base64
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dapo_jax.config import DynamicSamplingConfig
+from dapo_jax.types import Group, Problem, Response, Verdict
+
+# Weight of a step's share of informative prompts in the running estimate that sizes rounds.
+NEW_WEIGHT = 0.5
+
+
+class SamplingState(NamedTuple):
+    """What dynamic sampling remembers from step to step; part of the checkpoint."""
+
+    carried: tuple[Group, ...] = ()  # informative groups that the last batch had no room for
+    kept_share: float = 1.0  # running estimate of the share of prompts that are informative
+
+
+class Batch(NamedTuple):
+    """The groups of one rollout step, and how they were come by."""
+
+    groups: list[Group]  # trained on, in prompt order
+    sampled: list[Group]  # every group sampled in this step, before the filter
+    rounds: int
+    carried_in: int
+    surplus: int  # informative groups that found no room
+
+
+def sample_batch(
+    config: DynamicSamplingConfig,
+    state: SamplingState,
+    *,
+    num_prompts: int,
+    round_multiple: int,
+    take: Callable[[int], list[Problem]],
+    sample: Callable[[Sequence[Problem]], list[Group]],
+) -> tuple[Batch, SamplingState]:
+    """A batch of `num_prompts` informative groups, or fewer when the rounds run out.
+
+    Args:
+        num_prompts: groups wanted. With dynamic sampling off, exactly these many prompts are
+            sampled and all of them kept.
+        round_multiple: rounds are a multiple of this many prompts where that many are allowed, so
+            that prefill batches are full.
+        take: gives the next prompts of the data.
+        sample: draws and scores the group of each prompt, in order.
+    """
+    if not config.enabled:
+        groups = sample(take(num_prompts))
+        return Batch(groups, groups, 1, 0, 0), state
+    accepted = list(state.carried)
+    carried_in, rounds = len(accepted), 0
+    sampled: list[Group] = []
+    while len(accepted) < num_prompts and rounds < config.max_rounds:
+        missing = num_prompts - len(accepted)
+        share = state.kept_share
+        if sampled:  # this step's own share is the better guide once there is one
+            share = sum(group.informative for group in sampled) / len(sampled)
+        groups = sample(take(round_size(missing, share, round_multiple, config.max_round_prompts)))
+        sampled += groups
+        accepted += [group for group in groups if group.informative]
+        rounds += 1
+    if sampled:
+        share = sum(group.informative for group in sampled) / len(sampled)
+        share = NEW_WEIGHT * share + (1 - NEW_WEIGHT) * state.kept_share
+    else:
+        share = state.kept_share
+    surplus = accepted[num_prompts:]
+    carried = tuple(surplus) if config.surplus == "carry" else ()
+    batch = Batch(accepted[:num_prompts], sampled, rounds, carried_in, len(surplus))
+    return batch, SamplingState(carried, share)
+
+
+def round_size(missing: int, kept_share: float, multiple: int, most: int) -> int:
+    """Prompts to sample so that about `missing` of them are informative, at least one, at most
+    `most`, rounded up to `multiple` where that stays within `most`."""
+    size = math.ceil(missing / max(kept_share, 1 / most))
+    return max(1, min(most, math.ceil(size / multiple) * multiple))
+
+
+def state_to_json(state: SamplingState) -> dict[str, Any]:
+    """The state as JSON values; arrays as base64 of their bytes, so that nothing is rounded."""
+    return {"kept_share": state.kept_share, "carried": [_group_to_json(g) for g in state.carried]}
+
+
+def state_from_json(values: dict[str, Any]) -> SamplingState:
+    """The inverse of `state_to_json`."""
+    return SamplingState(
+        tuple(_group_from_json(group) for group in values["carried"]), values["kept_share"]
+    )
+
+
+def _encode(array: np.ndarray) -> str:
+    return base64.b64encode(array.tobytes()).decode()
+
+
+def _group_to_json(group: Group) -> dict[str, Any]:
+    return {
+        "problem": group.problem._asdict(),
+        "responses": [
+            response._asdict()
+            | {"tokens": _encode(response.tokens), "log_probs": _encode(response.log_probs)}
+            for response in group.responses
+        ],
+        "verdicts": [verdict._asdict() for verdict in group.verdicts],
+        "step": group.step,
+    }
+
+
+def _group_from_json(values: dict[str, Any]) -> Group:
+    def response(r: dict[str, Any]) -> Response:
+        tokens = np.frombuffer(base64.b64decode(r["tokens"]), np.int32)
+        log_probs = np.frombuffer(base64.b64decode(r["log_probs"]), np.float32)
+        return Response(**(r | {"tokens": tokens, "log_probs": log_probs}))
+
+    problem = values["problem"] | {"prompt_tokens": tuple(values["problem"]["prompt_tokens"])}
+    return Group(
+        Problem(**problem),
+        tuple(response(r) for r in values["responses"]),
+        tuple(Verdict(**v) for v in values["verdicts"]),
+        values["step"],
+    )

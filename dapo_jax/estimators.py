@@ -1,0 +1,102 @@
+"""Statistics of k samples per problem, as the field quotes them: avg@k, pass@k, cons@k.
+
+All three are exact functions of the samples. The reference's evaluation reports best@k and maj@k as
+bootstrap averages, which differ from these by resampling noise.
+"""
+
+import collections
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+
+def avg_at_k(correct_QK: ArrayLike) -> float:
+    """Share of correct samples, the mean over problems of the mean over samples.
+
+    Args:
+        correct_QK: bool, sample k of problem q is correct.
+    """
+    return float(_as_bool_QK(correct_QK).mean())
+
+
+def pass_at_k(correct_QK: ArrayLike, k: int) -> float:
+    """Unbiased estimate of the probability that at least one of k samples is correct.
+
+        pass@k = mean_q [1 - C(n - c_q, k) / C(n, k)]
+
+    with n samples of problem q, c_q of them correct. Source: Chen et al. 2021, arXiv:2107.03374,
+    eq. 1.
+
+    Args:
+        correct_QK: bool, sample of a problem is correct; n = its second dimension.
+        k: from 1 to n.
+    """
+    correct_QK = _as_bool_QK(correct_QK)
+    n = correct_QK.shape[1]
+    assert 1 <= k <= n, f"pass@{k} of {n} samples"
+    # In whole numbers until the one division: nothing overflows and nothing cancels.
+    total = math.comb(n, k)
+    estimates = [(total - math.comb(n - c, k)) / total for c in correct_QK.sum(axis=1).tolist()]
+    return float(np.mean(estimates))
+
+
+def cons_at_k(answers_QK: Sequence[Sequence[str | None]], correct_QK: ArrayLike) -> float:
+    """Accuracy of the majority vote over the answers to each problem.
+
+    Where several answers are the most frequent, the vote is split evenly: the problem's credit is
+    the share of them that are correct. That is the expectation of breaking the tie at random, and
+    does not depend on the order of the samples.
+
+    Args:
+        answers_QK: the answer extracted from each sample, compared as text. None abstains: no
+            answer could be extracted, or no verdict on it was reached. A problem on which all
+            abstain has credit 0.
+        correct_QK: bool, the answer is correct. Samples with equal answers must agree; None must
+            be False.
+    """
+    correct_QK = _as_bool_QK(correct_QK)
+    credits = []
+    for answers_K, correct_K in zip(answers_QK, correct_QK.tolist(), strict=True):
+        verdicts: dict[str | None, bool] = {None: False}
+        for answer, correct in zip(answers_K, correct_K, strict=True):
+            assert verdicts.setdefault(answer, correct) == correct, (
+                f"samples that answered {answer!r} are marked both correct and incorrect"
+            )
+        votes = collections.Counter(answer for answer in answers_K if answer is not None)
+        most = max(votes.values(), default=0)
+        winners = [verdicts[answer] for answer, count in votes.items() if count == most]
+        credits.append(sum(winners) / max(len(winners), 1))
+    return float(np.mean(credits))
+
+
+def bootstrap_interval(
+    values_Q: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 2000, seed: int = 0
+) -> tuple[float, float]:
+    """Percentile interval (low, high) of the mean over problems, by bootstrap.
+
+    It speaks of the choice of problems, resampled with replacement; each problem's own value is
+    taken as it is. Source: Efron and Tibshirani 1993, section 13.3.
+
+    Args:
+        values_Q: one value per problem, such as its share of correct samples.
+        confidence: probability covered, in (0, 1).
+        num_resamples: 1 or more.
+        seed: 0 or more; equal seeds give equal intervals.
+    """
+    values_Q = np.asarray(values_Q, np.float64)
+    assert values_Q.ndim == 1 and values_Q.size, f"values of shape {values_Q.shape}"
+    assert 0 < confidence < 1 and num_resamples >= 1, f"{confidence}, {num_resamples}"
+    generator = np.random.default_rng(seed)
+    # One resample at a time: an array of all of them would be num_resamples times the problems.
+    means = [generator.choice(values_Q, values_Q.size).mean() for _ in range(num_resamples)]
+    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)
+
+
+def _as_bool_QK(correct_QK: ArrayLike) -> np.ndarray:
+    correct_QK = np.asarray(correct_QK)
+    assert correct_QK.ndim == 2 and correct_QK.size, f"samples of shape {correct_QK.shape}"
+    assert correct_QK.dtype == bool, f"correctness must be bool, not {correct_QK.dtype}"
+    return correct_QK

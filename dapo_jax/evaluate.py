@@ -1,0 +1,51 @@
+"""Held-out evaluation: k samples of every problem, scored."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from dapo_jax import estimators, model
+from dapo_jax.reward import extract_answer
+from dapo_jax.reward_pool import RewardPool
+from dapo_jax.rollout import scheduler
+from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.types import Problem
+
+
+def evaluate(
+    engine: DecoderEngine,
+    params: model.Params,
+    problems: Sequence[Problem],
+    detokenize: scheduler.Detokenize,
+    pool: RewardPool,
+    *,
+    num_samples: int,
+    key: jax.Array,
+    check_stop: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """avg@k, cons@k, pass@k, mean length in tokens and truncated share, as metrics `eval/...`."""
+    responses_QK, _ = scheduler.generate(
+        engine,
+        params,
+        problems,
+        detokenize,
+        num_samples=num_samples,
+        key=key,
+        check_stop=check_stop,
+    )
+    texts = [r.text for row in responses_QK for r in row]
+    verdicts = pool.score(texts, [p.answer for p in problems for _ in range(num_samples)])
+    shape = (len(problems), num_samples)
+    correct_QK = np.array([verdict.correct for verdict in verdicts]).reshape(shape)
+    answers_QK = [[extract_answer(r.text) for r in row] for row in responses_QK]
+    lengths = np.array([len(r.tokens) for row in responses_QK for r in row])
+    truncated = np.array([r.truncated for row in responses_QK for r in row])
+    return {
+        f"eval/avg@{num_samples}": estimators.avg_at_k(correct_QK),
+        f"eval/cons@{num_samples}": estimators.cons_at_k(answers_QK, correct_QK),
+        f"eval/pass@{num_samples}": estimators.pass_at_k(correct_QK, num_samples),
+        "eval/length_mean": float(lengths.mean()),
+        "eval/truncated_share": float(truncated.mean()),
+    }

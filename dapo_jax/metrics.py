@@ -1,0 +1,79 @@
+"""The numbers of one rollout step. docs/metrics.md says what each means."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from dapo_jax.dynamic_sampling import Batch
+from dapo_jax.train_step import UpdateMetrics
+from dapo_jax.types import Group
+
+
+def sampling_metrics(batch: Batch) -> dict[str, float]:
+    """What was sampled and what the filter kept. Means over sampled responses unless named so."""
+    sampled, kept = batch.sampled, batch.groups
+    metrics: dict[str, float] = {
+        "sampling/rounds": batch.rounds,
+        "sampling/prompts_tried": len(sampled),
+        "sampling/prompts_kept": len(kept),
+        "sampling/prompts_all_right": sum(g.num_correct == len(g.responses) for g in sampled),
+        "sampling/prompts_all_wrong": sum(g.num_correct == 0 for g in sampled),
+        "sampling/carried_in": batch.carried_in,
+        "sampling/surplus": batch.surplus,
+        "sampling/scorer_faults": sum(bool(v.note) for g in sampled for v in g.verdicts),
+    }
+    if sampled:
+        lengths = np.array([len(r.tokens) for g in sampled for r in g.responses])
+        metrics |= {
+            "accuracy/sampled": _accuracy(sampled),
+            "length/mean": float(lengths.mean()),
+            "length/max": float(lengths.max()),
+            "length/truncated_share": float(
+                np.mean([r.truncated for g in sampled for r in g.responses])
+            ),
+        }
+    if kept:
+        metrics["accuracy/trained"] = _accuracy(kept)
+    return metrics
+
+
+def _accuracy(groups: Sequence[Group]) -> float:
+    return float(np.mean([v.correct for g in groups for v in g.verdicts]))
+
+
+def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, float]:
+    """Statistics over the trained tokens of all mini-batches of a step.
+
+    A skipped update is counted and left out of the means.
+    """
+    updates = jax.device_get(list(updates))
+    taken = [u for u in updates if not u.skipped]
+    metrics: dict[str, float] = {
+        "optimizer/updates": len(taken),
+        "optimizer/skipped_updates": len(updates) - len(taken),
+    }
+    if not taken:
+        return metrics
+    total = jax.tree.map(lambda *x: float(np.sum(x, dtype=np.float64)), *[u.sums for u in taken])
+    most = jax.tree.map(lambda *x: float(np.max(x)), *[u.extremes for u in taken])
+    tokens = max(total.tokens, 1.0)
+    metrics |= {
+        "policy/loss": total.loss / len(taken),
+        "policy/entropy": total.entropy / tokens,
+        "policy/token_prob": total.token_prob / tokens,
+        "policy/clip_high_share": total.clip_high / tokens,
+        "policy/clip_low_share": total.clip_low / tokens,
+        "policy/kl_old": total.kl_old / tokens,
+        "policy/kl_ref": total.kl_ref / tokens,
+        "policy/ratio_max": most.ratio_max,
+        "policy/ratio_min": -most.minus_ratio_min,
+        "optimizer/grad_norm": float(np.mean([u.grad_norm for u in taken])),
+        "batch/tokens_trained": total.tokens,
+    }
+    # Only the first mini-batch meets the very parameters that drew its tokens.
+    first = updates[0]
+    if not first.skipped and first.sums.gap_tokens > 0:
+        metrics["rollout/log_prob_gap_mean"] = float(first.sums.gap / first.sums.gap_tokens)
+        metrics["rollout/log_prob_gap_max"] = float(first.extremes.gap_max)
+    return metrics

@@ -1,0 +1,180 @@
+"""The decoder: one flax module that trains on packed rows and decodes against a cache.
+
+Architecture: Qwen2 (arXiv:2407.10671) — RMSNorm before attention and MLP, rotary positions,
+grouped-query attention with biases on q, k and v, SwiGLU. Layers are stacked and scanned.
+
+What differs between training, prefill and decoding is only how a query finds its keys. That is the
+`attend` argument, a function of `dapo_jax.attention`; weights, precision and log-probabilities are
+the same. Outside this module there is no module object: parameters are a pure nested dict.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dapo_jax.config import ModelConfig
+
+Params = dict[str, Any]
+# (layer index, q_BTNH, k_BTKH, v_BTKH, cache) -> (attended values BTNH, cache)
+Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+
+
+class Decoder(nnx.Module):
+    """A stack of decoder layers. Every parameter names its logical axes for `sharding`."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        c, dtype = config, jnp.dtype(config.param_dtype)
+
+        def normal(shape: tuple[int, ...], axes: tuple[str | None, ...], fan_in: int) -> nnx.Param:
+            # 1/sqrt(fan_in) keeps the variance of activations; Qwen2's own 0.02 is for width 2048+.
+            value = jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5
+            return nnx.Param(value.astype(dtype), logical_axes=axes)
+
+        def constant(
+            value: float, shape: tuple[int, ...], axes: tuple[str | None, ...]
+        ) -> nnx.Param:
+            return nnx.Param(jnp.full(shape, value, dtype), logical_axes=axes)
+
+        L, D, N, K, H, F = (
+            c.num_layers, c.width, c.num_heads, c.num_kv_heads, c.head_dim, c.ff_width,
+        )  # fmt: skip
+        self.embed = normal((c.vocab_size, D), ("vocab", "embed"), D)
+        if not c.tie_embeddings:
+            self.unembed = normal((c.vocab_size, D), ("vocab", "embed"), D)
+        self.final_norm = constant(1.0, (D,), (None,))
+        heads, kv_heads = ("layers", "heads", None), ("layers", "kv_heads", None)
+        self.layers = nnx.data(
+            {
+                "attention_norm": constant(1.0, (L, D), ("layers", None)),
+                "q": normal((L, D, N, H), ("layers", "embed", "heads", None), D),
+                "k": normal((L, D, K, H), ("layers", "embed", "kv_heads", None), D),
+                "v": normal((L, D, K, H), ("layers", "embed", "kv_heads", None), D),
+                "q_bias": constant(0.0, (L, N, H), heads),
+                "k_bias": constant(0.0, (L, K, H), kv_heads),
+                "v_bias": constant(0.0, (L, K, H), kv_heads),
+                "o": normal((L, N, H, D), ("layers", "heads", None, "embed"), N * H * 2 * L),
+                "mlp_norm": constant(1.0, (L, D), ("layers", None)),
+                "gate": normal((L, D, F), ("layers", "embed", "ff"), D),
+                "up": normal((L, D, F), ("layers", "embed", "ff"), D),
+                "down": normal((L, F, D), ("layers", "ff", "embed"), F * 2 * L),
+            }
+        )
+
+    def __call__(
+        self, tokens_BT: jax.Array, positions_BT: jax.Array, attend: Attend, cache: Any
+    ) -> tuple[jax.Array, Any]:
+        """Final hidden states [B, T, D] after the last norm, and the cache as `attend` left it."""
+        c, dtype = self.config, jnp.dtype(self.config.compute_dtype)
+        B, T = tokens_BT.shape
+        L, N, K, H = c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim
+        sin_cos = rotary_angles(positions_BT, head_dim=H, theta=c.rope_theta)
+
+        # X = B * T tokens: products with weights are plain matrix products, forward and backward.
+        # With B and T apart XLA's CPU backend transposes activations for the weight gradients,
+        # which made the backward pass 1.7 times as slow.
+        def layer(carry, weights_and_index):
+            x_XD, cache = carry
+            weights, index = weights_and_index
+            w = {name: value.astype(dtype) for name, value in weights.items()}
+            y_XD = rms_norm(x_XD, weights["attention_norm"], c.rms_norm_eps)
+            q_XNH = jnp.einsum("XD,DNH->XNH", y_XD, w["q"]) + w["q_bias"][None]
+            k_XKH = jnp.einsum("XD,DKH->XKH", y_XD, w["k"]) + w["k_bias"][None]
+            v_XKH = jnp.einsum("XD,DKH->XKH", y_XD, w["v"]) + w["v_bias"][None]
+            q_BTNH = rotate(q_XNH.reshape(B, T, N, H), sin_cos)
+            k_BTKH = rotate(k_XKH.reshape(B, T, K, H), sin_cos)
+            v_BTKH = v_XKH.reshape(B, T, K, H)
+            a_BTNH, cache = attend(index, q_BTNH, k_BTKH, v_BTKH, cache)
+            x_XD = x_XD + jnp.einsum("XNH,NHD->XD", a_BTNH.reshape(-1, N, H), w["o"])
+            y_XD = rms_norm(x_XD, weights["mlp_norm"], c.rms_norm_eps)
+            gate_XF = jnp.einsum("XD,DF->XF", y_XD, w["gate"])
+            up_XF = jnp.einsum("XD,DF->XF", y_XD, w["up"])
+            x_XD = x_XD + jnp.einsum("XF,FD->XD", jax.nn.silu(gate_XF) * up_XF, w["down"])
+            return (x_XD, cache), None
+
+        if c.remat == "full":
+            layer = jax.checkpoint(layer, prevent_cse=False)
+        weights = {name: param[...] for name, param in self.layers.items()}
+        x_XD = self.embed[...].astype(dtype)[tokens_BT.reshape(-1)]
+        (x_XD, cache), _ = jax.lax.scan(layer, (x_XD, cache), (weights, jnp.arange(L)))
+        x_XD = rms_norm(x_XD, self.final_norm[...], c.rms_norm_eps)
+        return x_XD.reshape(B, T, c.width), cache
+
+
+def rms_norm(x_XD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
+    """x / rms(x) * scale, computed in float32, in the dtype of x."""
+    x = x_XD.astype(jnp.float32)
+    x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return (x * scale_D.astype(jnp.float32)[None]).astype(x_XD.dtype)
+
+
+def rotary_angles(
+    positions_BT: jax.Array, *, head_dim: int, theta: float
+) -> tuple[jax.Array, jax.Array]:
+    """(sin, cos), each float32 [B, T, 1, head_dim / 2], of position / theta^(2i / head_dim)."""
+    frequency = theta ** -(jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angle_BTH = positions_BT.astype(jnp.float32)[..., None] * frequency[None, None]
+    return jnp.sin(angle_BTH)[:, :, None], jnp.cos(angle_BTH)[:, :, None]
+
+
+def rotate(x_BTNH: jax.Array, sin_cos: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotary position embedding, halves paired as in Qwen2 and Llama checkpoints."""
+    sin, cos = sin_cos
+    a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
+
+
+@functools.cache
+def _abstract(config: ModelConfig) -> tuple[Any, Any]:
+    """(graph definition, abstract state) of the decoder: structure and shapes, no memory."""
+    return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+
+
+def init_params(config: ModelConfig, key: jax.Array) -> Params:
+    """Random parameters as a nested dict of arrays; jittable."""
+    return nnx.to_pure_dict(nnx.state(Decoder(config, rngs=nnx.Rngs(params=key))))
+
+
+def param_shapes(config: ModelConfig) -> Params:
+    """The nested dict of `jax.ShapeDtypeStruct` of the parameters."""
+    return jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
+
+
+def param_axes(config: ModelConfig) -> Params:
+    """The nested dict of logical axis names of the parameters, one tuple per array."""
+    _, state = _abstract(config)
+    is_param = lambda leaf: isinstance(leaf, nnx.Variable)
+    axes = jax.tree.map(lambda leaf: leaf.get_metadata()["logical_axes"], state, is_leaf=is_param)
+    return nnx.to_pure_dict(axes)
+
+
+def hidden_states(
+    config: ModelConfig,
+    params: Params,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array,
+    attend: Attend,
+    cache: Any = None,
+) -> tuple[jax.Array, Any]:
+    """Final hidden states [B, T, D] in the compute dtype, and the cache as `attend` left it.
+
+    Args:
+        params: from `init_params` or a checkpoint.
+        tokens_BT: int32 token ids.
+        positions_BT: int32 positions, restarting at 0 in each packed segment.
+        attend: how queries find keys: see `dapo_jax.attention`.
+        cache: any pytree that `attend` reads and returns.
+    """
+    graph, state = _abstract(config)
+    state = jax.tree.map(lambda leaf: leaf, state)
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graph, state)(tokens_BT, positions_BT, attend, cache)
+
+
+def unembedding(params: Params) -> jax.Array:
+    """The matrix [V, D] that turns hidden states into logits."""
+    return params["unembed"] if "unembed" in params else params["embed"]

@@ -1,0 +1,164 @@
+"""The plan of a run, computed from its config alone: no weights, no data, no accelerator."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from dapo_jax import model
+from dapo_jax.config import Config
+from dapo_jax.sharding import AXES, bytes_per_device, mesh_shape, param_specs
+from dapo_jax.train import max_micro_batches
+from dapo_jax.types import UserError
+
+GIB = 2**30
+
+
+def describe(config: Config) -> str:
+    """Model size, mesh, batch arithmetic and memory per device, as text.
+
+    Raises:
+        UserError: the batch does not divide over the mesh of the config.
+    """
+    sizes = [config.mesh.data, config.mesh.fsdp, config.mesh.tensor]
+    devices = jax.device_count() if -1 in sizes else math.prod(sizes)
+    axis_sizes = dict(zip(AXES, mesh_shape(config.mesh, devices)))
+    shards = axis_sizes["data"] * axis_sizes["fsdp"]
+    for group, name in (
+        ("train", "rows_per_micro_batch"),
+        ("rollout", "slots"),
+        ("rollout", "prefill_prompts"),
+    ):
+        value = getattr(getattr(config, group), name)
+        if value % shards:
+            raise UserError(
+                f"config.{group}.{name} ({value}) must be a multiple of config.mesh.data x "
+                f"config.mesh.fsdp = {shards}; nearest: {value + shards - value % shards}."
+            )
+    sections = (
+        ("model", _model_lines(config)),
+        ("mesh", _mesh_lines(axis_sizes, devices)),
+        ("batch of one rollout step", _batch_lines(config)),
+        ("objective", _objective_lines(config)),
+        ("memory per device", _memory_lines(config, axis_sizes)),
+    )
+    lines = []
+    for title, rows in sections:
+        width = max(len(name) for name, _ in rows)
+        lines += [title, *(f"  {name.ljust(width)}  {value}" for name, value in rows), ""]
+    return "\n".join(lines)
+
+
+def num_params(config: Config) -> int:
+    """Parameters of the model."""
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(model.param_shapes(config.model)))
+
+
+def _model_lines(config: Config) -> list[tuple[str, str]]:
+    m = config.model
+    return [
+        ("weights", m.pretrained or "made by this run (config.pretrain)"),
+        ("parameters", f"{num_params(config):,}"),
+        ("layers x width", f"{m.num_layers} x {m.width}, feed-forward {m.ff_width}"),
+        ("heads", f"{m.num_heads} query, {m.num_kv_heads} key-value, of {m.head_dim}"),
+        ("vocabulary", f"{m.vocab_size:,}" + (", tied" if m.tie_embeddings else "")),
+        ("dtypes", f"{m.param_dtype} parameters, {m.compute_dtype} compute"),
+    ]
+
+
+def _mesh_lines(axis_sizes: dict[str, int], devices: int) -> list[tuple[str, str]]:
+    return [
+        ("devices", f"{devices}"),
+        ("axes", " x ".join(f"{name} {size}" for name, size in axis_sizes.items())),
+    ]
+
+
+def _batch_lines(config: Config) -> list[tuple[str, str]]:
+    t, r, d = config.train, config.rollout, config.dynamic_sampling
+    responses = t.prompts_per_step * r.group_size
+    updates = t.prompts_per_step // t.prompts_per_update
+    sampled = (
+        f"up to {d.max_rounds} rounds of at most {d.max_round_prompts:,} prompts, until "
+        f"{t.prompts_per_step:,} are informative"
+        if d.enabled
+        else "off"
+    )
+    return [
+        ("prompts", f"{t.prompts_per_step:,}"),
+        ("responses", f"{t.prompts_per_step:,} x {r.group_size} = {responses:,}"),
+        (
+            "response tokens",
+            f"at most {responses:,} x {r.max_response_tokens:,} = "
+            f"{responses * r.max_response_tokens:,}",
+        ),
+        ("dynamic sampling", sampled),
+        (
+            "mini-batch",
+            f"{t.prompts_per_update:,} prompts = {t.prompts_per_update * r.group_size:,} responses",
+        ),
+        ("updates per rollout step", f"{updates}"),
+        (
+            "rows",
+            f"{t.row_tokens:,} tokens, {t.rows_per_micro_batch:,} to a micro-batch, at most "
+            f"{max_micro_batches(config):,} micro-batches to an update",
+        ),
+        ("rollout steps", f"{t.num_steps:,} = {t.num_steps * updates:,} updates"),
+    ]
+
+
+def _objective_lines(config: Config) -> list[tuple[str, str]]:
+    o, p, r = config.objective, config.optimizer, config.reward
+    overlong = (
+        f"linear over the last {r.overlong_buffer_tokens:,} of "
+        f"{config.rollout.max_response_tokens:,} tokens, to -{r.overlong_penalty:g}"
+        if r.overlong_buffer_tokens
+        else "off"
+    )
+    return [
+        ("clip", f"1 - {o.clip_low:g} to 1 + {o.clip_high:g}, dual clip {o.clip_dual or 'off'}"),
+        ("aggregation", o.aggregation),
+        ("overlong punishment", overlong),
+        ("overlong filtering", "on" if o.overlong_filter else "off"),
+        (
+            "KL to the base",
+            f"{o.kl_coefficient:g} ({o.kl_estimator})" if o.kl_coefficient else "none",
+        ),
+        (
+            "AdamW",
+            f"rate {p.learning_rate:g} after {p.warmup_steps} steps of warm-up, decay "
+            f"{p.weight_decay:g}, betas {p.beta1:g} {p.beta2:g}, norm {p.max_grad_norm:g}",
+        ),
+    ]
+
+
+def _memory_lines(config: Config, axis_sizes: dict[str, int]) -> list[tuple[str, str]]:
+    m, r = config.model, config.rollout
+    shapes, specs = model.param_shapes(m), param_specs(m, config.mesh)
+    moment_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
+    gradient_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), shapes)
+    per_device = lambda tree: bytes_per_device(tree, specs, axis_sizes)
+    cache_tokens = config.data.max_prompt_tokens + r.max_response_tokens
+    token_bytes = (
+        2 * m.num_layers * m.num_kv_heads * m.head_dim * jnp.dtype(m.compute_dtype).itemsize
+    )
+    kv_axis = dict(config.mesh.rules)["kv_heads"]
+    parts = axis_sizes["data"] * axis_sizes["fsdp"] * (axis_sizes[kv_axis] if kv_axis else 1)
+    cache = r.slots * cache_tokens * token_bytes // parts
+    sizes = {
+        "parameters": per_device(shapes),
+        "optimiser state": 2 * per_device(moment_shapes),
+        "gradients": per_device(gradient_shapes),
+    }
+    if config.objective.kl_coefficient:
+        sizes["reference"] = sizes["parameters"]
+    lines = [(name, _size(value)) for name, value in sizes.items()]
+    note = f"{r.slots:,} slots x {cache_tokens:,} tokens x {token_bytes:,} bytes / {parts} devices"
+    lines.append(("KV cache", f"{_size(cache)}   {note}"))
+    lines.append(("sum", f"{_size(sum(sizes.values()) + cache)}   activations not counted"))
+    return lines
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes >= GIB / 10:
+        return f"{num_bytes / GIB:8.2f} GiB"
+    return f"{num_bytes / 2**20:8.2f} MiB"

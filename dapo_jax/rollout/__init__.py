@@ -1,0 +1,1 @@
+"""Rollouts: a JetStream engine around the decoder, and the scheduler that keeps it busy."""

@@ -1,0 +1,44 @@
+"""Drawing tokens, with the log-prob of each under the distribution it was drawn from."""
+
+import jax
+import jax.numpy as jnp
+
+
+def keep_top_p(logits_BV: jax.Array, top_p: float) -> jax.Array:
+    """Logits outside the nucleus set to -inf.
+
+    The nucleus is the smallest set of most probable tokens whose probabilities sum to `top_p` or
+    more; a token exactly as probable as the last one in it is kept too.
+
+    Source: arXiv:1904.09751, section 3.1.
+    """
+    sorted_BV = -jnp.sort(-logits_BV, axis=-1)
+    probs_BV = jax.nn.softmax(sorted_BV, axis=-1)
+    before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
+    last_B = jnp.sum(before_BV < top_p, axis=-1) - 1
+    threshold_B1 = jnp.take_along_axis(sorted_BV, last_B[:, None], axis=-1)
+    return jnp.where(logits_BV >= threshold_B1, logits_BV, -jnp.inf)
+
+
+def sample(
+    logits_BV: jax.Array, keys_B2: jax.Array, positions_B: jax.Array, *, top_p: float
+) -> tuple[jax.Array, jax.Array]:
+    """(tokens int32 [B], their float32 log-probs [B]) drawn from softmax(logits), nucleus kept.
+
+    Args:
+        logits_BV: float32, already divided by the temperature.
+        keys_B2: uint32 key data of each sample.
+        positions_B: index of the token in its response; the key of the draw is
+            fold_in(sample key, position), whichever slot and moment it happens in.
+        top_p: in (0, 1]; 1 keeps every token.
+    """
+    if top_p < 1.0:
+        logits_BV = keep_top_p(logits_BV, top_p)
+    log_probs_BV = jax.nn.log_softmax(logits_BV, axis=-1)
+
+    def draw(key_2: jax.Array, position: jax.Array, log_probs_V: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(key_2), position)
+        return jax.random.categorical(key, log_probs_V)
+
+    tokens_B = jax.vmap(draw)(keys_B2, positions_B, log_probs_BV).astype(jnp.int32)
+    return tokens_B, jnp.take_along_axis(log_probs_BV, tokens_B[:, None], axis=-1)[:, 0]

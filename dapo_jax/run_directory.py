@@ -1,0 +1,197 @@
+"""The run directory: what a run leaves behind, and what it needs to go on.
+
+config.json              the frozen config, versions, git commit and command
+metrics.jsonl            one object per rollout step
+tensorboard/             the same as TensorBoard events
+rollouts/step_*.jsonl    a sample of responses with their rewards
+tokenizer/               in Hugging Face format
+base/, checkpoints/      see `dapo_jax.base` and `dapo_jax.checkpoint`
+summary.json             at the end
+report.html, report.png  the page of plots
+"""
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorboardX
+
+from dapo_jax.config import Config
+from dapo_jax.types import Group, RunError, UserError
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy")
+# Fields that may differ when a run goes on: they change how long and how closely, not what.
+MAY_CHANGE = ("train.num_steps", "checkpoint.", "log.", "reward.workers")
+
+
+class RunDirectory:
+    """Opens a run directory, new or to be continued.
+
+    Raises:
+        UserError: it is not writable, or belongs to a run with another config.
+    """
+
+    def __init__(self, path: Path, config: Config):
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            probe = path / ".writable"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise UserError(
+                f"--workdir={path} cannot be written to: {error.strerror}. Choose another directory "
+                "or mend its permissions."
+            ) from error
+        frozen = path / "config.json"
+        if frozen.exists():
+            _check_same_config(frozen, config)
+        _write_atomically(frozen, json.dumps(_frozen_config(config), indent=1))
+        self._metrics = path / "metrics.jsonl"
+        self._events: tensorboardX.SummaryWriter | None = None
+
+    def rewind(self, step: int) -> None:
+        """Forgets metrics, events and rollouts after `step`, which a continued run makes again."""
+        lines = self._metrics.read_text().splitlines() if self._metrics.exists() else []
+        kept = [line for line in lines if _step_of(line) <= step]
+        _write_atomically(self._metrics, "".join(line + "\n" for line in kept))
+        for file in (self.path / "rollouts").glob("step_*.jsonl"):
+            if int(file.stem.removeprefix("step_")) > step:
+                file.unlink()
+        (self.path / "summary.json").unlink(missing_ok=True)
+        self._events = tensorboardX.SummaryWriter(
+            str(self.path / "tensorboard"), purge_step=step + 1, flush_secs=10
+        )
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        """Appends one object to metrics.jsonl and to the TensorBoard events.
+
+        Raises:
+            RunError: a value is not finite.
+        """
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                raise RunError(
+                    f"{name} is {value} at step {metrics['step']}. Checkpoints before this step are "
+                    "intact. Look at the metrics of the last steps; a lower "
+                    "config.optimizer.learning_rate is the usual remedy."
+                )
+        with self._metrics.open("a") as file:
+            file.write(json.dumps(metrics) + "\n")
+        assert self._events is not None, "rewind() comes before log()"
+        for name, value in metrics.items():
+            self._events.add_scalar(name, value, metrics["step"])
+
+    def save_rollouts(
+        self, step: int, groups: Sequence[Group], rewards: Sequence, most: int
+    ) -> None:
+        """Writes the first `most` responses of a step, spread over its groups.
+
+        Args:
+            rewards: shaped rewards, one sequence per group.
+        """
+        directory = self.path / "rollouts"
+        directory.mkdir(exist_ok=True)
+        per_group = max(1, most // max(1, len(groups)))
+        records = [
+            {
+                "step": step,
+                "problem_id": group.problem.id,
+                "prompt": group.problem.prompt,
+                "answer": group.problem.answer,
+                "response": response.text,
+                "correct": verdict.correct,
+                "reward": float(reward),
+                "length": len(response.tokens),
+                "finish_reason": response.finish_reason,
+                "note": verdict.note,
+            }
+            for group, values in zip(groups, rewards)
+            for response, verdict, reward in list(zip(group.responses, group.verdicts, values))[
+                :per_group
+            ]
+        ][:most]
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        _write_atomically(directory / f"step_{step:06d}.jsonl", text)
+
+    def save_summary(self, summary: dict[str, Any]) -> None:
+        """Writes summary.json."""
+        _write_atomically(self.path / "summary.json", json.dumps(summary, indent=1) + "\n")
+
+    def close(self) -> None:
+        """Flushes the TensorBoard events."""
+        if self._events is not None:
+            self._events.close()
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    """The whole text or what was there before, whatever happens in between."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def _step_of(line: str) -> float:
+    """The step of a metrics line; infinity for a line that a kill left half written."""
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return math.inf
+
+
+def _frozen_config(config: Config) -> dict[str, Any]:
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    return {
+        "config": config.to_dict(),
+        "versions": {"python": platform.python_version()} | versions,
+        "git_commit": _git_commit(),
+        "command": " ".join(sys.argv),
+    }
+
+
+def _git_commit() -> str | None:
+    """The commit of the checkout, or None outside one or without git."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(values, dict):
+        return {prefix: values}
+    return {
+        key: value
+        for name, inner in values.items()
+        for key, value in _flat(inner, f"{prefix}.{name}" if prefix else name).items()
+    }
+
+
+def _check_same_config(frozen: Path, config: Config) -> None:
+    try:
+        old = _flat(json.loads(frozen.read_text())["config"])
+    except (json.JSONDecodeError, KeyError) as error:
+        raise UserError(
+            f"{frozen} cannot be read ({error}). If this directory holds a run, restore that file; "
+            "otherwise choose another --workdir."
+        ) from error
+    new = _flat(json.loads(json.dumps(config.to_dict())))
+    differing = [
+        f"config.{name}: {old.get(name)!r} there, {new.get(name)!r} now"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name) and not name.startswith(MAY_CHANGE)
+    ]
+    if differing:
+        raise UserError(
+            f"{frozen.parent} belongs to a run with another config:\n  "
+            + "\n  ".join(differing)
+            + "\nChoose another --workdir, or start with the config it was made with."
+        )

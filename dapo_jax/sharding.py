@@ -1,0 +1,134 @@
+"""The device mesh and where arrays lie on it.
+
+Axes: `data` (replicated parameters), `fsdp` (parameters split, gathered on use), `tensor` (heads
+and feed-forward split). Rows of a batch lie over data and fsdp together. Logical axis names of the
+parameters become mesh axes by the table `config.mesh.rules`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from dapo_jax.config import MeshConfig, ModelConfig
+from dapo_jax.model import param_axes, param_shapes
+from dapo_jax.types import UserError
+
+AXES = ("data", "fsdp", "tensor")
+BATCH_AXES = ("data", "fsdp")
+
+
+def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, int, int]:
+    """Sizes of the data, fsdp and tensor axes on `num_devices` devices, -1 filled in.
+
+    Raises:
+        UserError: the sizes do not multiply to the number of devices.
+    """
+    sizes = [config.data, config.fsdp, config.tensor]
+    given = math.prod(size for size in sizes if size != -1)
+    if -1 in sizes and num_devices % given == 0:
+        sizes[sizes.index(-1)] = num_devices // given
+    if math.prod(sizes) != num_devices:
+        text = ", ".join(f"{name}={size}" for name, size in zip(AXES, sizes))
+        raise UserError(
+            f"config.mesh ({text}) does not fit {num_devices} device(s): the sizes must multiply "
+            f"to {num_devices}. Set one axis to -1 to take the rest, or start on "
+            f"{abs(math.prod(sizes))} devices."
+        )
+    return sizes[0], sizes[1], sizes[2]
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh of `config` over the given devices (default: all of them)."""
+    devices = jax.devices() if devices is None else devices
+    shape = mesh_shape(config, len(devices))
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def param_specs(model: ModelConfig, mesh: MeshConfig) -> Any:
+    """The pytree of `PartitionSpec` of the parameters under `mesh.rules`.
+
+    Raises:
+        UserError: a logical axis has no rule, or two axes of one array land on one mesh axis.
+    """
+    rules = dict(mesh.rules)
+
+    def spec(path: Any, axes: tuple[str | None, ...]) -> PartitionSpec:
+        name = jax.tree_util.keystr(path)
+        for axis in axes:
+            if axis is not None and axis not in rules:
+                raise UserError(
+                    f"config.mesh.rules has no rule for the logical axis {axis!r} of parameter "
+                    f"{name}; add ({axis!r}, None) to leave it whole."
+                )
+        mesh_axes = [rules[axis] if axis is not None else None for axis in axes]
+        used = [axis for axis in mesh_axes if axis is not None]
+        if len(used) != len(set(used)):
+            raise UserError(
+                f"config.mesh.rules sends two axes of parameter {name} {axes} to one mesh axis "
+                f"({mesh_axes}); give them different mesh axes or None."
+            )
+        return PartitionSpec(*mesh_axes)
+
+    is_axes = lambda node: isinstance(node, tuple)
+    return jax.tree_util.tree_map_with_path(spec, param_axes(model), is_leaf=is_axes)
+
+
+def param_shardings(model: ModelConfig, config: MeshConfig, mesh: Mesh) -> Any:
+    """The pytree of `NamedSharding` of the parameters.
+
+    Raises:
+        UserError: an axis of a parameter is not divisible by the mesh axis it lies on.
+    """
+
+    def sharding(path: Any, shape: jax.ShapeDtypeStruct, spec: PartitionSpec) -> NamedSharding:
+        for size, axis in zip(shape.shape, spec):
+            if axis is not None and size % mesh.shape[axis]:
+                raise UserError(
+                    f"config.mesh.{axis} ({mesh.shape[axis]}) does not divide an axis of parameter "
+                    f"{jax.tree_util.keystr(path)} with shape {shape.shape} and layout {spec}. "
+                    f"Choose a size that divides {size}, or change config.mesh.rules."
+                )
+        return NamedSharding(mesh, spec)
+
+    return jax.tree_util.tree_map_with_path(
+        sharding, param_shapes(model), param_specs(model, config)
+    )
+
+
+def batch_shards(mesh: Mesh) -> int:
+    """Into how many pieces the rows of a batch are cut."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def check_divides_batch(mesh: Mesh, field: str, value: int) -> None:
+    """Raises UserError unless `value` rows, slots or prompts split evenly over the batch axes."""
+    shards = batch_shards(mesh)
+    if value % shards:
+        raise UserError(
+            f"config.{field} ({value}) must be a multiple of config.mesh.data x config.mesh.fsdp = "
+            f"{shards}; nearest: {value + shards - value % shards}."
+        )
+
+
+def batch_sharding(mesh: Mesh, batch_dim: int = 0) -> NamedSharding:
+    """Dimension `batch_dim` over the data and fsdp axes, everything else whole."""
+    return NamedSharding(mesh, PartitionSpec(*[None] * batch_dim, BATCH_AXES))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The same values on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def bytes_per_device(shapes: Any, specs: Any, axis_sizes: dict[str, int]) -> int:
+    """Bytes one device holds of arrays of these shapes under these specs."""
+
+    def size(shape: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
+        parts = math.prod(axis_sizes[axis] for axis in spec if axis is not None)
+        return math.ceil(np.prod(shape.shape, dtype=np.int64) / parts) * shape.dtype.itemsize
+
+    return sum(jax.tree.leaves(jax.tree.map(size, shapes, specs)))

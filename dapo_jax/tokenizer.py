@@ -1,0 +1,65 @@
+"""Tokenizers: `transformers` fast tokenizers, loaded, or built for generated arithmetic."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+# transformers announces at import that torch is missing, which here is as it should be.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from dapo_jax import arithmetic
+from dapo_jax.config import ModelConfig
+from dapo_jax.types import UserError
+
+
+def arithmetic_tokenizer() -> PreTrainedTokenizerFast:
+    """A fast tokenizer whose tokens are the words of `arithmetic`: labels, digits, a few more."""
+    vocab = {w: i for i, w in enumerate(["<pad>", "<eos>", "<unk>", *arithmetic.WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    pattern = Regex("|".join(arithmetic.WORDS))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load_tokenizer(config: ModelConfig, save_to: Path | None = None) -> Any:
+    """The tokenizer of the config, checked against the model's vocabulary.
+
+    Args:
+        save_to: where to leave a copy in Hugging Face format.
+
+    Raises:
+        UserError: it cannot be loaded, has no end-of-sequence token, or more tokens than the model.
+    """
+    if config.tokenizer is None:
+        tokenizer = arithmetic_tokenizer()
+    else:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"config.model.tokenizer ({config.tokenizer!r}) could not be loaded: {error} "
+                "Give a directory in Hugging Face format or the id of a repository on the hub."
+            ) from error
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"config.model.tokenizer ({config.tokenizer!r}) has no end-of-sequence token: "
+            "responses could not end. Set eos_token in its tokenizer_config.json."
+        )
+    if len(tokenizer) > config.vocab_size:
+        raise UserError(
+            f"config.model.vocab_size ({config.vocab_size}) is smaller than the tokenizer's "
+            f"vocabulary ({len(tokenizer)}). Set it to {len(tokenizer)} or more."
+        )
+    if save_to is not None:
+        tokenizer.save_pretrained(str(save_to))
+    return tokenizer

@@ -1,0 +1,94 @@
+"""The records that travel from prompt to gradient.
+
+Records that JAX maps over are NamedTuples of arrays; records of the host are NamedTuples of plain
+values and NumPy arrays.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Array = Any  # a jax.Array on the device, an np.ndarray on its way there
+
+
+class UserError(ValueError):
+    """A mistake that the user can mend: names the field, what was received and the remedy.
+
+    `launch/` prints its message without a traceback and exits with status 2.
+    """
+
+
+class RunError(RuntimeError):
+    """The run cannot go on. The message says what is wrong, what is safe, and the remedy."""
+
+
+class StopRequested(Exception):
+    """SIGTERM or Ctrl-C arrived: unwind to the loop, save the last completed step, and leave."""
+
+
+class Problem(NamedTuple):
+    """One prompt with a checkable answer."""
+
+    id: int  # position in the data set: names the problem in random keys, logs and checkpoints
+    prompt: str
+    prompt_tokens: tuple[int, ...]
+    answer: str
+    source: str  # where it comes from
+    epoch: int = 0  # passes over the data before this visit; part of the random key of a sample
+
+
+class Response(NamedTuple):
+    """One sampled answer. A response that ended by itself holds its end-of-sequence token."""
+
+    tokens: np.ndarray  # int32 [length]
+    log_probs: np.ndarray  # float32 [length], under the distribution sampled from
+    finish_reason: str  # "stop": drew a stop token; "length": cut at max_response_tokens
+    text: str  # decoded, special tokens left out
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason == "length"
+
+
+class Verdict(NamedTuple):
+    """What a scorer says of one response. Correctness and reward are separate on purpose."""
+
+    correct: bool
+    reward: float
+    note: str = ""  # empty, or why no verdict was reached: "timeout", "worker died", "error: ..."
+
+
+class Group(NamedTuple):
+    """The G responses to one prompt, scored."""
+
+    problem: Problem
+    responses: tuple[Response, ...]
+    verdicts: tuple[Verdict, ...]
+    step: int  # rollout step whose parameters drew the responses
+
+    @property
+    def num_correct(self) -> int:
+        return sum(verdict.correct for verdict in self.verdicts)
+
+    @property
+    def informative(self) -> bool:
+        """0 < correct < G, the constraint of DAPO eq. 11."""
+        return 0 < self.num_correct < len(self.responses)
+
+
+class Rows(NamedTuple):
+    """Packed training rows. B rows of T tokens; several responses with their prompts per row.
+
+    Every value at position t speaks of the token at position t: `log_prob_old_BT[b, t]` is the
+    log-probability of `tokens_BT[b, t]` given the tokens of its segment before it.
+    """
+
+    tokens_BT: Array  # int32
+    positions_BT: Array  # int32, restarts at 0 in each segment
+    segments_BT: Array  # int32, 0 is padding, segments count from 1 in each row
+    mask_BT: Array  # bool, the token is a response token that is trained
+    weight_BT: Array  # float32, weight in the loss; 0 where mask_BT is False
+    log_prob_old_BT: Array  # float32, under the policy that anchors the ratio
+    log_prob_ref_BT: Array  # float32, under the reference of the KL term; else 0
+    advantage_BT: Array  # float32
+    lag_BT: Array  # int32, rollout steps since the token was drawn

@@ -1,0 +1,128 @@
+"""avg@k, pass@k, cons@k and the bootstrap, against enumeration and cases computed by hand."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from dapo_jax.estimators import avg_at_k, bootstrap_interval, cons_at_k, pass_at_k
+
+
+def test_avg_at_k_by_hand():
+    assert avg_at_k([[True, False, False, False], [True, True, True, False]]) == 0.5
+    assert avg_at_k([[True, False, False]]) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 6])
+def test_pass_at_k_is_the_mean_over_all_subsets(n):
+    correct_QK = np.arange(n) < np.arange(n + 1)[:, None]  # every count from 0 to n
+    for k in range(1, n + 1):
+        subsets = [list(subset) for subset in itertools.combinations(range(n), k)]
+        wanted_Q = [np.mean([correct_K[s].any() for s in subsets]) for correct_K in correct_QK]
+        for correct_K, wanted in zip(correct_QK, wanted_Q, strict=True):
+            assert pass_at_k(correct_K[None], k) == pytest.approx(wanted, abs=1e-15)
+        assert pass_at_k(correct_QK, k) == pytest.approx(np.mean(wanted_Q), abs=1e-15)
+
+
+def test_pass_at_1_is_avg_and_pass_at_n_is_best():
+    correct_QK = np.random.default_rng(0).random((30, 32)) < 0.1
+    assert pass_at_k(correct_QK, 1) == pytest.approx(avg_at_k(correct_QK), abs=1e-15)
+    assert pass_at_k(correct_QK, 32) == pytest.approx(correct_QK.any(axis=1).mean(), abs=1e-15)
+
+
+@pytest.mark.parametrize("c", [1, 7, 5000, 9000, 9500])
+def test_pass_at_k_where_binomials_overflow(c):
+    # The paper's product form, in logarithms: C(10000, 1000) has 1410 digits.
+    n, k = 10_000, 1000
+    wanted = (
+        -math.expm1(sum(math.log1p(-k / i) for i in range(n - c + 1, n + 1))) if n - c >= k else 1
+    )
+    assert pass_at_k((np.arange(n) < c)[None], k) == pytest.approx(wanted, rel=1e-10)
+
+
+def test_pass_at_k_needs_k_samples():
+    for k in (0, 3):
+        with pytest.raises(AssertionError, match=f"pass@{k} of 2"):
+            pass_at_k([[True, False]], k)
+
+
+@pytest.mark.parametrize(
+    "answers, right, wanted",
+    [
+        (["1", "2", "1", "3"], "1", 1.0),
+        (["1", "2", "1", "3"], "2", 0.0),
+        (["1", "2", "1", "2", "3"], "1", 1 / 2),  # two tie, one is right
+        (["1", "2", "3"], "3", 1 / 3),
+        (["1", "2", "3"], "4", 0.0),
+        ([None, None, None, "1"], "1", 1.0),  # None never outvotes an answer
+        ([None, None, "1", "2"], "1", 1 / 2),
+        ([None, None], "1", 0.0),
+        (["1"], "1", 1.0),
+    ],
+)
+def test_cons_at_k_by_hand(answers, right, wanted):
+    for order in set(itertools.permutations(answers)):
+        correct = [[answer == right for answer in order]]
+        assert cons_at_k([list(order)], correct) == wanted
+
+
+def test_cons_at_k_two_spellings_may_both_be_right():
+    assert cons_at_k([["1/2", "0.5"]], [[True, True]]) == 1.0
+    assert cons_at_k([["1/2", "0.5", "3"]], [[True, True, False]]) == 2 / 3
+
+
+def test_cons_at_k_is_the_mean_over_problems():
+    answers_QK = [["1", "1"], ["1", "2"], [None, None]]
+    assert cons_at_k(answers_QK, [[True, True], [True, False], [False, False]]) == 0.5
+
+
+def test_cons_at_k_is_the_expectation_of_a_random_tie_break():
+    generator = np.random.default_rng(1)
+    answers_QK = generator.integers(0, 4, (40, 6)).astype(str).tolist()
+    right_Q = generator.integers(0, 4, 40).astype(str)
+    wanted = 0.0
+    for answers_K, right in zip(answers_QK, right_Q, strict=True):
+        most = max(map(answers_K.count, answers_K))
+        tied = [a for a in "0123" if answers_K.count(a) == most]
+        wanted += np.mean([a == right for a in tied]) / 40
+    correct_QK = np.array(answers_QK) == right_Q[:, None]
+    assert cons_at_k(answers_QK, correct_QK) == pytest.approx(wanted, abs=1e-15)
+
+
+@pytest.mark.parametrize("answers", [["1", "1"], [None, "1"]])
+def test_cons_at_k_refuses_contradictions(answers):
+    with pytest.raises(AssertionError, match="both correct and incorrect|None"):
+        cons_at_k([answers], [[True, False]])
+
+
+def test_bootstrap_interval_of_two_values_is_exact():
+    # Resamples of (0, 1) have mean 0, 1/2, 1 with probability 1/4, 1/2, 1/4.
+    assert bootstrap_interval([0.0, 1.0]) == (0.0, 1.0)
+    assert bootstrap_interval([0.0, 1.0], confidence=0.4) == (0.5, 0.5)
+
+
+def test_bootstrap_interval_agrees_with_enumeration():
+    values = [0.0, 0.1, 0.5, 1.0]
+    means = [np.mean(resample) for resample in itertools.product(values, repeat=4)]
+    low, high = bootstrap_interval(values, confidence=0.8, num_resamples=20_000, seed=3)
+    # Within one percent of probability of the exact quantiles, which are steps.
+    assert np.quantile(means, 0.09) <= low <= np.quantile(means, 0.11)
+    assert np.quantile(means, 0.89) <= high <= np.quantile(means, 0.91)
+
+
+def test_bootstrap_interval_of_many_values_is_the_normal_one():
+    values_Q = np.random.default_rng(0).random(400)
+    low, high = bootstrap_interval(values_Q, seed=1)
+    half = 1.96 * values_Q.std() / 20
+    assert [low, high] == pytest.approx(
+        [values_Q.mean() - half, values_Q.mean() + half], abs=0.1 * half
+    )
+
+
+def test_bootstrap_interval_repeats_and_degenerates():
+    values_Q = np.random.default_rng(0).random(15)
+    assert bootstrap_interval(values_Q, seed=4) == bootstrap_interval(values_Q, seed=4)
+    assert bootstrap_interval(values_Q, seed=4) != bootstrap_interval(values_Q, seed=5)
+    assert bootstrap_interval([0.25, 0.25, 0.25]) == (0.25, 0.25)
+    assert bootstrap_interval([0.75]) == (0.75, 0.75)
