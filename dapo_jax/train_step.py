@@ -149,9 +149,9 @@ def loss_and_sums(
 
     fresh_BT = mask_BT & (rows.lag_BT == 0)
     gap_BT = jnp.where(fresh_BT, jnp.abs(log_prob_BT - rows.log_prob_old_BT), 0.0)
-    count = lambda x_BT: jnp.sum(jnp.where(mask_BT, x_BT, 0.0), dtype=jnp.float32)
+    count = lambda x_BT: jnp.sum(jnp.where(mask_BT, x_BT.astype(jnp.float32), 0.0))
     sums = Sums(
-        tokens=count(1.0),
+        tokens=count(mask_BT),
         loss=loss,
         entropy=count(entropy_BT),
         token_prob=count(jnp.exp(log_prob_BT)),

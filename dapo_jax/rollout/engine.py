@@ -115,8 +115,10 @@ class DecoderEngine(jetstream.Engine):
         existing_prefix: Prefix | None = None,
         padded_tokens: Any,
         true_length: int,
+        key_2: Any = (0, 0),
     ) -> Prefix:
-        """One prompt, under a fixed random key: JetStream's interface has no place for one."""
+        """One prompt. JetStream's interface has no place for its random key: `key_2` is key data,
+        the same for every prompt unless given."""
         if existing_prefix is not None:
             raise ValueError("existing_prefix is not supported: prompts are prefilled whole")
         P, T = self.spec.prefill_prompts, self.spec.max_prompt_tokens
@@ -124,7 +126,8 @@ class DecoderEngine(jetstream.Engine):
         tokens_PT[0, : len(padded_tokens)] = np.asarray(padded_tokens)[:T]
         lengths_P = np.ones(P, np.int32)
         lengths_P[0] = true_length
-        return self.prefill_many(params, tokens_PT, lengths_P, np.zeros((P, 2), np.uint32))
+        keys_P2 = np.broadcast_to(np.asarray(key_2, np.uint32), (P, 2))
+        return self.prefill_many(params, tokens_PT, lengths_P, keys_P2)
 
     def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
         """The first prompt of the prefix into one slot; its sample number is the slot's."""
@@ -263,7 +266,7 @@ def _programs(spec: EngineSpec, mesh: Mesh) -> tuple[Any, Any, Any, Any]:
         token_B, log_prob_B = sample(
             state.logits_BV, state.keys_B2, state.generated_B, top_p=spec.top_p
         )
-        generated_B = state.generated_B + state.active_B
+        generated_B = state.generated_B + state.active_B.astype(jnp.int32)
         stop_B = jnp.isin(token_B, jnp.asarray(spec.stop_tokens, jnp.int32))
         stop_B = stop_B | (generated_B == spec.max_response_tokens)
         # An empty slot writes where nothing is read before an insert overwrites or masks it.
@@ -280,7 +283,7 @@ def _programs(spec: EngineSpec, mesh: Mesh) -> tuple[Any, Any, Any, Any]:
         state = DecodeState(
             cache,
             next_logits(params, hidden_BTD[:, 0]),
-            state.lengths_B + state.active_B,
+            state.lengths_B + state.active_B.astype(jnp.int32),
             generated_B,
             state.keys_B2,
             state.active_B & ~stop_B,

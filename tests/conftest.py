@@ -1,0 +1,33 @@
+"""Eight virtual CPU devices, strict promotion, and small configs shared by the tests."""
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["HF_HUB_OFFLINE"] = "1"  # a test that reaches for the network fails at once
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+from tests.helpers import tiny_config
+
+
+@pytest.fixture
+def config():
+    """A checked config of a model small enough for a test."""
+    return tiny_config()
+
+
+@pytest.fixture
+def cache_home(tmp_path_factory, monkeypatch):
+    """A user cache directory of the test's own."""
+    home = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    return home

@@ -1,0 +1,115 @@
+"""Configs, models and rows for tests."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from configs import tiny_dapo
+from dapo_jax import batching, model, sharding
+from dapo_jax.config import Config, ModelConfig
+from dapo_jax.types import Group, Problem, Response, Verdict
+
+SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
+
+# Sizes chosen so that the whole loop runs in seconds and every axis divides over eight devices.
+SMALL: dict[str, Any] = {
+    "model.width": 32,
+    "model.num_layers": 2,
+    "model.num_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.head_dim": 8,
+    "model.ff_width": 48,
+    "data.num_train": 64,
+    "data.num_heldout": 8,
+    "data.num_terms": (3, 4),
+    "pretrain.num_steps": 8,
+    "pretrain.rows_per_step": 8,
+    "rollout.group_size": 4,
+    "rollout.slots": 16,
+    "rollout.prefill_prompts": 8,
+    "rollout.max_response_tokens": 32,
+    "reward.overlong_buffer_tokens": 8,
+    "dynamic_sampling.max_round_prompts": 16,
+    "dynamic_sampling.max_rounds": 2,
+    "train.num_steps": 3,
+    "train.prompts_per_step": 4,
+    "train.prompts_per_update": 2,
+    "train.row_tokens": 64,
+    "train.rows_per_micro_batch": 8,
+    "evaluation.every_steps": 2,
+    "evaluation.num_samples": 4,
+    "checkpoint.every_steps": 1,
+    "log.rollouts_per_step": 4,
+}
+
+
+def tiny_dict(**overrides: Any) -> dict[str, Any]:
+    """configs/tiny_dapo.py at test size as nested dicts; keys are written `group__field`."""
+    values = tiny_dapo.get_config().to_dict()
+    changes = SMALL | {name.replace("__", "."): value for name, value in overrides.items()}
+    for name, value in changes.items():
+        *groups, field = name.split(".")
+        inner = values
+        for group in groups:
+            inner = inner[group]
+        inner[field] = value
+    return values
+
+
+def tiny_config(**overrides: Any) -> Config:
+    """The same, checked."""
+    return Config.from_dict(tiny_dict(**overrides))
+
+
+def replace_model(config: Config, **changes: Any) -> ModelConfig:
+    return dataclasses.replace(config.model, **changes)
+
+
+def make_params(config: Config, seed: int = 0) -> model.Params:
+    return model.init_params(config.model, jax.random.key(seed))
+
+
+def make_mesh(config: Config, num_devices: int) -> jax.sharding.Mesh:
+    return sharding.make_mesh(config.mesh, jax.devices()[:num_devices])
+
+
+def random_samples(
+    rng: np.random.Generator, num: int, *, vocab_size: int = 32, longest: int = 28
+) -> list[batching.Sample]:
+    """Sequences with plausible old log-probs, advantages and token-mean weights."""
+    lengths = rng.integers(1, longest, num)
+    weight = 1 / lengths.sum()
+    return [
+        batching.Sample(
+            prompt_tokens=rng.integers(3, vocab_size, rng.integers(1, 9)).tolist(),
+            response_tokens=rng.integers(3, vocab_size, n).astype(np.int32),
+            weight=weight,
+            trained=True,
+            log_prob_old=(-3.4 + 0.3 * rng.standard_normal(n)).astype(np.float32),
+            advantage=float(rng.standard_normal()),
+            lag=0,
+        )
+        for n in lengths
+    ]
+
+
+def make_group(
+    correct: list[bool], *, lengths: list[int] | None = None, id: int = 0, truncated: int = 0
+) -> Group:
+    """A group with these verdicts; its last `truncated` responses are cut at the limit."""
+    lengths = lengths or [3 + i for i in range(len(correct))]
+    stops = len(correct) - truncated
+    responses = tuple(
+        Response(
+            np.full(n, 5, np.int32),
+            np.full(n, -1.0, np.float32),
+            "stop" if i < stops else "length",
+            f"text {i}",
+        )
+        for i, n in enumerate(lengths)
+    )
+    verdicts = tuple(Verdict(c, 1.0 if c else -1.0) for c in correct)
+    return Group(Problem(id, f"p{id}", (1, 2, 3), "7", "test"), responses, verdicts, 1)

@@ -1,0 +1,74 @@
+"""Packing keeps every token, in rows that first-fit-decreasing would make."""
+
+import numpy as np
+import pytest
+
+from dapo_jax import batching
+from tests.helpers import random_samples
+
+
+def unpack(rows):
+    """(prompt + response tokens, mask, advantage) of every segment, in order of their rows."""
+    for row in range(len(rows.tokens_BT)):
+        for segment in range(1, rows.segments_BT[row].max() + 1):
+            at = rows.segments_BT[row] == segment
+            assert rows.positions_BT[row, at].tolist() == list(range(at.sum()))
+            yield [x[row, at] for x in rows]
+
+
+def test_every_sample_comes_back_whole():
+    samples = random_samples(np.random.default_rng(0), 40)
+    rows = batching.pack(samples, 64)
+    seen = {tuple(segment[0].tolist()): segment for segment in unpack(rows)}
+    assert len(seen) == 40
+    for sample in samples:
+        P = len(sample.prompt_tokens)
+        tokens, _, _, mask, weight, old, ref, adv, lag = seen[
+            (*sample.prompt_tokens, *sample.response_tokens.tolist())
+        ]
+        assert mask.tolist() == [False] * P + [True] * len(sample.response_tokens)
+        np.testing.assert_allclose(old[P:], sample.log_prob_old)
+        np.testing.assert_allclose(adv[P:], sample.advantage, rtol=1e-6)
+        np.testing.assert_allclose(weight[P:], sample.weight, rtol=1e-6)
+        assert not weight[:P].any() and not adv[:P].any() and not ref.any() and not lag.any()
+
+
+def test_a_response_left_out_keeps_its_tokens_and_loses_its_weight():
+    (sample,) = random_samples(np.random.default_rng(1), 1)
+    rows = batching.pack([sample._replace(trained=False)], 64)
+    assert not rows.mask_BT.any() and not rows.weight_BT.any()
+    assert (rows.segments_BT == 1).sum() == sample.length
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_first_fit_decreasing(seed):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 60, 100).tolist()
+    rows = batching.first_fit_decreasing(lengths, 64)
+    assert sorted(i for row in rows for i in row) == list(range(100))
+    loads = [sum(lengths[i] for i in row) for row in rows]
+    assert max(loads) <= 64
+    # No row's largest member would have fitted in an earlier row when it came.
+    for later, row in enumerate(rows):
+        for earlier in range(later):
+            before = sum(lengths[i] for i in rows[earlier] if lengths[i] >= lengths[row[0]])
+            assert before + lengths[row[0]] > 64
+
+
+def test_too_long_a_sequence_is_refused():
+    with pytest.raises(ValueError, match="sequence 1 has 65 tokens"):
+        batching.first_fit_decreasing([3, 65], 64)
+
+
+def test_micro_batches_are_padded_with_empty_rows():
+    rows = batching.pack(random_samples(np.random.default_rng(2), 20), 64)
+    R = len(rows.tokens_BT)
+    micro = batching.to_micro_batches(rows, rows_per_micro_batch=4, num_micro_batches=5)
+    assert micro.tokens_BT.shape == (5, 4, 64)
+    assert batching.used_micro_batches(R, 4) == -(-R // 4)
+    for before, after in zip(rows, micro):
+        flat = after.reshape(20, 64)
+        np.testing.assert_array_equal(flat[:R], before)
+        assert not flat[R:].any()
+    with pytest.raises(ValueError, match="do not fit"):
+        batching.to_micro_batches(rows, rows_per_micro_batch=1, num_micro_batches=R - 1)

@@ -1,0 +1,111 @@
+"""Which groups make the batch, and in which order."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from dapo_jax.dynamic_sampling import (
+    SamplingState,
+    round_size,
+    sample_batch,
+    state_from_json,
+    state_to_json,
+)
+from dapo_jax.types import Problem
+from tests.helpers import make_group, tiny_config
+
+CONFIG = tiny_config(
+    dynamic_sampling__max_rounds=5, dynamic_sampling__max_round_prompts=8
+).dynamic_sampling
+
+
+class World:
+    """Problems 0, 1, 2, ... whose groups are all right, all wrong or mixed by `kinds`."""
+
+    def __init__(self, kinds):
+        self.kinds, self.next = kinds, 0
+        self.rounds = []
+
+    def take(self, n):
+        first, self.next = self.next, self.next + n
+        return [Problem(i, "", (1,), "", "") for i in range(first, self.next)]
+
+    def sample(self, problems):
+        self.rounds.append(len(problems))
+        kinds = {"r": [True] * 4, "w": [False] * 4, "m": [True, False, False, True]}
+        return [make_group(kinds[self.kinds[p.id % len(self.kinds)]], id=p.id) for p in problems]
+
+
+def run(kinds, state=None, *, num=4, config=CONFIG):
+    world = World(kinds)
+    batch, state = sample_batch(
+        config,
+        state or SamplingState(),
+        num_prompts=num,
+        round_multiple=4,
+        take=world.take,
+        sample=world.sample,
+    )
+    return batch, state, world
+
+
+def ids(groups):
+    return [group.problem.id for group in groups]
+
+
+def test_only_informative_groups_in_prompt_order():
+    batch, _, world = run("rwmm" "mwwr" "mmmm")
+    assert ids(batch.groups) == [2, 3, 4, 8]
+    assert len(batch.sampled) == world.next and batch.rounds == len(world.rounds) > 1
+
+
+def test_surplus_is_carried_first_or_dropped():
+    batch, state, _ = run("m")
+    assert ids(batch.groups) == [0, 1, 2, 3] and batch.surplus == 0
+    state = SamplingState((make_group([True, False], id=99),) * 6, 1.0)
+    batch, after, world = run("m", state)
+    assert ids(batch.groups) == [99] * 4 and world.rounds == [] and batch.carried_in == 6
+    assert ids(after.carried) == [99, 99] and batch.surplus == 2
+    drop = dataclasses.replace(CONFIG, surplus="drop")
+    batch, after, _ = run("m", state, config=drop)
+    assert after.carried == () and batch.surplus == 2
+
+
+def test_running_out_of_rounds_returns_what_there_is():
+    batch, _, world = run("w")
+    assert batch.groups == [] and batch.rounds == CONFIG.max_rounds == len(world.rounds)
+
+
+def test_switched_off_keeps_everything():
+    off = dataclasses.replace(CONFIG, enabled=False)
+    batch, _, world = run("rwmw", config=off)
+    assert ids(batch.groups) == [0, 1, 2, 3] and world.rounds == [4]
+
+
+def test_the_filter_looks_at_correctness_not_at_reward():
+    """All wrong, of unequal length and so of unequal shaped reward: not informative."""
+    group = make_group([False] * 4, lengths=[3, 10, 30, 32], truncated=1)
+    verdicts = tuple(v._replace(reward=-1.0 - i) for i, v in enumerate(group.verdicts))
+    assert not group._replace(verdicts=verdicts).informative
+    assert not make_group([True] * 4).informative and make_group([True, False]).informative
+
+
+@pytest.mark.parametrize(
+    "missing, share, expected", [(4, 1.0, 4), (4, 0.5, 8), (3, 0.9, 4), (4, 0.0, 8), (1, 0.01, 8)]
+)
+def test_round_size(missing, share, expected):
+    assert round_size(missing, share, 4, 8) == expected
+
+
+def test_state_survives_json_bit_for_bit():
+    group = make_group([True, False])
+    odd = np.array([-1 / 3, -1e-30, -123.456], np.float32)
+    response = group.responses[0]._replace(log_probs=odd)
+    state = SamplingState((group._replace(responses=(response, group.responses[1])),), 0.1 + 0.2)
+    back = state_from_json(json.loads(json.dumps(state_to_json(state))))
+    assert back.kept_share == state.kept_share
+    assert back.carried[0].problem == group.problem and back.carried[0].verdicts == group.verdicts
+    assert back.carried[0].responses[0].log_probs.tobytes() == odd.tobytes()
+    assert back.carried[0].responses[0].tokens.tolist() == response.tokens.tolist()

@@ -1,0 +1,134 @@
+"""The objective against loops written from the papers, and its behaviour at the edges."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dapo_jax import objective
+
+BOUNDS = dict(clip_low=0.2, clip_high=0.28)
+
+
+def surrogate_by_hand(logp, old, adv, mask, low, high, dual):
+    """DAPO eq. 8, one token at a time."""
+    out = np.zeros(logp.shape)
+    for i in np.ndindex(*logp.shape):
+        if not mask[i]:
+            continue
+        ratio = math.exp(logp[i] - old[i])
+        value = min(ratio * adv[i], min(max(ratio, 1 - low), 1 + high) * adv[i])
+        if dual is not None and adv[i] < 0:
+            value = max(value, dual * adv[i])
+        out[i] = value
+    return out
+
+
+def random_tokens(seed, shape=(4, 9)):
+    rng = np.random.default_rng(seed)
+    old = -rng.exponential(2.0, shape)
+    logp = old + 0.6 * rng.standard_normal(shape)
+    return logp, old, rng.standard_normal(shape), rng.random(shape) < 0.7
+
+
+@pytest.mark.parametrize("dual", [None, 1.5, 10.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_surrogate_is_equation_8(seed, dual):
+    logp, old, adv, mask = random_tokens(seed)
+    expected = surrogate_by_hand(logp, old, adv, mask, 0.2, 0.28, dual)
+    got = objective.surrogate(*map(jnp.asarray, (logp, old, adv, mask)), **BOUNDS, clip_dual=dual)
+    np.testing.assert_allclose(got.objective_BT, expected, rtol=2e-5, atol=1e-6)
+
+
+def test_gradient_stops_at_the_bound_of_its_own_side():
+    """Up to 1.28 for a positive advantage, down to 0.8 for a negative one; beyond, no gradient."""
+    log_ratios = np.log([0.5, 0.79, 0.81, 1.0, 1.21, 1.27, 1.29, 2.0])
+
+    def total(logp, adv):
+        ones = jnp.ones_like(logp)
+        return objective.surrogate(
+            logp, 0 * ones, adv * ones, ones > 0, **BOUNDS
+        ).objective_BT.sum()
+
+    for sign, flows in ((1.0, log_ratios < np.log(1.28)), (-1.0, log_ratios > np.log(0.8))):
+        gradient = jax.grad(total)(jnp.asarray(log_ratios)[None], jnp.float32(sign))[0]
+        expected = np.where(flows, sign * np.exp(log_ratios), 0.0)
+        np.testing.assert_allclose(gradient, expected, rtol=1e-5)
+
+
+def test_clip_shares_name_the_clipped_tokens():
+    log_ratio = jnp.log(jnp.array([[1.3, 1.3, 0.7, 0.7]]))
+    adv = jnp.array([[1.0, -1.0, 1.0, -1.0]])
+    got = objective.surrogate(log_ratio, 0 * adv, adv, adv < 9, **BOUNDS)
+    assert got.clipped_high_BT.tolist() == [[True, False, False, False]]
+    assert got.clipped_low_BT.tolist() == [[False, False, False, True]]
+
+
+@pytest.mark.parametrize("value", [-np.inf, np.inf, np.nan, 1e30])
+def test_nothing_under_the_mask_matters(value):
+    mask = jnp.array([[True, False]])
+
+    def total(logp):
+        old, adv = jnp.array([[-1.0, value]]), jnp.array([[1.0, value]])
+        got = objective.surrogate(logp, old, adv, mask, **BOUNDS, clip_dual=3.0)
+        kl = objective.kl_estimate(logp, old, mask, estimator="k3")
+        return jnp.sum(got.objective_BT + kl)
+
+    loss, gradient = jax.value_and_grad(total)(jnp.array([[-1.1, value]]))
+    assert np.isfinite(loss) and np.isfinite(gradient).all() and gradient[0, 1] == 0
+
+
+@pytest.mark.parametrize("log_ratio", [-1e4, 1e4])
+@pytest.mark.parametrize("adv", [-1.0, 1.0])
+def test_huge_log_ratios_stay_finite(log_ratio, adv):
+    def total(logp):
+        ones = jnp.ones_like(logp)
+        got = objective.surrogate(logp, 0 * ones, adv * ones, ones > 0, **BOUNDS)
+        return got.objective_BT.sum()
+
+    loss, gradient = jax.value_and_grad(total)(jnp.array([[log_ratio]]))
+    assert np.isfinite(loss) and np.isfinite(gradient).all()
+
+
+def test_kl_estimators_are_schulmans():
+    rng = np.random.default_rng(0)
+    logp, ref = -rng.exponential(1.0, (2, 3, 5))
+    mask, d = np.ones((3, 5), bool), logp - ref
+    for name, expected in (("k1", d), ("k2", d**2 / 2), ("k3", np.exp(-d) - 1 + d)):
+        got = objective.kl_estimate(*map(jnp.asarray, (logp, ref, mask)), estimator=name)
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
+
+
+def weights_by_hand(lengths, groups, aggregation):
+    out = []
+    for n, group in zip(lengths, groups):
+        if aggregation == "token-mean":
+            out.append(1 / sum(lengths))
+        elif aggregation == "seq-mean-token-mean":
+            out.append(1 / len(lengths) / n)
+        else:
+            of_group = sum(m for m, g in zip(lengths, groups) if g == group)
+            out.append(1 / len(set(groups)) / of_group)
+    return out
+
+
+@pytest.mark.parametrize(
+    "aggregation", ["token-mean", "token-mean-per-group", "seq-mean-token-mean"]
+)
+def test_loss_weights(aggregation):
+    lengths, groups = [3, 50, 1, 7, 7], [4, 4, 9, 9, 9]
+    got = objective.loss_weights(lengths, groups, aggregation=aggregation)
+    np.testing.assert_allclose(got, weights_by_hand(lengths, groups, aggregation), rtol=1e-12)
+    assert math.isclose((got * lengths).sum(), 1)
+
+
+def test_bfloat16_inputs_are_computed_in_float32():
+    logp, old, adv, mask = map(jnp.asarray, random_tokens(1))
+    short = [x.astype(jnp.bfloat16) for x in (logp, old, adv)]
+    exact = [x.astype(jnp.float32) for x in short]
+    a = objective.surrogate(*short, mask, **BOUNDS)
+    b = objective.surrogate(*exact, mask, **BOUNDS)
+    assert a.objective_BT.dtype == jnp.float32
+    np.testing.assert_array_equal(a.objective_BT, b.objective_BT)

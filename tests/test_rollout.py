@@ -1,0 +1,185 @@
+"""Rollouts: what a sample is, that nothing but itself decides it, and JetStream's contract."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dapo_jax import batching, train_step
+from dapo_jax.compilations import CompilationCounter
+from dapo_jax.rollout import scheduler
+from dapo_jax.rollout.engine import DecoderEngine, EngineSpec
+from dapo_jax.rollout.sampling import keep_top_p, sample
+from dapo_jax.types import Problem
+from tests.helpers import make_mesh, make_params, tiny_config
+
+CONFIG = tiny_config()
+EOS = 1
+KEY = jax.random.key(7)
+
+
+def make_engine(*, slots=16, prefill=8, temperature=1.0, top_p=1.0, num_devices=1, **mesh):
+    layout = dataclasses.replace(CONFIG.mesh, **mesh)
+    spec = EngineSpec(
+        model=CONFIG.model,
+        layout=layout,
+        slots=slots,
+        prefill_prompts=prefill,
+        max_prompt_tokens=CONFIG.data.max_prompt_tokens,
+        max_response_tokens=CONFIG.rollout.max_response_tokens,
+        stop_tokens=(EOS,),
+        temperature=temperature,
+        top_p=top_p,
+    )
+    return DecoderEngine(spec, make_mesh(dataclasses.replace(CONFIG, mesh=layout), num_devices))
+
+
+@pytest.fixture(scope="module")
+def params():
+    return make_params(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def problems():
+    rng = np.random.default_rng(0)
+    return [
+        Problem(i, "", tuple(rng.integers(3, 32, rng.integers(1, 25)).tolist()), "", "test")
+        for i in range(20)
+    ]
+
+
+def draw(engine, params, problems, num_samples=4, key=KEY):
+    params = engine.load_params(params)
+    return scheduler.generate(
+        engine, params, problems, lambda x: [""] * len(x), num_samples=num_samples, key=key
+    )
+
+
+def tokens_of(responses):
+    return [[r.tokens.tolist() for r in row] for row in responses]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_are_the_trainers(params, problems, temperature):
+    """Every token, EOS included, under the tempered distribution, to 1e-5."""
+    responses, _ = draw(make_engine(temperature=temperature), params, problems)
+    samples = [
+        batching.Sample(p.prompt_tokens, r.tokens, 1.0, True, r.log_probs, 0.0, 0)
+        for p, row in zip(problems, responses, strict=True)
+        for r in row
+    ]
+    rows = batching.pack(samples, 64)
+    score = functools.partial(train_step.row_log_probs, CONFIG.model, temperature=temperature)
+    got, _ = jax.jit(score)(params, rows)
+    gap = np.abs(np.asarray(got) - rows.log_prob_old_BT)[rows.mask_BT]
+    assert gap.size == sum(len(s.response_tokens) for s in samples)
+    assert gap.max() < 1e-5
+    ended = [s.response_tokens for s in samples if s.response_tokens[-1] == EOS]
+    assert ended and all((tokens[:-1] != EOS).all() for tokens in ended)
+
+
+def test_finish_reasons(params, problems):
+    responses, _ = draw(make_engine(), params, problems)
+    reasons = {"stop": 0, "length": 0}
+    for r in (r for row in responses for r in row):
+        reasons[r.finish_reason] += 1
+        if r.truncated:
+            assert len(r.tokens) == CONFIG.rollout.max_response_tokens and r.tokens[-1] != EOS
+        else:
+            assert r.tokens[-1] == EOS
+    assert min(reasons.values()) > 0
+
+
+def test_a_sample_depends_on_nothing_but_itself(params, problems):
+    """Slots, prefill batches, neighbours, order and devices do not change a response."""
+    expected = tokens_of(draw(make_engine(), params, problems)[0])
+    assert tokens_of(draw(make_engine(slots=5, prefill=3), params, problems)[0]) == expected
+    backwards = tokens_of(draw(make_engine(), params, problems[::-1])[0])
+    assert backwards[::-1] == expected
+    assert tokens_of(draw(make_engine(), params, problems[7:9])[0]) == expected[7:9]
+    fewer = tokens_of(draw(make_engine(), params, problems, num_samples=2)[0])
+    assert fewer == [row[:2] for row in expected]
+    for mesh in (dict(data=8), dict(data=2, fsdp=2, tensor=2)):
+        engine = make_engine(num_devices=8, **mesh)
+        assert tokens_of(draw(engine, params, problems)[0]) == expected
+
+
+def test_samples_problems_epochs_and_steps_draw_differently(params, problems):
+    prompt = problems[3].prompt_tokens
+    same = [Problem(0, "", prompt, "", ""), Problem(1, "", prompt, "", ""),
+            Problem(0, "", prompt, "", "", epoch=1)]  # fmt: skip
+    first = tokens_of(draw(make_engine(), params, same)[0])
+    other = tokens_of(draw(make_engine(), params, same, key=jax.random.key(8))[0])
+    drawn = [tuple(tokens) for row in first + other for tokens in row]
+    assert len(set(drawn)) == len(drawn) == 24
+    # Not only whole responses: first tokens must not be shared by all samples of a prompt either.
+    assert all(len({tokens[0] for tokens in row}) > 1 for row in first)
+
+
+def test_jetstreams_own_calls_give_the_same_tokens(params, problems):
+    """prefill, insert, generate and get_result_at_slot alone, as JetStream's drivers use them."""
+    engine, problem = make_engine(), problems[5]
+    expected = tokens_of(draw(engine, params, [problem])[0])[0]
+    key = jax.random.fold_in(jax.random.fold_in(KEY, problem.id), problem.epoch)
+    weights = engine.load_params(params)
+    state = engine.init_decode_state()
+    padded = np.zeros(engine.max_prefill_length, np.int32)
+    padded[: len(problem.prompt_tokens)] = problem.prompt_tokens
+    prefix = engine.prefill(
+        params=weights,
+        padded_tokens=padded,
+        true_length=len(problem.prompt_tokens),
+        key_2=jax.random.key_data(key),
+    )
+    for slot in range(4):
+        state = engine.insert(prefix, state, slot=slot)
+    got = [[] for _ in range(4)]
+    for _ in range(CONFIG.rollout.max_response_tokens):
+        state, results = engine.generate(weights, state)
+        results = results.convert_to_numpy()
+        for slot in range(4):
+            data = results.get_result_at_slot(slot)
+            if data.valid[0, 0]:
+                got[slot].append(int(data.tokens[0, 0]))
+                assert data.lengths[0] == len(got[slot])
+        assert not results.get_result_at_slot(9).valid.any()
+    assert got == expected
+    assert engine.max_concurrent_decodes == 16 and engine.samples_per_slot == 1
+
+
+def test_slots_stay_busy_and_nothing_recompiles(params, problems):
+    engine = make_engine()
+    many = [p._replace(id=i) for i, p in enumerate(problems * 4)]
+    draw(engine, params, problems)
+    counter = CompilationCounter()
+    _, stats = draw(engine, params, many, num_samples=3)
+    assert counter.count == 0
+    assert stats.busy_slots / stats.slots_offered > 0.85
+    assert stats.tokens == sum(len(t) for row in tokens_of(draw(engine, params, many, 3)[0])
+                               for t in row)  # fmt: skip
+
+
+def test_sampling_frequencies_and_log_probs():
+    logits = jnp.log(jnp.array([0.5, 0.25, 0.15, 0.1]))
+    B = 4000
+    keys = jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(KEY, i)))(jnp.arange(B))
+    for top_p, expected in ((1.0, [0.5, 0.25, 0.15, 0.1]), (0.7, [2 / 3, 1 / 3, 0, 0])):
+        logits_BV = jnp.broadcast_to(logits, (B, 4))
+        tokens, logp = sample(logits_BV, keys, jnp.zeros(B, jnp.int32), top_p=top_p)
+        np.testing.assert_allclose(np.bincount(tokens, minlength=4) / B, expected, atol=0.03)
+        np.testing.assert_allclose(np.exp(logp), np.array(expected)[np.asarray(tokens)], rtol=1e-5)
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.75, 0.9, 0.999])
+def test_nucleus_is_the_smallest_set(top_p):
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((50, 11)).astype(np.float32) * 2
+    kept = np.isfinite(keep_top_p(jnp.asarray(logits), top_p))
+    for row, keep in zip(logits, kept, strict=True):
+        p = np.exp(row.astype(np.float64)) / np.exp(row.astype(np.float64)).sum()
+        order = np.argsort(-p)
+        n = int(np.searchsorted(np.cumsum(p[order]), top_p)) + 1
+        assert set(np.flatnonzero(keep)) == set(order[:n])

@@ -1,0 +1,233 @@
+"""The update: what it computes, and that no way of cutting the batch changes it."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dapo_jax import attention, batching, log_probs, model, sharding, train_step
+from tests.helpers import make_mesh, make_params, random_samples, replace_model, tiny_config
+from tests.test_objective import surrogate_by_hand
+
+CONFIG = tiny_config(objective__kl_coefficient=0.1, rollout__temperature=0.8)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return make_params(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def samples():
+    return random_samples(np.random.default_rng(0), 12)
+
+
+def log_probs_by_hand(config, params, sample):
+    """log p(token) of each response token, from the whole sequence alone in a batch of one."""
+    tokens = np.array([*sample.prompt_tokens, *sample.response_tokens])
+    padded = np.zeros((1, 48), np.int32)  # causal: what follows a token cannot change it
+    padded[0, : len(tokens)] = tokens
+    logits = np.asarray(all_logits(config.model, params, padded), np.float64)[0]
+    logits = logits / config.rollout.temperature
+    out = []
+    for t in range(len(sample.prompt_tokens), len(tokens)):
+        before = logits[t - 1]
+        total = np.log(np.exp(before - before.max()).sum()) + before.max()
+        out.append(before[tokens[t]] - total)
+    return np.array(out)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def all_logits(config, params, tokens_BT):
+    positions_BT = jnp.broadcast_to(jnp.arange(48)[None], tokens_BT.shape)
+    attend = attention.packed(jnp.ones_like(tokens_BT))
+    hidden_BTD, _ = model.hidden_states(config, params, tokens_BT, positions_BT, attend)
+    return hidden_BTD @ model.unembedding(params).T
+
+
+def stack(samples, *, rows_per_micro_batch, num_micro_batches, row_tokens=64):
+    rows = batching.pack(samples, row_tokens)
+    return batching.to_micro_batches(
+        rows, rows_per_micro_batch=rows_per_micro_batch, num_micro_batches=num_micro_batches
+    ), np.int32(batching.used_micro_batches(len(rows.tokens_BT), rows_per_micro_batch))
+
+
+def gradient(config, params, rows, n):
+    return jax.jit(functools.partial(train_step.gradient, config))(params, rows, n)
+
+
+def assert_close(a, b, tolerance):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        scale = max(1e-3, float(np.abs(x).max()))
+        np.testing.assert_allclose(np.asarray(x) / scale, np.asarray(y) / scale, atol=tolerance)
+
+
+def test_row_log_probs_speak_of_their_own_token(params, samples):
+    """Packed and shifted, against each sequence alone: an off-by-one cannot pass."""
+    rows = batching.pack(samples, 64)
+    score = functools.partial(train_step.row_log_probs, CONFIG.model, temperature=0.8)
+    got, _ = jax.jit(score)(params, rows)
+    expected = {
+        tuple(s.response_tokens.tolist()): log_probs_by_hand(CONFIG, params, s) for s in samples
+    }
+    found = 0
+    segments = [(r, s) for r in range(len(got)) for s in range(1, rows.segments_BT[r].max() + 1)]
+    for row, segment in segments:
+        at = rows.mask_BT[row] & (rows.segments_BT[row] == segment)
+        hand = expected[tuple(rows.tokens_BT[row, at].tolist())]
+        np.testing.assert_allclose(got[row, at], hand, atol=1e-5)
+        found += 1
+    assert found == len(samples)
+
+
+def test_loss_is_the_weighted_sum_over_response_tokens(params, samples):
+    o = CONFIG.objective
+    total = 0.0
+    for sample in samples:
+        logp, old = log_probs_by_hand(CONFIG, params, sample), sample.log_prob_old
+        adv = np.full(len(logp), sample.advantage)
+        value = surrogate_by_hand(
+            logp, old, adv, np.ones(len(logp), bool), o.clip_low, o.clip_high, o.clip_dual
+        )
+        kl = np.exp(-logp) - 1 + logp  # k3 against a reference of log-prob 0
+        total += (sample.weight * (-value + o.kl_coefficient * kl)).sum()
+    rows, n = stack(samples, rows_per_micro_batch=8, num_micro_batches=2)
+    _, sums, _ = gradient(CONFIG, params, rows, n)
+    np.testing.assert_allclose(sums.loss, total, rtol=1e-4)
+    assert sums.tokens == sum(len(s.response_tokens) for s in samples)
+
+
+@pytest.mark.parametrize("B, M", [(1, 12), (2, 6), (3, 5), (12, 1)])
+def test_micro_batches_add_up(params, samples, B, M):
+    whole = gradient(CONFIG, params, *stack(samples, rows_per_micro_batch=8, num_micro_batches=1))
+    cut = gradient(CONFIG, params, *stack(samples, rows_per_micro_batch=B, num_micro_batches=M))
+    assert_close(whole[0], cut[0], 2e-6)
+    assert_close(whole[1:], cut[1:], 2e-5)
+
+
+def test_micro_batches_beyond_the_used_are_not_computed(params, samples):
+    rows, n = stack(samples, rows_per_micro_batch=4, num_micro_batches=8)
+    broken = rows._replace(advantage_BT=rows.advantage_BT.copy())
+    broken.advantage_BT[n:] = np.nan
+    broken.mask_BT[n:] = True
+    assert n < 8
+    grads, sums, _ = gradient(CONFIG, params, broken, n)
+    assert np.isfinite(sums.loss) and all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
+
+
+def test_packing_and_padding_do_not_matter(params, samples):
+    packed = gradient(CONFIG, params, *stack(samples, rows_per_micro_batch=8, num_micro_batches=1))
+    alone = [batching.pack([sample], 96) for sample in samples]
+    rows = type(alone[0])(*(np.stack(x) for x in zip(*alone)))
+    unpacked = gradient(CONFIG, params, rows, np.int32(len(samples)))
+    assert_close(packed[0], unpacked[0], 2e-6)
+    shuffled = gradient(
+        CONFIG, params, *stack(samples[::-1], rows_per_micro_batch=8, num_micro_batches=1)
+    )
+    assert_close(packed[0], shuffled[0], 2e-6)
+
+
+@pytest.mark.parametrize("data, fsdp, tensor", [(8, 1, 1), (2, 2, 2), (1, 4, 2)])
+def test_eight_devices_give_what_one_gives(params, samples, data, fsdp, tensor):
+    rows, n = stack(samples, rows_per_micro_batch=8, num_micro_batches=2)
+    results = []
+    for shape in ((1, 1, 1), (data, fsdp, tensor)):
+        layout = dataclasses.replace(
+            CONFIG.mesh, **dict(zip(("data", "fsdp", "tensor"), shape, strict=True))
+        )
+        config = dataclasses.replace(CONFIG, mesh=layout)
+        mesh = make_mesh(config, int(np.prod(shape)))
+        state = jax.device_put(
+            train_step.init_state(config, params), train_step.state_shardings(config, mesh)
+        )
+        state, result = train_step.compile_update(config, mesh)(state, rows, n, np.float32(1e-3))
+        results.append(jax.device_get((state.params, result)))
+        if shape != (1, 1, 1) and fsdp * tensor > 1:
+            q = state.params["layers"]["q"]
+            assert q.addressable_shards[0].data.size == q.size // (fsdp * tensor)
+    (one, one_result), (many, many_result) = results
+    assert_close(one_result.sums, many_result.sums, 2e-5)
+    np.testing.assert_allclose(one_result.grad_norm, many_result.grad_norm, rtol=1e-5)
+    # Adam turns gradients into steps of about the learning rate: compare where it has a direction.
+    assert_close(one, many, 1e-5)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 64, 130, 10**6])
+def test_chunks_of_log_probs_change_nothing(chunk_tokens):
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.standard_normal((4, 16, 8)), jnp.float32)
+    unembed = jnp.asarray(rng.standard_normal((37, 8)), jnp.float32)
+    targets = jnp.asarray(rng.integers(0, 37, (4, 16)))
+
+    def total(hidden, unembed, chunk):
+        logp, entropy = log_probs.token_log_probs(
+            hidden, unembed, targets, temperature=0.7, chunk_tokens=chunk
+        )
+        return jnp.sum(logp * jnp.arange(16.0)[None] + 0.1 * entropy), (logp, entropy)
+
+    run = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)
+    (_, (logp, entropy)), grads = run(hidden, unembed, chunk_tokens)
+    z = np.einsum("btd,vd->btv", hidden, unembed).astype(np.float64) / 0.7
+    p = np.exp(z - z.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    taken = np.take_along_axis(p, np.asarray(targets)[..., None], -1)[..., 0]
+    np.testing.assert_allclose(logp, np.log(taken), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(entropy, -(p * np.log(p)).sum(-1), rtol=1e-4, atol=1e-5)
+    assert_close(run(hidden, unembed, 64)[1], grads, 1e-6)
+
+
+def test_adamw_step_by_hand(params, samples):
+    """One update against AdamW written out, clipping included."""
+    rows, n = stack(samples, rows_per_micro_batch=8, num_micro_batches=1)
+    grads, _, _ = gradient(CONFIG, params, rows, n)
+    o, rate = CONFIG.optimizer, 3e-3
+    norm = np.sqrt(sum((np.asarray(g, np.float64) ** 2).sum() for g in jax.tree.leaves(grads)))
+    update = jax.jit(functools.partial(train_step.update, CONFIG))
+    new, result = update(train_step.init_state(CONFIG, params), rows, n, np.float32(rate))
+    np.testing.assert_allclose(result.grad_norm, norm, rtol=1e-5)
+    for p, g, q in zip(*map(jax.tree.leaves, (params, grads, new.params)), strict=True):
+        p, g = np.asarray(p, np.float64), np.asarray(g, np.float64)
+        g = g * min(1.0, o.max_grad_norm / norm)
+        step = g / (np.sqrt(g**2) + o.eps) + o.weight_decay * p
+        expected = p - rate * step
+        clear = np.abs(g) > 1e-5  # where the sign of the gradient is not rounding
+        np.testing.assert_allclose(np.asarray(q)[clear], expected[clear], atol=2e-6)
+    assert new.updates == 1
+
+
+def test_a_non_finite_gradient_changes_nothing_and_is_counted(params, samples):
+    rows, n = stack(samples, rows_per_micro_batch=8, num_micro_batches=1)
+    rows.advantage_BT[0, 0, np.flatnonzero(rows.mask_BT[0, 0])[0]] = np.inf
+    state = train_step.init_state(CONFIG, params)
+    update = jax.jit(functools.partial(train_step.update, CONFIG))
+    for skipped in (1, 2):
+        state, result = update(state, rows, n, np.float32(1e-3))
+        assert result.skipped == skipped and state.updates == 0
+    jax.tree.map(np.testing.assert_array_equal, state.params, params)
+    rows, n = stack(samples, rows_per_micro_batch=8, num_micro_batches=1)
+    state, result = update(state, rows, n, np.float32(1e-3))
+    assert result.skipped == 0 and state.updates == 1
+
+
+def test_warm_up_starts_at_one_nth():
+    optimizer = dataclasses.replace(CONFIG.optimizer, learning_rate=8.0, warmup_steps=4)
+    rates = [train_step.learning_rate(optimizer, step) for step in range(1, 7)]
+    assert rates == [2, 4, 6, 8, 8, 8]
+
+
+def test_rematerialisation_changes_nothing(params, samples):
+    rows, n = stack(samples, rows_per_micro_batch=8, num_micro_batches=1)
+    remat = dataclasses.replace(CONFIG, model=replace_model(CONFIG, remat="full"))
+    assert_close(
+        gradient(CONFIG, params, rows, n)[0], gradient(remat, params, rows, n)[0], 1e-6
+    )
+
+
+def test_two_axes_on_one_mesh_axis_are_refused():
+    rules = (*CONFIG.mesh.rules[:-2], ("ff", "fsdp"), ("layers", None))
+    layout = dataclasses.replace(CONFIG.mesh, rules=rules)
+    with pytest.raises(sharding.UserError, match="one mesh axis"):
+        sharding.param_specs(CONFIG.model, layout)
