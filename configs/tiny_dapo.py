@@ -105,7 +105,7 @@ def get_config() -> ml_collections.ConfigDict:
                 kl_estimator="k3",
             ),
             optimizer=dict(
-                learning_rate=3e-4,
+                learning_rate=1e-4,
                 warmup_steps=2,
                 weight_decay=0.1,
                 beta1=0.9,
@@ -117,12 +117,12 @@ def get_config() -> ml_collections.ConfigDict:
             train=dict(
                 num_steps=30,
                 prompts_per_step=32,
-                prompts_per_update=8,
+                prompts_per_update=4,
                 row_tokens=128,
                 rows_per_micro_batch=16,
             ),
-            evaluation=dict(every_steps=5, num_samples=32, temperature=1.0, top_p=0.7),
-            checkpoint=dict(every_steps=5, keep_newest=2, keep_best=1),
+            evaluation=dict(every_steps=3, num_samples=32, temperature=1.0, top_p=0.7),
+            checkpoint=dict(every_steps=3, keep_newest=2, keep_best=1),
             log=dict(rollouts_per_step=16),
         )
     )

@@ -18,14 +18,14 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from dapo_jax import arithmetic, attention, log_probs, model, pretrain, tokenizer, train_step
+from dapo_jax import arithmetic, attention, batching, log_probs, model, pretrain, tokenizer
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.config import Config
 from dapo_jax.sharding import param_shardings
 from dapo_jax.types import UserError
 
 REPORT_EVERY_STEPS = 50
-CODE = (arithmetic, attention, log_probs, model, pretrain, tokenizer, train_step)
+CODE = (arithmetic, attention, batching, log_probs, model, pretrain, tokenizer)
 
 
 def fingerprint(config: Config) -> str:

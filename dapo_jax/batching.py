@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dapo_jax.config import Config
 from dapo_jax.types import Rows
 
 
@@ -103,3 +104,16 @@ def to_micro_batches(rows: Rows, *, rows_per_micro_batch: int, num_micro_batches
 def used_micro_batches(num_rows: int, rows_per_micro_batch: int) -> int:
     """How many micro-batches hold data."""
     return -(-num_rows // rows_per_micro_batch)
+
+
+def max_micro_batches(config: Config) -> int:
+    """Micro-batches that the longest possible mini-batch needs: the fixed shape of an update.
+
+    Of the longest sequences, k = row_tokens // longest fit in a row, and first-fit leaves at most
+    one row with fewer than k.
+    """
+    t = config.train
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    sequences = t.prompts_per_update * config.rollout.group_size
+    rows = -(-sequences // (t.row_tokens // longest))
+    return used_micro_batches(rows, t.rows_per_micro_batch)

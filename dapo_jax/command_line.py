@@ -77,7 +77,7 @@ def fail(error: Exception) -> int:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         print(
             f"error: the disk is full ({error.filename or 'while writing to --workdir'}). "
-            "Checkpoints saved before are intact: free some space and start the same command again.",
+            "Checkpoints saved before are intact: free some space and start the same command.",
             file=sys.stderr,
         )
         return 1

@@ -344,8 +344,8 @@ def _check(config: Config) -> None:
              f"greater than config.reward.incorrect ({reward.incorrect})")  # fmt: skip
     if rollout.top_p < 1 and rollout.log_prob_source == "rollout":
         raise UserError(
-            f"config.rollout.top_p ({rollout.top_p}) below 1 makes the rollout's log-probs those of "
-            "the nucleus, which the trained policy does not have: set "
+            f"config.rollout.top_p ({rollout.top_p}) below 1 makes the rollout's log-probs those "
+            "of the nucleus, which the trained policy does not have: set "
             "config.rollout.log_prob_source to 'recompute', or top_p to 1."
         )
     if not objective.overlong_filter and not objective.overlong_in_baseline:
@@ -375,8 +375,8 @@ def _check_data(config: Config) -> None:
     for name in unread:
         if getattr(data, name) is not None:
             raise UserError(
-                f"config.data.{name} is not read when config.data.source is {data.source!r}: set it "
-                f"to None (got {getattr(data, name)!r})."
+                f"config.data.{name} is not read when config.data.source is {data.source!r}: set "
+                f"it to None (got {getattr(data, name)!r})."
             )
     if data.source == "arithmetic":
         _positive(config, "data.num_train", "data.num_heldout")
@@ -407,8 +407,9 @@ def _check_data(config: Config) -> None:
             value = getattr(config.pretrain, name)
             _require(0 <= value < 1, f"pretrain.{name}", value, "in [0, 1)")
         longest = data.max_prompt_tokens + config.rollout.max_response_tokens
-        _require(config.pretrain.row_tokens >= longest, "pretrain.row_tokens",
-                 config.pretrain.row_tokens, f"at least {longest}, a prompt with its response")  # fmt: skip
+        row_tokens = config.pretrain.row_tokens
+        wanted = f"at least {longest}, a prompt with its response"
+        _require(row_tokens >= longest, "pretrain.row_tokens", row_tokens, wanted)
     elif model.tokenizer is None:
         raise UserError("config.model.tokenizer is needed when config.model.pretrained is given.")
 

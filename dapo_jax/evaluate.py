@@ -7,7 +7,6 @@ import jax
 import numpy as np
 
 from dapo_jax import estimators, model
-from dapo_jax.reward import extract_answer
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.engine import DecoderEngine
@@ -25,7 +24,8 @@ def evaluate(
     key: jax.Array,
     check_stop: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """avg@k, cons@k, pass@k, mean length in tokens and truncated share, as metrics `eval/...`."""
+    """avg@k with its 95 % interval over problems, cons@k, pass@k, mean length in tokens and
+    truncated share, as metrics `eval/...`."""
     responses_QK, _ = scheduler.generate(
         engine,
         params,
@@ -39,13 +39,20 @@ def evaluate(
     verdicts = pool.score(texts, [p.answer for p in problems for _ in range(num_samples)])
     shape = (len(problems), num_samples)
     correct_QK = np.array([verdict.correct for verdict in verdicts]).reshape(shape)
-    answers_QK = [[extract_answer(r.text) for r in row] for row in responses_QK]
+    extracted = np.array([verdict.extracted for verdict in verdicts], object)
     lengths = np.array([len(r.tokens) for row in responses_QK for r in row])
     truncated = np.array([r.truncated for row in responses_QK for r in row])
-    return {
+    low, high = estimators.bootstrap_interval(correct_QK.mean(axis=1))
+    metrics = {
         f"eval/avg@{num_samples}": estimators.avg_at_k(correct_QK),
-        f"eval/cons@{num_samples}": estimators.cons_at_k(answers_QK, correct_QK),
+        "eval/interval_low": low,
+        "eval/interval_high": high,
         f"eval/pass@{num_samples}": estimators.pass_at_k(correct_QK, num_samples),
         "eval/length_mean": float(lengths.mean()),
         "eval/truncated_share": float(truncated.mean()),
     }
+    # A scorer that does not tell which answer it read leaves nothing to vote on.
+    if all(v.extracted is not None for v in verdicts if v.correct):
+        answers_QK = extracted.reshape(shape).tolist()
+        metrics[f"eval/cons@{num_samples}"] = estimators.cons_at_k(answers_QK, correct_QK)
+    return metrics

@@ -7,6 +7,10 @@ The same function serves the update, the recomputation of old log-probs and the 
 import jax
 import jax.numpy as jnp
 
+from dapo_jax import attention, model
+from dapo_jax.config import ModelConfig
+from dapo_jax.types import Rows
+
 
 def logits(hidden_XD: jax.Array, unembed_VD: jax.Array, *, temperature: float) -> jax.Array:
     """float32 logits [..., V] divided by the sampling temperature."""
@@ -53,3 +57,25 @@ def token_log_probs(
     results = jax.lax.map(lambda chunk: one_chunk(*chunk), (hidden_XBCD, targets_XBC))
     log_prob_BT, entropy_BT = (r.swapaxes(0, 1).reshape(B, T) for r in results)
     return log_prob_BT, entropy_BT
+
+
+def row_log_probs(
+    config: ModelConfig, params: model.Params, rows: Rows, *, temperature: float
+) -> tuple[jax.Array, jax.Array]:
+    """(log-prob of each token given its segment before it, entropy of that distribution) [B, T].
+
+    The first token of a row has nothing before it and gets 0.
+    """
+    hidden_BTD, _ = model.hidden_states(
+        config, params, rows.tokens_BT, rows.positions_BT, attention.packed(rows.segments_BT)
+    )
+    # The state at t - 1 predicts the token at t: results are moved to the token they speak of.
+    log_prob_BT, entropy_BT = token_log_probs(
+        hidden_BTD,
+        model.unembedding(params),
+        jnp.roll(rows.tokens_BT, -1, axis=1),
+        temperature=temperature,
+        chunk_tokens=config.log_prob_chunk_tokens,
+    )
+    move = lambda x_BT: jnp.roll(x_BT, 1, axis=1).at[:, 0].set(0.0)
+    return move(log_prob_BT), move(entropy_BT)

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from dapo_jax import model
+from dapo_jax.batching import max_micro_batches
 from dapo_jax.config import Config
 from dapo_jax.sharding import AXES, bytes_per_device, mesh_shape, param_specs
-from dapo_jax.train import max_micro_batches
 from dapo_jax.types import UserError
 
 GIB = 2**30
@@ -22,7 +22,7 @@ def describe(config: Config) -> str:
     """
     sizes = [config.mesh.data, config.mesh.fsdp, config.mesh.tensor]
     devices = jax.device_count() if -1 in sizes else math.prod(sizes)
-    axis_sizes = dict(zip(AXES, mesh_shape(config.mesh, devices)))
+    axis_sizes: dict[str, int] = dict(zip(AXES, mesh_shape(config.mesh, devices)))
     shards = axis_sizes["data"] * axis_sizes["fsdp"]
     for group, name in (
         ("train", "rows_per_micro_batch"),

@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 
 from dapo_jax import arithmetic, batching, model
 from dapo_jax.config import Config, PretrainConfig
+from dapo_jax.log_probs import row_log_probs
 from dapo_jax.sharding import batch_sharding, param_shardings, replicated
-from dapo_jax.train_step import row_log_probs
 from dapo_jax.types import Rows
 
 

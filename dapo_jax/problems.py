@@ -1,6 +1,5 @@
 """The problems of a run: training and held-out, generated or read from files."""
 
-from pathlib import Path
 from typing import Any
 
 from dapo_jax import arithmetic, data
@@ -44,7 +43,7 @@ def _pairs(config: Config, side: str) -> tuple[list[tuple[str, str]], str | None
         path = d.train_path if side == "train" else d.heldout_path
         assert path is not None and d.prompt_key is not None and d.answer_key is not None
         pairs = data.read_jsonl(
-            Path(path),
+            path,
             prompt_key=d.prompt_key,
             answer_key=d.answer_key,
             field=f"config.data.{side}_path",

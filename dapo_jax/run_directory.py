@@ -47,8 +47,8 @@ class RunDirectory:
             probe.unlink()
         except OSError as error:
             raise UserError(
-                f"--workdir={path} cannot be written to: {error.strerror}. Choose another directory "
-                "or mend its permissions."
+                f"--workdir={path} cannot be written to: {error.strerror}. Choose another "
+                "directory or mend its permissions."
             ) from error
         frozen = path / "config.json"
         if frozen.exists():
@@ -79,8 +79,8 @@ class RunDirectory:
         for name, value in metrics.items():
             if not math.isfinite(value):
                 raise RunError(
-                    f"{name} is {value} at step {metrics['step']}. Checkpoints before this step are "
-                    "intact. Look at the metrics of the last steps; a lower "
+                    f"{name} is {value} at step {metrics['step']}. Checkpoints before this step "
+                    "are intact. Look at the metrics of the last steps; a lower "
                     "config.optimizer.learning_rate is the usual remedy."
                 )
         with self._metrics.open("a") as file:

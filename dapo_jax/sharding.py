@@ -41,7 +41,7 @@ def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, int, int]:
     return sizes[0], sizes[1], sizes[2]
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh of `config` over the given devices (default: all of them)."""
     devices = jax.devices() if devices is None else devices
     shape = mesh_shape(config, len(devices))
@@ -84,7 +84,7 @@ def param_shardings(model: ModelConfig, config: MeshConfig, mesh: Mesh) -> Any:
         UserError: an axis of a parameter is not divisible by the mesh axis it lies on.
     """
 
-    def sharding(path: Any, shape: jax.ShapeDtypeStruct, spec: PartitionSpec) -> NamedSharding:
+    def place(path: Any, shape: jax.ShapeDtypeStruct, spec: PartitionSpec) -> NamedSharding:
         for size, axis in zip(shape.shape, spec):
             if axis is not None and size % mesh.shape[axis]:
                 raise UserError(
@@ -94,9 +94,7 @@ def param_shardings(model: ModelConfig, config: MeshConfig, mesh: Mesh) -> Any:
                 )
         return NamedSharding(mesh, spec)
 
-    return jax.tree_util.tree_map_with_path(
-        sharding, param_shapes(model), param_specs(model, config)
-    )
+    return jax.tree_util.tree_map_with_path(place, param_shapes(model), param_specs(model, config))
 
 
 def batch_shards(mesh: Mesh) -> int:

@@ -10,16 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
-from dapo_jax import base, batching, metrics, model, report, train_step
-from dapo_jax.advantage import group_advantages
+from dapo_jax import base, metrics, report, train_step
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.compilations import CompilationCounter
 from dapo_jax.config import Config
-from dapo_jax.data import ProblemStream
 from dapo_jax.dynamic_sampling import (
     SamplingState,
     sample_batch,
@@ -27,17 +23,13 @@ from dapo_jax.dynamic_sampling import (
     state_to_json,
 )
 from dapo_jax.evaluate import evaluate
-from dapo_jax.objective import loss_weights
-from dapo_jax.problems import load_problems
 from dapo_jax.progress import Progress, StopSignals, duration
-from dapo_jax.reward import soft_overlong_punishment
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout import scheduler
-from dapo_jax.rollout.engine import DecoderEngine, EngineSpec
 from dapo_jax.run_directory import RunDirectory
-from dapo_jax.sharding import batch_sharding, check_divides_batch, make_mesh, param_shardings
-from dapo_jax.tokenizer import load_tokenizer
-from dapo_jax.types import Group, Problem, Rows, RunError, StopRequested, Verdict
+from dapo_jax.samples import shaped_rewards
+from dapo_jax.trainer import Trainer
+from dapo_jax.types import Group, Problem, RunError, StopRequested, Verdict
 
 # Names of the streams of randomness, folded into the seed's key.
 ROLLOUT_KEY, EVALUATION_KEY = 1, 2
@@ -58,204 +50,6 @@ class HostState(NamedTuple):
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "HostState":
         return cls(**values)._replace(sampling=state_from_json(values["sampling"]))
-
-
-def shaped_rewards(config: Config, group: Group) -> np.ndarray:
-    """The scorer's reward plus the soft overlong punishment of each response, float64 [G]."""
-    punishment_G = soft_overlong_punishment(
-        np.array([len(response.tokens) for response in group.responses]),
-        max_response_tokens=config.rollout.max_response_tokens,
-        buffer_tokens=config.reward.overlong_buffer_tokens,
-        penalty=config.reward.overlong_penalty,
-    )
-    return np.array([verdict.reward for verdict in group.verdicts]) + punishment_G
-
-
-def training_samples(config: Config, groups: Sequence[Group], step: int) -> list[batching.Sample]:
-    """Every response of a mini-batch with its advantage and its weight in the loss."""
-    o = config.objective
-    trained = [
-        (q, response)
-        for q, group in enumerate(groups)
-        for response in group.responses
-        if not (o.overlong_filter and response.truncated)
-    ]
-    weights = iter(
-        loss_weights(
-            [len(response.tokens) for _, response in trained],
-            [q for q, _ in trained],
-            aggregation=o.aggregation,
-        )
-    )
-    samples = []
-    for group in groups:
-        is_trained_G = [not (o.overlong_filter and r.truncated) for r in group.responses]
-        in_baseline_G = [trained or o.overlong_in_baseline for trained in is_trained_G]
-        advantages = np.zeros(len(group.responses), np.float32)
-        advantages[in_baseline_G] = group_advantages(
-            shaped_rewards(config, group)[in_baseline_G],
-            normalise_std=o.normalise_std,
-            ddof=o.std_ddof,
-        )
-        for response, advantage, is_trained in zip(group.responses, advantages, is_trained_G):
-            samples.append(
-                batching.Sample(
-                    group.problem.prompt_tokens,
-                    response.tokens,
-                    next(weights) if is_trained else 0.0,
-                    is_trained,
-                    response.log_probs,
-                    float(advantage),
-                    step - group.step,
-                )
-            )
-    return samples
-
-
-def max_micro_batches(config: Config) -> int:
-    """Micro-batches that the longest possible mini-batch needs: the fixed shape of an update.
-
-    Of the longest sequences, k = row_tokens // longest fit in a row, and first-fit leaves at most
-    one row with fewer than k.
-    """
-    t = config.train
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    sequences = t.prompts_per_update * config.rollout.group_size
-    rows = -(-sequences // (t.row_tokens // longest))
-    return batching.used_micro_batches(rows, t.rows_per_micro_batch)
-
-
-class Trainer:
-    """The compiled programs and the host objects of a run."""
-
-    def __init__(self, config: Config, workdir: Path, progress: Progress):
-        self.config, self.progress = config, progress
-        self.mesh = make_mesh(config.mesh)
-        check_batch_shapes(config, self.mesh)
-        self.tokenizer = load_tokenizer(config.model, save_to=workdir / "tokenizer")
-        train, self.heldout, notes = load_problems(config, self.tokenizer)
-        for note in notes:
-            progress.say(note)
-        self.stream = ProblemStream(train, config.seed)
-        self.key = jax.random.key(config.seed)
-        self.engine = self._engine(config.rollout.temperature, config.rollout.top_p)
-        self.evaluation_engine = self._engine(
-            config.evaluation.temperature, config.evaluation.top_p
-        )
-        self.update = train_step.compile_update(config, self.mesh)
-        self.score = train_step.compile_scoring(config, self.mesh)
-        self.put_rows = lambda rows: jax.device_put(rows, batch_sharding(self.mesh, batch_dim=1))
-        self.reference: model.Params | None = None
-
-    def _engine(self, temperature: float, top_p: float) -> DecoderEngine:
-        c = self.config
-        spec = EngineSpec(
-            model=c.model,
-            layout=c.mesh,
-            slots=c.rollout.slots,
-            prefill_prompts=c.rollout.prefill_prompts,
-            max_prompt_tokens=c.data.max_prompt_tokens,
-            max_response_tokens=c.rollout.max_response_tokens,
-            stop_tokens=(self.tokenizer.eos_token_id,),
-            temperature=temperature,
-            top_p=top_p,
-        )
-        return DecoderEngine(spec, self.mesh)
-
-    def detokenize(self, sequences: Sequence[np.ndarray]) -> list[str]:
-        return self.tokenizer.batch_decode(sequences, skip_special_tokens=True)
-
-    def init_state(self, params: model.Params) -> train_step.TrainState:
-        """The train state of a base model; its parameters are copied, for updates donate them."""
-        init = jax.jit(
-            lambda params: train_step.init_state(self.config, jax.tree.map(jnp.copy, params)),
-            out_shardings=train_step.state_shardings(self.config, self.mesh),
-        )
-        return init(params)
-
-    def update_on(
-        self, state: train_step.TrainState, groups: Sequence[Group], step: int
-    ) -> tuple[train_step.TrainState, dict[str, float]]:
-        """The state after one pass over the groups in mini-batches, and the step's numbers."""
-        t, rate = self.config.train, train_step.learning_rate(self.config.optimizer, step)
-        order = np.random.default_rng([self.config.seed, step]).permutation(len(groups))
-        mini_batches = []
-        used_rows = padding = 0
-        for start in range(0, len(groups), t.prompts_per_update):
-            chosen = [groups[i] for i in order[start : start + t.prompts_per_update]]
-            rows = batching.pack(training_samples(self.config, chosen, step), t.row_tokens)
-            used_rows += len(rows.tokens_BT)
-            padding += int((rows.segments_BT == 0).sum())
-            mini_batches.append(self._micro_batches(rows))
-        # Old and reference log-probs belong to the parameters before the first of the updates.
-        numbers: dict[str, float] = {}
-        if self.config.rollout.log_prob_source == "recompute":
-            mini_batches, numbers = self._recompute_old(state.params, mini_batches)
-        if self.reference is not None:
-            mini_batches = [
-                (rows._replace(log_prob_ref_BT=self.score(self.reference, rows, n)), n)
-                for rows, n in mini_batches
-            ]
-        results = []
-        for rows, n in mini_batches:
-            state, result = self.update(state, rows, n, np.float32(rate))
-            results.append(result)
-        numbers = metrics.update_metrics(results) | numbers
-        numbers["optimizer/learning_rate"] = rate
-        numbers["batch/padding_share"] = padding / max(1, used_rows * t.row_tokens)
-        self._check_skipped(results, step)
-        return state, numbers
-
-    def _micro_batches(self, rows: Rows) -> tuple[Rows, np.int32]:
-        B = self.config.train.rows_per_micro_batch
-        stacked = batching.to_micro_batches(
-            rows, rows_per_micro_batch=B, num_micro_batches=max_micro_batches(self.config)
-        )
-        used = batching.used_micro_batches(len(rows.tokens_BT), B)
-        return self.put_rows(stacked), np.int32(used)
-
-    def _recompute_old(
-        self, params: model.Params, mini_batches: list[tuple[Rows, np.int32]]
-    ) -> tuple[list[tuple[Rows, np.int32]], dict[str, float]]:
-        """Rows with old log-probs from the training program, and the gap to the rollout's."""
-        replaced, gaps = [], []
-        for rows, n in mini_batches:
-            old_MBT = self.score(params, rows, n)
-            fresh_MBT = np.asarray(rows.mask_BT) & (np.asarray(rows.lag_BT) == 0)
-            gap_MBT = np.abs(np.asarray(old_MBT) - np.asarray(rows.log_prob_old_BT))
-            gaps.append(gap_MBT[fresh_MBT])
-            replaced.append((rows._replace(log_prob_old_BT=old_MBT), n))
-        gap = np.concatenate(gaps) if gaps else np.zeros(0)
-        if not len(gap):
-            return replaced, {}
-        return replaced, {
-            "rollout/log_prob_gap_mean": float(gap.mean()),
-            "rollout/log_prob_gap_max": float(gap.max()),
-        }
-
-    def _check_skipped(self, results: Sequence[train_step.UpdateMetrics], step: int) -> None:
-        limit = self.config.optimizer.max_nonfinite_updates
-        in_a_row = max((int(result.skipped) for result in results), default=0)
-        if in_a_row >= limit:
-            raise RunError(
-                f"The gradient was not finite in {in_a_row} updates in a row, at step {step} "
-                f"(config.optimizer.max_nonfinite_updates is {limit}). The parameters were left as "
-                "they were and the checkpoints before this step are intact. A lower "
-                "config.optimizer.learning_rate, or float32 in config.model.compute_dtype, is the "
-                "usual remedy."
-            )
-        if in_a_row:
-            self.progress.say(
-                f"  warning: non-finite gradient, {in_a_row} update(s) skipped at step {step}"
-            )
-
-
-def check_batch_shapes(config: Config, mesh: Mesh) -> None:
-    """Raises UserError where a batch does not split evenly over the mesh."""
-    check_divides_batch(mesh, "train.rows_per_micro_batch", config.train.rows_per_micro_batch)
-    check_divides_batch(mesh, "rollout.slots", config.rollout.slots)
-    check_divides_batch(mesh, "rollout.prefill_prompts", config.rollout.prefill_prompts)
-    param_shardings(config.model, config.mesh, mesh)
 
 
 def train(config: Config, workdir: Path) -> int | None:
@@ -285,6 +79,7 @@ def train(config: Config, workdir: Path) -> int | None:
             workdir / "checkpoints",
             keep_newest=config.checkpoint.keep_newest,
             keep_best=config.checkpoint.keep_best,
+            say=progress.say,
         ) as checkpoints,
     ):
         run = _Run(config, workdir, directory, progress, signals, pool, checkpoints, begun)
@@ -373,6 +168,7 @@ class _Run:
         """One rollout step: sample until the batch is full, update, evaluate, log, save."""
         assert self.state is not None and self.host is not None
         trainer, config, step = self.trainer, self.config, self.step + 1
+        params = self.state.params
         begun, compiled = time.monotonic(), self.compilations.count
         clock = {"rollout": 0.0, "reward": 0.0}
         stats = scheduler.RolloutStats(0, 0, 0, 0)
@@ -386,7 +182,7 @@ class _Run:
             start = time.monotonic()
             responses_QG, more = scheduler.generate(
                 trainer.engine,
-                self.state.params,
+                params,
                 problems,
                 trainer.detokenize,
                 num_samples=config.rollout.group_size,

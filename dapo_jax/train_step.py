@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from dapo_jax import attention, log_probs, model, objective
-from dapo_jax.config import Config, ModelConfig, OptimizerConfig
+from dapo_jax import log_probs, model, objective
+from dapo_jax.config import Config, OptimizerConfig
 from dapo_jax.sharding import batch_sharding, param_shardings, replicated
 from dapo_jax.types import Array, Rows
 
@@ -74,7 +74,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """The rate of rollout step `step` (from 1): linear warm-up that begins at 1/n, then constant."""
+    """The rate of rollout step `step` (from 1): linear warm-up from 1/n, then constant."""
     return config.learning_rate * min(1.0, step / max(1, config.warmup_steps))
 
 
@@ -99,34 +99,12 @@ def state_shardings(config: Config, mesh: Mesh) -> TrainState:
     return TrainState(params, moments, replicated(mesh), replicated(mesh))
 
 
-def row_log_probs(
-    config: ModelConfig, params: model.Params, rows: Rows, *, temperature: float
-) -> tuple[jax.Array, jax.Array]:
-    """(log-prob of each token given its segment before it, entropy of that distribution) [B, T].
-
-    The first token of a row has nothing before it and gets 0.
-    """
-    hidden_BTD, _ = model.hidden_states(
-        config, params, rows.tokens_BT, rows.positions_BT, attention.packed(rows.segments_BT)
-    )
-    # The state at t - 1 predicts the token at t: results are moved to the token they speak of.
-    log_prob_BT, entropy_BT = log_probs.token_log_probs(
-        hidden_BTD,
-        model.unembedding(params),
-        jnp.roll(rows.tokens_BT, -1, axis=1),
-        temperature=temperature,
-        chunk_tokens=config.log_prob_chunk_tokens,
-    )
-    move = lambda x_BT: jnp.roll(x_BT, 1, axis=1).at[:, 0].set(0.0)
-    return move(log_prob_BT), move(entropy_BT)
-
-
 def loss_and_sums(
     config: Config, params: model.Params, rows: Rows
 ) -> tuple[jax.Array, tuple[Sums, Extremes]]:
     """Loss of one micro-batch, its tokens weighted by their share in the whole mini-batch."""
     o, mask_BT = config.objective, rows.mask_BT
-    log_prob_BT, entropy_BT = row_log_probs(
+    log_prob_BT, entropy_BT = log_probs.row_log_probs(
         config.model, params, rows, temperature=config.rollout.temperature
     )
     terms = objective.surrogate(
@@ -173,7 +151,7 @@ def loss_and_sums(
 
 
 def gradient(
-    config: Config, params: model.Params, rows_MBT: Rows, num_micro_batches: jax.Array
+    config: Config, params: model.Params, rows_MBT: Rows, num_micro_batches: Array
 ) -> tuple[model.Params, Sums, Extremes]:
     """Gradient of the mini-batch loss and its statistics, micro-batch by micro-batch.
 
@@ -205,12 +183,12 @@ def update(
     config: Config,
     state: TrainState,
     rows_MBT: Rows,
-    num_micro_batches: jax.Array,
-    learning_rate: jax.Array,
+    num_micro_batches: Array,
+    learning_rate: Array,
 ) -> tuple[TrainState, UpdateMetrics]:
     """One optimiser step on one mini-batch. A non-finite gradient only counts itself."""
     grads, sums, extremes = gradient(config, state.params, rows_MBT, num_micro_batches)
-    grad_norm = optax.global_norm(grads)
+    grad_norm = optax.tree.norm(grads)
     changes, moments = make_optimizer(config.optimizer).update(grads, state.moments, state.params)
     params = jax.tree.map(
         lambda p, u: (p + learning_rate * u).astype(p.dtype), state.params, changes
@@ -233,18 +211,16 @@ def compile_update(config: Config, mesh: Mesh) -> Callable[..., tuple[TrainState
     )
 
 
-def compile_scoring(
-    config: Config, mesh: Mesh
-) -> Callable[[model.Params, Rows, jax.Array], jax.Array]:
+def compile_scoring(config: Config, mesh: Mesh) -> Callable[[model.Params, Rows, Array], jax.Array]:
     """(params, rows [M, B, T], micro-batches used) -> log-probs [M, B, T], jitted for the mesh.
 
     Serves old log-probs when they are recomputed, and the reference of the KL term.
     """
 
-    def score(params: model.Params, rows_MBT: Rows, num_micro_batches: jax.Array) -> jax.Array:
+    def score(params: model.Params, rows_MBT: Rows, num_micro_batches: Array) -> jax.Array:
         def one(m: jax.Array, out_MBT: jax.Array) -> jax.Array:
             rows = Rows(*(jax.lax.dynamic_index_in_dim(x, m, keepdims=False) for x in rows_MBT))
-            log_prob_BT, _ = row_log_probs(
+            log_prob_BT, _ = log_probs.row_log_probs(
                 config.model, params, rows, temperature=config.rollout.temperature
             )
             return out_MBT.at[m].set(log_prob_BT)

@@ -55,6 +55,7 @@ class Verdict(NamedTuple):
 
     correct: bool
     reward: float
+    extracted: str | None = None  # the answer that the scorer read
     note: str = ""  # empty, or why no verdict was reached: "timeout", "worker died", "error: ..."
 
 

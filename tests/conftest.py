@@ -31,3 +31,10 @@ def cache_home(tmp_path_factory, monkeypatch):
     home = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     return home
+
+
+@pytest.fixture
+def standard_promotion():
+    """For tests that run optax's update, which is not written for strict promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield

@@ -23,7 +23,7 @@ def test_every_sample_comes_back_whole():
     assert len(seen) == 40
     for sample in samples:
         P = len(sample.prompt_tokens)
-        tokens, _, _, mask, weight, old, ref, adv, lag = seen[
+        _, _, _, mask, weight, old, ref, adv, lag = seen[
             (*sample.prompt_tokens, *sample.response_tokens.tolist())
         ]
         assert mask.tolist() == [False] * P + [True] * len(sample.response_tokens)

@@ -56,7 +56,7 @@ def ids(groups):
 
 
 def test_only_informative_groups_in_prompt_order():
-    batch, _, world = run("rwmm" "mwwr" "mmmm")
+    batch, _, world = run("rwmmmwwrmmmm")
     assert ids(batch.groups) == [2, 3, 4, 8]
     assert len(batch.sampled) == world.next and batch.rounds == len(world.rounds) > 1
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax import batching, train_step
+from dapo_jax import batching, log_probs
 from dapo_jax.compilations import CompilationCounter
 from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.engine import DecoderEngine, EngineSpec
@@ -72,7 +72,7 @@ def test_log_probs_are_the_trainers(params, problems, temperature):
         for r in row
     ]
     rows = batching.pack(samples, 64)
-    score = functools.partial(train_step.row_log_probs, CONFIG.model, temperature=temperature)
+    score = functools.partial(log_probs.row_log_probs, CONFIG.model, temperature=temperature)
     got, _ = jax.jit(score)(params, rows)
     gap = np.abs(np.asarray(got) - rows.log_prob_old_BT)[rows.mask_BT]
     assert gap.size == sum(len(s.response_tokens) for s in samples)

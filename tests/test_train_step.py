@@ -55,8 +55,7 @@ def stack(samples, *, rows_per_micro_batch, num_micro_batches, row_tokens=64):
     ), np.int32(batching.used_micro_batches(len(rows.tokens_BT), rows_per_micro_batch))
 
 
-def gradient(config, params, rows, n):
-    return jax.jit(functools.partial(train_step.gradient, config))(params, rows, n)
+gradient = jax.jit(train_step.gradient, static_argnums=0)  # compiled once per config and shape
 
 
 def assert_close(a, b, tolerance):
@@ -68,7 +67,7 @@ def assert_close(a, b, tolerance):
 def test_row_log_probs_speak_of_their_own_token(params, samples):
     """Packed and shifted, against each sequence alone: an off-by-one cannot pass."""
     rows = batching.pack(samples, 64)
-    score = functools.partial(train_step.row_log_probs, CONFIG.model, temperature=0.8)
+    score = functools.partial(log_probs.row_log_probs, CONFIG.model, temperature=0.8)
     got, _ = jax.jit(score)(params, rows)
     expected = {
         tuple(s.response_tokens.tolist()): log_probs_by_hand(CONFIG, params, s) for s in samples
@@ -130,6 +129,7 @@ def test_packing_and_padding_do_not_matter(params, samples):
     assert_close(packed[0], shuffled[0], 2e-6)
 
 
+@pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("data, fsdp, tensor", [(8, 1, 1), (2, 2, 2), (1, 4, 2)])
 def test_eight_devices_give_what_one_gives(params, samples, data, fsdp, tensor):
     rows, n = stack(samples, rows_per_micro_batch=8, num_micro_batches=2)
@@ -140,9 +140,8 @@ def test_eight_devices_give_what_one_gives(params, samples, data, fsdp, tensor):
         )
         config = dataclasses.replace(CONFIG, mesh=layout)
         mesh = make_mesh(config, int(np.prod(shape)))
-        state = jax.device_put(
-            train_step.init_state(config, params), train_step.state_shardings(config, mesh)
-        )
+        host = jax.device_get(train_step.init_state(config, params))  # the update donates its state
+        state = jax.device_put(host, train_step.state_shardings(config, mesh))
         state, result = train_step.compile_update(config, mesh)(state, rows, n, np.float32(1e-3))
         results.append(jax.device_get((state.params, result)))
         if shape != (1, 1, 1) and fsdp * tensor > 1:
@@ -179,6 +178,7 @@ def test_chunks_of_log_probs_change_nothing(chunk_tokens):
     assert_close(run(hidden, unembed, 64)[1], grads, 1e-6)
 
 
+@pytest.mark.usefixtures("standard_promotion")
 def test_adamw_step_by_hand(params, samples):
     """One update against AdamW written out, clipping included."""
     rows, n = stack(samples, rows_per_micro_batch=8, num_micro_batches=1)
@@ -198,6 +198,7 @@ def test_adamw_step_by_hand(params, samples):
     assert new.updates == 1
 
 
+@pytest.mark.usefixtures("standard_promotion")
 def test_a_non_finite_gradient_changes_nothing_and_is_counted(params, samples):
     rows, n = stack(samples, rows_per_micro_batch=8, num_micro_batches=1)
     rows.advantage_BT[0, 0, np.flatnonzero(rows.mask_BT[0, 0])[0]] = np.inf
@@ -221,9 +222,7 @@ def test_warm_up_starts_at_one_nth():
 def test_rematerialisation_changes_nothing(params, samples):
     rows, n = stack(samples, rows_per_micro_batch=8, num_micro_batches=1)
     remat = dataclasses.replace(CONFIG, model=replace_model(CONFIG, remat="full"))
-    assert_close(
-        gradient(CONFIG, params, rows, n)[0], gradient(remat, params, rows, n)[0], 1e-6
-    )
+    assert_close(gradient(CONFIG, params, rows, n)[0], gradient(remat, params, rows, n)[0], 1e-6)
 
 
 def test_two_axes_on_one_mesh_axis_are_refused():

@@ -1,0 +1,136 @@
+"""The published run: DAPO on Qwen2.5-32B, 50 on AIME 2024 (avg@32) in the paper.
+
+Command:   python launch/train.py --config=configs/qwen32b_dapo.py --workdir=DIR
+Plan only: python launch/train.py --config=configs/qwen32b_dapo.py --dry_run
+Hardware:  laid out for 64 TPU v5p chips (4x4x4). Not yet run: loading pretrained weights is not
+           there, and training stops with an error that says so. The plan runs anywhere.
+
+Values are those of the paper, arXiv:2503.14476, section 4.1. Where the published script (verl,
+recipe/dapo, commit 4f80e465) differs or the paper is silent, the line says so.
+"""
+
+import ml_collections
+
+# As the published data set writes its prompts, inside Qwen2.5's chat format.
+PROMPT_TEMPLATE = (
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
+    "Solve the following math problem step by step. The last line of your response should be of "
+    "the form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+    '{prompt}\n\nRemember to put your answer on its own line after "Answer:".<|im_end|>\n'
+    "<|im_start|>assistant\n"
+)
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """Every field of the published run."""
+    return ml_collections.ConfigDict(
+        dict(
+            seed=0,
+            model=dict(  # config.json of Qwen/Qwen2.5-32B, the base model
+                pretrained="Qwen/Qwen2.5-32B",
+                tokenizer="Qwen/Qwen2.5-32B",
+                vocab_size=152_064,
+                num_layers=64,
+                width=5120,
+                num_heads=40,
+                num_kv_heads=8,
+                head_dim=128,
+                ff_width=27_648,
+                rope_theta=1_000_000.0,
+                rms_norm_eps=1e-5,
+                tie_embeddings=False,
+                param_dtype="float32",
+                compute_dtype="bfloat16",
+                remat="full",
+                log_prob_chunk_tokens=4096,
+            ),
+            mesh=dict(
+                data=1,
+                fsdp=16,
+                tensor=4,
+                rules=(
+                    ("vocab", "tensor"),
+                    ("embed", "fsdp"),
+                    ("heads", "tensor"),
+                    ("kv_heads", "tensor"),
+                    ("ff", "tensor"),
+                    ("layers", None),
+                ),
+            ),
+            data=dict(
+                source="jsonl",
+                num_train=ml_collections.config_dict.placeholder(int),
+                num_heldout=ml_collections.config_dict.placeholder(int),
+                num_terms=ml_collections.config_dict.placeholder(tuple),
+                # DAPO-Math-17k and AIME 2024, one {"prompt": ..., "answer": ...} per line.
+                train_path="data/dapo_math_17k.jsonl",
+                heldout_path="data/aime_2024.jsonl",
+                prompt_key="prompt",
+                answer_key="answer",
+                prompt_template=PROMPT_TEMPLATE,
+                max_prompt_tokens=2048,
+                overlong_prompts="drop",  # script: cut from the left
+            ),
+            pretrain=None,
+            rollout=dict(
+                group_size=16,
+                max_response_tokens=20_480,  # 16,384 expected + 4,096 of punished buffer
+                temperature=1.0,
+                top_p=1.0,
+                slots=256,  # ours: memory for the KV cache decides
+                prefill_prompts=16,  # ours
+                # Script: recomputed by the training program, whose numerics differ from vLLM's.
+                # Here rollout and training are one program.
+                log_prob_source="rollout",
+            ),
+            reward=dict(
+                scorer="math_dapo",
+                correct=1.0,
+                incorrect=-1.0,
+                overlong_buffer_tokens=4096,
+                overlong_penalty=1.0,
+                workers=64,  # ours
+                timeout_seconds=10.0,  # ours
+            ),
+            dynamic_sampling=dict(
+                enabled=True,
+                max_rounds=10,  # script; the paper is silent
+                max_round_prompts=1536,  # script: three times the batch
+                surplus="drop",  # script
+                exhausted="train",  # script: the run ends with an error
+            ),
+            objective=dict(
+                clip_low=0.2,
+                clip_high=0.28,
+                clip_dual=10.0,  # script; the paper has no dual clip
+                # Script: a mean per micro-batch, then over micro-batches. Here over the mini-batch.
+                aggregation="token-mean",
+                normalise_std=True,
+                std_ddof=1,  # script (torch.std); the paper does not say
+                overlong_filter=False,  # Table 1, row 2; the full system punishes instead
+                overlong_in_baseline=True,
+                kl_coefficient=0.0,
+                kl_estimator="k3",
+            ),
+            optimizer=dict(
+                learning_rate=1e-6,
+                warmup_steps=20,  # script: 10, the first of them at rate 0
+                weight_decay=0.1,  # script; the paper is silent, as for the four below
+                beta1=0.9,
+                beta2=0.999,
+                eps=1e-8,
+                max_grad_norm=1.0,
+                max_nonfinite_updates=3,  # ours
+            ),
+            train=dict(
+                num_steps=625,  # ours: the 10,000 updates of the paper's figure 1, 16 to a step
+                prompts_per_step=512,
+                prompts_per_update=32,  # 512 responses
+                row_tokens=22_528,  # script: tokens per device of a micro-batch
+                rows_per_micro_batch=16,  # ours: one per fsdp shard
+            ),
+            evaluation=dict(every_steps=5, num_samples=32, temperature=1.0, top_p=0.7),
+            checkpoint=dict(every_steps=5, keep_newest=2, keep_best=1),  # script: every 5
+            log=dict(rollouts_per_step=64),  # ours
+        )
+    )

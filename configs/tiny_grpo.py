@@ -1,0 +1,22 @@
+"""The baseline of the DAPO paper's Table 1, naive GRPO, on the task and budget of tiny_dapo.
+
+Everything that is not set below is as in configs/tiny_dapo.py, base model included.
+
+Command:   python launch/train.py --config=configs/tiny_grpo.py --workdir=runs/tiny_grpo
+"""
+
+import ml_collections
+
+from configs import tiny_dapo
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """tiny_dapo with its four techniques off, and GRPO's KL term on."""
+    config = tiny_dapo.get_config()
+    config.objective.clip_high = config.objective.clip_low  # one bound for both sides
+    config.objective.aggregation = "seq-mean-token-mean"  # every response weighs the same
+    config.objective.kl_coefficient = 0.04  # GRPO, arXiv:2402.03300, section 4.2
+    config.dynamic_sampling.enabled = False
+    config.reward.overlong_buffer_tokens = 0
+    config.reward.overlong_penalty = 0.0
+    return config

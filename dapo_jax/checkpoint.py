@@ -1,0 +1,254 @@
+"""Checkpoints: arrays and host state saved together, asynchronously, whole or not at all.
+
+orbax writes a step into a temporary directory and renames it when everything is on disk, so that
+a kill at any moment leaves the checkpoints before it. What orbax does not do is notice a file that
+was damaged later: sums over the bits of every array are kept beside them and compared on restore.
+"""
+
+import errno
+import functools
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import preservation_policy
+
+from dapo_jax.types import RunError, UserError
+
+# orbax logs the traceback of an error in each thread that meets it; here it is told once, in full.
+logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
+
+DAMAGED = "damaged"
+
+
+class CheckpointError(RunError):
+    """A checkpoint could not be written. Those written before it are intact."""
+
+
+class Checkpoints:
+    """The checkpoints in a directory; a context manager that waits for the last save.
+
+    Args:
+        directory: made if it is not there.
+        keep_newest: how many of the newest are kept.
+        keep_best: how many of those with the highest accuracy are kept besides.
+        say: prints a line, when a damaged checkpoint is passed over.
+
+    Raises:
+        UserError: the directory cannot be written to.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep_newest: int,
+        keep_best: int,
+        say: Callable[[str], None] = print,
+    ):
+        self.directory, self.say = directory.resolve(), say
+        latest = preservation_policy.LatestN(keep_newest)
+        best = preservation_policy.BestN(
+            get_metric_fn=lambda metrics: metrics["accuracy"],
+            n=keep_best,
+            keep_checkpoints_without_metrics=False,
+        )
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=preservation_policy.AnyPreservationPolicy([latest, best]),
+            cleanup_tmp_directories=True,
+        )
+        self.open = functools.partial(
+            ocp.CheckpointManager, self.directory, options=options, item_names=("arrays", "host")
+        )
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self.manager = self.open()
+        except OSError as error:
+            raise UserError(
+                f"checkpoints cannot be kept in {self.directory}: {error.strerror or error}. "
+                "Choose another --workdir or mend its permissions."
+            ) from error
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.wait()
+        self.manager.close()
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps that are saved, in order."""
+        return sorted(self.manager.all_steps())
+
+    def save(self, step: int, arrays: Any, host: Any, *, accuracy: float | None) -> None:
+        """Starts saving; returns once the arrays may be changed or donated.
+
+        Args:
+            step: names the checkpoint.
+            arrays: pytree of jax.Array.
+            host: whatever json can hold.
+            accuracy: what the best are chosen by; None where it was not measured.
+
+        Raises:
+            CheckpointError: this save, or the one before it, could not be written.
+        """
+        record = {"arrays": _describe(arrays), "sums": _sums(arrays), "host": host}
+        with _told(f"checkpoint {step} in {self.directory}"):
+            self.manager.save(
+                step,
+                args=ocp.args.Composite(
+                    arrays=ocp.args.StandardSave(arrays), host=ocp.args.JsonSave(record)
+                ),
+                metrics=None if accuracy is None else {"accuracy": accuracy},
+            )
+
+    def wait(self) -> None:
+        """Returns when everything is on disk.
+
+        Raises:
+            CheckpointError: the last save could not be written.
+        """
+        with _told(f"the last checkpoint in {self.directory}"):
+            self.manager.wait_until_finished()
+
+    def restore(self, like: Any) -> tuple[int, Any, Any] | None:
+        """(step, arrays, host state) of the newest checkpoint that is whole; None if there is none.
+
+        Damaged ones that are newer are told of and moved to `damaged/`.
+
+        Args:
+            like: pytree of jax.ShapeDtypeStruct with the shardings wanted.
+
+        Raises:
+            UserError: the arrays are those of another model, or no checkpoint is whole.
+        """
+        damaged: dict[int, str] = {}
+        for step in self.steps[::-1]:
+            try:
+                record = self._read(step, host=ocp.args.JsonRestore()).host
+                self._check_same(step, record["arrays"], _describe(like))
+                arrays = self._read(step, arrays=ocp.args.StandardRestore(like)).arrays
+                _check_sums(record["sums"], _sums(arrays))
+            except UserError:
+                raise
+            except Exception as error:  # what a damaged file raises depends on where it is damaged
+                damaged[step] = (str(error).strip() or repr(error)).splitlines()[0][:200]
+            else:
+                self._set_aside(damaged)
+                return step, arrays, record["host"]
+        if damaged:
+            # Left where they are: moved away, the next start would take this for a new run.
+            reasons = "".join(f"\n  {step}: {reason}" for step, reason in damaged.items())
+            raise UserError(
+                f"no checkpoint in {self.directory} can be read:{reasons}\nRestore one from a "
+                "copy, or start anew in another --workdir."
+            )
+        return None
+
+    def _read(self, step: int, **items: Any) -> Any:
+        return self.manager.restore(step, args=ocp.args.Composite(**items))
+
+    def _check_same(self, step: int, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+        for name in sorted(saved.keys() | wanted.keys()):
+            if saved.get(name) != wanted.get(name):
+                there, now = saved.get(name, "nothing"), wanted.get(name, "nothing")
+                raise UserError(
+                    f"checkpoint {step} in {self.directory} is of another model: {name} is {there} "
+                    f"there and {now} in this config. Choose another --workdir, or the config it "
+                    "was made with."
+                )
+
+    def _set_aside(self, damaged: dict[int, str]) -> None:
+        if not damaged:
+            return
+        self.manager.close()
+        (self.directory / DAMAGED).mkdir(exist_ok=True)
+        for step, reason in damaged.items():
+            self.say(
+                f"warning: checkpoint {step} in {self.directory} is damaged ({reason}); it is "
+                f"moved to {DAMAGED}/ and the one before it is used"
+            )
+            aside = self.directory / DAMAGED / str(step)
+            shutil.rmtree(aside, ignore_errors=True)
+            (self.directory / str(step)).rename(aside)
+        self.manager = self.open()
+
+
+def _describe(arrays: Any) -> dict[str, str]:
+    """Shape and dtype of each array by its path, as text."""
+    leaves = jax.tree_util.tree_leaves_with_path(arrays)
+    return {jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}" for path, x in leaves}
+
+
+@jax.jit
+def _bit_sums(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Of each array, two sums over its words modulo 2^32, the second weighted by position."""
+
+    def sums(x: jax.Array) -> jax.Array:
+        kind = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+        words = (x if x.dtype == kind else jax.lax.bitcast_convert_type(x, kind)).astype(jnp.uint32)
+        place = sum(
+            jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) * jnp.uint32(2 * stride + 1)
+            for axis, stride in enumerate(np.cumprod([1, *words.shape[::-1]])[-2::-1] % 2**31)
+        )
+        weighted = words * (2 * jnp.asarray(place, jnp.uint32) + 1)
+        return jnp.stack([jnp.sum(words, dtype=jnp.uint32), jnp.sum(weighted, dtype=jnp.uint32)])
+
+    return [sums(x) for x in arrays]
+
+
+def _sums(arrays: Any) -> dict[str, list[int]]:
+    """Sums over the bits of each array by its path; computed where the array lies."""
+    leaves = jax.tree_util.tree_leaves_with_path(arrays)
+    sums = jax.device_get(_bit_sums([x for _, x in leaves]))
+    return {jax.tree_util.keystr(path): s.tolist() for (path, _), s in zip(leaves, sums)}
+
+
+def _check_sums(saved: dict[str, list[int]], found: dict[str, list[int]]) -> None:
+    for name, value in saved.items():
+        if found[name] != value:
+            raise ValueError(f"the contents of {name} are not what was saved")
+
+
+class _told:
+    """Turns what orbax raises while it writes into a CheckpointError that says what to do."""
+
+    def __init__(self, what: str):
+        self.what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None or not isinstance(error, Exception):
+            return
+        reason, remedy = str(error).strip().splitlines()[-1][:300] if str(error) else "", ""
+        if any(_is_disk_full(cause) for cause in _causes(error)):
+            reason, remedy = (
+                "the disk is full",
+                " Free some space and start the same command again.",
+            )
+        raise CheckpointError(
+            f"{self.what} could not be written: {reason or repr(error)}. The checkpoints before it "
+            f"are intact.{remedy}"
+        ) from error
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_disk_full(error: BaseException) -> bool:
+    full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+    # tensorstore tells of it in the text of a ValueError.
+    return full or "No space left on device" in str(error)

@@ -1,0 +1,35 @@
+"""Scorers that misbehave, for the tests of the pool; loaded by its workers."""
+
+import os
+import sys
+import time
+
+from dapo_jax.reward import Score
+
+
+def treacherous(response: str, answer: str) -> Score:
+    """Right if equal; hangs, dies, raises or eats memory when the response says so."""
+    if response == "hang":
+        while True:
+            time.sleep(3600)
+    if response == "die":
+        os._exit(11)
+    if response == "raise":
+        raise ZeroDivisionError("in the scorer")
+    if response == "eat":
+        bytearray(2**40)
+    if response == "exit":
+        sys.exit(3)
+    if response == "slow":
+        time.sleep(0.4)
+    return Score(response == answer, response)
+
+
+def plain(response: str, answer: str) -> bool:
+    """A scorer that says nothing but right or wrong."""
+    return response == answer
+
+
+def which_modules(response: str, answer: str) -> Score:
+    """The answer it read: whether this process has loaded JAX."""
+    return Score(False, str("jax" in sys.modules))

@@ -1,0 +1,100 @@
+"""The pool: a response on which the scorer hangs, dies or raises costs itself and nothing else."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from dapo_jax.reward_pool import RewardPool
+from dapo_jax.types import UserError
+from tests.conftest import ROOT
+
+
+def make_pool(scorer="tests.scorers:treacherous", **settings):
+    defaults = {"correct": 1.0, "incorrect": -1.0, "workers": 2, "timeout_seconds": 1.0}
+    return RewardPool(scorer, **defaults | settings)
+
+
+def test_faults_cost_themselves_only():
+    texts = ["7", "hang", "8", "die", "raise", "7", "eat", "exit", *["7"] * 40]
+    with make_pool() as pool:
+        verdicts = pool.score(texts, ["7"] * len(texts))
+        again = pool.score(["7", "hang"], ["7", "7"])
+    right = [text == "7" for text in texts]
+    assert [v.correct for v in verdicts] == right
+    assert [v.reward for v in verdicts] == [1.0 if r else -1.0 for r in right]
+    notes = {text: v.note for text, v in zip(texts, verdicts)}
+    assert notes["7"] == notes["8"] == ""
+    assert notes["hang"] == "timeout"
+    assert notes["die"] == "worker died"
+    assert notes["raise"] == "error: ZeroDivisionError: in the scorer"
+    assert notes["eat"].startswith("error: MemoryError")
+    assert notes["exit"] != ""
+    assert [v.extracted for v in verdicts[:3]] == ["7", None, "8"]
+    assert [v.note for v in again] == ["", "timeout"]
+
+
+def test_slow_responses_each_have_the_whole_limit():
+    """Together they take longer than the limit of one, alone none does."""
+    with make_pool(workers=1) as pool:
+        verdicts = pool.score(["slow"] * 16, ["slow"] * 16)
+    assert all(v.correct and not v.note for v in verdicts)
+
+
+def test_a_scorer_may_return_a_bool():
+    with make_pool("tests.scorers:plain") as pool:
+        verdicts = pool.score(["7", "8"], ["7", "7"])
+    assert [v.correct for v in verdicts] == [True, False]
+    assert [v.extracted for v in verdicts] == [None, None]
+
+
+def test_workers_do_not_load_jax():
+    with make_pool("tests.scorers:which_modules") as pool:
+        (verdict,) = pool.score([""], [""])
+    assert verdict.extracted == "False"
+
+
+def test_nothing_to_score():
+    with make_pool() as pool:
+        assert pool.score([], []) == []
+
+
+def test_a_wrong_scorer_is_the_users_mistake():
+    with pytest.raises(UserError, match=r"config\.reward\.scorer"):
+        make_pool("no_such_scorer")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_workers_die_with_a_killed_parent():
+    code = textwrap.dedent("""
+        from dapo_jax.reward_pool import RewardPool
+        if __name__ == "__main__":
+            pool = RewardPool("tests.scorers:treacherous", correct=1.0, incorrect=-1.0, workers=1,
+                              timeout_seconds=60.0)
+            pool.score(["1"], ["1"])
+            import multiprocessing
+            print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+            pool.score(["hang"], ["1"])
+    """)
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    workers = [int(pid) for pid in parent.stdout.readline().split()]
+    assert workers
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 20
+    while any(_alive(pid) for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(_alive(pid) for pid in workers)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
