@@ -9,6 +9,7 @@ import errno
 import functools
 import logging
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,21 @@ from dapo_jax.types import RunError, UserError
 
 # orbax logs the traceback of an error in each thread that meets it; here it is told once, in full.
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
+
+
+def _without_closed_loops(before: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """An unraisable hook that says nothing of the event loop which orbax closes when a read fails
+    while tensorstore still reports to it; the failure itself is raised and told."""
+
+    def hook(unraisable: Any) -> None:
+        error = unraisable.exc_value
+        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            before(unraisable)
+
+    return hook
+
+
+sys.unraisablehook = _without_closed_loops(sys.unraisablehook)
 
 DAMAGED = "damaged"
 

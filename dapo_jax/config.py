@@ -402,7 +402,9 @@ def _check_data(config: Config) -> None:
                 f"{data.source!r} and {model.tokenizer!r}."
             )
         _positive(config, "pretrain.num_steps", "pretrain.rows_per_step", "pretrain.learning_rate")
-        _non_negative(config, "pretrain.warmup_steps")
+        warmup, steps = config.pretrain.warmup_steps, config.pretrain.num_steps
+        wanted = f"at least 0 and below config.pretrain.num_steps ({steps})"
+        _require(0 <= warmup < steps, "pretrain.warmup_steps", warmup, wanted)
         for name in ("share_guess", "guess_accuracy", "share_slip", "share_ramble"):
             value = getattr(config.pretrain, name)
             _require(0 <= value < 1, f"pretrain.{name}", value, "in [0, 1)")

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import pebble
 
 from dapo_jax.reward import Score, Scorer, load_scorer
-from dapo_jax.types import Verdict
+from dapo_jax.types import RunError, Verdict
 
 try:
     import resource
@@ -70,7 +70,11 @@ class RewardPool:
         self.pool.join()
 
     def score(self, texts: Sequence[str], answers: Sequence[str]) -> list[Verdict]:
-        """The verdict on each text against its answer, in their order."""
+        """The verdict on each text against its answer, in their order.
+
+        Raises:
+            RunError: no worker can be started.
+        """
         items = list(zip(texts, answers, strict=True))
         size = max(1, -(-len(items) // (self.workers * CHUNKS_PER_WORKER)))
         chunks = [items[start : start + size] for start in range(0, len(items), size)]
@@ -107,6 +111,12 @@ def _result(future: pebble.ProcessFuture) -> list[Score | str] | str:
         return "timeout"
     except pebble.ProcessExpired:
         return "worker died"
+    except concurrent.futures.BrokenExecutor as error:
+        raise RunError(
+            "The processes that score do not start; what they said of it is above. In a script of "
+            "your own, training must stand under `if __name__ == '__main__':`, for each of them "
+            "imports the script."
+        ) from error
 
 
 def _start_worker(scorer: str) -> None:
@@ -130,7 +140,7 @@ def _score_chunk(items: list[tuple[str, str]]) -> list[Score | str]:
 def _score(text: str, answer: str) -> Score | str:
     try:
         score = _scorer(text, answer)
-    except Exception as error:  # a scorer is the user's code: anything may come out of it
+    except (Exception, SystemExit) as error:  # the user's code: anything may come out of it
         return f"error: {type(error).__name__}: {error}"
     if isinstance(score, tuple):
         correct, extracted = score

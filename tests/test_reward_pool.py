@@ -40,7 +40,7 @@ def test_faults_cost_themselves_only():
 def test_slow_responses_each_have_the_whole_limit():
     """Together they take longer than the limit of one, alone none does."""
     with make_pool(workers=1) as pool:
-        verdicts = pool.score(["slow"] * 16, ["slow"] * 16)
+        verdicts = pool.score(["slow"] * 12, ["slow"] * 12)
     assert all(v.correct and not v.note for v in verdicts)
 
 

@@ -143,15 +143,16 @@ def test_eight_devices_give_what_one_gives(params, samples, data, fsdp, tensor):
         host = jax.device_get(train_step.init_state(config, params))  # the update donates its state
         state = jax.device_put(host, train_step.state_shardings(config, mesh))
         state, result = train_step.compile_update(config, mesh)(state, rows, n, np.float32(1e-3))
-        results.append(jax.device_get((state.params, result)))
+        results.append(jax.device_get((state, result)))
         if shape != (1, 1, 1) and fsdp * tensor > 1:
             q = state.params["layers"]["q"]
             assert q.addressable_shards[0].data.size == q.size // (fsdp * tensor)
     (one, one_result), (many, many_result) = results
     assert_close(one_result.sums, many_result.sums, 2e-5)
     np.testing.assert_allclose(one_result.grad_norm, many_result.grad_norm, rtol=1e-5)
-    # Adam turns gradients into steps of about the learning rate: compare where it has a direction.
-    assert_close(one, many, 1e-5)
+    assert_close(one.moments, many.moments, 1e-5)  # that is, the clipped gradients
+    for a, b in zip(jax.tree.leaves(one.params), jax.tree.leaves(many.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 64, 130, 10**6])

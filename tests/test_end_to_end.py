@@ -1,0 +1,313 @@
+"""Whole runs: they repeat, they resume bit for bit, devices do not matter, and they learn."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from dapo_jax import model, train_step
+from dapo_jax.checkpoint import Checkpoints
+from dapo_jax.config import Config
+from dapo_jax.sharding import make_mesh
+from tests.conftest import ROOT
+from tests.helpers import tiny_config, tiny_dict
+
+STEPS = 12
+RUN = {"train__num_steps": STEPS, "checkpoint__every_steps": 3, "checkpoint__keep_newest": 20}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A user's cache for the base model, shared by the runs of this module."""
+    return tmp_path_factory.mktemp("home")
+
+
+def write_config(directory, **overrides):
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / "a_config.py"
+    file.write_text(
+        "import ml_collections\n"
+        f"def get_config():\n    return ml_collections.ConfigDict({tiny_dict(**overrides)!r})\n"
+    )
+    return file
+
+
+def start(workdir, home, *, devices=1, optimise=False, **overrides):
+    """launch/train.py in a process of its own."""
+    command = [
+        sys.executable,
+        str(ROOT / "launch" / "train.py"),
+        f"--config={write_config(workdir.with_name(workdir.name + '_config'), **overrides)}",
+        f"--workdir={workdir}",
+    ]
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    if not optimise:
+        flags += " --xla_backend_optimization_level=0"
+    env = os.environ | {
+        "XDG_CACHE_HOME": str(home),
+        "XLA_FLAGS": flags,
+        "JAX_COMPILATION_CACHE_DIR": str(home / "programs"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=env, cwd="/", stdout=pipe, stderr=pipe, text=True)
+
+
+def finish(process):
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+def run(workdir, home, **settings):
+    code, out, err = finish(start(workdir, home, **settings))
+    assert code == 0, err
+    assert err == "", err  # a run that goes well warns of nothing
+    return out
+
+
+def metrics_of(workdir):
+    """metrics.jsonl without what may vary."""
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    varies = ("time/", "perf/")
+    return [
+        {name: value for name, value in json.loads(line).items() if not name.startswith(varies)}
+        for line in lines
+    ]
+
+
+def rollouts_of(workdir):
+    return {file.name: file.read_text() for file in (workdir / "rollouts").iterdir()}
+
+
+def params_at(workdir, step, **overrides):
+    config = tiny_config(**overrides)
+    mesh = make_mesh(config.mesh, jax.devices()[:1])
+    state = train_step.state_shardings(config, mesh)
+    shapes = jax.eval_shape(
+        lambda key: train_step.init_state(config, model.init_params(config.model, key)),
+        jax.random.key(0),
+    )
+    with jax.numpy_dtype_promotion("standard"):
+        like = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, state
+        )
+    copy = workdir.with_name(f"{workdir.name}_upto_{step}")
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(workdir / "checkpoints" / str(step), copy / str(step))
+    with Checkpoints(copy, keep_newest=20, keep_best=0) as checkpoints:
+        restored = checkpoints.restore(like)
+    assert restored is not None and restored[0] == step
+    return jax.device_get(restored[1].params)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, home):
+    """A run that nothing disturbed, and what it printed."""
+    workdir = tmp_path_factory.mktemp("runs") / "undisturbed"
+    return workdir, run(workdir, home, **RUN)
+
+
+def test_a_run_leaves_what_it_promises(finished):
+    workdir, out = finished
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert summary["steps"] == STEPS and 0 <= summary["base_accuracy"] <= 1
+    steps = metrics_of(workdir)
+    assert [numbers["step"] for numbers in steps] == list(range(STEPS + 1))
+    assert summary["final_accuracy"] == steps[-1]["eval/avg@4"]
+    assert summary["base_accuracy"] == steps[0]["eval/avg@4"]
+    frozen = json.loads((workdir / "config.json").read_text())
+    assert Config.from_dict(frozen["config"]) == tiny_config(**RUN)
+    assert frozen["versions"]["jax"] == jax.__version__
+    for name in ("report.html", "report.png", "tokenizer/tokenizer.json", "tensorboard"):
+        assert (workdir / name).exists(), name
+    assert len(rollouts_of(workdir)) == STEPS
+    for word in ("base model", "reward", "left", "held-out accuracy", "report.html"):
+        assert word in out
+
+
+REQUIRED_METRICS = """
+    reward/mean accuracy/sampled accuracy/trained sampling/rounds sampling/prompts_tried
+    sampling/prompts_kept sampling/prompts_all_right sampling/prompts_all_wrong
+    length/mean length/max length/truncated_share policy/entropy policy/token_prob
+    policy/clip_high_share policy/clip_low_share policy/ratio_max policy/ratio_min policy/kl_old
+    rollout/log_prob_gap_mean rollout/log_prob_gap_max optimizer/grad_norm optimizer/learning_rate
+    batch/tokens_trained batch/padding_share time/rollout time/reward time/update time/checkpoint
+    time/step perf/tokens_per_second
+""".split()
+
+
+def test_every_step_with_an_update_has_every_metric(finished):
+    steps = [
+        json.loads(line) for line in (finished[0] / "metrics.jsonl").read_text().splitlines()[1:]
+    ]
+    trained = [numbers for numbers in steps if numbers["sampling/prompts_kept"]]
+    assert trained
+    for numbers in trained:
+        assert not set(REQUIRED_METRICS) - set(numbers)
+        assert numbers["rollout/log_prob_gap_max"] < 1e-5
+    assert "time/evaluation" in steps[1]
+    documented = (ROOT / "docs" / "metrics.md").read_text()
+    for name in set().union(*steps) - {"step"}:
+        known = name.replace("@4", "@k")
+        assert f"`{known}`" in documented, f"{known} is not in docs/metrics.md"
+
+
+def test_nothing_compiles_after_two_steps(finished):
+    steps = [json.loads(line) for line in (finished[0] / "metrics.jsonl").read_text().splitlines()]
+    counts = [numbers.get("perf/compilations", 0) for numbers in steps]
+    assert sum(counts[1:3]) > 0, "the counter counts nothing"
+    assert counts[3:] == [0] * (STEPS - 2)
+
+
+def test_two_runs_of_one_seed_are_the_same(finished, tmp_path, home):
+    run(tmp_path / "again", home, **RUN)
+    assert metrics_of(tmp_path / "again") == metrics_of(finished[0])
+    assert rollouts_of(tmp_path / "again") == rollouts_of(finished[0])
+
+
+def wait_for_step(process, workdir, step):
+    file = workdir / "metrics.jsonl"
+    while process.poll() is None:
+        if file.exists() and file.read_text().count("\n") > step:
+            return
+        time.sleep(0.005)
+    pytest.fail(f"the run ended by itself: {finish(process)}")
+
+
+@pytest.mark.parametrize(
+    "number, step, code",
+    [(signal.SIGTERM, 3, 143), (signal.SIGKILL, 5, -9)],
+)
+def test_a_stopped_run_goes_on_bit_for_bit(finished, tmp_path, home, number, step, code):
+    workdir = tmp_path / "stopped"
+    process = start(workdir, home, **RUN)
+    wait_for_step(process, workdir, step)
+    process.send_signal(number)
+    returncode, out, err = finish(process)
+    assert returncode == code, (out, err)
+    done = len(metrics_of(workdir)) - 1
+    assert done < STEPS and not (workdir / "summary.json").exists()
+    if number != signal.SIGKILL:
+        assert "the same command goes on from there" in out
+        assert (workdir / "checkpoints" / str(done)).exists(), "a signal saves first"
+    out = run(workdir, home, **RUN)
+    assert "resuming after step" in out
+    assert metrics_of(workdir) == metrics_of(finished[0])
+    assert rollouts_of(workdir) == rollouts_of(finished[0])
+    ours, theirs = params_at(workdir, STEPS, **RUN), params_at(finished[0], STEPS, **RUN)
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_a_stop_while_the_base_is_made(tmp_path, home):
+    """Before the first step there is nothing to save: the same command starts again."""
+    overrides = RUN | {"pretrain__num_steps": 2000, "seed": 5}
+    process = start(tmp_path / "run", home, **overrides)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "  base " in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    code, out, _ = finish(process)
+    assert code == 143 and "stopped before the first step" in out
+
+
+def test_eight_devices_train_as_one(tmp_path, home, finished):
+    """The same rewards, and the same parameters to 1e-5 after 3 steps, sharded 2 x 2 x 2."""
+    eight = {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}
+    workdir = tmp_path / "eight"
+    shutil.copytree(finished[0] / "base", workdir / "base")  # the same base to the last bit
+    run(workdir, home, devices=8, **RUN | {"train__num_steps": 3} | eight)
+    one, many = metrics_of(finished[0])[:4], metrics_of(workdir)
+    for ours, theirs in zip(one[1:], many[1:], strict=True):
+        for name in ("reward/mean", "accuracy/sampled", "length/mean", "batch/tokens_trained"):
+            assert ours.get(name) == theirs.get(name), (ours["step"], name)
+    a, b = params_at(finished[0], 3, **RUN), params_at(workdir, 3, **RUN)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), a, b)
+    for name, text in rollouts_of(workdir).items():
+        assert text == rollouts_of(finished[0])[name]
+
+
+def test_the_damaged_newest_checkpoint_is_told_and_the_run_repeats(finished, tmp_path, home):
+    workdir = tmp_path / "damaged"
+    shutil.copytree(finished[0], workdir)
+    for file in (workdir / "checkpoints" / str(STEPS) / "arrays").rglob("d/*"):
+        file.write_bytes(b"\0" * file.stat().st_size)
+    out = run(workdir, home, **RUN)
+    assert f"checkpoint {STEPS}" in out and "is damaged" in out
+    assert f"resuming after step {STEPS - 3}" in out
+    assert metrics_of(workdir) == metrics_of(finished[0])
+
+
+def test_another_config_is_refused_and_nothing_changes(finished, home):
+    before = (finished[0] / "metrics.jsonl").read_bytes()
+    process = start(finished[0], home, **RUN | {"optimizer__learning_rate": 0.5})
+    code, _, err = finish(process)
+    assert code == 2
+    assert "config.optimizer.learning_rate: 0.0001 there, 0.5 now" in err and "Traceback" not in err
+    assert (finished[0] / "metrics.jsonl").read_bytes() == before
+
+
+def test_more_steps_are_a_continuation(finished, tmp_path, home):
+    """12 steps, then 14, is a run of 14: num_steps may change when a run goes on."""
+    workdir = tmp_path / "longer"
+    shutil.copytree(finished[0], workdir)
+    out = run(workdir, home, **RUN | {"train__num_steps": STEPS + 2})
+    assert f"resuming after step {STEPS} of {STEPS + 2}" in out
+    assert metrics_of(workdir)[: STEPS + 1] == metrics_of(finished[0])
+    assert len(metrics_of(workdir)) == STEPS + 3
+
+
+def test_divergence_ends_the_run_and_keeps_what_was_saved(tmp_path, home):
+    overrides = RUN | {"optimizer__learning_rate": 1e38, "dynamic_sampling__enabled": False}
+    code, _, err = finish(start(tmp_path / "run", home, **overrides))
+    assert code == 1 and "Traceback" not in err
+    assert "not finite in 3 updates in a row, at step" in err and "learning_rate" in err
+    assert (tmp_path / "run" / "checkpoints" / "0").exists()
+
+
+LEARNING = {
+    "model__width": 64,
+    "model__ff_width": 128,
+    "model__head_dim": 16,
+    "data__num_terms": (3,),
+    "data__num_train": 200,
+    "data__num_heldout": 16,
+    "pretrain__num_steps": 400,
+    "pretrain__rows_per_step": 24,
+    "pretrain__warmup_steps": 20,
+    "pretrain__learning_rate": 5e-3,
+    "pretrain__share_guess": 0.7,
+    "pretrain__share_ramble": 0.2,
+    "pretrain__share_slip": 0.0,
+    "rollout__group_size": 8,
+    "rollout__slots": 64,
+    "rollout__max_response_tokens": 40,
+    "dynamic_sampling__max_round_prompts": 32,
+    "dynamic_sampling__max_rounds": 4,
+    "train__prompts_per_step": 16,
+    "train__prompts_per_update": 4,
+    "train__num_steps": 16,
+    "optimizer__learning_rate": 5e-4,
+    "evaluation__every_steps": 16,
+    "evaluation__num_samples": 8,
+    "checkpoint__every_steps": 16,
+}
+
+
+def test_reward_and_accuracy_rise(tmp_path, home):
+    run(tmp_path / "run", home, optimise=True, **LEARNING)
+    steps = metrics_of(tmp_path / "run")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    early = np.mean([numbers["accuracy/sampled"] for numbers in steps[1:4]])
+    late = np.mean([numbers["accuracy/sampled"] for numbers in steps[-3:]])
+    assert late > early + 0.25, (early, late)
+    assert summary["final_accuracy"] > summary["base_accuracy"] + 0.25, summary
+    rewards = [numbers["reward/mean"] for numbers in steps[1:]]
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.3, rewards
