@@ -22,22 +22,22 @@ def parse(argv: list[str], usage: str) -> tuple[Config, Any]:
     Raises:
         UserError: a flag, the config file or a field is wrong.
     """
-    values = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", None, "config file", flag_values=values)
-    flags.DEFINE_string("workdir", None, "directory of the run", flag_values=values)
-    flags.DEFINE_bool("dry_run", False, "print the plan and exit", flag_values=values)
-    flags.DEFINE_bool("help", False, "show this text", short_name="h", flag_values=values)
     if any(argument in ("--help", "-h", "-help") for argument in argv):
         print(usage.strip())
         raise SystemExit(0)
     argv = [argv[0], *(_find_config(argument) for argument in argv[1:])]
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
+    flags.DEFINE_string("workdir", None, "directory of the run", flag_values=values)
+    flags.DEFINE_bool("dry_run", False, "print the plan and exit", flag_values=values)
+    flags.DEFINE_bool("help", False, "show this text", short_name="h", flag_values=values)
     try:
         rest = values(argv)[1:]
     except flags.Error as error:
         raise UserError(f"{error}. {FLAGS}") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         # ml_collections raises these for an override that names no field or has the wrong type.
-        raise UserError(f"{_message(error)} (in {' '.join(argv[1:])})") from error
+        raise UserError(f"{_message(error)} In: {' '.join(argv[1:])}") from error
     if rest:
         raise UserError(
             f"{rest[0]!r} is not a flag. Flags: --config=FILE, --workdir=DIR, --dry_run."
@@ -61,8 +61,9 @@ def _find_config(argument: str) -> str:
 
 
 def _message(error: BaseException) -> str:
-    """The text of an error; KeyError would put it in quotes."""
-    return str(error.args[0]) if error.args else type(error).__name__
+    """The text of an error on one line; ml_collections gives it as a quoted KeyError."""
+    text = str(error.args[0]) if error.args else type(error).__name__
+    return text.replace("\\n", " ").replace("\n", " ").replace("\\", "").replace("'", "")
 
 
 def fail(error: Exception) -> int:

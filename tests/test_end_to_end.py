@@ -1,11 +1,8 @@
 """Whole runs: they repeat, they resume bit for bit, devices do not matter, and they learn."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import jax
@@ -17,7 +14,8 @@ from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.config import Config
 from dapo_jax.sharding import make_mesh
 from tests.conftest import ROOT
-from tests.helpers import tiny_config, tiny_dict
+from tests.helpers import tiny_config
+from tests.runs import finish, metrics_of, run, start
 
 STEPS = 12
 RUN = {"train__num_steps": STEPS, "checkpoint__every_steps": 3, "checkpoint__keep_newest": 20}
@@ -27,59 +25,6 @@ RUN = {"train__num_steps": STEPS, "checkpoint__every_steps": 3, "checkpoint__kee
 def home(tmp_path_factory):
     """A user's cache for the base model, shared by the runs of this module."""
     return tmp_path_factory.mktemp("home")
-
-
-def write_config(directory, **overrides):
-    directory.mkdir(parents=True, exist_ok=True)
-    file = directory / "a_config.py"
-    file.write_text(
-        "import ml_collections\n"
-        f"def get_config():\n    return ml_collections.ConfigDict({tiny_dict(**overrides)!r})\n"
-    )
-    return file
-
-
-def start(workdir, home, *, devices=1, optimise=False, **overrides):
-    """launch/train.py in a process of its own."""
-    command = [
-        sys.executable,
-        str(ROOT / "launch" / "train.py"),
-        f"--config={write_config(workdir.with_name(workdir.name + '_config'), **overrides)}",
-        f"--workdir={workdir}",
-    ]
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    if not optimise:
-        flags += " --xla_backend_optimization_level=0"
-    env = os.environ | {
-        "XDG_CACHE_HOME": str(home),
-        "XLA_FLAGS": flags,
-        "JAX_COMPILATION_CACHE_DIR": str(home / "programs"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=env, cwd="/", stdout=pipe, stderr=pipe, text=True)
-
-
-def finish(process):
-    out, err = process.communicate(timeout=300)
-    return process.returncode, out, err
-
-
-def run(workdir, home, **settings):
-    code, out, err = finish(start(workdir, home, **settings))
-    assert code == 0, err
-    assert err == "", err  # a run that goes well warns of nothing
-    return out
-
-
-def metrics_of(workdir):
-    """metrics.jsonl without what may vary."""
-    lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    varies = ("time/", "perf/")
-    return [
-        {name: value for name, value in json.loads(line).items() if not name.startswith(varies)}
-        for line in lines
-    ]
 
 
 def rollouts_of(workdir):
@@ -270,44 +215,3 @@ def test_divergence_ends_the_run_and_keeps_what_was_saved(tmp_path, home):
     assert code == 1 and "Traceback" not in err
     assert "not finite in 3 updates in a row, at step" in err and "learning_rate" in err
     assert (tmp_path / "run" / "checkpoints" / "0").exists()
-
-
-LEARNING = {
-    "model__width": 64,
-    "model__ff_width": 128,
-    "model__head_dim": 16,
-    "data__num_terms": (3,),
-    "data__num_train": 200,
-    "data__num_heldout": 16,
-    "pretrain__num_steps": 400,
-    "pretrain__rows_per_step": 24,
-    "pretrain__warmup_steps": 20,
-    "pretrain__learning_rate": 5e-3,
-    "pretrain__share_guess": 0.7,
-    "pretrain__share_ramble": 0.2,
-    "pretrain__share_slip": 0.0,
-    "rollout__group_size": 8,
-    "rollout__slots": 64,
-    "rollout__max_response_tokens": 40,
-    "dynamic_sampling__max_round_prompts": 32,
-    "dynamic_sampling__max_rounds": 4,
-    "train__prompts_per_step": 16,
-    "train__prompts_per_update": 4,
-    "train__num_steps": 16,
-    "optimizer__learning_rate": 5e-4,
-    "evaluation__every_steps": 16,
-    "evaluation__num_samples": 8,
-    "checkpoint__every_steps": 16,
-}
-
-
-def test_reward_and_accuracy_rise(tmp_path, home):
-    run(tmp_path / "run", home, optimise=True, **LEARNING)
-    steps = metrics_of(tmp_path / "run")
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    early = np.mean([numbers["accuracy/sampled"] for numbers in steps[1:4]])
-    late = np.mean([numbers["accuracy/sampled"] for numbers in steps[-3:]])
-    assert late > early + 0.25, (early, late)
-    assert summary["final_accuracy"] > summary["base_accuracy"] + 0.25, summary
-    rewards = [numbers["reward/mean"] for numbers in steps[1:]]
-    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.3, rewards

@@ -1,0 +1,149 @@
+"""Tests of the tests: plants known defects one by one in a copy and demands that a test fails.
+
+Command: python tests/planted_defects.py
+
+Each defect is one of those that other trainers shipped. The tests named with it must pass on the
+copy as it is and fail on the copy with the defect.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Defect(NamedTuple):
+    name: str
+    file: str
+    right: str
+    wrong: str
+    tests: str
+
+
+DEFECTS = (
+    Defect(
+        "mask off by one: the last prompt token is trained",
+        "dapo_jax/batching.py",
+        "response = slice(start + len(sample.prompt_tokens), start + sample.length)\n",
+        "response = slice(start + len(sample.prompt_tokens), start + sample.length)\n"
+        "            mask = slice(response.start - 1, response.stop)\n"
+        "            rows.mask_BT[row, mask] = sample.trained\n",
+        "tests/test_batching.py",
+    ),
+    Defect(
+        "log-probs off by one: those of the next token",
+        "dapo_jax/log_probs.py",
+        "move = lambda x_BT: jnp.roll(x_BT, 1, axis=1).at[:, 0].set(0.0)",
+        "move = lambda x_BT: x_BT",
+        "tests/test_train_step.py::test_row_log_probs_speak_of_their_own_token",
+    ),
+    Defect(
+        "end of sequence left out of the response",
+        "dapo_jax/rollout/scheduler.py",
+        "                n = length_B[slot]\n",
+        "                n = length_B[slot] - (token_B[slot] in stop_tokens)\n",
+        "tests/test_rollout.py::test_finish_reasons",
+    ),
+    Defect(
+        "mean per micro-batch",
+        "dapo_jax/train_step.py",
+        "loss = jnp.sum(rows.weight_BT * loss_BT)",
+        "loss = jnp.sum(rows.weight_BT * loss_BT) / jnp.maximum(jnp.sum(mask_BT), 1)",
+        "tests/test_train_step.py -k micro_batches_add_up",
+    ),
+    Defect(
+        "one clip bound for both sides",
+        "dapo_jax/objective.py",
+        "clipped_BT = jnp.clip(ratio_BT, 1 - clip_low, 1 + clip_high)",
+        "clipped_BT = jnp.clip(ratio_BT, 1 - clip_low, 1 + clip_low)",
+        "tests/test_objective.py",
+    ),
+    Defect(
+        "filter on the shaped reward",
+        "dapo_jax/types.py",
+        "return 0 < self.num_correct < len(self.responses)",
+        "return len({(v.reward, r.truncated) for v, r in zip(self.verdicts, self.responses)}) > 1",
+        "tests/test_dynamic_sampling.py",
+    ),
+    Defect(
+        "length in characters",
+        "dapo_jax/samples.py",
+        "np.array([len(response.tokens) for response in group.responses])",
+        "np.array([len(response.text) for response in group.responses])",
+        "tests/test_samples.py",
+    ),
+    Defect(
+        "one random key for all samples of a prompt",
+        "dapo_jax/rollout/engine.py",
+        "jax.random.fold_in(jax.random.wrap_key_data(key_2), sample)",
+        "jax.random.fold_in(jax.random.wrap_key_data(key_2), 0 * sample)",
+        "tests/test_rollout.py -k draw_differently",
+    ),
+    Defect(
+        "log-probs of the untempered distribution",
+        "dapo_jax/log_probs.py",
+        "return logits_XV / temperature",
+        "return logits_XV",
+        "tests/test_train_step.py::test_row_log_probs_speak_of_their_own_token",
+    ),
+    Defect(
+        "untempered log-probs stored by the rollout",
+        "dapo_jax/rollout/engine.py",
+        "return log_probs.logits(hidden_BD, unembed_VD, temperature=spec.temperature)",
+        "return log_probs.logits(hidden_BD, unembed_VD, temperature=1.0)",
+        "tests/test_rollout.py -k log_probs_are_the_trainers",
+    ),
+)
+
+
+def run(copy: Path, tests: str) -> int:
+    """pytest's exit status: 0 all passed, 1 some failed."""
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", *tests.split(" ", 2)]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"pytest could not run {tests}:\n{done.stdout}{done.stderr}")
+    return done.returncode
+
+
+def plant(copy: Path, defect: Defect) -> None:
+    file = copy / defect.file
+    text = file.read_text()
+    if text.count(defect.right) != 1:
+        raise SystemExit(f"{defect.name}: its place in {defect.file} has changed; mend this script")
+    file.write_text(text.replace(defect.right, defect.wrong))
+
+
+def main() -> int:
+    """0 if every defect is found, 1 otherwise."""
+    missed = []
+    with tempfile.TemporaryDirectory() as temporary:
+        copy = Path(temporary) / "copy"
+        for part in ("dapo_jax", "configs", "tests", "launch", "pyproject.toml"):
+            source = ROOT / part
+            (shutil.copytree if source.is_dir() else shutil.copy)(source, _made(copy) / part)
+        for tests in sorted({defect.tests for defect in DEFECTS}):
+            if run(copy, tests):
+                raise SystemExit(f"{tests} fails without any defect")
+        for number, defect in enumerate(DEFECTS, 1):
+            right = (copy / defect.file).read_text()
+            plant(copy, defect)
+            found = run(copy, defect.tests) == 1
+            (copy / defect.file).write_text(right)
+            verdict = "found" if found else "MISSED"
+            print(f"{number}/{len(DEFECTS)} {verdict}: {defect.name} ({defect.tests})", flush=True)
+            if not found:
+                missed.append(defect.name)
+    return 1 if missed else 0
+
+
+def _made(directory: Path) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+if __name__ == "__main__":
+    sys.exit(main())

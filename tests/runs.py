@@ -1,0 +1,62 @@
+"""Whole runs in processes of their own, for the end-to-end tests."""
+
+import json
+import os
+import subprocess
+import sys
+
+from tests.conftest import ROOT
+from tests.helpers import tiny_dict
+
+
+def write_config(directory, **overrides):
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / "a_config.py"
+    file.write_text(
+        "import ml_collections\n"
+        f"def get_config():\n    return ml_collections.ConfigDict({tiny_dict(**overrides)!r})\n"
+    )
+    return file
+
+
+def start(workdir, home, *, devices=1, optimise=False, **overrides):
+    """launch/train.py in a process of its own."""
+    command = [
+        sys.executable,
+        str(ROOT / "launch" / "train.py"),
+        f"--config={write_config(workdir.with_name(workdir.name + '_config'), **overrides)}",
+        f"--workdir={workdir}",
+    ]
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    if not optimise:
+        flags += " --xla_backend_optimization_level=0"
+    env = os.environ | {
+        "XDG_CACHE_HOME": str(home),
+        "XLA_FLAGS": flags,
+        "JAX_COMPILATION_CACHE_DIR": str(home / "programs"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=env, cwd="/", stdout=pipe, stderr=pipe, text=True)
+
+
+def finish(process):
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+def run(workdir, home, **settings):
+    code, out, err = finish(start(workdir, home, **settings))
+    assert code == 0, err
+    assert err == "", err  # a run that goes well warns of nothing
+    return out
+
+
+def metrics_of(workdir):
+    """metrics.jsonl without what may vary."""
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    varies = ("time/", "perf/")
+    return [
+        {name: value for name, value in json.loads(line).items() if not name.startswith(varies)}
+        for line in lines
+    ]

@@ -1,0 +1,250 @@
+"""What a user sees who gets something wrong: the field, the value, the remedy; no traceback."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from dapo_jax.config import Config
+from dapo_jax.types import UserError
+from tests.conftest import ROOT
+from tests.helpers import tiny_dict
+from tests.runs import write_config
+
+
+def load_launcher(name):
+    spec = importlib.util.spec_from_file_location(f"launch_{name}", ROOT / "launch" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+train = load_launcher("train")
+TINY = "--config=configs/tiny_dapo.py"
+
+
+def call(capsys, *arguments, main=train):
+    status = main(["program", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    return status, out, err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "--config is needed"),
+        ([TINY], "--workdir is needed"),
+        (["--config=configs/none.py"], r"no such file. The project has configs/.*tiny_dapo.py"),
+        ([TINY, "--workdri=x"], r"workdri.*Flags: --config"),
+        ([TINY, "stray"], "'stray' is not a flag"),
+        ([TINY, "--config.train.nmu_steps=3"], "nmu_steps"),
+        ([TINY, "--config.train.num_steps=three"], "three"),
+        ([TINY, "--config.train.num_steps=0"], r"config\.train\.num_steps must be greater than 0"),
+        ([TINY, "--config.objective.clip_low=1.5"], r"config\.objective\.clip_low must be below 1"),
+        ([TINY, "--config.rollout.top_p=1.5"], r"config\.rollout\.top_p must be in \(0, 1\]"),
+        ([TINY, "--config.objective.aggregation=mean"], r"aggregation must be one of 'token-mean'"),
+        ([TINY, "--config.rollout.top_p=0.9"], r"log_prob_source to 'recompute', or top_p to 1"),
+        ([TINY, "--config.rollout.group_size=1"], "group_size of at least 2"),
+        ([TINY, "--config.train.prompts_per_update=5"], r"prompts_per_update \(5\) must divide"),
+        ([TINY, "--config.train.row_tokens=50"], r"row_tokens \(50\) is shorter .* Set it to 96"),
+        ([TINY, "--config.reward.overlong_penalty=0.0"], "both 0 .* or both positive"),
+        ([TINY, "--config.reward.overlong_buffer_tokens=72"], "must be less"),
+        ([TINY, "--config.model.pretrained=here"], r"config\.pretrain makes a base model when"),
+        ([TINY, "--config.data.train_path=x.jsonl"], r"data\.train_path is not read when"),
+        (
+            [TINY, "--config.mesh.data=3", "--dry_run"],
+            r"micro_batch \(16\) must be a multiple .* 18",
+        ),
+        (
+            [TINY, "--config.pretrain.warmup_steps=9999"],
+            r"warmup_steps must be at least 0",
+        ),
+        ([TINY, "--config.seed=-1"], r"config\.seed must be 0 or more"),
+    ],
+)
+def test_a_wrong_command_is_told(capsys, tmp_path, arguments, message):
+    if arguments[1:] and "--dry_run" not in arguments:
+        arguments = [*arguments, f"--workdir={tmp_path / 'run'}"]
+    status, _, err = call(capsys, *arguments)
+    assert status == 2
+    assert err.startswith("error: ")
+    assert re.search(message, err.replace("\n", " ")), err
+    assert not (tmp_path / "run").exists(), "nothing is made before the config is known to be good"
+
+
+def test_a_mesh_that_does_not_match_the_devices(capsys, tmp_path):
+    arguments = [TINY, f"--workdir={tmp_path / 'run'}", "--config.mesh.data=16"]
+    status, _, err = call(capsys, *arguments)
+    assert status == 2
+    assert "config.mesh (data=16, fsdp=1, tensor=1) does not fit 8 device(s)" in err
+
+
+def test_pretrained_weights_are_said_to_be_missing(capsys, tmp_path):
+    file = write_config(
+        tmp_path / "config",
+        model__pretrained="somewhere",
+        model__tokenizer=str(tokenizer_directory(tmp_path)),
+        pretrain=None,
+        data__source="jsonl",
+        data__num_train=None,
+        data__num_heldout=None,
+        data__num_terms=None,
+        data__prompt_key="question",
+        data__answer_key="answer",
+        data__prompt_template="{prompt}",
+        **{f"data__{s}_path": str(jsonl_file(tmp_path, s)) for s in ("train", "heldout")},
+    )
+    status, out, err = call(capsys, f"--config={file}", f"--workdir={tmp_path / 'run'}")
+    assert status == 2 and "loading pretrained weights is not there yet" in err
+    assert "train: 3 problems" in out
+
+
+def tokenizer_directory(tmp_path):
+    from dapo_jax.tokenizer import arithmetic_tokenizer
+
+    arithmetic_tokenizer().save_pretrained(str(tmp_path / "tokenizer"))
+    return tmp_path / "tokenizer"
+
+
+def jsonl_file(tmp_path, side):
+    file = tmp_path / f"{side}.jsonl"
+    numbers = (1, 2, 3) if side == "train" else (4,)
+    line = '{{"question": "Add: a={0} b={0}\\n", "answer": "{1}"}}\n'
+    file.write_text("".join(line.format(n, 2 * n) for n in numbers))
+    return file
+
+
+@pytest.mark.parametrize("place", ["a file/below", "a file"])
+def test_a_workdir_that_cannot_be(capsys, tmp_path, place):
+    (tmp_path / "a file").write_text("")
+    status, _, err = call(capsys, TINY, f"--workdir={tmp_path / place}")
+    assert status == 2 and "cannot be written to" in err and "Choose another" in err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write everywhere")
+def test_a_workdir_without_permission(capsys, tmp_path):
+    (tmp_path / "locked").mkdir(mode=0o500)
+    status, _, err = call(capsys, TINY, f"--workdir={tmp_path / 'locked' / 'run'}")
+    assert status == 2 and "cannot be written to" in err
+
+
+def test_a_workdir_whose_config_is_broken(capsys, tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    status, _, err = call(capsys, TINY, f"--workdir={tmp_path}")
+    assert status == 2 and "cannot be read" in err
+    assert (tmp_path / "config.json").read_text() == "{"
+
+
+def test_a_wrong_scorer(capsys, tmp_path):
+    arguments = [TINY, f"--workdir={tmp_path / 'run'}", "--config.reward.scorer=exactly"]
+    status, _, err = call(capsys, *arguments)
+    assert status == 2 and "config.reward.scorer" in err
+
+
+def test_help_says_how_to_call_it(capsys):
+    with pytest.raises(SystemExit) as left:
+        train(["program", "--help"])
+    assert left.value.code == 0
+    assert "launch/train.py --config=" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (("objective", "clip_higher", 0.3), r"config\.objective\.clip_higher is not a field"),
+        (("seed", None, "0"), r"config\.seed must be int"),
+        (("objective", "normalise_std", 1), r"normalise_std must be bool"),
+        (("objective", "clip_dual", 0.5), r"clip_dual must be above 1"),
+        (("mesh", "rules", (("embed", "row"),)), r"rules sends 'embed' to 'row'"),
+        (("mesh", "fsdp", -1), "at most one axis may be -1"),
+        (("objective", "overlong_in_baseline", False), "read only with"),
+        (("reward", "correct", -1.0), "greater than config.reward.incorrect"),
+        (("data", "num_terms", (1,)), "integers from 2 to 11"),
+    ],
+)
+def test_a_wrong_field_is_named(change, message):
+    group, field, value = change
+    values = tiny_dict()
+    if field is None:
+        values[group] = value
+    else:
+        values[group][field] = value
+    with pytest.raises(UserError, match=message):
+        Config.from_dict(values)
+
+
+@pytest.mark.parametrize("group, field", [("train", "row_tokens"), ("objective", "clip_high")])
+def test_a_missing_field_is_named(group, field):
+    values = tiny_dict()
+    del values[group][field]
+    with pytest.raises(UserError, match=rf"config\.{group}\.{field} is missing"):
+        Config.from_dict(values)
+
+
+def test_every_field_is_read():
+    """A field that no code reads is a promise that nothing keeps."""
+    import dataclasses
+
+    from dapo_jax import config
+
+    code = "".join(
+        file.read_text() for file in (ROOT / "dapo_jax").rglob("*.py") if file.name != "config.py"
+    )
+    groups = [c for c in vars(config).values() if dataclasses.is_dataclass(c) and c is not Config]
+    for group in groups:
+        for field in dataclasses.fields(group):
+            assert re.search(rf"\.{field.name}\b", code), f"{group.__name__}.{field.name}"
+
+
+@pytest.mark.parametrize("name", ["tiny_dapo", "tiny_grpo", "qwen32b_dapo"])
+def test_plans(capsys, name):
+    status, out, err = call(capsys, f"--config=configs/{name}.py", "--dry_run")
+    assert status == 0 and err == ""
+    for title in ("model", "mesh", "batch of one rollout step", "objective", "memory per device"):
+        assert title in out
+
+
+def test_the_plan_of_the_published_run(capsys):
+    """Against Qwen2.5-32B's own index (65,527,752,704 bytes in bfloat16) and the paper."""
+    _, out, _ = call(capsys, "--config=configs/qwen32b_dapo.py", "--dry_run")
+    assert f"{65_527_752_704 // 2:,}" in out
+    assert "512 x 16 = 8,192" in out and "32 prompts = 512 responses" in out
+    assert re.search(r"updates per rollout step +16\b", out)
+    per_device = 65_527_752_704 * 2 / 64 / 2**30  # float32 over 64 devices; norms are not split
+    found = re.search(r"parameters +([\d.]+) GiB", out)
+    assert found and abs(float(found[1]) - per_device) < 0.01
+    cache = 256 * 22528 * 2 * 64 * 8 * 128 * 2 / 64 / 2**30
+    found = re.search(r"KV cache +([\d.]+) GiB", out)
+    assert found and abs(float(found[1]) - cache) < 0.01
+
+
+def test_the_plan_touches_nothing(tmp_path):
+    """No directory is made, no weight and no data looked for, from any current directory."""
+    command = [sys.executable, str(ROOT / "launch" / "train.py"), "--dry_run"]
+    command.append("--config=configs/qwen32b_dapo.py")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_grpo_is_dapo_without_its_techniques():
+    from configs import tiny_dapo, tiny_grpo
+
+    dapo, grpo = (c.get_config() for c in (tiny_dapo, tiny_grpo))
+    assert grpo.objective.clip_low == grpo.objective.clip_high == dapo.objective.clip_low
+    assert dapo.objective.clip_high == 0.28
+    assert not grpo.dynamic_sampling.enabled and grpo.reward.overlong_penalty == 0
+    assert grpo.train == dapo.train and grpo.optimizer == dapo.optimizer, "the same budget"
+    assert grpo.pretrain == dapo.pretrain and grpo.rollout == dapo.rollout
+
+
+def test_a_report_of_nothing(capsys, tmp_path):
+    report = load_launcher("report")
+    status, _, err = call(capsys, tmp_path, main=report)
+    assert status == 2 and "holds no run" in err
+    assert call(capsys, main=report)[0] == 2

@@ -1,0 +1,91 @@
+"""Imports point downward only, and each heavy library stays in its place."""
+
+import ast
+
+import pytest
+
+from tests.conftest import ROOT
+
+# Each layer may import those before it, and its own.
+LAYERS = [
+    ["types"],
+    ["config"],
+    # pure, and hosts' small tools
+    ["objective", "advantage", "batching", "reward", "estimators", "arithmetic", "progress",
+     "compilations"],
+    ["model", "attention", "log_probs", "sharding", "samples", "data", "tokenizer", "checkpoint",
+     "reward_pool", "run_directory", "report"],
+    ["rollout.jetstream", "rollout.sampling", "rollout.engine", "rollout.scheduler", "rollout"],
+    ["train_step", "dynamic_sampling", "pretrain", "problems", "plan"],
+    ["base", "evaluate", "metrics"],
+    ["trainer"],
+    ["train"],
+    ["command_line"],
+]  # fmt: skip
+
+# Who may import what, by the first part of its name.
+PLACES = {
+    "jetstream": {"rollout.jetstream"},
+    "orbax": {"checkpoint"},
+    "grain": {"data"},
+    "transformers": {"tokenizer"},
+    "tokenizers": {"tokenizer"},
+    "matplotlib": {"report"},
+    "tensorboardX": {"run_directory"},
+    "pebble": {"reward_pool"},
+    "ml_collections": {"command_line"},
+    "absl": {"command_line", "rollout.jetstream"},
+}
+WITHOUT_JAX = {"types", "config", "reward", "reward_pool", "estimators", "arithmetic", "data"}
+NEVER = {"torch", "tensorflow", "seqio"}
+
+
+def modules():
+    files = sorted((ROOT / "dapo_jax").rglob("*.py"))
+    name = lambda file: ".".join(file.relative_to(ROOT / "dapo_jax").with_suffix("").parts)
+    return {name(file).removesuffix(".__init__"): file for file in files} | {}
+
+
+def imports_of(file):
+    """Names imported anywhere in the file, modules of ours as `dapo_jax.name`."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, "imports are absolute"
+            if node.module in ("dapo_jax", "dapo_jax.rollout"):
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+
+
+LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
+
+
+def test_every_module_has_a_layer():
+    assert set(modules()) - {"__init__"} == set(LAYER_OF)
+
+
+@pytest.mark.parametrize("name", sorted(LAYER_OF))
+def test_imports_point_downward(name):
+    for imported in imports_of(modules()[name]):
+        root, _, rest = imported.partition(".")
+        if root == "dapo_jax":
+            assert LAYER_OF[rest] <= LAYER_OF[name], f"{name} imports {rest}, which stands above it"
+        assert root not in NEVER, f"{name} imports {root}"
+        assert name in PLACES.get(root, {name}), f"{root} is imported in {name}"
+        if name in WITHOUT_JAX:
+            assert root not in ("jax", "flax", "optax"), f"{name} imports {root}"
+
+
+def test_no_import_circles():
+    """Within a layer too: the modules can be put in an order."""
+    left = {
+        name: {i.removeprefix("dapo_jax.") for i in imports_of(file) if i.startswith("dapo_jax.")}
+        for name, file in modules().items()
+    }
+    while left:
+        free = [name for name, needs in left.items() if not needs & left.keys()]
+        assert free, f"a circle among {sorted(left)}"
+        for name in free:
+            del left[name]
