@@ -176,11 +176,15 @@ def _headline(runs: Sequence[Run]) -> str:
     for run in runs:
         first, last = _accuracies(run)
         steps = run.steps[-1]["step"]
-        took = duration(run.summary["seconds"]) if run.summary else "still running"
-        parts.append(
+        line = (
             f"{run.name}: held-out accuracy {100 * first:.1f} % to {100 * last:.1f} % "
-            f"in {steps} steps ({took})"
+            f"in {steps} steps"
         )
+        if run.summary is None:
+            line += " (still running)"
+        elif len(runs) == 1:  # not beside others: one run makes the base, the next reuses it
+            line += f" ({duration(run.summary['seconds'])})"
+        parts.append(line)
     return "\n".join(parts)
 
 

@@ -85,6 +85,8 @@ class RunDirectory:
                 )
         with self._metrics.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # a checkpoint must never be newer than its metrics
         assert self._events is not None, "rewind() comes before log()"
         for name, value in metrics.items():
             self._events.add_scalar(name, value, metrics["step"])

@@ -117,6 +117,7 @@ class _Run:
         self.checkpoints, self.begun = checkpoints, begun
         self.step = -1  # rollout steps completed; -1: not even the base is evaluated
         self.saved_step = -1
+        self.save_seconds = 0.0  # that the loop waited for the last save
         self.state: train_step.TrainState | None = None
         self.host: HostState | None = None
 
@@ -214,7 +215,7 @@ class _Run:
             self.state, more = trainer.update_on(self.state, groups, step)
             numbers |= more
         clock["update"] = time.monotonic() - start
-        if step % config.evaluation.every_steps == 0 or step == config.train.num_steps:
+        if self._is_evaluated(step):
             start = time.monotonic()
             numbers |= self._evaluate(step)
             clock["evaluation"] = time.monotonic() - start
@@ -264,8 +265,9 @@ class _Run:
         if self.step < 0 or self.saved_step == self.step:
             return
         assert self.state is not None and self.host is not None
-        self.host = self.host._replace(seconds=time.monotonic() - self.begun)
-        evaluated = self.step % self.config.evaluation.every_steps == 0
+        start = time.monotonic()
+        self.host = self.host._replace(seconds=start - self.begun)
+        evaluated = self._is_evaluated(self.step)
         self.checkpoints.save(
             self.step,
             self.state,
@@ -273,17 +275,20 @@ class _Run:
             accuracy=self.host.accuracy if evaluated else None,
         )
         self.saved_step = self.step
+        self.save_seconds = time.monotonic() - start
 
     def _complete(self, step: int, numbers: dict[str, Any]) -> None:
-        """Logs a step that is done, and saves it when it is time."""
+        """Logs a step that is done, and saves it when it is time.
+
+        In this order: of a step that is saved, the metrics are on disk and finite. The line of a
+        step tells what the save before it took.
+        """
         self.step = step
-        start = time.monotonic()
-        last = step == self.config.train.num_steps
-        if step % self.config.checkpoint.every_steps == 0 or last:
-            self.save()
-        numbers["time/checkpoint"] = time.monotonic() - start
+        numbers["time/checkpoint"], self.save_seconds = self.save_seconds, 0.0
         self.directory.log(numbers)
         self.progress.step(numbers)
+        if step % self.config.checkpoint.every_steps == 0 or step == self.config.train.num_steps:
+            self.save()
         self.signals.check()
 
     def _score(
@@ -313,6 +318,10 @@ class _Run:
         train = bool(groups) and d.exhausted == "train"
         self.progress.say(f"  warning: {what}; {'training on those' if train else 'no update'}")
         return groups if train else []
+
+    def _is_evaluated(self, step: int) -> bool:
+        last = step == self.config.train.num_steps
+        return last or step % self.config.evaluation.every_steps == 0
 
     def _evaluate(self, step: int) -> dict[str, float]:
         assert self.state is not None

@@ -1,0 +1,31 @@
+"""The project's own papers agree with each other."""
+
+import re
+import tomllib
+
+from tests.conftest import ROOT
+
+
+def test_requirements_are_those_of_pyproject():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    assert [line for line in lines if not line.startswith("#")] == project["dependencies"]
+
+
+def test_every_path_in_the_readme_exists():
+    text = (ROOT / "README.md").read_text()
+    named = set(re.findall(r"`((?:dapo_jax|configs|docs|launch|tests)/[\w/.]+)`", text))
+    named |= set(re.findall(r"\]\(([\w/.]+)\)", text))
+    assert len(named) > 15
+    for path in named:
+        assert (ROOT / path).exists(), path
+
+
+def test_every_function_in_the_readmes_trace_exists():
+    text = (ROOT / "README.md").read_text()
+    rows = re.findall(r"^\|[^|]*\| `(dapo_jax/[\w/]+\.py)` \| ([^|]*) \|", text, re.M)
+    assert len(rows) >= 10
+    for path, names in rows:
+        source = (ROOT / path).read_text()
+        for name in re.findall(r"`(\w+)`", names):
+            assert re.search(rf"^\s*(def|class) {name}\b", source, re.M), (path, name)
