@@ -100,9 +100,14 @@ def get_config() -> ml_collections.ConfigDict:
                 exhausted="train",  # script: the run ends with an error
             ),
             objective=dict(
+                loss="ppo-clip",
                 clip_low=0.2,
                 clip_high=0.28,
                 clip_dual=10.0,  # script; the paper has no dual clip
+                tau_positive=ml_collections.config_dict.placeholder(float),
+                tau_negative=ml_collections.config_dict.placeholder(float),
+                ratio_cap=ml_collections.config_dict.placeholder(float),
+                dro_beta=ml_collections.config_dict.placeholder(float),
                 # Script: a mean per micro-batch, then over micro-batches. Here over the mini-batch.
                 aggregation="token-mean",
                 normalise_std=True,

@@ -109,18 +109,52 @@ class DynamicSamplingConfig:
     ]  # what to do with a batch that max_rounds left short
 
 
+# The parameters each policy loss reads; those in brackets may be None.
+LOSS_PARAMETERS: dict[str, tuple[str, ...]] = {
+    "ppo-clip": ("clip_low", "clip_high", "[clip_dual]"),
+    "gspo": ("clip_low", "clip_high"),
+    "gspo-token": ("clip_low", "clip_high"),
+    "gmpo": ("clip_low", "clip_high"),
+    "cispo": ("clip_low", "clip_high"),
+    "sapo": ("tau_positive", "tau_negative"),
+    "dppo-tv": ("clip_low", "clip_high", "ratio_cap"),
+    "dppo-kl": ("clip_low", "clip_high", "ratio_cap"),
+    "policy-gradient": (),
+    "dro": ("dro_beta",),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class ObjectiveConfig:
-    clip_low: float
-    clip_high: float
+    """The loss. Parameters that the chosen policy loss does not read are None."""
+
+    loss: Literal[
+        "ppo-clip", "gspo", "gspo-token", "gmpo", "cispo", "sapo", "dppo-tv", "dppo-kl",
+        "policy-gradient", "dro",
+    ]  # fmt: skip
+    clip_low: float | None
+    clip_high: float | None
     clip_dual: float | None  # c > 1: bound on the loss where the advantage is negative; None: off
-    aggregation: Literal["token-mean", "token-mean-per-group", "seq-mean-token-mean"]
+    tau_positive: float | None  # SAPO's gate
+    tau_negative: float | None
+    ratio_cap: float | None  # DPPO: largest importance weight
+    dro_beta: float | None
+    aggregation: Literal[
+        "token-mean", "token-mean-per-group", "token-sum", "seq-mean-token-mean",
+        "seq-mean-token-sum", "seq-mean-token-sum-norm",
+    ]  # fmt: skip
     normalise_std: bool  # divide the advantage by the group's standard deviation
     std_ddof: int  # 1: as torch.std and verl; 0: population
     overlong_filter: bool  # leave truncated responses out of the loss
     overlong_in_baseline: bool  # whether those still count in their group's mean and deviation
     kl_coefficient: float  # weight of the KL to the base model in the loss; 0: none, as in DAPO
-    kl_estimator: Literal["k1", "k2", "k3"]
+    kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
+
+    @property
+    def loss_parameters(self) -> dict[str, float | None]:
+        """The arguments of the policy loss."""
+        names = [name.strip("[]") for name in LOSS_PARAMETERS[self.loss]]
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,7 +325,6 @@ def _check(config: Config) -> None:
         "rollout.prefill_prompts",
         *("reward.workers", "reward.timeout_seconds"),
         *("dynamic_sampling.max_rounds", "dynamic_sampling.max_round_prompts"),
-        *("objective.clip_low", "objective.clip_high"),
         *("optimizer.learning_rate", "optimizer.eps", "optimizer.max_grad_norm"),
         "optimizer.max_nonfinite_updates",
         *(f"train.{n}" for n in ("num_steps", "prompts_per_step", "prompts_per_update")),
@@ -312,9 +345,7 @@ def _check(config: Config) -> None:
         value = _get(config, field)
         _require(0 <= value < 1, field, value, "in [0, 1)")
     objective = config.objective
-    _require(objective.clip_low < 1, "objective.clip_low", objective.clip_low, "below 1")
-    if objective.clip_dual is not None:
-        _require(objective.clip_dual > 1, "objective.clip_dual", objective.clip_dual, "above 1")
+    _check_loss(objective)
     _require(objective.std_ddof in (0, 1), "objective.std_ddof", objective.std_ddof, "0 or 1")
     _divides(config, "model.num_kv_heads", "model.num_heads")
     _require(model.head_dim % 2 == 0, "model.head_dim", model.head_dim, "even (rotary pairs)")
@@ -360,6 +391,31 @@ def _check(config: Config) -> None:
         )
     _check_data(config)
     _check_mesh(config.mesh)
+
+
+def _check_loss(objective: ObjectiveConfig) -> None:
+    """The chosen policy loss has its parameters, in range, and no others are given."""
+    read = LOSS_PARAMETERS[objective.loss]
+    for name in sorted({name.strip("[]") for names in LOSS_PARAMETERS.values() for name in names}):
+        value = getattr(objective, name)
+        if value is None and name in read:
+            raise UserError(
+                f"config.objective.{name} is needed when config.objective.loss is "
+                f"{objective.loss!r}."
+            )
+        if value is not None and name not in read and f"[{name}]" not in read:
+            raise UserError(
+                f"config.objective.{name} is not read when config.objective.loss is "
+                f"{objective.loss!r}: set it to None (got {value!r})."
+            )
+        if value is not None:
+            _require(value > 0, f"objective.{name}", value, "greater than 0")
+    clip_low, clip_dual = objective.clip_low, objective.clip_dual
+    if clip_low is not None:
+        # 1 leaves the lower bound open: a ratio is never negative.
+        _require(clip_low <= 1, "objective.clip_low", clip_low, "at most 1")
+    if clip_dual is not None:
+        _require(clip_dual > 1, "objective.clip_dual", clip_dual, "above 1")
 
 
 def _check_data(config: Config) -> None:

@@ -13,12 +13,12 @@ from dapo_jax.types import Rows
 
 
 def logits(hidden_XD: jax.Array, unembed_VD: jax.Array, *, temperature: float) -> jax.Array:
-    """float32 logits [..., V] divided by the sampling temperature."""
+    """Logits [..., V] divided by the sampling temperature; float32, or float64 as hidden_XD is."""
     logits_XV = jnp.einsum(
         "...D,VD->...V",
         hidden_XD,
         unembed_VD.astype(hidden_XD.dtype),
-        preferred_element_type=jnp.float32,
+        preferred_element_type=jnp.float64 if hidden_XD.dtype == jnp.float64 else jnp.float32,
     )
     return logits_XV / temperature
 

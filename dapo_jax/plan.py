@@ -115,7 +115,7 @@ def _objective_lines(config: Config) -> list[tuple[str, str]]:
         else "off"
     )
     return [
-        ("clip", f"1 - {o.clip_low:g} to 1 + {o.clip_high:g}, dual clip {o.clip_dual or 'off'}"),
+        ("loss", ", ".join([o.loss, *(f"{k} {v}" for k, v in o.loss_parameters.items())])),
         ("aggregation", o.aggregation),
         ("overlong punishment", overlong),
         ("overlong filtering", "on" if o.overlong_filter else "off"),

@@ -37,6 +37,7 @@ def training_samples(config: Config, groups: Sequence[Group], step: int) -> list
             [len(response.tokens) for _, response in trained],
             [q for q, _ in trained],
             aggregation=o.aggregation,
+            max_response_tokens=config.rollout.max_response_tokens,
         )
     )
     samples = []

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from dapo_jax import log_probs, model, objective
+from dapo_jax import log_probs, model, objective, policy_losses
 from dapo_jax.config import Config, OptimizerConfig
 from dapo_jax.sharding import batch_sharding, param_shardings, replicated
 from dapo_jax.types import Array, Rows
@@ -107,14 +107,13 @@ def loss_and_sums(
     log_prob_BT, entropy_BT = log_probs.row_log_probs(
         config.model, params, rows, temperature=config.rollout.temperature
     )
-    terms = objective.surrogate(
+    terms = policy_losses.LOSSES[o.loss](
         log_prob_BT,
         rows.log_prob_old_BT,
         rows.advantage_BT,
         mask_BT,
-        clip_low=o.clip_low,
-        clip_high=o.clip_high,
-        clip_dual=o.clip_dual,
+        rows.segments_BT,
+        **o.loss_parameters,
     )
     loss_BT = -terms.objective_BT
     kl_ref_BT = jnp.zeros_like(loss_BT)

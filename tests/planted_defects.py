@@ -58,8 +58,8 @@ DEFECTS = (
     Defect(
         "one clip bound for both sides",
         "dapo_jax/objective.py",
-        "clipped_BT = jnp.clip(ratio_BT, 1 - clip_low, 1 + clip_high)",
-        "clipped_BT = jnp.clip(ratio_BT, 1 - clip_low, 1 + clip_low)",
+        "clipped_BT = clamp(ratio_BT, 1 - clip_low, 1 + clip_high)",
+        "clipped_BT = clamp(ratio_BT, 1 - clip_low, 1 + clip_low)",
         "tests/test_objective.py",
     ),
     Defect(

@@ -11,8 +11,8 @@ LAYERS = [
     ["types"],
     ["config"],
     # pure, and hosts' small tools
-    ["objective", "advantage", "batching", "reward", "estimators", "arithmetic", "progress",
-     "compilations"],
+    ["objective", "policy_losses", "advantage", "batching", "reward", "estimators", "arithmetic",
+     "progress", "compilations"],
     ["model", "attention", "log_probs", "sharding", "samples", "data", "tokenizer", "checkpoint",
      "reward_pool", "run_directory", "report"],
     ["rollout.jetstream", "rollout.sampling", "rollout.engine", "rollout.scheduler", "rollout"],

@@ -92,13 +92,39 @@ def test_huge_log_ratios_stay_finite(log_ratio, adv):
     assert np.isfinite(loss) and np.isfinite(gradient).all()
 
 
-def test_kl_estimators_are_schulmans():
+@pytest.mark.parametrize("straight_through", ["", "+"])
+@pytest.mark.parametrize("name", ["k1", "abs", "k2", "k3"])
+def test_kl_estimators_are_schulmans(name, straight_through):
     rng = np.random.default_rng(0)
     logp, ref = -rng.exponential(1.0, (2, 3, 5))
-    mask, d = np.ones((3, 5), bool), logp - ref
-    for name, expected in (("k1", d), ("k2", d**2 / 2), ("k3", np.exp(-d) - 1 + d)):
-        got = objective.kl_estimate(*map(jnp.asarray, (logp, ref, mask)), estimator=name)
-        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
+    mask, d = jnp.ones((3, 5), bool), logp - ref
+    expected = {"k1": d, "abs": abs(d), "k2": d**2 / 2, "k3": np.minimum(np.exp(-d) - 1 + d, 10)}
+
+    def estimate(x):
+        name_and_mark = name + straight_through
+        return objective.kl_estimate(x, jnp.asarray(ref), mask, estimator=name_and_mark)
+
+    np.testing.assert_allclose(estimate(jnp.asarray(logp)), expected[name], rtol=1e-4, atol=1e-6)
+    slope = jax.grad(lambda x: estimate(x).sum())(jnp.asarray(logp))
+    slopes = {"k1": 1 + 0 * d, "abs": np.sign(d), "k2": d, "k3": 1 - np.exp(-d)}
+    expected_slope = d if straight_through else slopes[name]
+    np.testing.assert_allclose(slope, expected_slope, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("adv", [1.0, -1.0])
+@pytest.mark.parametrize("bound", [0.8, 1.28])
+def test_at_the_very_bound_the_gradient_passes(bound, adv):
+    """r = 1 - clip_low or 1 + clip_high exactly: not yet clipped, as in the reference."""
+
+    def total(x):
+        bounds = {"clip_low": 1 - 0.8, "clip_high": 1.28 - 1}
+        one = jnp.ones((1, 1))
+        return objective.surrogate(x, 0 * one, adv * one, one > 0, **bounds).objective_BT.sum()
+
+    with jax.enable_x64(True):
+        x = jnp.log(bound) * jnp.ones((1, 1))
+        assert float(jnp.exp(x)[0, 0]) in (1 - (1 - 0.8), 1 + (1.28 - 1)), "not met to the last bit"
+        np.testing.assert_allclose(jax.grad(total)(x), adv * bound * np.ones((1, 1)))
 
 
 def weights_by_hand(lengths, groups, aggregation):
@@ -106,6 +132,12 @@ def weights_by_hand(lengths, groups, aggregation):
     for n, group in zip(lengths, groups):
         if aggregation == "token-mean":
             out.append(1 / sum(lengths))
+        elif aggregation == "token-sum":
+            out.append(1.0)
+        elif aggregation == "seq-mean-token-sum":
+            out.append(1 / len(lengths))
+        elif aggregation == "seq-mean-token-sum-norm":
+            out.append(1 / len(lengths) / 64)
         elif aggregation == "seq-mean-token-mean":
             out.append(1 / len(lengths) / n)
         else:
@@ -114,14 +146,18 @@ def weights_by_hand(lengths, groups, aggregation):
     return out
 
 
-@pytest.mark.parametrize(
-    "aggregation", ["token-mean", "token-mean-per-group", "seq-mean-token-mean"]
-)
+MEANS = ["token-mean", "token-mean-per-group", "seq-mean-token-mean"]
+SUMS = ["token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+
+
+@pytest.mark.parametrize("aggregation", MEANS + SUMS)
 def test_loss_weights(aggregation):
     lengths, groups = [3, 50, 1, 7, 7], [4, 4, 9, 9, 9]
-    got = objective.loss_weights(lengths, groups, aggregation=aggregation)
+    settings = {"aggregation": aggregation, "max_response_tokens": 64}
+    got = objective.loss_weights(lengths, groups, **settings)
     np.testing.assert_allclose(got, weights_by_hand(lengths, groups, aggregation), rtol=1e-12)
-    assert math.isclose((got * lengths).sum(), 1)
+    assert aggregation in SUMS or math.isclose((got * lengths).sum(), 1)
+    assert len(objective.loss_weights([], [], **settings)) == 0
 
 
 def test_bfloat16_inputs_are_computed_in_float32():
