@@ -25,6 +25,7 @@ def load_launcher(name):
 
 train = load_launcher("train")
 TINY = "--config=configs/tiny_dapo.py"
+CONFIGS = sorted(file.stem for file in (ROOT / "configs").glob("[a-z]*.py"))
 
 
 def call(capsys, *arguments, main=train):
@@ -207,7 +208,7 @@ def test_every_field_is_read():
             )
 
 
-@pytest.mark.parametrize("name", ["tiny_dapo", "tiny_grpo", "qwen32b_dapo"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_plans(capsys, name):
     status, out, err = call(capsys, f"--config=configs/{name}.py", "--dry_run")
     assert status == 0 and err == ""

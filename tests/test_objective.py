@@ -106,7 +106,12 @@ def test_kl_estimators_are_schulmans(name, straight_through):
 
     np.testing.assert_allclose(estimate(jnp.asarray(logp)), expected[name], rtol=1e-4, atol=1e-6)
     slope = jax.grad(lambda x: estimate(x).sum())(jnp.asarray(logp))
-    slopes = {"k1": 1 + 0 * d, "abs": np.sign(d), "k2": d, "k3": (expected["k3"] < 10) * (1 - np.exp(-d))}
+    slopes = {
+        "k1": 1 + 0 * d,
+        "abs": np.sign(d),
+        "k2": d,
+        "k3": (expected["k3"] < 10) * (1 - np.exp(-d)),
+    }
     expected_slope = d if straight_through else slopes[name]
     np.testing.assert_allclose(slope, expected_slope, rtol=1e-4, atol=1e-6)
 
