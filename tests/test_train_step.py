@@ -91,7 +91,8 @@ def test_loss_is_the_weighted_sum_over_response_tokens(params, samples):
         value = surrogate_by_hand(
             logp, old, adv, np.ones(len(logp), bool), o.clip_low, o.clip_high, o.clip_dual
         )
-        kl = np.exp(-logp) - 1 + logp  # k3 against a reference of log-prob 0
+        # k3 against a reference of log-prob 0, bounded by 10.
+        kl = np.minimum(np.exp(-logp) - 1 + logp, 10)
         total += (sample.weight * (-value + o.kl_coefficient * kl)).sum()
     rows, n = stack(samples, rows_per_micro_batch=8, num_micro_batches=2)
     _, sums, _ = gradient(CONFIG, params, rows, n)
