@@ -5,6 +5,7 @@ a kill at any moment leaves the checkpoints before it. What orbax does not do is
 was damaged later: sums over the bits of every array are kept beside them and compared on restore.
 """
 
+import contextlib
 import errno
 import functools
 import logging
@@ -234,27 +235,20 @@ def _check_sums(saved: dict[str, list[int]], found: dict[str, list[int]]) -> Non
             raise ValueError(f"the contents of {name} are not what was saved")
 
 
-class _told:
+@contextlib.contextmanager
+def _told(what: str) -> Iterator[None]:
     """Turns what orbax raises while it writes into a CheckpointError that says what to do."""
-
-    def __init__(self, what: str):
-        self.what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None or not isinstance(error, Exception):
-            return
-        reason, remedy = str(error).strip().splitlines()[-1][:300] if str(error) else "", ""
+    try:
+        yield
+    except Exception as error:  # an OSError here, a ValueError of tensorstore's there
+        reason, remedy = (str(error).strip() or repr(error)).splitlines()[-1][:300], ""
         if any(_is_disk_full(cause) for cause in _causes(error)):
             reason, remedy = (
                 "the disk is full",
                 " Free some space and start the same command again.",
             )
         raise CheckpointError(
-            f"{self.what} could not be written: {reason or repr(error)}. The checkpoints before it "
-            f"are intact.{remedy}"
+            f"{what} could not be written: {reason}. The checkpoints before it are intact.{remedy}"
         ) from error
 
 

@@ -172,7 +172,7 @@ class _Run:
         params = self.state.params
         begun, compiled = time.monotonic(), self.compilations.count
         clock = {"rollout": 0.0, "reward": 0.0}
-        stats = scheduler.RolloutStats(0, 0, 0, 0)
+        stats = scheduler.RolloutStats(0, 0, 0)
         key = jax.random.fold_in(jax.random.fold_in(trainer.key, ROLLOUT_KEY), step)
         rounds = 0
 

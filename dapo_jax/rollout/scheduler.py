@@ -22,7 +22,6 @@ class RolloutStats(NamedTuple):
     """What a call of `generate` did."""
 
     tokens: int
-    decode_calls: int
     busy_slots: int  # sum over the calls made while responses waited for a slot
     slots_offered: int  # the same calls times the number of slots
 
@@ -65,7 +64,7 @@ def generate(
     finished: dict[_Work, tuple[np.ndarray, np.ndarray]] = {}
     stop_tokens = set(spec.stop_tokens)
     state = engine.init_decode_state()
-    stats = RolloutStats(0, 0, 0, 0)
+    stats = RolloutStats(0, 0, 0)
     free = list(range(spec.slots))
     # Results are read one call late: the device never waits for the host. With them goes whether
     # responses were waiting for a slot.
@@ -97,7 +96,7 @@ def generate(
             slots = np.flatnonzero(valid_B)
             tokens_BT[slots, length_B[slots] - 1] = token_B[slots]
             log_probs_BT[slots, length_B[slots] - 1] = results.log_prob[slots]
-            stats += RolloutStats(len(slots), 1, len(slots) * waiting, spec.slots * waiting)
+            stats += RolloutStats(len(slots), len(slots) * waiting, spec.slots * waiting)
             for slot in slots:
                 n = length_B[slot]
                 if n == spec.max_response_tokens or token_B[slot] in stop_tokens:
