@@ -8,8 +8,13 @@ import jax.numpy as jnp
 from dapo_jax import model
 from dapo_jax.batching import max_micro_batches
 from dapo_jax.config import Config
-from dapo_jax.sharding import AXES, bytes_per_device, mesh_shape, param_specs
-from dapo_jax.types import UserError
+from dapo_jax.sharding import (
+    AXES,
+    bytes_per_device,
+    check_batch_shapes,
+    mesh_shape,
+    param_specs,
+)
 
 GIB = 2**30
 
@@ -23,18 +28,7 @@ def describe(config: Config) -> str:
     sizes = [config.mesh.data, config.mesh.fsdp, config.mesh.tensor]
     devices = jax.device_count() if -1 in sizes else math.prod(sizes)
     axis_sizes: dict[str, int] = dict(zip(AXES, mesh_shape(config.mesh, devices)))
-    shards = axis_sizes["data"] * axis_sizes["fsdp"]
-    for group, name in (
-        ("train", "rows_per_micro_batch"),
-        ("rollout", "slots"),
-        ("rollout", "prefill_prompts"),
-    ):
-        value = getattr(getattr(config, group), name)
-        if value % shards:
-            raise UserError(
-                f"config.{group}.{name} ({value}) must be a multiple of config.mesh.data x "
-                f"config.mesh.fsdp = {shards}; nearest: {value + shards - value % shards}."
-            )
+    check_batch_shapes(config, axis_sizes["data"], axis_sizes["fsdp"])
     sections = (
         ("model", _model_lines(config)),
         ("mesh", _mesh_lines(axis_sizes, devices)),

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from dapo_jax.config import MeshConfig, ModelConfig
+from dapo_jax.config import Config, MeshConfig, ModelConfig
 from dapo_jax.model import param_axes, param_shapes
 from dapo_jax.types import UserError
 
@@ -97,19 +97,19 @@ def param_shardings(model: ModelConfig, config: MeshConfig, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(place, param_shapes(model), param_specs(model, config))
 
 
-def batch_shards(mesh: Mesh) -> int:
-    """Into how many pieces the rows of a batch are cut."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]
-
-
-def check_divides_batch(mesh: Mesh, field: str, value: int) -> None:
-    """Raises UserError unless `value` rows, slots or prompts split evenly over the batch axes."""
-    shards = batch_shards(mesh)
-    if value % shards:
-        raise UserError(
-            f"config.{field} ({value}) must be a multiple of config.mesh.data x config.mesh.fsdp = "
-            f"{shards}; nearest: {value + shards - value % shards}."
-        )
+def check_batch_shapes(config: Config, data: int, fsdp: int) -> None:
+    """Raises UserError unless rows, slots and prompts split evenly over the batch axes."""
+    shards = data * fsdp
+    for field, value in (
+        ("train.rows_per_micro_batch", config.train.rows_per_micro_batch),
+        ("rollout.slots", config.rollout.slots),
+        ("rollout.prefill_prompts", config.rollout.prefill_prompts),
+    ):
+        if value % shards:
+            raise UserError(
+                f"config.{field} ({value}) must be a multiple of config.mesh.data x "
+                f"config.mesh.fsdp = {shards}; nearest: {value + shards - value % shards}."
+            )
 
 
 def batch_sharding(mesh: Mesh, batch_dim: int = 0) -> NamedSharding:

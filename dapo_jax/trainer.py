@@ -6,7 +6,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from dapo_jax import batching, metrics, model, train_step
 from dapo_jax.config import Config
@@ -15,7 +14,7 @@ from dapo_jax.problems import load_problems
 from dapo_jax.progress import Progress
 from dapo_jax.rollout.engine import DecoderEngine, EngineSpec
 from dapo_jax.samples import training_samples
-from dapo_jax.sharding import batch_sharding, check_divides_batch, make_mesh, param_shardings
+from dapo_jax.sharding import batch_sharding, check_batch_shapes, make_mesh
 from dapo_jax.tokenizer import load_tokenizer
 from dapo_jax.types import Group, Rows, RunError
 
@@ -29,7 +28,7 @@ class Trainer:
     def __init__(self, config: Config, workdir: Path, progress: Progress):
         self.config, self.progress = config, progress
         self.mesh = make_mesh(config.mesh)
-        check_batch_shapes(config, self.mesh)
+        check_batch_shapes(config, self.mesh.shape["data"], self.mesh.shape["fsdp"])
         self.tokenizer = load_tokenizer(config.model, save_to=workdir / "tokenizer")
         train, self.heldout, notes = load_problems(config, self.tokenizer)
         for note in notes:
@@ -42,7 +41,6 @@ class Trainer:
         )
         self.update = train_step.compile_update(config, self.mesh)
         self.score = train_step.compile_scoring(config, self.mesh)
-        self.put_rows = lambda rows: jax.device_put(rows, batch_sharding(self.mesh, batch_dim=1))
         self.reference: model.Params | None = None
 
     def _engine(self, temperature: float, top_p: float) -> DecoderEngine:
@@ -110,7 +108,8 @@ class Trainer:
             rows, rows_per_micro_batch=B, num_micro_batches=batching.max_micro_batches(self.config)
         )
         used = batching.used_micro_batches(len(rows.tokens_BT), B)
-        return self.put_rows(stacked), np.int32(used)
+        on_mesh = jax.device_put(stacked, batch_sharding(self.mesh, batch_dim=1))
+        return on_mesh, np.int32(used)
 
     def _recompute_old(
         self, params: model.Params, mini_batches: list[MicroBatches]
@@ -146,11 +145,3 @@ class Trainer:
             self.progress.say(
                 f"  warning: non-finite gradient, {in_a_row} update(s) skipped at step {step}"
             )
-
-
-def check_batch_shapes(config: Config, mesh: Mesh) -> None:
-    """Raises UserError where a batch does not split evenly over the mesh."""
-    check_divides_batch(mesh, "train.rows_per_micro_batch", config.train.rows_per_micro_batch)
-    check_divides_batch(mesh, "rollout.slots", config.rollout.slots)
-    check_divides_batch(mesh, "rollout.prefill_prompts", config.rollout.prefill_prompts)
-    param_shardings(config.model, config.mesh, mesh)

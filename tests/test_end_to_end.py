@@ -128,7 +128,7 @@ def wait_for_step(process, workdir, step):
 
 @pytest.mark.parametrize(
     "number, step, code",
-    [(signal.SIGTERM, 3, 143), (signal.SIGKILL, 5, -9)],
+    [(signal.SIGTERM, 3, 143), (signal.SIGINT, 2, 130), (signal.SIGKILL, 5, -9)],
 )
 def test_a_stopped_run_goes_on_bit_for_bit(finished, tmp_path, home, number, step, code):
     workdir = tmp_path / "stopped"
@@ -207,6 +207,22 @@ def test_more_steps_are_a_continuation(finished, tmp_path, home):
     assert f"resuming after step {STEPS} of {STEPS + 2}" in out
     assert metrics_of(workdir)[: STEPS + 1] == metrics_of(finished[0])
     assert len(metrics_of(workdir)) == STEPS + 3
+
+
+def test_recomputed_log_probs_reference_and_filter(tmp_path, home):
+    """The scoring program gives what the rollout gave, and the base model as reference."""
+    switches = {
+        "rollout__log_prob_source": "recompute",
+        "objective__kl_coefficient": 0.1,
+        "objective__overlong_filter": True,
+        "dynamic_sampling__enabled": False,
+        "train__num_steps": 3,
+    }
+    run(tmp_path / "run", home, **RUN | switches)
+    steps = metrics_of(tmp_path / "run")[1:]
+    assert all(numbers["rollout/log_prob_gap_max"] < 1e-5 for numbers in steps)
+    assert all(numbers["policy/kl_ref"] > 0 for numbers in steps)
+    assert all(numbers["optimizer/updates"] == 2 for numbers in steps)
 
 
 def test_divergence_ends_the_run_and_keeps_what_was_saved(tmp_path, home):
