@@ -108,18 +108,36 @@ def get_config() -> ml_collections.ConfigDict:
                 tau_negative=ml_collections.config_dict.placeholder(float),
                 ratio_cap=ml_collections.config_dict.placeholder(float),
                 dro_beta=ml_collections.config_dict.placeholder(float),
+                cov_share=ml_collections.config_dict.placeholder(float),
+                cov_low=ml_collections.config_dict.placeholder(float),
+                cov_high=ml_collections.config_dict.placeholder(float),
+                cov_kl_coefficient=ml_collections.config_dict.placeholder(float),
                 # Script: a mean per micro-batch, then over micro-batches. Here over the mini-batch.
                 aggregation="token-mean",
+                advantage="grpo",
                 normalise_std=True,
                 std_ddof=1,  # script (torch.std); the paper does not say
+                component_weights=ml_collections.config_dict.placeholder(tuple),
+                gamma=ml_collections.config_dict.placeholder(float),
+                gae_lambda=ml_collections.config_dict.placeholder(float),
+                gpg_norm=ml_collections.config_dict.placeholder(float),
                 overlong_filter=False,  # Table 1, row 2; the full system punishes instead
                 overlong_in_baseline=True,
+                entropy_coefficient=0.0,
                 kl_coefficient=0.0,
-                kl_estimator="k3",
+                kl_estimator=ml_collections.config_dict.placeholder(str),
+                reward_kl_coefficient=0.0,
+                reward_kl_estimator=ml_collections.config_dict.placeholder(str),
+                reward_kl_target=ml_collections.config_dict.placeholder(float),
+                reward_kl_horizon=ml_collections.config_dict.placeholder(int),
             ),
+            correction=None,
+            critic=None,
             optimizer=dict(
                 learning_rate=1e-6,
                 warmup_steps=20,  # script: 10, the first of them at rate 0
+                decay="constant",
+                final_rate_share=ml_collections.config_dict.placeholder(float),
                 weight_decay=0.1,  # script; the paper is silent, as for the four below
                 beta1=0.9,
                 beta2=0.999,

@@ -18,6 +18,7 @@ def get_config() -> ml_collections.ConfigDict:
     """tiny_grpo without its KL term, with neither std nor length."""
     config = tiny_grpo.get_config()
     config.objective.kl_coefficient = 0.0
+    config.objective.kl_estimator = None
     config.objective.normalise_std = False
     config.objective.aggregation = "seq-mean-token-sum-norm"
     config.objective.clip_dual = None

@@ -18,6 +18,7 @@ def get_config() -> ml_collections.ConfigDict:
     """tiny_grpo without its KL term, with the geometric mean of token ratios."""
     config = tiny_grpo.get_config()
     config.objective.kl_coefficient = 0.0
+    config.objective.kl_estimator = None
     config.objective.loss = "gmpo"
     config.objective.clip_low = 0.4  # of the log-ratio
     config.objective.clip_high = 0.4

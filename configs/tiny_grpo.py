@@ -20,6 +20,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.objective.clip_high = config.objective.clip_low  # one bound for both sides
     config.objective.aggregation = "seq-mean-token-mean"  # every response weighs the same
     config.objective.kl_coefficient = 0.04  # GRPO, arXiv:2402.03300, section 4.2
+    config.objective.kl_estimator = "k3"
     config.dynamic_sampling.enabled = False
     config.reward.overlong_buffer_tokens = 0
     config.reward.overlong_penalty = 0.0

@@ -18,6 +18,7 @@ def get_config() -> ml_collections.ConfigDict:
     """tiny_grpo without its KL term, with the ratio of whole responses."""
     config = tiny_grpo.get_config()
     config.objective.kl_coefficient = 0.0
+    config.objective.kl_estimator = None
     config.objective.loss = "gspo"
     config.objective.clip_low = 3e-4
     config.objective.clip_high = 4e-4

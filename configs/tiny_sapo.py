@@ -18,6 +18,7 @@ def get_config() -> ml_collections.ConfigDict:
     """tiny_grpo without its KL term, with a smooth gate for the bounds."""
     config = tiny_grpo.get_config()
     config.objective.kl_coefficient = 0.0
+    config.objective.kl_estimator = None
     config.objective.loss = "sapo"
     config.objective.clip_low = None
     config.objective.clip_high = None

@@ -10,11 +10,13 @@ has to find that they pay.
 """
 
 import hashlib
+import re
 from collections.abc import Sequence
 
 import numpy as np
 
 from dapo_jax.config import PretrainConfig
+from dapo_jax.reward import Score, exact_match
 
 LABELS = "abcdefghijk"
 # Every text below is a sequence of these; `tokenizer` makes a token of each.
@@ -98,3 +100,15 @@ def write_response(
         if tokens > max_tokens:
             return text, False
     return f"{text}\nAnswer: {total}", True
+
+
+def score_steps(response: str, answer: str) -> Score:
+    """`reward.exact_match` with the steps of the derivation: a running total earns 1 where it is
+    the one before it plus its term, else -1. A writer who starts over starts from 0."""
+    steps, total = [], 0
+    for step in re.finditer(r" ([a-k])=(\d):(\d+)", response):
+        if step[1] == LABELS[0]:
+            total = 0
+        steps.append((step.end(), 1.0 if int(step[3]) == total + int(step[2]) else -1.0))
+        total = int(step[3])
+    return exact_match(response, answer)._replace(steps=tuple(steps))

@@ -8,25 +8,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from dapo_jax.config import Config
 from dapo_jax.types import Rows
 
 
-class Sample(NamedTuple):
-    """One sequence for training: a prompt followed by a response."""
+class Packed(NamedTuple):
+    """Rows [rows, row_tokens] and where in them the response tokens lie."""
 
-    prompt_tokens: Sequence[int]
-    response_tokens: np.ndarray  # int32 [n]
-    weight: np.ndarray | float  # weight of each response token in the loss
-    trained: bool  # False leaves the response out of the loss and of every count
-    log_prob_old: np.ndarray | float  # float32 [n]
-    advantage: float
-    lag: int  # rollout steps since it was drawn
-
-    @property
-    def length(self) -> int:
-        return len(self.prompt_tokens) + len(self.response_tokens)
+    rows: Rows  # NumPy arrays; tokens, positions, segments, lag, and a mask of all response tokens
+    where_N: np.ndarray  # index of each response token in a flattened row array
 
 
 def first_fit_decreasing(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
@@ -55,33 +47,59 @@ def first_fit_decreasing(lengths: Sequence[int], row_tokens: int) -> list[list[i
 
 def empty_rows(num_rows: int, row_tokens: int) -> Rows:
     """Rows of nothing but padding, as NumPy arrays."""
-    dtypes = dict(mask_BT=bool, tokens_BT=np.int32, positions_BT=np.int32, segments_BT=np.int32)
-    dtypes |= dict(lag_BT=np.int32)
+    dtypes = dict(mask_BT=bool, selected_BT=bool)
+    dtypes |= dict(tokens_BT=np.int32, positions_BT=np.int32, segments_BT=np.int32, lag_BT=np.int32)
     shape = (num_rows, row_tokens)
     return Rows(**{name: np.zeros(shape, dtypes.get(name, np.float32)) for name in Rows._fields})
 
 
-def pack(samples: Sequence[Sample], row_tokens: int) -> Rows:
-    """As few rows as first-fit-decreasing needs, NumPy arrays [rows, row_tokens]."""
-    layout = first_fit_decreasing([sample.length for sample in samples], row_tokens)
+def pack(
+    prompts: Sequence[Sequence[int]],
+    tokens_N: np.ndarray,
+    lengths_R: np.ndarray,
+    row_tokens: int,
+) -> Packed:
+    """As few rows as first-fit-decreasing needs for R prompts with their responses.
+
+    Args:
+        prompts: R prompts in tokens.
+        tokens_N: int32, the tokens of all responses, one after the other.
+        lengths_R: of each response.
+
+    Raises:
+        ValueError: a prompt with its response exceeds `row_tokens`.
+    """
+    total = [len(prompt) + int(n) for prompt, n in zip(prompts, lengths_R)]
+    layout = first_fit_decreasing(total, row_tokens)
     rows = empty_rows(len(layout), row_tokens)
+    offsets_R = np.cumsum(lengths_R) - lengths_R
+    where_N = np.zeros(len(tokens_N), np.int64)
     for row, members in enumerate(layout):
         start = 0
         for segment, i in enumerate(members, start=1):
-            sample = samples[i]
-            whole = slice(start, start + sample.length)
-            response = slice(start + len(sample.prompt_tokens), start + sample.length)
-            rows.tokens_BT[row, whole] = [*sample.prompt_tokens, *sample.response_tokens]
-            rows.positions_BT[row, whole] = np.arange(sample.length)
+            n, first = int(lengths_R[i]), start + len(prompts[i])
+            whole = slice(start, start + total[i])
+            rows.tokens_BT[row, start:first] = prompts[i]
+            rows.positions_BT[row, whole] = np.arange(total[i])
             rows.segments_BT[row, whole] = segment
-            rows.lag_BT[row, response] = sample.lag
-            rows.log_prob_old_BT[row, response] = sample.log_prob_old
-            if sample.trained:
-                rows.mask_BT[row, response] = True
-                rows.weight_BT[row, response] = sample.weight
-                rows.advantage_BT[row, response] = sample.advantage
-            start += sample.length
-    return rows
+            where_N[offsets_R[i] : offsets_R[i] + n] = row * row_tokens + first + np.arange(n)
+            start += total[i]
+    packed = Packed(rows, where_N)
+    return Packed(fill(packed, tokens_BT=tokens_N, mask_BT=np.ones(len(tokens_N), bool)), where_N)
+
+
+def fill(packed: Packed, **columns_N: np.ndarray) -> Rows:
+    """The rows with columns of response tokens put in their places.
+
+    Args:
+        columns_N: by the names of fields of `Rows`; prompts and padding keep what they have.
+    """
+    replaced = {}
+    for name, column_N in columns_N.items():
+        filled_BT = getattr(packed.rows, name).copy()
+        filled_BT.reshape(-1)[packed.where_N] = column_N
+        replaced[name] = filled_BT
+    return packed.rows._replace(**replaced)
 
 
 def to_micro_batches(rows: Rows, *, rows_per_micro_batch: int, num_micro_batches: int) -> Rows:
@@ -99,6 +117,11 @@ def to_micro_batches(rows: Rows, *, rows_per_micro_batch: int, num_micro_batches
     if missing < 0:
         raise ValueError(f"{len(rows.tokens_BT)} rows do not fit in {shape} micro-batches")
     return Rows(*(np.pad(x, ((0, missing), (0, 0))).reshape(*shape, x.shape[1]) for x in rows))
+
+
+def take_columns(packed: Packed, x_MBT: ArrayLike) -> np.ndarray:
+    """The inverse of `fill` after `to_micro_batches`: values of the response tokens [N]."""
+    return np.asarray(x_MBT).reshape(-1)[packed.where_N]
 
 
 def used_micro_batches(num_rows: int, rows_per_micro_batch: int) -> int:

@@ -10,6 +10,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from dapo_jax import config_checks
+from dapo_jax.parameters import ADVANTAGE_PARAMETERS, LOSS_PARAMETERS, SELECTION_PARAMETERS
 from dapo_jax.types import UserError
 
 
@@ -109,28 +111,13 @@ class DynamicSamplingConfig:
     ]  # what to do with a batch that max_rounds left short
 
 
-# The parameters each policy loss reads; those in brackets may be None.
-LOSS_PARAMETERS: dict[str, tuple[str, ...]] = {
-    "ppo-clip": ("clip_low", "clip_high", "[clip_dual]"),
-    "gspo": ("clip_low", "clip_high"),
-    "gspo-token": ("clip_low", "clip_high"),
-    "gmpo": ("clip_low", "clip_high"),
-    "cispo": ("clip_low", "clip_high"),
-    "sapo": ("tau_positive", "tau_negative"),
-    "dppo-tv": ("clip_low", "clip_high", "ratio_cap"),
-    "dppo-kl": ("clip_low", "clip_high", "ratio_cap"),
-    "policy-gradient": (),
-    "dro": ("dro_beta",),
-}
-
-
 @dataclasses.dataclass(frozen=True)
 class ObjectiveConfig:
-    """The loss. Parameters that the chosen policy loss does not read are None."""
+    """Loss and advantage. Parameters that the chosen ones do not read are None."""
 
     loss: Literal[
         "ppo-clip", "gspo", "gspo-token", "gmpo", "cispo", "sapo", "dppo-tv", "dppo-kl",
-        "policy-gradient", "dro",
+        "policy-gradient", "dro", "clip-cov", "kl-cov",
     ]  # fmt: skip
     clip_low: float | None
     clip_high: float | None
@@ -139,28 +126,85 @@ class ObjectiveConfig:
     tau_negative: float | None
     ratio_cap: float | None  # DPPO: largest importance weight
     dro_beta: float | None
+    cov_share: float | None  # Clip-Cov, KL-Cov: share of tokens acted on
+    cov_low: float | None  # Clip-Cov: bounds of the covariance
+    cov_high: float | None
+    cov_kl_coefficient: float | None  # KL-Cov: weight of |log ratio| on the chosen tokens
     aggregation: Literal[
         "token-mean", "token-mean-per-group", "token-sum", "seq-mean-token-mean",
         "seq-mean-token-sum", "seq-mean-token-sum-norm",
     ]  # fmt: skip
-    normalise_std: bool  # divide the advantage by the group's standard deviation
-    std_ddof: int  # 1: as torch.std and verl; 0: population
+    advantage: Literal[
+        "grpo", "grpo-process", "pass-at-k", "gdpo", "lite-ppo", "rloo", "opo", "remax", "maxrl",
+        "gpg", "reinforce++", "reinforce++-baseline", "gae",
+    ]  # fmt: skip
+    normalise_std: bool | None  # divide by the standard deviation of the group
+    std_ddof: int | None  # 1: as torch.std and verl; 0: population
+    component_weights: tuple[float, ...] | None  # GDPO: of the scorer's and the overlong reward
+    gamma: float | None  # discount per token
+    gae_lambda: float | None
+    gpg_norm: float | None  # GPG's F_norm
     overlong_filter: bool  # leave truncated responses out of the loss
     overlong_in_baseline: bool  # whether those still count in their group's mean and deviation
+    entropy_coefficient: float  # weight of the entropy bonus; 0: none, as in DAPO
     kl_coefficient: float  # weight of the KL to the base model in the loss; 0: none, as in DAPO
-    kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
+    kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+", "full"] | None
+    reward_kl_coefficient: float  # weight of the KL to the base model in the reward; 0: none
+    reward_kl_estimator: Literal["k1", "abs", "k2", "k3"] | None
+    reward_kl_target: float | None  # nats per token that the coefficient adapts to; None: fixed
+    reward_kl_horizon: int | None  # responses over which it adapts
 
     @property
-    def loss_parameters(self) -> dict[str, float | None]:
+    def loss_parameters(self) -> dict[str, Any]:
         """The arguments of the policy loss."""
-        names = [name.strip("[]") for name in LOSS_PARAMETERS[self.loss]]
-        return {name: getattr(self, name) for name in names}
+        return self._named(LOSS_PARAMETERS[self.loss])
+
+    @property
+    def selection_parameters(self) -> dict[str, Any]:
+        """The arguments of the choice of tokens, for the losses that have one."""
+        return self._named(SELECTION_PARAMETERS[self.loss])
+
+    @property
+    def advantage_parameters(self) -> dict[str, Any]:
+        """The arguments of the advantage."""
+        return self._named(ADVANTAGE_PARAMETERS[self.advantage])
+
+    def _named(self, names: tuple[str, ...]) -> dict[str, Any]:
+        return {name.strip("[]"): getattr(self, name.strip("[]")) for name in names}
+
+
+@dataclasses.dataclass(frozen=True)
+class CorrectionConfig:
+    """Corrections for rollouts that differ from the policy: see `dapo_jax.corrections`."""
+
+    # Which log-probs are held against the rollout's: those that anchor the ratio, made by the
+    # training program before the first update, or those at the start of each update.
+    policy: Literal["old", "current"]
+    importance: Literal["none", "token", "sequence"]
+    importance_cap: float | None
+    importance_floor: float | None  # None: truncated at the cap; else masked outside both (IcePop)
+    normalise: bool  # importance weights to mean 1
+    # (statistic, floor or None, cap): tokens or responses outside are rejected.
+    reject: tuple[tuple[str, float | None, float], ...]
+    sequence_mask_delta: float | None  # off-policy sequence masking; None: off
+
+
+@dataclasses.dataclass(frozen=True)
+class CriticConfig:
+    """A value model of the policy's architecture. Other optimiser settings are the policy's."""
+
+    learning_rate: float
+    warmup_steps: int  # rollout steps
+    value_clip: float  # values move at most so far from those before the updates
+    head_start_steps: int  # rollout steps at the beginning in which only the critic is trained
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
     learning_rate: float
     warmup_steps: int  # rollout steps; step s trains at s / warmup_steps of the rate
+    decay: Literal["constant", "cosine"]  # what follows the warm-up, to the last rollout step
+    final_rate_share: float | None  # cosine: share of the rate at the end
     weight_decay: float
     beta1: float
     beta2: float
@@ -209,6 +253,8 @@ class Config:
     reward: RewardConfig
     dynamic_sampling: DynamicSamplingConfig
     objective: ObjectiveConfig
+    correction: CorrectionConfig | None
+    critic: CriticConfig | None
     optimizer: OptimizerConfig
     train: TrainConfig
     evaluation: EvaluationConfig
@@ -224,7 +270,7 @@ class Config:
                 or read by nothing.
         """
         config = _build(cls, values, "config")
-        _check(config)
+        config_checks.check(config)
         return config
 
     def to_dict(self) -> dict[str, Any]:
@@ -278,209 +324,3 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise UserError(f"{path} must be {hint.__name__}; got {value!r} ({type(value).__name__}).")
     return value
-
-
-def _require(condition: bool, field: str, value: Any, wanted: str) -> None:
-    if not condition:
-        raise UserError(f"config.{field} must be {wanted}; got {value!r}.")
-
-
-def _positive(config: Config, *fields: str) -> None:
-    for field in fields:
-        value = _get(config, field)
-        _require(value > 0, field, value, "greater than 0")
-
-
-def _non_negative(config: Config, *fields: str) -> None:
-    for field in fields:
-        value = _get(config, field)
-        _require(value >= 0, field, value, "0 or more")
-
-
-def _get(config: Any, field: str) -> Any:
-    for name in field.split("."):
-        config = getattr(config, name)
-    return config
-
-
-def _divides(config: Config, small: str, large: str) -> None:
-    a, b = _get(config, small), _get(config, large)
-    if b % a:
-        raise UserError(
-            f"config.{small} ({a}) must divide config.{large} ({b}). "
-            f"Nearest that do: {b - b % a or a} or {b + a - b % a} for config.{large}."
-        )
-
-
-def _check(config: Config) -> None:
-    """Ranges and relations between fields."""
-    model, rollout, train = config.model, config.rollout, config.train
-    _positive(
-        config,
-        *(f"model.{n}" for n in ("vocab_size", "num_layers", "width", "num_heads", "num_kv_heads")),
-        *(f"model.{n}" for n in ("head_dim", "ff_width", "rope_theta", "rms_norm_eps")),
-        "model.log_prob_chunk_tokens",
-        "data.max_prompt_tokens",
-        *(f"rollout.{n}" for n in ("group_size", "max_response_tokens", "temperature", "slots")),
-        "rollout.prefill_prompts",
-        *("reward.workers", "reward.timeout_seconds"),
-        *("dynamic_sampling.max_rounds", "dynamic_sampling.max_round_prompts"),
-        *("optimizer.learning_rate", "optimizer.eps", "optimizer.max_grad_norm"),
-        "optimizer.max_nonfinite_updates",
-        *(f"train.{n}" for n in ("num_steps", "prompts_per_step", "prompts_per_update")),
-        *("train.row_tokens", "train.rows_per_micro_batch"),
-        *("evaluation.every_steps", "evaluation.num_samples", "evaluation.temperature"),
-        *("checkpoint.every_steps", "checkpoint.keep_newest"),
-    )
-    _non_negative(
-        config,
-        *("seed", "reward.overlong_buffer_tokens", "reward.overlong_penalty"),
-        *("objective.kl_coefficient", "optimizer.warmup_steps", "optimizer.weight_decay"),
-        *("checkpoint.keep_best", "log.rollouts_per_step"),
-    )
-    for field in ("rollout.top_p", "evaluation.top_p"):
-        value = _get(config, field)
-        _require(0 < value <= 1, field, value, "in (0, 1]")
-    for field in ("optimizer.beta1", "optimizer.beta2"):
-        value = _get(config, field)
-        _require(0 <= value < 1, field, value, "in [0, 1)")
-    objective = config.objective
-    _check_loss(objective)
-    _require(objective.std_ddof in (0, 1), "objective.std_ddof", objective.std_ddof, "0 or 1")
-    _divides(config, "model.num_kv_heads", "model.num_heads")
-    _require(model.head_dim % 2 == 0, "model.head_dim", model.head_dim, "even (rotary pairs)")
-    _divides(config, "train.prompts_per_update", "train.prompts_per_step")
-    longest = config.data.max_prompt_tokens + rollout.max_response_tokens
-    if train.row_tokens < longest:
-        raise UserError(
-            f"config.train.row_tokens ({train.row_tokens}) is shorter than the longest sequence: "
-            f"config.data.max_prompt_tokens ({config.data.max_prompt_tokens}) + "
-            f"config.rollout.max_response_tokens ({rollout.max_response_tokens}) = {longest}. "
-            f"Set it to {longest} or more."
-        )
-    reward = config.reward
-    if reward.overlong_buffer_tokens >= rollout.max_response_tokens:
-        raise UserError(
-            f"config.reward.overlong_buffer_tokens ({reward.overlong_buffer_tokens}) must be less "
-            f"than config.rollout.max_response_tokens ({rollout.max_response_tokens}): it is the "
-            "last part of the response in which the punishment grows."
-        )
-    if (reward.overlong_buffer_tokens == 0) != (reward.overlong_penalty == 0):
-        raise UserError(
-            "config.reward.overlong_buffer_tokens and config.reward.overlong_penalty are both 0 "
-            f"(no soft overlong punishment) or both positive; got {reward.overlong_buffer_tokens} "
-            f"and {reward.overlong_penalty}."
-        )
-    _require(reward.correct > reward.incorrect, "reward.correct", reward.correct,
-             f"greater than config.reward.incorrect ({reward.incorrect})")  # fmt: skip
-    if rollout.top_p < 1 and rollout.log_prob_source == "rollout":
-        raise UserError(
-            f"config.rollout.top_p ({rollout.top_p}) below 1 makes the rollout's log-probs those "
-            "of the nucleus, which the trained policy does not have: set "
-            "config.rollout.log_prob_source to 'recompute', or top_p to 1."
-        )
-    if not objective.overlong_filter and not objective.overlong_in_baseline:
-        raise UserError(
-            "config.objective.overlong_in_baseline = False is read only with "
-            "config.objective.overlong_filter = True; set it to True."
-        )
-    if config.dynamic_sampling.enabled and rollout.group_size < 2:
-        raise UserError(
-            "config.dynamic_sampling.enabled needs config.rollout.group_size of at least 2: a "
-            "group of one is always all right or all wrong."
-        )
-    _check_data(config)
-    _check_mesh(config.mesh)
-
-
-def _check_loss(objective: ObjectiveConfig) -> None:
-    """The chosen policy loss has its parameters, in range, and no others are given."""
-    read = LOSS_PARAMETERS[objective.loss]
-    for name in sorted({name.strip("[]") for names in LOSS_PARAMETERS.values() for name in names}):
-        value = getattr(objective, name)
-        if value is None and name in read:
-            raise UserError(
-                f"config.objective.{name} is needed when config.objective.loss is "
-                f"{objective.loss!r}."
-            )
-        if value is not None and name not in read and f"[{name}]" not in read:
-            raise UserError(
-                f"config.objective.{name} is not read when config.objective.loss is "
-                f"{objective.loss!r}: set it to None (got {value!r})."
-            )
-        if value is not None:
-            _require(value > 0, f"objective.{name}", value, "greater than 0")
-    clip_low, clip_dual = objective.clip_low, objective.clip_dual
-    if clip_low is not None:
-        # 1 leaves the lower bound open: a ratio is never negative.
-        _require(clip_low <= 1, "objective.clip_low", clip_low, "at most 1")
-    if clip_dual is not None:
-        _require(clip_dual > 1, "objective.clip_dual", clip_dual, "above 1")
-
-
-def _check_data(config: Config) -> None:
-    data, model = config.data, config.model
-    arithmetic = ("num_train", "num_heldout", "num_terms")
-    jsonl = ("train_path", "heldout_path", "prompt_key", "answer_key", "prompt_template")
-    read, unread = (arithmetic, jsonl) if data.source == "arithmetic" else (jsonl, arithmetic)
-    for name in read:
-        if getattr(data, name) is None:
-            raise UserError(
-                f"config.data.{name} is needed when config.data.source is {data.source!r}."
-            )
-    for name in unread:
-        if getattr(data, name) is not None:
-            raise UserError(
-                f"config.data.{name} is not read when config.data.source is {data.source!r}: set "
-                f"it to None (got {getattr(data, name)!r})."
-            )
-    if data.source == "arithmetic":
-        _positive(config, "data.num_train", "data.num_heldout")
-        levels = typing.cast(tuple, data.num_terms)
-        ok = bool(levels) and all(2 <= n <= 11 for n in levels)
-        _require(ok, "data.num_terms", levels, "a non-empty tuple of integers from 2 to 11")
-    elif "{prompt}" not in typing.cast(str, data.prompt_template):
-        raise UserError(
-            f"config.data.prompt_template must contain {{prompt}}; got {data.prompt_template!r}."
-        )
-    made_here = model.pretrained is None
-    if made_here != (config.pretrain is not None):
-        raise UserError(
-            "config.pretrain makes a base model when config.model.pretrained is None, and must be "
-            f"None otherwise; got pretrained={model.pretrained!r} and pretrain "
-            f"{'None' if config.pretrain is None else 'given'}."
-        )
-    if config.pretrain is not None:
-        if data.source != "arithmetic" or model.tokenizer is not None:
-            raise UserError(
-                "config.pretrain fits the base model on generated arithmetic: it needs "
-                "config.data.source = 'arithmetic' and config.model.tokenizer = None; got "
-                f"{data.source!r} and {model.tokenizer!r}."
-            )
-        _positive(config, "pretrain.num_steps", "pretrain.rows_per_step", "pretrain.learning_rate")
-        warmup, steps = config.pretrain.warmup_steps, config.pretrain.num_steps
-        wanted = f"at least 0 and below config.pretrain.num_steps ({steps})"
-        _require(0 <= warmup < steps, "pretrain.warmup_steps", warmup, wanted)
-        for name in ("share_guess", "guess_accuracy", "share_slip", "share_ramble"):
-            value = getattr(config.pretrain, name)
-            _require(0 <= value < 1, f"pretrain.{name}", value, "in [0, 1)")
-        longest = data.max_prompt_tokens + config.rollout.max_response_tokens
-        row_tokens = config.pretrain.row_tokens
-        wanted = f"at least {longest}, a prompt with its response"
-        _require(row_tokens >= longest, "pretrain.row_tokens", row_tokens, wanted)
-    elif model.tokenizer is None:
-        raise UserError("config.model.tokenizer is needed when config.model.pretrained is given.")
-
-
-def _check_mesh(mesh: MeshConfig) -> None:
-    sizes = {"data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor}
-    for name, size in sizes.items():
-        _require(size == -1 or size > 0, f"mesh.{name}", size, "positive, or -1 for the rest")
-    if sum(size == -1 for size in sizes.values()) > 1:
-        raise UserError(f"config.mesh: at most one axis may be -1; got {sizes}.")
-    for logical, axis in mesh.rules:
-        if axis is not None and axis not in sizes:
-            raise UserError(
-                f"config.mesh.rules sends {logical!r} to {axis!r}, which is not a mesh axis "
-                f"({', '.join(sizes)})."
-            )

@@ -128,6 +128,6 @@ def _group_from_json(values: dict[str, Any]) -> Group:
     return Group(
         Problem(**problem),
         tuple(response(r) for r in values["responses"]),
-        tuple(Verdict(**v) for v in values["verdicts"]),
+        tuple(Verdict(**v | {"steps": tuple(map(tuple, v["steps"]))}) for v in values["verdicts"]),
         values["step"],
     )

@@ -1,13 +1,15 @@
 """The numbers of one rollout step. docs/metrics.md says what each means."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
 
+from dapo_jax import corrections
+from dapo_jax.critic import CriticMetrics
 from dapo_jax.dynamic_sampling import Batch
 from dapo_jax.train_step import UpdateMetrics
-from dapo_jax.types import Group
+from dapo_jax.types import Group, Samples
 
 
 def sampling_metrics(batch: Batch) -> dict[str, float]:
@@ -77,3 +79,63 @@ def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, float]:
         metrics["rollout/log_prob_gap_mean"] = float(first.sums.gap / first.sums.gap_tokens)
         metrics["rollout/log_prob_gap_max"] = float(first.extremes.gap_max)
     return metrics
+
+
+def advantage_metrics(columns: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Advantages of trained tokens, and with a critic how well it foresees the returns.
+
+    Args:
+        columns: of tokens [N], by the names of `Rows`.
+    """
+    mask_N = columns["mask_BT"]
+    if not mask_N.any():
+        return {}
+    advantage_N = columns["advantage_BT"][mask_N]
+    numbers = {
+        "advantage/mean": float(advantage_N.mean()),
+        "advantage/max": float(advantage_N.max()),
+        "advantage/min": float(advantage_N.min()),
+    }
+    if "return_BT" in columns:
+        return_N = columns["return_BT"][mask_N].astype(np.float64)
+        value_N = columns["value_old_BT"][mask_N].astype(np.float64)
+        numbers["critic/value_mean"] = float(value_N.mean())
+        numbers["critic/return_mean"] = float(return_N.mean())
+        numbers["critic/explained_variance"] = explained_variance(value_N, return_N)
+    return numbers
+
+
+def explained_variance(value_N: np.ndarray, return_N: np.ndarray) -> float:
+    """1 - var(return - value) / var(return); 0 where returns do not vary."""
+    variance = float(np.var(return_N, ddof=1)) if len(return_N) > 1 else 0.0
+    return 1.0 - float(np.var(return_N - value_N, ddof=1)) / variance if variance > 0 else 0.0
+
+
+def critic_metrics(updates: Sequence[CriticMetrics]) -> dict[str, float]:
+    """Statistics of the critic over the trained tokens of all mini-batches of a step."""
+    updates = jax.device_get(list(updates))
+    taken = [u for u in updates if not u.skipped]
+    if not taken:
+        return {}
+    tokens = max(1.0, float(sum(u.sums.tokens for u in taken)))
+    return {
+        "critic/loss": float(np.mean([u.sums.loss for u in taken])),
+        "critic/clip_share": float(sum(u.sums.clipped for u in taken)) / tokens,
+        "critic/grad_norm": float(np.mean([u.grad_norm for u in taken])),
+    }
+
+
+def mismatch_metrics(samples: Samples, log_prob_old_N: np.ndarray) -> dict[str, float]:
+    """How far the training program's log-probs are from the rollout's, for the same parameters:
+    trained tokens drawn in this very step."""
+    fresh_R = samples.trained_R & (samples.lag_R == 0)
+    fresh_N = np.repeat(fresh_R, samples.lengths_R)
+    if not fresh_N.any():
+        return {}
+    ours_N, theirs_N = log_prob_old_N[fresh_N], samples.log_prob_N[fresh_N]
+    gap_N = np.abs(ours_N - theirs_N)
+    numbers = corrections.mismatch(ours_N, theirs_N, samples.lengths_R[fresh_R])
+    return {
+        "rollout/log_prob_gap_mean": float(gap_N.mean()),
+        "rollout/log_prob_gap_max": float(gap_N.max()),
+    } | {f"mismatch/{name}": value for name, value in numbers.items()}

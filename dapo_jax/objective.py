@@ -1,20 +1,15 @@
 """The objective: pure functions of log-probs, advantages and masks. All arithmetic is float32
 (float64 where the inputs are, as in the comparison with the reference's own numbers).
 
-The loss of a mini-batch is sum_t w_t l_t over its response tokens. l_t comes from `surrogate`, or
-another of `policy_losses`, and `kl_estimate` on the device; w_t from `loss_weights` on the host,
-which sees the whole mini-batch.
-Deviation from the paper: eq. 8 normalises over the tokens of one prompt's group and then averages
-over prompts ("token-mean-per-group"); the default, "token-mean", is over the mini-batch, as in the
-reference implementation's current version.
+The loss of a mini-batch is sum_t w_t l_t / W over its response tokens. l_t comes from `surrogate`,
+or another of `policy_losses`, `kl_estimate` and the entropy on the device; w_t and W from
+`aggregation.aggregate` on the host, which sees the whole mini-batch.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 # exp(20) = 4.9e8: a ratio beyond it is a broken log-prob; its gradient is cut as in the reference.
 MAX_LOG_RATIO = 20.0
@@ -120,43 +115,3 @@ def kl_estimate(
     if estimator.endswith("+"):
         value_BT = jax.lax.stop_gradient(value_BT - k2_BT) + k2_BT
     return value_BT
-
-
-def loss_weights(
-    lengths: Sequence[int],
-    groups: Sequence[int],
-    *,
-    aggregation: str,
-    max_response_tokens: int,
-) -> np.ndarray:
-    """Weight of every token of each trained response, float64 [responses].
-
-        token-mean               1 / sum_j n_j                  DAPO, over the whole mini-batch
-        token-mean-per-group     1 / (Q sum_{j in group} n_j)   DAPO eq. 8 as printed
-        token-sum                1
-        seq-mean-token-mean      1 / (R n_i)                    GRPO, arXiv:2402.03300, eq. 3
-        seq-mean-token-sum       1 / R                          Dr. GRPO, arXiv:2503.20783, eq. 2
-        seq-mean-token-sum-norm  1 / (R L)                      the same as its authors run it
-
-    Q prompts, R responses of n_i tokens, L `max_response_tokens`. Responses without a trained token
-    are left out before and count nowhere.
-
-    Args:
-        lengths: n_i, trained tokens of each response that is trained, all of the mini-batch.
-        groups: which prompt each belongs to.
-        aggregation: one of the names.
-        max_response_tokens: the constant divisor of the last.
-    """
-    n = np.asarray(lengths, np.float64)
-    if aggregation == "token-sum":
-        return np.ones(len(n))
-    if aggregation == "seq-mean-token-sum":
-        return np.full(len(n), 1 / max(1, len(n)))
-    if aggregation == "seq-mean-token-sum-norm":
-        return np.full(len(n), 1 / (max(1, len(n)) * max_response_tokens))
-    if aggregation == "token-mean":
-        return np.full(len(n), 1 / max(1.0, n.sum()))
-    if aggregation == "seq-mean-token-mean":
-        return 1 / (len(n) * n)
-    ids, group = np.unique(np.asarray(groups), return_inverse=True)
-    return 1 / (len(ids) * np.bincount(group, weights=n)[group])

@@ -1,6 +1,8 @@
 """The plan of a run, computed from its config alone: no weights, no data, no accelerator."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import jax.numpy as jnp
 from dapo_jax import model
 from dapo_jax.batching import max_micro_batches
 from dapo_jax.config import Config
+from dapo_jax.parameters import SELECTION_PARAMETERS
 from dapo_jax.sharding import (
     AXES,
     bytes_per_device,
@@ -109,20 +112,57 @@ def _objective_lines(config: Config) -> list[tuple[str, str]]:
         else "off"
     )
     return [
-        ("loss", ", ".join([o.loss, *(f"{k} {v}" for k, v in o.loss_parameters.items())])),
+        (
+            "loss",
+            _named(
+                o.loss,
+                o.loss_parameters
+                | (o.selection_parameters if o.loss in SELECTION_PARAMETERS else {}),
+            ),
+        ),
         ("aggregation", o.aggregation),
         ("overlong punishment", overlong),
         ("overlong filtering", "on" if o.overlong_filter else "off"),
+        ("advantage", _named(o.advantage, o.advantage_parameters)),
         (
             "KL to the base",
             f"{o.kl_coefficient:g} ({o.kl_estimator})" if o.kl_coefficient else "none",
         ),
         (
+            "KL in the reward",
+            f"{o.reward_kl_coefficient:g} ({o.reward_kl_estimator})"
+            + (f", towards {o.reward_kl_target:g}" if o.reward_kl_target else "")
+            if o.reward_kl_coefficient
+            else "none",
+        ),
+        ("entropy bonus", f"{o.entropy_coefficient:g}" if o.entropy_coefficient else "none"),
+        ("rollout correction", _correction(config)),
+        (
             "AdamW",
-            f"rate {p.learning_rate:g} after {p.warmup_steps} steps of warm-up, decay "
-            f"{p.weight_decay:g}, betas {p.beta1:g} {p.beta2:g}, norm {p.max_grad_norm:g}",
+            f"rate {p.learning_rate:g} after {p.warmup_steps} steps of warm-up, then {p.decay}"
+            + ("" if p.final_rate_share is None else f" to {p.final_rate_share:g} of it")
+            + f", weight decay {p.weight_decay:g}, betas {p.beta1:g} {p.beta2:g}"
+            + f", norm {p.max_grad_norm:g}",
         ),
     ]
+
+
+def _named(name: str, parameters: Mapping[str, Any]) -> str:
+    return ", ".join([name, *(f"{key} {value}" for key, value in parameters.items())])
+
+
+def _correction(config: Config) -> str:
+    c = config.correction
+    if c is None:
+        return "none"
+    parts = [f"{c.policy} policy"]
+    if c.importance != "none":
+        floor = "" if c.importance_floor is None else f" from {c.importance_floor:g}"
+        parts.append(f"{c.importance} importance weights{floor} up to {c.importance_cap:g}")
+    parts += [f"reject by {name} outside {floor}..{cap:g}" for name, floor, cap in c.reject]
+    if c.sequence_mask_delta is not None:
+        parts.append(f"sequence mask {c.sequence_mask_delta:g}")
+    return ", ".join(parts)
 
 
 def _memory_lines(config: Config, axis_sizes: dict[str, int]) -> list[tuple[str, str]]:
@@ -143,8 +183,10 @@ def _memory_lines(config: Config, axis_sizes: dict[str, int]) -> list[tuple[str,
         "optimiser state": 2 * per_device(moment_shapes),
         "gradients": per_device(gradient_shapes),
     }
-    if config.objective.kl_coefficient:
+    if config.objective.kl_coefficient or config.objective.reward_kl_coefficient:
         sizes["reference"] = sizes["parameters"]
+    if config.critic is not None:
+        sizes["critic with optimiser"] = sizes["parameters"] + sizes["optimiser state"]
     lines = [(name, _size(value)) for name, value in sizes.items()]
     note = f"{r.slots:,} slots x {cache_tokens:,} tokens x {token_bytes:,} bytes / {parts} devices"
     lines.append(("KV cache", f"{_size(cache)}   {note}"))

@@ -7,7 +7,8 @@ mean over a response is a mean over the masked tokens of a segment.
 
 Shared arguments: `log_prob_BT` under the policy that is trained, `log_prob_old_BT` under the one
 that anchors the ratio (no gradient), `advantage_BT` (no gradient), `mask_BT` True on trained
-tokens, `segments_BT` the response each token belongs to, 0 on padding. Objectives are float32, or
+tokens, `segments_BT` the response each token belongs to, 0 on padding. The two of COVARIANCE_LOSSES
+also take `selected_BT`, the tokens that `dapo_jax.covariance` chose. Objectives are float32, or
 float64 where the inputs are.
 """
 
@@ -253,6 +254,52 @@ def dro(
     return Surrogate(objective_BT, jnp.exp(_bounded(log_ratio_BT)), never_BT, never_BT)
 
 
+def clip_cov(
+    log_prob_BT: jax.Array,
+    log_prob_old_BT: jax.Array,
+    advantage_BT: jax.Array,
+    mask_BT: jax.Array,
+    segments_BT: jax.Array,
+    selected_BT: jax.Array,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> Surrogate:
+    """The clipped surrogate, 0 and without gradient on the selected tokens.
+
+    Source: Clip-Cov, arXiv:2505.22617, eq. 12-13. `covariance.select_clip_cov` chooses.
+    """
+    terms = surrogate(
+        log_prob_BT, log_prob_old_BT, advantage_BT, mask_BT, clip_low=clip_low, clip_high=clip_high
+    )
+    return terms._replace(objective_BT=_masked(terms.objective_BT, ~selected_BT))
+
+
+def kl_cov(
+    log_prob_BT: jax.Array,
+    log_prob_old_BT: jax.Array,
+    advantage_BT: jax.Array,
+    mask_BT: jax.Array,
+    segments_BT: jax.Array,
+    selected_BT: jax.Array,
+    *,
+    cov_kl_coefficient: float,
+) -> Surrogate:
+    """J_t = r_t A_t, unclipped, minus cov_kl_coefficient |log r_t| on the selected tokens.
+
+    Source: KL-Cov, arXiv:2505.22617, eq. 14, with the reference's estimate of the KL.
+    `covariance.select_kl_cov` chooses.
+    """
+    log_ratio_BT = _bounded(masked_log_ratio(log_prob_BT, log_prob_old_BT, mask_BT))
+    ratio_BT = jnp.exp(log_ratio_BT)
+    # |x| with slope 0 at 0, where policy and old policy agree.
+    distance_BT = log_ratio_BT * jax.lax.stop_gradient(jnp.sign(log_ratio_BT))
+    objective_BT = ratio_BT * jnp.where(mask_BT, at_least_float32(advantage_BT), 0.0)
+    objective_BT -= cov_kl_coefficient * _masked(distance_BT, selected_BT)
+    never_BT = jnp.zeros_like(mask_BT)
+    return Surrogate(objective_BT, ratio_BT, never_BT, never_BT)
+
+
 # By the name in `config.objective.loss`. A parameter is an argument by its name.
 LOSSES: dict[str, Callable[..., Surrogate]] = {
     "ppo-clip": ppo_clip,
@@ -265,7 +312,10 @@ LOSSES: dict[str, Callable[..., Surrogate]] = {
     "dppo-kl": functools.partial(dppo, divergence="kl"),
     "policy-gradient": policy_gradient,
     "dro": dro,
+    "clip-cov": clip_cov,
+    "kl-cov": kl_cov,
 }
+COVARIANCE_LOSSES = ("clip-cov", "kl-cov")
 
 
 def response_mean(x_BT: jax.Array, mask_BT: jax.Array, segments_BT: jax.Array) -> jax.Array:

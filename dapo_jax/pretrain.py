@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from dapo_jax import arithmetic, batching, model
 from dapo_jax.config import Config, PretrainConfig
-from dapo_jax.log_probs import row_log_probs
+from dapo_jax.log_probs import row_statistics
 from dapo_jax.sharding import batch_sharding, param_shardings, replicated
 from dapo_jax.types import Rows
 
@@ -25,9 +25,10 @@ def text_rows(config: Config, tokenizer: Any) -> Iterator[Rows]:
     p, data = config.pretrain, config.data
     assert p is not None and data.num_terms is not None
     rng = np.random.default_rng([config.seed, 1])
-    waiting: list[batching.Sample] = []
+    waiting: list[tuple[list[int], np.ndarray]] = []  # prompts with their responses
+    length = lambda text: len(text[0]) + len(text[1])
     while True:
-        tokens = sum(sample.length for sample in waiting)
+        tokens = sum(map(length, waiting))
         while tokens < p.rows_per_step * p.row_tokens:
             terms = tuple(rng.integers(1, 10, rng.choice(data.num_terms)).tolist())
             if arithmetic.is_heldout(terms):
@@ -38,13 +39,15 @@ def text_rows(config: Config, tokenizer: Any) -> Iterator[Rows]:
             prompt = tokenizer.encode(arithmetic.prompt_text(terms))
             response = tokenizer.encode(text) + ([tokenizer.eos_token_id] if complete else [])
             response = np.asarray(response[: config.rollout.max_response_tokens], np.int32)
-            waiting.append(batching.Sample(prompt, response, 1.0, True, 0.0, 0.0, 0))
-            tokens += waiting[-1].length
-        layout = batching.first_fit_decreasing([s.length for s in waiting], p.row_tokens)
+            waiting.append((prompt, response))
+            tokens += length(waiting[-1])
+        layout = batching.first_fit_decreasing([length(text) for text in waiting], p.row_tokens)
         used = sorted(i for row in layout[: p.rows_per_step] for i in row)
-        yield batching.pack([waiting[i] for i in used], p.row_tokens)
+        prompts, responses = zip(*(waiting[i] for i in used))
+        lengths_R = np.array([len(response) for response in responses])
+        yield batching.pack(prompts, np.concatenate(responses), lengths_R, p.row_tokens).rows
         taken = set(used)
-        waiting = [sample for i, sample in enumerate(waiting) if i not in taken]
+        waiting = [text for i, text in enumerate(waiting) if i not in taken]
 
 
 def schedule(config: PretrainConfig) -> optax.Schedule:
@@ -74,7 +77,7 @@ def make_base(
     )
 
     def loss(params: model.Params, rows: Rows) -> jax.Array:
-        log_prob_BT, _ = row_log_probs(config.model, params, rows, temperature=1.0)
+        log_prob_BT = row_statistics(config.model, params, rows, temperature=1.0).log_prob_BT
         total = -jnp.sum(jnp.where(rows.mask_BT, log_prob_BT, 0.0))
         return total / jnp.sum(rows.mask_BT, dtype=jnp.float32)
 

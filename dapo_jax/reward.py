@@ -20,10 +20,13 @@ from dapo_jax.types import UserError
 
 
 class Score(NamedTuple):
-    """A scorer's verdict: is it correct, and which answer did it read (None: it found none)."""
+    """A scorer's verdict: is it correct, which answer did it read (None: it found none), and for
+    process supervision, the steps of the response."""
 
     correct: bool
     extracted: str | None
+    # (characters of the text up to the end of the step, its reward), in order.
+    steps: tuple[tuple[int, float], ...] = ()
 
 
 # (text of the response, reference answer) -> Score. A plain bool is accepted too; then the answers

@@ -101,7 +101,7 @@ class RewardPool:
         if isinstance(score, str):
             return Verdict(False, self.incorrect, note=score)
         reward = self.correct if score.correct else self.incorrect
-        return Verdict(score.correct, reward, score.extracted)
+        return Verdict(score.correct, reward, score.extracted, steps=score.steps)
 
 
 def _result(future: pebble.ProcessFuture) -> list[Score | str] | str:
@@ -143,6 +143,7 @@ def _score(text: str, answer: str) -> Score | str:
     except (Exception, SystemExit) as error:  # the user's code: anything may come out of it
         return f"error: {type(error).__name__}: {error}"
     if isinstance(score, tuple):
-        correct, extracted = score
-        return Score(bool(correct), extracted)
+        correct, extracted, *steps = score
+        steps = tuple((int(end), float(reward)) for end, reward in (steps[0] if steps else ()))
+        return Score(bool(correct), extracted, steps)
     return Score(bool(score), None)

@@ -1,65 +1,213 @@
-"""From scored groups to training samples: shaped rewards, advantages and weights in the loss."""
+"""From scored groups to what a batch is trained on: rewards, advantages, weights in the loss.
 
-from collections.abc import Sequence
+All of it is NumPy on the host. Rewards and advantages are made once for the whole batch of a
+rollout step; weights in the loss for each of its mini-batches.
+"""
+
+import bisect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from dapo_jax.advantage import group_advantages
-from dapo_jax.batching import Sample
+from dapo_jax import advantage, corrections, covariance
 from dapo_jax.config import Config
-from dapo_jax.objective import loss_weights
+from dapo_jax.parameters import SELECTION_PARAMETERS
 from dapo_jax.reward import soft_overlong_punishment
-from dapo_jax.types import Group
+from dapo_jax.types import Group, Response, Samples, Verdict
 
 
-def shaped_rewards(config: Config, group: Group) -> np.ndarray:
-    """The scorer's reward plus the soft overlong punishment of each response, float64 [G]."""
+def reward_components(config: Config, group: Group) -> np.ndarray:
+    """The scorer's reward and the soft overlong punishment of each response, float64 [G, 2]."""
     punishment_G = soft_overlong_punishment(
         np.array([len(response.tokens) for response in group.responses]),
         max_response_tokens=config.rollout.max_response_tokens,
         buffer_tokens=config.reward.overlong_buffer_tokens,
         penalty=config.reward.overlong_penalty,
     )
-    return np.array([verdict.reward for verdict in group.verdicts]) + punishment_G
+    reward_G = np.array([verdict.reward for verdict in group.verdicts], np.float64)
+    return np.stack([reward_G, punishment_G], axis=1)
 
 
-def training_samples(config: Config, groups: Sequence[Group], step: int) -> list[Sample]:
-    """Every response of a mini-batch with its advantage and its weight in the loss."""
+def shaped_rewards(config: Config, group: Group) -> np.ndarray:
+    """Sum of the reward's components of each response, float64 [G]."""
+    return reward_components(config, group).sum(axis=1)
+
+
+def make_samples(
+    config: Config,
+    groups: Sequence[Group],
+    step: int,
+    detokenize: Callable[[list[np.ndarray]], list[str]],
+) -> Samples:
+    """Every response of the groups, in their order.
+
+    Args:
+        detokenize: for process supervision, which finds the tokens of steps named in characters.
+    """
     o = config.objective
-    trained = [
-        (q, response)
-        for q, group in enumerate(groups)
-        for response in group.responses
-        if not (o.overlong_filter and response.truncated)
-    ]
-    weights = iter(
-        loss_weights(
-            [len(response.tokens) for _, response in trained],
-            [q for q, _ in trained],
-            aggregation=o.aggregation,
-            max_response_tokens=config.rollout.max_response_tokens,
+    responses = [(q, group, r) for q, group in enumerate(groups) for r in group.responses]
+    verdicts = [verdict for group in groups for verdict in group.verdicts]
+    trained_R = np.array([not (o.overlong_filter and r.truncated) for _, _, r in responses], bool)
+    joined = lambda arrays, dtype: np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype)
+    components = [reward_components(config, group) for group in groups]
+    steps: tuple[Any, ...] = ((),) * len(responses)
+    if o.advantage == "grpo-process":
+        steps = tuple(
+            _steps_in_tokens(r, verdict, detokenize)
+            for (_, _, r), verdict in zip(responses, verdicts)
         )
+    return Samples(
+        prompts=tuple(group.problem.prompt_tokens for _, group, _ in responses),
+        tokens_N=joined([r.tokens for _, _, r in responses], np.int32),
+        log_prob_N=joined([r.log_probs for _, _, r in responses], np.float32),
+        lengths_R=np.array([len(r.tokens) for _, _, r in responses], int),
+        groups_R=np.array([q for q, _, _ in responses], int),
+        lag_R=np.array([step - group.step for _, group, _ in responses], int),
+        trained_R=trained_R,
+        counted_R=trained_R | o.overlong_in_baseline,
+        rewards_RK=np.concatenate([np.zeros((0, 2)), *components]),
+        steps=steps,
     )
-    samples = []
-    for group in groups:
-        is_trained_G = [not (o.overlong_filter and r.truncated) for r in group.responses]
-        in_baseline_G = [trained or o.overlong_in_baseline for trained in is_trained_G]
-        advantages = np.zeros(len(group.responses), np.float32)
-        advantages[in_baseline_G] = group_advantages(
-            shaped_rewards(config, group)[in_baseline_G],
-            normalise_std=o.normalise_std,
-            ddof=o.std_ddof,
+
+
+def estimate_advantages(
+    config: Config,
+    samples: Samples,
+    *,
+    kl_penalty_N: np.ndarray | None = None,
+    values_N: np.ndarray | None = None,
+    baselines_R: np.ndarray | None = None,
+) -> advantage.Advantages:
+    """Advantages, and returns where there is a critic, of every token of the batch [N]; 0 for
+    tokens that are not trained.
+
+    Args:
+        kl_penalty_N: coefficient times KL estimate of each token, taken from its reward.
+        values_N: the critic's value before each token.
+        baselines_R: reward of the greedy response to the same prompt.
+    """
+    trained_N = np.repeat(samples.trained_R, samples.lengths_R)
+    counted_R = samples.counted_R
+    # What is left out of the baseline is not trained either: it has no token here.
+    lengths_R = np.where(samples.trained_R, samples.lengths_R, 0)[counted_R]
+    components_RK = samples.rewards_RK[counted_R]
+    rewards_R = components_RK.sum(axis=1)
+    token_rewards_N = np.zeros(int(trained_N.sum()))
+    token_rewards_N[np.cumsum(lengths_R)[lengths_R > 0] - 1] = rewards_R[lengths_R > 0]
+    if kl_penalty_N is not None:
+        response_N = np.repeat(np.arange(len(counted_R)), samples.lengths_R)
+        penalty_R = np.bincount(response_N, weights=kl_penalty_N, minlength=len(counted_R))
+        rewards_R = rewards_R - penalty_R[counted_R]
+        token_rewards_N = token_rewards_N - kl_penalty_N[trained_N]
+    outcomes = advantage.Outcomes(
+        rewards_R=rewards_R,
+        components_RK=components_RK,
+        groups_R=samples.groups_R[counted_R],
+        lengths_R=lengths_R,
+        token_rewards_N=token_rewards_N,
+        steps=tuple(s for s, counted in zip(samples.steps, counted_R) if counted),
+        baselines_R=None if baselines_R is None else baselines_R[counted_R],
+        values_N=None if values_N is None else values_N[trained_N].astype(np.float64),
+    )
+    o = config.objective
+    result = advantage.estimate(o.advantage, outcomes, o.advantage_parameters)
+
+    def everywhere(x_n: np.ndarray) -> np.ndarray:
+        out_N = np.zeros(len(trained_N))
+        out_N[trained_N] = x_n
+        return out_N
+
+    return advantage.Advantages(
+        everywhere(result.advantage_N),
+        None if result.return_N is None else everywhere(result.return_N),
+    )
+
+
+def finished_columns(
+    config: Config,
+    columns: Mapping[str, np.ndarray],
+    lengths_R: np.ndarray,
+    log_prob_rollout_N: np.ndarray,
+    *,
+    current_N: np.ndarray | None,
+    priority_N: np.ndarray,
+) -> dict[str, np.ndarray]:
+    """The columns of a mini-batch with its corrections and its choice of tokens.
+
+    Adds `correction_BT` and `selected_BT`; tokens that a correction rejects leave `mask_BT`.
+
+    Args:
+        columns: of the mini-batch's tokens [N], by the names of `Rows`.
+        lengths_R: tokens of each response.
+        log_prob_rollout_N: under the distribution sampled from.
+        current_N: log-probs at the parameters of the coming gradient, where something needs them.
+        priority_N: random numbers for Clip-Cov's choice, see `covariance.select_clip_cov`.
+    """
+    o, settings = config.objective, config.correction
+    mask_N = columns["mask_BT"]
+    out = dict(columns)
+    out["correction_BT"] = mask_N.astype(np.float64)
+    if settings is not None:
+        compared_N = columns["log_prob_old_BT"] if settings.policy == "old" else current_N
+        assert compared_N is not None
+        correction = corrections.correct(
+            settings,
+            compared_N[mask_N],
+            log_prob_rollout_N[mask_N],
+            columns["advantage_BT"][mask_N],
+            kept_lengths(mask_N, lengths_R),
         )
-        for response, advantage, is_trained in zip(group.responses, advantages, is_trained_G):
-            samples.append(
-                Sample(
-                    group.problem.prompt_tokens,
-                    response.tokens,
-                    next(weights) if is_trained else 0.0,
-                    is_trained,
-                    response.log_probs,
-                    float(advantage),
-                    step - group.step,
-                )
-            )
-    return samples
+        out["correction_BT"][mask_N] = correction.weight_N
+        out["mask_BT"] = mask_N.copy()
+        out["mask_BT"][mask_N] = correction.kept_N
+        mask_N = out["mask_BT"]
+    if o.loss in SELECTION_PARAMETERS:
+        assert current_N is not None
+        selected_N = np.zeros(len(mask_N), bool)
+        if mask_N.any():
+            select = covariance.select_kl_cov
+            arguments = [current_N[mask_N], columns["advantage_BT"][mask_N]]
+            parameters = o.selection_parameters
+            if o.loss == "clip-cov":
+                select = covariance.select_clip_cov
+                arguments.insert(1, columns["log_prob_old_BT"][mask_N])
+                arguments.append(priority_N[mask_N])
+                parameters |= o.loss_parameters
+            selected_N[mask_N] = select(*arguments, **parameters)
+        out["selected_BT"] = selected_N
+    return out
+
+
+def kept_lengths(mask_N: np.ndarray, lengths_R: np.ndarray) -> np.ndarray:
+    """How many tokens of each response the mask keeps [R]."""
+    responses_N = np.repeat(np.arange(len(lengths_R)), lengths_R)
+    return np.bincount(responses_N[mask_N], minlength=len(lengths_R))
+
+
+def adapted_kl_coefficient(
+    coefficient: float, kl: float, *, target: float, horizon: int, num_responses: int
+) -> float:
+    """The coefficient of the KL in the reward after a step whose KL was `kl`.
+
+        coefficient (1 + clip(kl / target - 1, -0.2, 0.2) num_responses / horizon)
+
+    Source: Ziegler et al., arXiv:1909.08593, section 2.2. `kl` is in nats per token, as in the
+    reference; in the paper it is of a whole response.
+    """
+    error = float(np.clip(kl / target - 1.0, -0.2, 0.2))
+    return coefficient * (1.0 + error * num_responses / horizon)
+
+
+def _steps_in_tokens(
+    response: Response, verdict: Verdict, detokenize: Callable[[list[np.ndarray]], list[str]]
+) -> tuple[tuple[int, float], ...]:
+    """(tokens up to the end of the step, reward) of each step that the scorer named by the
+    characters up to its end."""
+    tokens = response.tokens
+    characters = lambda n: len(detokenize([tokens[:n]])[0])
+    counts = range(len(tokens) + 1)
+    return tuple(
+        (max(1, bisect.bisect_left(counts, end, key=characters)), reward)
+        for end, reward in verdict.steps
+    )

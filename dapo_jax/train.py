@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from dapo_jax import base, metrics, report, train_step
+from dapo_jax import base, metrics, report
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.compilations import CompilationCounter
 from dapo_jax.config import Config
@@ -27,12 +27,12 @@ from dapo_jax.progress import Progress, StopSignals, duration
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout import scheduler
 from dapo_jax.run_directory import RunDirectory
-from dapo_jax.samples import shaped_rewards
-from dapo_jax.trainer import Trainer
+from dapo_jax.samples import adapted_kl_coefficient, shaped_rewards
+from dapo_jax.trainer import RunState, Trainer
 from dapo_jax.types import Group, Problem, RunError, StopRequested, Verdict
 
 # Names of the streams of randomness, folded into the seed's key.
-ROLLOUT_KEY, EVALUATION_KEY = 1, 2
+ROLLOUT_KEY, EVALUATION_KEY, BASELINE_KEY = 1, 2, 3
 
 
 class HostState(NamedTuple):
@@ -42,6 +42,7 @@ class HostState(NamedTuple):
     sampling: SamplingState
     base_accuracy: float
     accuracy: float  # of the last evaluation
+    reward_kl_coefficient: float  # of the next step; adapts where the config says so
     seconds: float  # worked so far, over all starts of the run
 
     def to_json(self) -> dict[str, Any]:
@@ -118,7 +119,7 @@ class _Run:
         self.step = -1  # rollout steps completed; -1: not even the base is evaluated
         self.saved_step = -1
         self.save_seconds = 0.0  # that the loop waited for the last save
-        self.state: train_step.TrainState | None = None
+        self.state: RunState | None = None
         self.host: HostState | None = None
 
     def start(self) -> None:
@@ -139,7 +140,7 @@ class _Run:
             check_stop=self.signals.check,
         )
         self.base_seconds = about["seconds"]
-        if self.config.objective.kl_coefficient > 0:
+        if trainer.needs_reference:
             trainer.reference = params
         state = trainer.init_state(params)
         like = jax.tree.map(
@@ -162,14 +163,21 @@ class _Run:
         numbers = {"step": 0} | self._evaluate(0)
         numbers["time/step"] = time.monotonic() - begun
         accuracy = self._accuracy(numbers)
-        self.host = HostState(trainer.stream.get_state(), SamplingState(), accuracy, accuracy, 0.0)
+        self.host = HostState(
+            data=trainer.stream.get_state(),
+            sampling=SamplingState(),
+            base_accuracy=accuracy,
+            accuracy=accuracy,
+            reward_kl_coefficient=self.config.objective.reward_kl_coefficient,
+            seconds=0.0,
+        )
         self._complete(0, numbers)
 
     def one_step(self) -> None:
         """One rollout step: sample until the batch is full, update, evaluate, log, save."""
         assert self.state is not None and self.host is not None
         trainer, config, step = self.trainer, self.config, self.step + 1
-        params = self.state.params
+        params = self.state.policy.params
         begun, compiled = time.monotonic(), self.compilations.count
         clock = {"rollout": 0.0, "reward": 0.0}
         stats = scheduler.RolloutStats(0, 0, 0)
@@ -208,12 +216,19 @@ class _Run:
         numbers: dict[str, Any] = {"step": step} | metrics.sampling_metrics(batch)
         groups = self._groups_to_train(batch.groups, step)
         start = time.monotonic()
+        baselines = self._greedy_rewards(groups, step) if groups else None
+        clock["rollout"] += time.monotonic() - start
+        kl_coefficient = self.host.reward_kl_coefficient
+        start = time.monotonic()
         if groups:
             self.progress.doing(f"step {step}: updating")
             rewards = [shaped_rewards(config, group) for group in groups]
             numbers["reward/mean"] = float(np.mean(rewards))
-            self.state, more = trainer.update_on(self.state, groups, step)
+            self.state, more = trainer.update_on(
+                self.state, groups, step, kl_coefficient=kl_coefficient, baselines=baselines
+            )
             numbers |= more
+            kl_coefficient = self._next_kl_coefficient(kl_coefficient, numbers, groups)
         clock["update"] = time.monotonic() - start
         if self._is_evaluated(step):
             start = time.monotonic()
@@ -229,6 +244,7 @@ class _Run:
             data=trainer.stream.get_state(),
             sampling=sampling,
             accuracy=self._accuracy(numbers),
+            reward_kl_coefficient=kl_coefficient,
         )
         numbers |= {f"time/{name}": seconds for name, seconds in clock.items()}
         numbers["perf/tokens_per_second"] = stats.tokens / max(clock["rollout"], 1e-9)
@@ -303,6 +319,42 @@ class _Run:
             for q, (problem, responses) in enumerate(zip(problems, responses_QG))
         ]
 
+    def _greedy_rewards(self, groups: Sequence[Group], step: int) -> list[float] | None:
+        """Shaped reward of the greedy response to the prompt of each group; None unless the
+        advantage asks for it."""
+        if self.config.objective.advantage != "remax":
+            return None
+        assert self.state is not None
+        self.progress.doing(f"step {step}: greedy baselines of {len(groups)} prompts")
+        problems = [group.problem for group in groups]
+        responses_Q1, _ = scheduler.generate(
+            self.trainer.greedy_engine,
+            self.state.policy.params,
+            problems,
+            self.trainer.detokenize,
+            num_samples=1,
+            key=jax.random.fold_in(jax.random.fold_in(self.trainer.key, BASELINE_KEY), step),
+            check_stop=self.signals.check,
+        )
+        scored = self._score(problems, responses_Q1, step)
+        return [float(shaped_rewards(self.config, group)[0]) for group in scored]
+
+    def _next_kl_coefficient(
+        self, coefficient: float, numbers: dict[str, Any], groups: Sequence[Group]
+    ) -> float:
+        """The coefficient of the KL in the reward for the step after this one."""
+        o = self.config.objective
+        if o.reward_kl_target is None or "reward/kl" not in numbers:
+            return coefficient
+        assert o.reward_kl_horizon is not None
+        return adapted_kl_coefficient(
+            coefficient,
+            numbers["reward/kl"],
+            target=o.reward_kl_target,
+            horizon=o.reward_kl_horizon,
+            num_responses=sum(len(group.responses) for group in groups),
+        )
+
     def _groups_to_train(self, groups: list[Group], step: int) -> list[Group]:
         """The groups, or none of them, when dynamic sampling ran out of rounds."""
         wanted = self.config.train.prompts_per_step
@@ -329,7 +381,7 @@ class _Run:
         key = jax.random.fold_in(jax.random.fold_in(self.trainer.key, EVALUATION_KEY), step)
         return evaluate(
             self.trainer.evaluation_engine,
-            self.state.params,
+            self.state.policy.params,
             self.trainer.heldout,
             self.trainer.detokenize,
             self.pool,

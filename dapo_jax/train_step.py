@@ -1,12 +1,12 @@
 """The update: a pure function of state and rows, compiled once.
 
-Gradients of all micro-batches of a mini-batch are summed before anything is divided: every token's
-weight in the loss was fixed from the whole mini-batch when the rows were made
-(`dapo_jax.objective.loss_weights`), so the gradient does not depend on how the batch was cut into
-micro-batches, packed into rows or laid over devices.
+Gradients of all micro-batches of a mini-batch are summed, then divided once by the denominator of
+the whole mini-batch (`dapo_jax.aggregation`), so the gradient does not depend on how the batch was
+cut into micro-batches, packed into rows or laid over devices.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from dapo_jax.types import Array, Rows
 class TrainState(NamedTuple):
     """What an update changes."""
 
-    params: model.Params
+    params: Any  # model.Params, or a critic's
     moments: Any  # optax state
     updates: Array  # int32, optimiser steps taken
     skipped: Array  # int32, updates in a row that were skipped for a non-finite gradient
@@ -34,7 +34,7 @@ class Sums(NamedTuple):
     """Statistics of trained tokens, added up over micro-batches; the host divides."""
 
     tokens: jax.Array
-    loss: jax.Array  # already weighted: the loss of the mini-batch
+    loss: jax.Array  # weighted numerator of the mini-batch's loss
     entropy: jax.Array
     token_prob: jax.Array
     clip_high: jax.Array
@@ -73,9 +73,16 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     )
 
 
-def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """The rate of rollout step `step` (from 1): linear warm-up from 1/n, then constant."""
-    return config.learning_rate * min(1.0, step / max(1, config.warmup_steps))
+def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
+    """The rate of rollout step `step` (from 1 to num_steps): linear warm-up from 1/n, then constant
+    or a half cosine down to `final_rate_share`."""
+    if step <= config.warmup_steps or config.decay == "constant":
+        return config.learning_rate * min(1.0, step / max(1, config.warmup_steps))
+    assert config.final_rate_share is not None
+    done = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * done))
+    share = config.final_rate_share + (1.0 - config.final_rate_share) * cosine
+    return config.learning_rate * share
 
 
 def init_state(config: Config, params: model.Params) -> TrainState:
@@ -100,28 +107,43 @@ def state_shardings(config: Config, mesh: Mesh) -> TrainState:
 
 
 def loss_and_sums(
-    config: Config, params: model.Params, rows: Rows
+    config: Config, params: model.Params, rows: Rows, reference: model.Params | None = None
 ) -> tuple[jax.Array, tuple[Sums, Extremes]]:
-    """Loss of one micro-batch, its tokens weighted by their share in the whole mini-batch."""
+    """Numerator of the loss of one micro-batch.
+
+        sum_t w_t (-c_t J_t + kl_coefficient KL_t - entropy_coefficient H_t)
+
+    with c the correction of the rollout.
+
+    Args:
+        reference: parameters of the reference, where the KL is over the whole vocabulary.
+    """
     o, mask_BT = config.objective, rows.mask_BT
-    log_prob_BT, entropy_BT = log_probs.row_log_probs(
-        config.model, params, rows, temperature=config.rollout.temperature
+    statistics = log_probs.row_statistics(
+        config.model, params, rows, temperature=config.rollout.temperature, reference=reference
     )
+    log_prob_BT, entropy_BT = statistics.log_prob_BT, statistics.entropy_BT
+    chosen = (rows.selected_BT,) if o.loss in policy_losses.COVARIANCE_LOSSES else ()
     terms = policy_losses.LOSSES[o.loss](
         log_prob_BT,
         rows.log_prob_old_BT,
         rows.advantage_BT,
         mask_BT,
         rows.segments_BT,
+        *chosen,
         **o.loss_parameters,
     )
-    loss_BT = -terms.objective_BT
+    loss_BT = -rows.correction_BT * terms.objective_BT
     kl_ref_BT = jnp.zeros_like(loss_BT)
-    if o.kl_coefficient > 0:
+    if o.kl_estimator == "full":
+        kl_ref_BT = jnp.where(mask_BT, statistics.kl_BT, 0.0)
+    elif o.kl_estimator is not None:
         kl_ref_BT = objective.kl_estimate(
             log_prob_BT, rows.log_prob_ref_BT, mask_BT, estimator=o.kl_estimator
         )
-        loss_BT = loss_BT + o.kl_coefficient * kl_ref_BT
+    loss_BT = loss_BT + o.kl_coefficient * kl_ref_BT
+    if o.entropy_coefficient > 0:
+        loss_BT = loss_BT - o.entropy_coefficient * jnp.where(mask_BT, entropy_BT, 0.0)
     loss = jnp.sum(rows.weight_BT * loss_BT)
 
     fresh_BT = mask_BT & (rows.lag_BT == 0)
@@ -149,33 +171,84 @@ def loss_and_sums(
     return loss, jax.lax.stop_gradient((sums, extremes))
 
 
-def gradient(
-    config: Config, params: model.Params, rows_MBT: Rows, num_micro_batches: Array
-) -> tuple[model.Params, Sums, Extremes]:
-    """Gradient of the mini-batch loss and its statistics, micro-batch by micro-batch.
+def summed_gradient(
+    loss: Callable[[Any, Rows], tuple[jax.Array, Any]],
+    zero: Any,
+    join: Callable[[Any, Any], Any],
+    params: Any,
+    rows_MBT: Rows,
+    num_micro_batches: Array,
+) -> tuple[Any, Any]:
+    """(gradient, joined statistics) of a loss summed over micro-batches, one at a time.
 
     Args:
+        loss: (params, rows [B, T]) -> (scalar, statistics).
+        zero: the statistics of nothing.
+        join: adds the statistics of a micro-batch to those before it.
         rows_MBT: micro-batches [M, B, T]; those from `num_micro_batches` on are not computed, so
             that one program serves every amount of data.
     """
-    value_and_grad = jax.value_and_grad(
-        functools.partial(loss_and_sums, config), argnums=0, has_aux=True
-    )
+    value_and_grad = jax.value_and_grad(loss, has_aux=True)
 
     def add(m: jax.Array, carry: Any) -> Any:
-        grads, sums, extremes = carry
+        grads, statistics = carry
         rows = Rows(*(jax.lax.dynamic_index_in_dim(x, m, keepdims=False) for x in rows_MBT))
-        (_, (more_sums, more_extremes)), more_grads = value_and_grad(params, rows)
-        return (
-            jax.tree.map(lambda a, b: a + b.astype(jnp.float32), grads, more_grads),
-            jax.tree.map(jnp.add, sums, more_sums),
-            jax.tree.map(jnp.maximum, extremes, more_extremes),
-        )
+        (_, more), more_grads = value_and_grad(params, rows)
+        grads = jax.tree.map(lambda a, b: a + b.astype(jnp.float32), grads, more_grads)
+        return grads, join(statistics, more)
 
     grads = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    sums = Sums(*(jnp.zeros((), jnp.float32) for _ in Sums._fields))
-    extremes = Extremes(*(jnp.full((), -jnp.inf, jnp.float32) for _ in Extremes._fields))
-    return jax.lax.fori_loop(0, num_micro_batches, add, (grads, sums, extremes))
+    return jax.lax.fori_loop(0, num_micro_batches, add, (grads, zero))
+
+
+def gradient(
+    config: Config,
+    params: model.Params,
+    rows_MBT: Rows,
+    num_micro_batches: Array,
+    denominator: Array,
+    reference: model.Params | None = None,
+) -> tuple[model.Params, Sums, Extremes]:
+    """Gradient of the mini-batch loss and its statistics.
+
+    Args:
+        rows_MBT, num_micro_batches: see `summed_gradient`.
+        denominator: W of the mini-batch, see `aggregation`.
+    """
+    zero = (
+        Sums(*(jnp.zeros((), jnp.float32) for _ in Sums._fields)),
+        Extremes(*(jnp.full((), -jnp.inf, jnp.float32) for _ in Extremes._fields)),
+    )
+
+    def join(a: tuple[Sums, Extremes], b: tuple[Sums, Extremes]) -> tuple[Sums, Extremes]:
+        return jax.tree.map(jnp.add, a[0], b[0]), jax.tree.map(jnp.maximum, a[1], b[1])
+
+    grads, (sums, extremes) = summed_gradient(
+        lambda params, rows: loss_and_sums(config, params, rows, reference),
+        zero,
+        join,
+        params,
+        rows_MBT,
+        num_micro_batches,
+    )
+    grads = jax.tree.map(lambda g: g / denominator, grads)
+    return grads, sums._replace(loss=sums.loss / denominator), extremes
+
+
+def optimizer_step(
+    config: OptimizerConfig, state: TrainState, grads: Any, loss: Array, learning_rate: Array
+) -> tuple[TrainState, jax.Array]:
+    """(state after one AdamW step, gradient norm). A loss or gradient that is not finite only
+    counts itself."""
+    grad_norm = optax.tree.norm(grads)
+    changes, moments = make_optimizer(config).update(grads, state.moments, state.params)
+    params = jax.tree.map(
+        lambda p, u: (p + learning_rate * u).astype(p.dtype), state.params, changes
+    )
+    finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
+    taken = TrainState(params, moments, state.updates + 1, jnp.zeros_like(state.skipped))
+    left = state._replace(skipped=state.skipped + 1)
+    return jax.tree.map(lambda new, old: jnp.where(finite, new, old), taken, left), grad_norm
 
 
 def update(
@@ -183,29 +256,28 @@ def update(
     state: TrainState,
     rows_MBT: Rows,
     num_micro_batches: Array,
+    denominator: Array,
     learning_rate: Array,
+    reference: model.Params | None = None,
 ) -> tuple[TrainState, UpdateMetrics]:
-    """One optimiser step on one mini-batch. A non-finite gradient only counts itself."""
-    grads, sums, extremes = gradient(config, state.params, rows_MBT, num_micro_batches)
-    grad_norm = optax.tree.norm(grads)
-    changes, moments = make_optimizer(config.optimizer).update(grads, state.moments, state.params)
-    params = jax.tree.map(
-        lambda p, u: (p + learning_rate * u).astype(p.dtype), state.params, changes
+    """One optimiser step on one mini-batch."""
+    grads, sums, extremes = gradient(
+        config, state.params, rows_MBT, num_micro_batches, denominator, reference
     )
-    finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums.loss)
-    taken = TrainState(params, moments, state.updates + 1, jnp.zeros_like(state.skipped))
-    left = state._replace(skipped=state.skipped + 1)
-    state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), taken, left)
+    state, grad_norm = optimizer_step(config.optimizer, state, grads, sums.loss, learning_rate)
     return state, UpdateMetrics(sums, extremes, grad_norm, state.skipped)
 
 
 def compile_update(config: Config, mesh: Mesh) -> Callable[..., tuple[TrainState, UpdateMetrics]]:
-    """`update` jitted for the mesh; the state is donated."""
+    """`update` jitted for the mesh; the state is donated. `reference` is given where the KL is over
+    the whole vocabulary, and None elsewhere."""
     state, rows = state_shardings(config, mesh), batch_sharding(mesh, batch_dim=1)
+    reference = state.params if config.objective.kl_estimator == "full" else None
+    everywhere = replicated(mesh)
     return jax.jit(
         functools.partial(update, config),
-        in_shardings=(state, rows, replicated(mesh), replicated(mesh)),
-        out_shardings=(state, replicated(mesh)),
+        in_shardings=(state, rows, everywhere, everywhere, everywhere, reference),
+        out_shardings=(state, everywhere),
         donate_argnums=0,
     )
 
@@ -213,20 +285,31 @@ def compile_update(config: Config, mesh: Mesh) -> Callable[..., tuple[TrainState
 def compile_scoring(config: Config, mesh: Mesh) -> Callable[[model.Params, Rows, Array], jax.Array]:
     """(params, rows [M, B, T], micro-batches used) -> log-probs [M, B, T], jitted for the mesh.
 
-    Serves old log-probs when they are recomputed, and the reference of the KL term.
+    Serves whatever needs the log-probs of whole mini-batches before a gradient is taken.
     """
 
-    def score(params: model.Params, rows_MBT: Rows, num_micro_batches: Array) -> jax.Array:
+    def log_prob(params: model.Params, rows: Rows) -> jax.Array:
+        temperature = config.rollout.temperature
+        return log_probs.row_statistics(
+            config.model, params, rows, temperature=temperature
+        ).log_prob_BT
+
+    params = param_shardings(config.model, config.mesh, mesh)
+    return compile_map(log_prob, params, mesh)
+
+
+def compile_map(
+    function: Callable[[Any, Rows], jax.Array], param_at: Any, mesh: Mesh
+) -> Callable[[Any, Rows, Array], jax.Array]:
+    """(params, rows [M, B, T], micro-batches used) -> function of each micro-batch [M, B, T]."""
+
+    def every(params: Any, rows_MBT: Rows, num_micro_batches: Array) -> jax.Array:
         def one(m: jax.Array, out_MBT: jax.Array) -> jax.Array:
             rows = Rows(*(jax.lax.dynamic_index_in_dim(x, m, keepdims=False) for x in rows_MBT))
-            log_prob_BT, _ = log_probs.row_log_probs(
-                config.model, params, rows, temperature=config.rollout.temperature
-            )
-            return out_MBT.at[m].set(log_prob_BT)
+            return out_MBT.at[m].set(function(params, rows))
 
         zeros_MBT = jnp.zeros(rows_MBT.tokens_BT.shape, jnp.float32)
         return jax.lax.fori_loop(0, num_micro_batches, one, zeros_MBT)
 
     rows = batch_sharding(mesh, batch_dim=1)
-    params = param_shardings(config.model, config.mesh, mesh)
-    return jax.jit(score, in_shardings=(params, rows, replicated(mesh)), out_shardings=rows)
+    return jax.jit(every, in_shardings=(param_at, rows, replicated(mesh)), out_shardings=rows)

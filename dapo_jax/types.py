@@ -57,6 +57,8 @@ class Verdict(NamedTuple):
     reward: float
     extracted: str | None = None  # the answer that the scorer read
     note: str = ""  # empty, or why no verdict was reached: "timeout", "worker died", "error: ..."
+    # Process supervision: (characters of the text up to the end of the step, its reward) of each.
+    steps: tuple[tuple[int, float], ...] = ()
 
 
 class Group(NamedTuple):
@@ -77,6 +79,31 @@ class Group(NamedTuple):
         return 0 < self.num_correct < len(self.responses)
 
 
+class Samples(NamedTuple):
+    """R responses with N tokens in all, as the host sees a batch: column by column.
+
+    Columns of tokens hold the responses one after the other, cut by `lengths_R`. A group's
+    responses are neighbours.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]  # R prompts in tokens
+    tokens_N: np.ndarray  # int32
+    log_prob_N: np.ndarray  # float32, under the distribution sampled from
+    lengths_R: np.ndarray  # int
+    groups_R: np.ndarray  # int, which prompt of the batch
+    lag_R: np.ndarray  # int, rollout steps since the response was drawn
+    trained_R: np.ndarray  # bool, False where overlong filtering leaves it out of the loss
+    counted_R: np.ndarray  # bool, False where it is left out of its group's baseline too
+    rewards_RK: np.ndarray  # float64, components of the reward: the scorer's, the overlong one
+    # Process supervision: (tokens up to the end of the step, its reward), for each response.
+    steps: tuple[tuple[tuple[int, float], ...], ...]
+
+    @property
+    def response_N(self) -> np.ndarray:
+        """Which response each token belongs to."""
+        return np.repeat(np.arange(len(self.lengths_R)), self.lengths_R)
+
+
 class Rows(NamedTuple):
     """Packed training rows. B rows of T tokens; several responses with their prompts per row.
 
@@ -87,9 +114,13 @@ class Rows(NamedTuple):
     tokens_BT: Array  # int32
     positions_BT: Array  # int32, restarts at 0 in each segment
     segments_BT: Array  # int32, 0 is padding, segments count from 1 in each row
+    lag_BT: Array  # int32, rollout steps since the token was drawn
     mask_BT: Array  # bool, the token is a response token that is trained
-    weight_BT: Array  # float32, weight in the loss; 0 where mask_BT is False
+    weight_BT: Array  # float32, numerator of its weight in the loss; 0 where mask_BT is False
     log_prob_old_BT: Array  # float32, under the policy that anchors the ratio
     log_prob_ref_BT: Array  # float32, under the reference of the KL term; else 0
     advantage_BT: Array  # float32
-    lag_BT: Array  # int32, rollout steps since the token was drawn
+    correction_BT: Array  # float32, importance weight of the policy term; 1 without a correction
+    selected_BT: Array  # bool, the tokens that Clip-Cov or KL-Cov acts on
+    value_old_BT: Array  # float32, the critic's value before the update; 0 without a critic
+    return_BT: Array  # float32, what the critic is fitted to; 0 without a critic

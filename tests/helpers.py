@@ -1,8 +1,9 @@
 """Configs, models and rows for tests."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from configs import tiny_dapo
 from dapo_jax import batching, model, sharding
 from dapo_jax.config import Config, ModelConfig
-from dapo_jax.types import Group, Problem, Response, Verdict
+from dapo_jax.types import Group, Problem, Response, Rows, Verdict
 
 SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
 
@@ -77,24 +78,64 @@ def make_mesh(config: Config, num_devices: int) -> jax.sharding.Mesh:
     return sharding.make_mesh(config.mesh, jax.devices()[:num_devices])
 
 
+class Sample(NamedTuple):
+    """A prompt with its response and what a row holds of it."""
+
+    prompt_tokens: list[int]
+    response_tokens: np.ndarray  # int32 [n]
+    weight: float
+    log_prob_old: np.ndarray  # float32 [n]
+    advantage: float
+    trained: bool = True
+    lag: int = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_tokens) + len(self.response_tokens)
+
+
 def random_samples(
     rng: np.random.Generator, num: int, *, vocab_size: int = 32, longest: int = 28
-) -> list[batching.Sample]:
+) -> list[Sample]:
     """Sequences with plausible old log-probs, advantages and token-mean weights."""
     lengths = rng.integers(1, longest, num)
     weight = 1 / lengths.sum()
     return [
-        batching.Sample(
+        Sample(
             prompt_tokens=rng.integers(3, vocab_size, rng.integers(1, 9)).tolist(),
             response_tokens=rng.integers(3, vocab_size, n).astype(np.int32),
             weight=weight,
-            trained=True,
             log_prob_old=(-3.4 + 0.3 * rng.standard_normal(n)).astype(np.float32),
             advantage=float(rng.standard_normal()),
-            lag=0,
         )
         for n in lengths
     ]
+
+
+def pack_samples(samples: Sequence[Sample], row_tokens: int) -> batching.Packed:
+    """The samples packed, without their columns."""
+    return batching.pack(
+        [sample.prompt_tokens for sample in samples],
+        np.concatenate([sample.response_tokens for sample in samples]),
+        np.array([len(sample.response_tokens) for sample in samples]),
+        row_tokens,
+    )
+
+
+def rows_of(samples: Sequence[Sample], row_tokens: int) -> Rows:
+    """Packed rows with every column that a loss reads."""
+    lengths = [len(sample.response_tokens) for sample in samples]
+    of_tokens = lambda values: np.repeat(np.array(values), lengths)
+    trained = of_tokens([sample.trained for sample in samples])
+    return batching.fill(
+        pack_samples(samples, row_tokens),
+        mask_BT=trained,
+        weight_BT=trained * of_tokens([sample.weight for sample in samples]),
+        log_prob_old_BT=np.concatenate([sample.log_prob_old for sample in samples]),
+        advantage_BT=trained * of_tokens([sample.advantage for sample in samples]),
+        correction_BT=trained.astype(float),
+        lag_BT=of_tokens([sample.lag for sample in samples]),
+    )
 
 
 def make_group(

@@ -4,38 +4,47 @@ import numpy as np
 import pytest
 
 from dapo_jax import batching
-from tests.helpers import random_samples
+from tests.helpers import pack_samples, random_samples, rows_of
 
 
 def unpack(rows):
-    """(prompt + response tokens, mask, advantage) of every segment, in order of their rows."""
+    """Every field of `Rows` cut to each segment, in order of their rows."""
     for row in range(len(rows.tokens_BT)):
         for segment in range(1, rows.segments_BT[row].max() + 1):
             at = rows.segments_BT[row] == segment
             assert rows.positions_BT[row, at].tolist() == list(range(at.sum()))
-            yield [x[row, at] for x in rows]
+            yield type(rows)(*(x[row, at] for x in rows))
 
 
 def test_every_sample_comes_back_whole():
     samples = random_samples(np.random.default_rng(0), 40)
-    rows = batching.pack(samples, 64)
-    seen = {tuple(segment[0].tolist()): segment for segment in unpack(rows)}
+    rows = rows_of(samples, 64)
+    seen = {tuple(segment.tokens_BT.tolist()): segment for segment in unpack(rows)}
     assert len(seen) == 40
     for sample in samples:
         P = len(sample.prompt_tokens)
-        _, _, _, mask, weight, old, ref, adv, lag = seen[
-            (*sample.prompt_tokens, *sample.response_tokens.tolist())
-        ]
-        assert mask.tolist() == [False] * P + [True] * len(sample.response_tokens)
-        np.testing.assert_allclose(old[P:], sample.log_prob_old)
-        np.testing.assert_allclose(adv[P:], sample.advantage, rtol=1e-6)
-        np.testing.assert_allclose(weight[P:], sample.weight, rtol=1e-6)
-        assert not weight[:P].any() and not adv[:P].any() and not ref.any() and not lag.any()
+        got = seen[(*sample.prompt_tokens, *sample.response_tokens.tolist())]
+        assert got.mask_BT.tolist() == [False] * P + [True] * len(sample.response_tokens)
+        np.testing.assert_allclose(got.log_prob_old_BT[P:], sample.log_prob_old)
+        np.testing.assert_allclose(got.advantage_BT[P:], sample.advantage, rtol=1e-6)
+        np.testing.assert_allclose(got.weight_BT[P:], sample.weight, rtol=1e-6)
+        assert not got.weight_BT[:P].any() and not got.advantage_BT[:P].any()
+        assert not got.log_prob_ref_BT.any() and not got.lag_BT.any()
+
+
+def test_columns_come_back_in_the_order_of_their_tokens():
+    packed = pack_samples(random_samples(np.random.default_rng(3), 20), 64)
+    column = np.arange(1, len(packed.where_N) + 1)
+    rows = batching.fill(packed, log_prob_old_BT=column)
+    micro = batching.to_micro_batches(rows, rows_per_micro_batch=4, num_micro_batches=5)
+    assert batching.take_columns(packed, micro.log_prob_old_BT).tolist() == column.tolist()
+    assert (micro.log_prob_old_BT > 0).sum() == len(column)
+    assert not packed.rows.log_prob_old_BT.any()  # the packed rows themselves are left alone
 
 
 def test_a_response_left_out_keeps_its_tokens_and_loses_its_weight():
     (sample,) = random_samples(np.random.default_rng(1), 1)
-    rows = batching.pack([sample._replace(trained=False)], 64)
+    rows = rows_of([sample._replace(trained=False)], 64)
     assert not rows.mask_BT.any() and not rows.weight_BT.any()
     assert (rows.segments_BT == 1).sum() == sample.length
 
@@ -61,7 +70,7 @@ def test_too_long_a_sequence_is_refused():
 
 
 def test_micro_batches_are_padded_with_empty_rows():
-    rows = batching.pack(random_samples(np.random.default_rng(2), 20), 64)
+    rows = rows_of(random_samples(np.random.default_rng(2), 20), 64)
     R = len(rows.tokens_BT)
     micro = batching.to_micro_batches(rows, rows_per_micro_batch=4, num_micro_batches=5)
     assert micro.tokens_BT.shape == (5, 4, 64)

@@ -13,6 +13,7 @@ from dapo_jax import model, train_step
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.config import Config
 from dapo_jax.sharding import make_mesh
+from dapo_jax.trainer import RunState
 from tests.conftest import ROOT
 from tests.helpers import tiny_config
 from tests.runs import finish, metrics_of, run, start
@@ -34,9 +35,11 @@ def rollouts_of(workdir):
 def params_at(workdir, step, **overrides):
     config = tiny_config(**overrides)
     mesh = make_mesh(config.mesh, jax.devices()[:1])
-    state = train_step.state_shardings(config, mesh)
+    state = RunState(train_step.state_shardings(config, mesh), None)
     shapes = jax.eval_shape(
-        lambda key: train_step.init_state(config, model.init_params(config.model, key)),
+        lambda key: RunState(
+            train_step.init_state(config, model.init_params(config.model, key)), None
+        ),
         jax.random.key(0),
     )
     with jax.numpy_dtype_promotion("standard"):
@@ -49,7 +52,7 @@ def params_at(workdir, step, **overrides):
     with Checkpoints(copy, keep_newest=20, keep_best=0) as checkpoints:
         restored = checkpoints.restore(like)
     assert restored is not None and restored[0] == step
-    return jax.device_get(restored[1].params)
+    return jax.device_get(restored[1].policy.params)
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +91,13 @@ REQUIRED_METRICS = """
 """.split()
 
 
+def assert_documented(steps):
+    documented = (ROOT / "docs" / "metrics.md").read_text()
+    for name in set().union(*steps) - {"step"}:
+        known = name.replace("@4", "@k")
+        assert f"`{known}`" in documented, f"{known} is not in docs/metrics.md"
+
+
 def test_every_step_with_an_update_has_every_metric(finished):
     steps = [
         json.loads(line) for line in (finished[0] / "metrics.jsonl").read_text().splitlines()[1:]
@@ -98,10 +108,7 @@ def test_every_step_with_an_update_has_every_metric(finished):
         assert not set(REQUIRED_METRICS) - set(numbers)
         assert numbers["rollout/log_prob_gap_max"] < 1e-5
     assert "time/evaluation" in steps[1]
-    documented = (ROOT / "docs" / "metrics.md").read_text()
-    for name in set().union(*steps) - {"step"}:
-        known = name.replace("@4", "@k")
-        assert f"`{known}`" in documented, f"{known} is not in docs/metrics.md"
+    assert_documented(steps)
 
 
 def test_nothing_compiles_after_two_steps(finished):
@@ -214,6 +221,7 @@ def test_recomputed_log_probs_reference_and_filter(tmp_path, home):
     switches = {
         "rollout__log_prob_source": "recompute",
         "objective__kl_coefficient": 0.1,
+        "objective__kl_estimator": "k3",
         "objective__overlong_filter": True,
         "dynamic_sampling__enabled": False,
         "train__num_steps": 3,

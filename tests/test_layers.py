@@ -8,15 +8,16 @@ from tests.conftest import ROOT
 
 # Each layer may import those before it, and its own.
 LAYERS = [
-    ["types"],
+    ["types", "parameters"],
+    ["config_checks"],
     ["config"],
     # pure, and hosts' small tools
-    ["objective", "policy_losses", "advantage", "batching", "reward", "estimators", "arithmetic",
-     "progress", "compilations"],
+    ["objective", "policy_losses", "aggregation", "advantage", "corrections", "covariance",
+     "batching", "reward", "estimators", "arithmetic", "progress", "compilations"],
     ["model", "attention", "log_probs", "sharding", "samples", "data", "tokenizer", "checkpoint",
      "reward_pool", "run_directory", "report"],
     ["rollout.jetstream", "rollout.sampling", "rollout.engine", "rollout.scheduler", "rollout"],
-    ["train_step", "dynamic_sampling", "pretrain", "problems", "plan"],
+    ["train_step", "critic", "dynamic_sampling", "pretrain", "problems", "plan"],
     ["base", "evaluate", "metrics"],
     ["trainer"],
     ["train"],
@@ -35,8 +36,13 @@ PLACES = {
     "pebble": {"reward_pool"},
     "ml_collections": {"command_line"},
     "absl": {"command_line", "rollout.jetstream"},
+    "scipy": {"advantage"},
 }
-WITHOUT_JAX = {"types", "config", "reward", "reward_pool", "estimators", "arithmetic", "data"}
+WITHOUT_JAX = {
+    "types", "parameters", "config_checks", "config", "reward", "reward_pool", "estimators",
+    "arithmetic", "data", "aggregation", "advantage", "corrections", "covariance", "batching",
+    "samples",
+}  # fmt: skip
 NEVER = {"torch", "tensorflow", "seqio"}
 
 

@@ -132,39 +132,6 @@ def test_at_the_very_bound_the_gradient_passes(bound, adv):
         np.testing.assert_allclose(jax.grad(total)(x), adv * bound * np.ones((1, 1)))
 
 
-def weights_by_hand(lengths, groups, aggregation):
-    out = []
-    for n, group in zip(lengths, groups):
-        if aggregation == "token-mean":
-            out.append(1 / sum(lengths))
-        elif aggregation == "token-sum":
-            out.append(1.0)
-        elif aggregation == "seq-mean-token-sum":
-            out.append(1 / len(lengths))
-        elif aggregation == "seq-mean-token-sum-norm":
-            out.append(1 / len(lengths) / 64)
-        elif aggregation == "seq-mean-token-mean":
-            out.append(1 / len(lengths) / n)
-        else:
-            of_group = sum(m for m, g in zip(lengths, groups) if g == group)
-            out.append(1 / len(set(groups)) / of_group)
-    return out
-
-
-MEANS = ["token-mean", "token-mean-per-group", "seq-mean-token-mean"]
-SUMS = ["token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
-
-
-@pytest.mark.parametrize("aggregation", MEANS + SUMS)
-def test_loss_weights(aggregation):
-    lengths, groups = [3, 50, 1, 7, 7], [4, 4, 9, 9, 9]
-    settings = {"aggregation": aggregation, "max_response_tokens": 64}
-    got = objective.loss_weights(lengths, groups, **settings)
-    np.testing.assert_allclose(got, weights_by_hand(lengths, groups, aggregation), rtol=1e-12)
-    assert aggregation in SUMS or math.isclose((got * lengths).sum(), 1)
-    assert len(objective.loss_weights([], [], **settings)) == 0
-
-
 def test_bfloat16_inputs_are_computed_in_float32():
     logp, old, adv, mask = map(jnp.asarray, random_tokens(1))
     short = [x.astype(jnp.bfloat16) for x in (logp, old, adv)]

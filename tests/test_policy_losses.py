@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax import train_step
-from dapo_jax.config import LOSS_PARAMETERS, Config
-from dapo_jax.policy_losses import LOSSES, response_mean
+from dapo_jax.config import Config
+from dapo_jax.parameters import LOSS_PARAMETERS
+from dapo_jax.policy_losses import COVARIANCE_LOSSES, LOSSES, response_mean
 from dapo_jax.types import UserError
-from tests.helpers import make_params, random_samples, tiny_config, tiny_dict
-from tests.test_train_step import assert_close, stack
+from tests.helpers import tiny_dict
 
 BOUNDS = {"clip_low": 0.2, "clip_high": 0.28}
 SETTINGS = {
@@ -27,6 +26,13 @@ SETTINGS = {
     "dppo-kl": {"clip_low": 0.02, "clip_high": 0.03, "ratio_cap": 2.0},
     "policy-gradient": {},
     "dro": {"dro_beta": 0.3},
+    "clip-cov": BOUNDS,
+    "kl-cov": {"cov_kl_coefficient": 0.7},
+}
+# What the choice of tokens reads besides.
+SELECTION = {
+    "clip-cov": {"cov_share": 0.1, "cov_low": 0.01, "cov_high": 5.0},
+    "kl-cov": {"cov_share": 0.1},
 }
 
 
@@ -46,7 +52,18 @@ def make_rows(seed=0, rows=3, length=24):
     ]
 
 
-def by_hand(name, logp, old, advantage, **p):
+def selected_like(mask):
+    """Every third column: the tokens that Clip-Cov and KL-Cov act on in these tests."""
+    return np.broadcast_to(np.arange(mask.shape[1]) % 3 == 0, mask.shape)
+
+
+def apply(name, *rows):
+    """The policy loss of that name on log-probs, old log-probs, advantages, mask, segments."""
+    chosen = [selected_like(rows[3])] if name in COVARIANCE_LOSSES else []
+    return LOSSES[name](*map(jnp.asarray, [*rows, *chosen]), **SETTINGS[name])
+
+
+def by_hand(name, logp, old, advantage, selected, **p):
     """Objectives of the tokens of one response, from the papers' formulas."""
     n, out = len(logp), []
     ratios = [math.exp(a - b) for a, b in zip(logp, old)]
@@ -83,6 +100,11 @@ def by_hand(name, logp, old, advantage, **p):
             J = 0.0 if wrong_way else min(r, p["ratio_cap"]) * A * logp[t]
         elif name == "policy-gradient":
             J = A * logp[t]
+        elif name == "clip-cov":
+            J = min(r * A, clip(r, 1 - p["clip_low"], 1 + p["clip_high"]) * A)
+            J = 0.0 if selected[t] else J
+        elif name == "kl-cov":
+            J = r * A - (p["cov_kl_coefficient"] * abs(logp[t] - old[t]) if selected[t] else 0.0)
         else:
             J = A * logp[t] - p["dro_beta"] / 2 * (logp[t] - old[t]) ** 2
         out.append(J)
@@ -93,14 +115,15 @@ def by_hand(name, logp, old, advantage, **p):
 @pytest.mark.parametrize("name", LOSSES)
 def test_objective_is_the_papers(name, seed):
     rows = make_rows(seed)
-    got = LOSSES[name](*map(jnp.asarray, rows), **SETTINGS[name])
+    got = apply(name, *rows)
     logp, old, advantage, mask, segments = rows
+    selected = selected_like(mask)
     expected = np.zeros(mask.shape)
     for row in range(len(mask)):
         for segment in range(1, segments.max() + 1):
             at = mask[row] & (segments[row] == segment)
             one = [x[row, at].astype(np.float64).tolist() for x in (logp, old, advantage)]
-            expected[row, at] = by_hand(name, *one, **SETTINGS[name])
+            expected[row, at] = by_hand(name, *one, selected[row, at], **SETTINGS[name])
     np.testing.assert_allclose(got.objective_BT, expected, rtol=2e-5, atol=1e-6)
     ratio = np.asarray(got.ratio_BT)
     assert (ratio[~mask] == 1).all()
@@ -110,12 +133,13 @@ def test_objective_is_the_papers(name, seed):
 
 def summed(name, rows):
     weights = jnp.linspace(0.5, 1.5, rows[0].size).reshape(rows[0].shape)
-    return lambda logp: jnp.sum(
-        weights * LOSSES[name](logp, *map(jnp.asarray, rows[1:]), **SETTINGS[name]).objective_BT
-    )
+    return lambda logp: jnp.sum(weights * apply(name, logp, *rows[1:]).objective_BT)
 
 
-@pytest.mark.parametrize("name", ["ppo-clip", "gspo", "gmpo", "sapo", "policy-gradient", "dro"])
+@pytest.mark.parametrize(
+    "name",
+    ["ppo-clip", "gspo", "gmpo", "sapo", "policy-gradient", "dro", "clip-cov", "kl-cov"],
+)
 def test_gradient_is_the_slope(name):
     """Where nothing is stopped, the gradient is what finite differences say."""
     with jax.enable_x64(True):
@@ -133,10 +157,8 @@ def test_gradient_is_the_slope(name):
 def test_a_stopped_weight_gives_its_token_that_gradient(name):
     """J = sg(w) A log pi: the gradient is w A, which is J / log pi."""
     rows = make_rows()
-    f = lambda logp: jnp.sum(
-        LOSSES[name](logp, *map(jnp.asarray, rows[1:]), **SETTINGS[name]).objective_BT
-    )
-    objective = LOSSES[name](*map(jnp.asarray, rows), **SETTINGS[name]).objective_BT
+    f = lambda logp: jnp.sum(apply(name, logp, *rows[1:]).objective_BT)
+    objective = apply(name, *rows).objective_BT
     np.testing.assert_allclose(jax.grad(f)(rows[0]), objective / rows[0], rtol=1e-4, atol=1e-7)
 
 
@@ -152,9 +174,7 @@ def test_gspo_token_form_has_the_tokens_own_gradient():
     weight = jnp.asarray(1 / count, jnp.float32)  # seq-mean-token-mean
 
     def gradient(name):
-        f = lambda logp: jnp.sum(
-            weight * LOSSES[name](logp, *map(jnp.asarray, rows[1:]), **SETTINGS[name]).objective_BT
-        )
+        f = lambda logp: jnp.sum(weight * apply(name, logp, *rows[1:]).objective_BT)
         return jax.grad(f)(jnp.asarray(rows[0]))
 
     np.testing.assert_allclose(gradient("gspo"), gradient("gspo-token"), rtol=1e-4, atol=1e-7)
@@ -185,56 +205,70 @@ def test_bfloat16_inputs_are_computed_in_float32(name):
     rows = make_rows()
     short = [jnp.asarray(x, jnp.bfloat16) for x in rows[:3]]
     exact = [x.astype(jnp.float32) for x in short]
-    rest = [jnp.asarray(x) for x in rows[3:]]
-    a = LOSSES[name](*short, *rest, **SETTINGS[name]).objective_BT
-    b = LOSSES[name](*exact, *rest, **SETTINGS[name]).objective_BT
+    a = apply(name, *short, *rows[3:]).objective_BT
+    b = apply(name, *exact, *rows[3:]).objective_BT
     assert a.dtype == jnp.float32
     np.testing.assert_array_equal(a, b)
+    # The gradient is the float32 one, rounded once: to the 8 bits of bfloat16.
+    total = lambda x: jnp.sum(apply(name, x, *short[1:], *rows[3:]).objective_BT)
+    low, high = jax.grad(total)(short[0]), jax.grad(total)(exact[0])
+    assert low.dtype == jnp.bfloat16
+    np.testing.assert_allclose(low.astype(jnp.float32), high, rtol=2**-8, atol=1e-30)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_responses_sharing_a_row_do_not_meet(name):
     """Packed side by side, and each in a row of its own."""
     logp, old, advantage, mask, segments = make_rows(rows=1)
-    packed = LOSSES[name](
-        *map(jnp.asarray, (logp, old, advantage, mask, segments)), **SETTINGS[name]
-    )
+    packed = apply(name, logp, old, advantage, mask, segments)
     for segment in range(1, 4):
         own = segments == segment
-        alone = LOSSES[name](
-            *map(jnp.asarray, (logp, old, advantage, mask & own, own.astype(np.int32))),
-            **SETTINGS[name],
-        )
+        alone = apply(name, logp, old, advantage, mask & own, own.astype(np.int32))
         at = mask & own
         np.testing.assert_allclose(
             np.asarray(packed.objective_BT)[at], np.asarray(alone.objective_BT)[at], rtol=1e-5
         )
 
 
-def configured(name, **others):
-    settings = dict.fromkeys(
-        (
-            "clip_low",
-            "clip_high",
-            "clip_dual",
-            "tau_positive",
-            "tau_negative",
-            "ratio_cap",
-            "dro_beta",
+@pytest.mark.parametrize("side", ["low", "high"])
+@pytest.mark.parametrize("name", ["ppo-clip", "gspo", "gspo-token", "clip-cov", "gmpo"])
+def test_at_the_very_bound_the_gradient_passes_and_beyond_it_does_not(name, side):
+    """A ratio (gmpo: its logarithm) that equals its bound to the last bit is not clipped yet."""
+    bound = SETTINGS[name][f"clip_{side}"]
+    outward = 1 if side == "high" else -1
+    x = outward * bound if name == "gmpo" else math.log1p(outward * bound)
+    with jax.enable_x64(True):
+        # The logarithm that the library's own exp sends to the bound, or the nearest inside it.
+        met = 1 + outward * bound
+        candidates = [x]
+        for _ in range(64):
+            candidates += [np.nextafter(candidates[-1], -outward * np.inf)]
+        if name != "gmpo":
+            exact = [c for c in candidates if float(jnp.exp(jnp.float64(c))) == met]
+            inside = [c for c in candidates if outward * (float(jnp.exp(jnp.float64(c))) - met) < 0]
+            x = (exact or inside)[0]
+        A = np.full((1, 1), float(outward))
+        mask, segments, old = np.ones((1, 1), bool), np.ones((1, 1), np.int32), np.zeros((1, 1))
+        settings = {k: v for k, v in SETTINGS[name].items() if k != "clip_dual"}
+        chosen = [np.zeros((1, 1), bool)] if name == "clip-cov" else []
+        total = lambda logp: jnp.sum(
+            LOSSES[name](
+                logp, *map(jnp.asarray, (old, A, mask, segments, *chosen)), **settings
+            ).objective_BT
         )
-    )
-    settings |= {"loss": name} | SETTINGS[name] | others
+        np.testing.assert_allclose(
+            jax.grad(total)(jnp.full((1, 1), x)), outward * np.exp(x), rtol=1e-12
+        )
+        beyond = jnp.full((1, 1), x + outward * 1e-9)
+        assert not jax.grad(total)(beyond).any()
+
+
+def configured(name, **others):
+    """Overrides of `tiny_config` for a policy loss with the settings of these tests."""
+    names = {p.strip("[]") for names in LOSS_PARAMETERS.values() for p in names}
+    settings = dict.fromkeys(names | {p for s in SELECTION.values() for p in s})
+    settings |= {"loss": name} | SETTINGS[name] | SELECTION.get(name, {}) | others
     return {f"objective__{key}": value for key, value in settings.items()}
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_micro_batches_add_up_under_every_loss(name):
-    config = tiny_config(**configured(name))
-    params, samples = make_params(config), random_samples(np.random.default_rng(0), 10)
-    gradient = jax.jit(train_step.gradient, static_argnums=0)
-    whole = gradient(config, params, *stack(samples, rows_per_micro_batch=8, num_micro_batches=1))
-    cut = gradient(config, params, *stack(samples, rows_per_micro_batch=2, num_micro_batches=5))
-    assert_close(whole[0], cut[0], 3e-6)
 
 
 def test_the_config_asks_for_what_each_loss_reads():

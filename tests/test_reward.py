@@ -49,7 +49,7 @@ def test_soft_overlong_punishment_scales_and_switches_off():
     ],
 )
 def test_exact_match(text, answer, correct, extracted):
-    assert reward.exact_match(text, answer) == (correct, extracted)
+    assert reward.exact_match(text, answer) == (correct, extracted, ())
 
 
 @pytest.mark.parametrize(

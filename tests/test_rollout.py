@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax import batching, log_probs
+from dapo_jax import log_probs
 from dapo_jax.compilations import CompilationCounter
 from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.engine import DecoderEngine, EngineSpec
 from dapo_jax.rollout.sampling import keep_top_p, sample
 from dapo_jax.types import Problem
-from tests.helpers import make_mesh, make_params, tiny_config
+from tests.helpers import Sample, make_mesh, make_params, rows_of, tiny_config
 
 CONFIG = tiny_config()
 EOS = 1
@@ -67,13 +67,13 @@ def test_log_probs_are_the_trainers(params, problems, temperature):
     """Every token, EOS included, under the tempered distribution, to 1e-5."""
     responses, _ = draw(make_engine(temperature=temperature), params, problems)
     samples = [
-        batching.Sample(p.prompt_tokens, r.tokens, 1.0, True, r.log_probs, 0.0, 0)
+        Sample(list(p.prompt_tokens), r.tokens, 1.0, r.log_probs, 0.0)
         for p, row in zip(problems, responses, strict=True)
         for r in row
     ]
-    rows = batching.pack(samples, 64)
-    score = functools.partial(log_probs.row_log_probs, CONFIG.model, temperature=temperature)
-    got, _ = jax.jit(score)(params, rows)
+    rows = rows_of(samples, 64)
+    score = functools.partial(log_probs.row_statistics, CONFIG.model, temperature=temperature)
+    got = jax.jit(score)(params, rows).log_prob_BT
     gap = np.abs(np.asarray(got) - rows.log_prob_old_BT)[rows.mask_BT]
     assert gap.size == sum(len(s.response_tokens) for s in samples)
     assert gap.max() < 1e-5

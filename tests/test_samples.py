@@ -1,12 +1,32 @@
-"""From scored groups to samples: lengths in tokens, who is filtered, who is in the baseline."""
+"""From scored groups to columns: lengths in tokens, who is filtered, who is in the baseline."""
+
+import dataclasses
 
 import numpy as np
 import pytest
 
-from dapo_jax.samples import shaped_rewards, training_samples
+from dapo_jax.config import CorrectionConfig
+from dapo_jax.samples import (
+    adapted_kl_coefficient,
+    estimate_advantages,
+    finished_columns,
+    make_samples,
+    shaped_rewards,
+)
 from tests.helpers import make_group, tiny_config
 
 # max_response_tokens 32, overlong_buffer_tokens 8: punished from 25 tokens on.
+
+
+def samples_of(config, groups, step=1):
+    return make_samples(config, groups, step, lambda sequences: ["x" * len(s) for s in sequences])
+
+
+def advantages_of(config, groups, **inputs):
+    """Advantage of every token, one array per response."""
+    samples = samples_of(config, groups)
+    result = estimate_advantages(config, samples, **inputs)
+    return np.split(result.advantage_N, np.cumsum(samples.lengths_R)[:-1])
 
 
 def test_shaped_reward_is_the_scorers_plus_the_punishment_in_tokens():
@@ -21,28 +41,21 @@ def test_advantages_are_of_the_shaped_reward():
     group = make_group([True, False, True, False], lengths=[24, 26, 28, 32])
     rewards = np.array([1.0, -1.25, 0.5, -2.0])
     expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
-    got = [s.advantage for s in training_samples(tiny_config(), [group], 1)]
-    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    for got, want, n in zip(advantages_of(tiny_config(), [group]), expected, (24, 26, 28, 32)):
+        np.testing.assert_allclose(got, np.full(n, want), rtol=1e-5)
 
 
-def test_a_sample_holds_the_whole_response_and_its_lag():
+def test_samples_hold_whole_responses_and_their_lag():
     group = make_group([True, False])
-    first, _ = training_samples(tiny_config(), [group], 4)
-    np.testing.assert_array_equal(first.response_tokens, group.responses[0].tokens)
-    assert first.prompt_tokens == (1, 2, 3) and first.lag == 3
-    np.testing.assert_array_equal(first.log_prob_old, group.responses[0].log_probs)
-
-
-@pytest.mark.parametrize(
-    "aggregation", ["token-mean", "token-mean-per-group", "seq-mean-token-mean"]
-)
-def test_weights_sum_to_one_over_the_trained_tokens(aggregation):
-    config = tiny_config(objective__aggregation=aggregation, objective__overlong_filter=True)
-    groups = [make_group([True, False, True, False], truncated=2), make_group([True, False])]
-    samples = training_samples(config, groups, 1)
-    assert [s.trained for s in samples] == [True, True, False, False, True, True]
-    assert sum(s.weight * len(s.response_tokens) for s in samples) == pytest.approx(1)
-    assert all(s.weight == 0 for s in samples if not s.trained)
+    samples = samples_of(tiny_config(), [group], step=4)
+    np.testing.assert_array_equal(
+        samples.tokens_N, np.concatenate([r.tokens for r in group.responses])
+    )
+    np.testing.assert_array_equal(
+        samples.log_prob_N, np.concatenate([r.log_probs for r in group.responses])
+    )
+    assert samples.prompts == ((1, 2, 3), (1, 2, 3)) and samples.lag_R.tolist() == [3, 3]
+    assert samples.lengths_R.tolist() == [3, 4] and samples.groups_R.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("in_baseline, mean", [(True, 0.0), (False, 1 / 3)])
@@ -53,15 +66,95 @@ def test_a_filtered_response_counts_in_the_baseline_if_the_config_says_so(in_bas
         objective__normalise_std=False,
     )
     group = make_group([True, True, False, False], truncated=1)
-    samples = training_samples(config, [group], 1)
-    np.testing.assert_allclose([s.advantage for s in samples[:3]], [1 - mean, 1 - mean, -1 - mean])
-    assert not samples[3].trained
+    *kept, filtered = advantages_of(config, [group])
+    np.testing.assert_allclose([a[0] for a in kept], [1 - mean, 1 - mean, -1 - mean])
+    assert not filtered.any()
+    assert samples_of(config, [group]).trained_R.tolist() == [True, True, True, False]
 
 
-def test_every_response_cut_is_nothing_to_train_on():
-    config = tiny_config(objective__overlong_filter=True, objective__overlong_in_baseline=False)
-    samples = training_samples(config, [make_group([True, False], truncated=2)], 1)
-    assert not any(s.trained for s in samples)
-    assert all(np.isfinite(s.advantage) for s in samples)
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "opo", "reinforce++-baseline"])
+def test_every_response_cut_is_nothing_to_train_on(advantage):
+    changes = {"normalise_std": None, "std_ddof": None} if advantage != "grpo" else {}
+    config = tiny_config(
+        objective__overlong_filter=True,
+        objective__overlong_in_baseline=False,
+        objective__advantage=advantage,
+        **{f"objective__{name}": value for name, value in changes.items()},
+    )
+    none_left = make_group([True, False], truncated=2)
     one_left = make_group([True, False, True], truncated=2)
-    assert all(np.isfinite(s.advantage) for s in training_samples(config, [one_left], 1))
+    for groups in ([none_left], [one_left], [none_left, one_left]):
+        assert not np.concatenate(advantages_of(config, groups)).any()
+
+
+def test_the_kl_is_taken_from_the_reward_of_its_token():
+    """gamma = lambda = 1 and values of 0: the return of a token is what is still to come."""
+    config = tiny_config(
+        objective__advantage="gae",
+        objective__normalise_std=None,
+        objective__std_ddof=None,
+        objective__gamma=1.0,
+        objective__gae_lambda=1.0,
+        critic=dict(learning_rate=1e-3, warmup_steps=1, value_clip=0.5, head_start_steps=0),
+    )
+    samples = samples_of(config, [make_group([True, False], lengths=[2, 3])])
+    kl_penalty_N = np.array([0.1, 0.2, 0.3, 0.4, 0.5])
+    got = estimate_advantages(
+        config, samples, kl_penalty_N=kl_penalty_N, values_N=np.zeros(5, np.float32)
+    )
+    by_hand = [1 - 0.1 - 0.2, 1 - 0.2, -1 - 0.3 - 0.4 - 0.5, -1 - 0.4 - 0.5, -1 - 0.5]
+    np.testing.assert_allclose(got.return_N, by_hand)
+    # An outcome advantage takes the sum of its response.
+    grpo = tiny_config(objective__normalise_std=False)
+    a = estimate_advantages(grpo, samples, kl_penalty_N=kl_penalty_N).advantage_N
+    half = ((1 - 0.3) - (-1 - 1.2)) / 2
+    np.testing.assert_allclose(a, [half, half, -half, -half, -half])
+
+
+def test_steps_are_found_in_tokens():
+    """Steps are named by characters; the decoder here writes one, two or three to a token."""
+    config = tiny_config(objective__advantage="grpo-process")
+    group = make_group([True, False], lengths=[4, 4])
+    steps = ((3, 1.0), (7, -1.0))  # the third and the seventh character
+    verdicts = (group.verdicts[0]._replace(steps=steps), group.verdicts[1])
+    decode = lambda sequences: [
+        "".join("abc"[: 1 + i % 3] for i in range(len(s))) for s in sequences
+    ]
+    samples = make_samples(config, [group._replace(verdicts=verdicts)], 1, decode)
+    # One, three, six, seven characters after each token.
+    assert samples.steps == (((2, 1.0), (4, -1.0)), ())
+
+
+def test_the_coefficient_of_the_kl_adapts():
+    adapt = lambda kl: adapted_kl_coefficient(0.2, kl, target=0.1, horizon=1000, num_responses=100)
+    assert adapt(0.1) == 0.2
+    assert adapt(0.105) == pytest.approx(0.2 * (1 + 0.05 * 0.1))
+    assert adapt(10.0) == pytest.approx(0.2 * (1 + 0.2 * 0.1))  # bounded
+    assert adapt(0.0) == pytest.approx(0.2 * (1 - 0.2 * 0.1))
+
+
+CORRECTION = CorrectionConfig(
+    policy="current",
+    importance="token",
+    importance_cap=2.0,
+    importance_floor=None,
+    normalise=False,
+    reject=(("seq-mean-k1", 0.5, 2.0),),
+    sequence_mask_delta=None,
+)
+
+
+def test_a_rejected_response_leaves_the_mask_and_the_others_get_weights():
+    config = dataclasses.replace(tiny_config(), correction=CORRECTION)
+    rollout_N = np.full(5, -1.0, np.float32)
+    current_N = np.array([-1.0, 0.0, -3.0, -3.0, -3.0], np.float32)  # the second far below
+    mask_N = np.array([True, True, True, True, False])
+    columns = {
+        "mask_BT": mask_N, "log_prob_old_BT": rollout_N, "advantage_BT": np.ones(5),
+    }  # fmt: skip
+    got = finished_columns(
+        config, columns, np.array([2, 3]), rollout_N, current_N=current_N, priority_N=np.zeros(5)
+    )
+    assert got["mask_BT"].tolist() == [True, True, False, False, False]
+    np.testing.assert_allclose(got["correction_BT"][:2], [1.0, 2.0])  # e truncated at 2
+    assert columns["mask_BT"].tolist() == mask_N.tolist(), "the columns given are left alone"

@@ -9,10 +9,19 @@ import numpy as np
 import pytest
 
 from dapo_jax import attention, batching, log_probs, model, sharding, train_step
-from tests.helpers import make_mesh, make_params, random_samples, replace_model, tiny_config
+from tests.helpers import (
+    make_mesh,
+    make_params,
+    random_samples,
+    replace_model,
+    rows_of,
+    tiny_config,
+)
 from tests.test_objective import surrogate_by_hand
 
-CONFIG = tiny_config(objective__kl_coefficient=0.1, rollout__temperature=0.8)
+CONFIG = tiny_config(
+    objective__kl_coefficient=0.1, objective__kl_estimator="k3", rollout__temperature=0.8
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +58,16 @@ def all_logits(config, params, tokens_BT):
 
 
 def stack(samples, *, rows_per_micro_batch, num_micro_batches, row_tokens=64):
-    rows = batching.pack(samples, row_tokens)
-    return batching.to_micro_batches(
-        rows, rows_per_micro_batch=rows_per_micro_batch, num_micro_batches=num_micro_batches
-    ), np.int32(batching.used_micro_batches(len(rows.tokens_BT), rows_per_micro_batch))
+    """(rows, micro-batches used, denominator): the weights of the samples times 3, over 3."""
+    rows = rows_of(samples, row_tokens)
+    rows = rows._replace(weight_BT=3 * rows.weight_BT)
+    return (
+        batching.to_micro_batches(
+            rows, rows_per_micro_batch=rows_per_micro_batch, num_micro_batches=num_micro_batches
+        ),
+        np.int32(batching.used_micro_batches(len(rows.tokens_BT), rows_per_micro_batch)),
+        np.float32(3),
+    )
 
 
 gradient = jax.jit(train_step.gradient, static_argnums=0)  # compiled once per config and shape
@@ -66,9 +81,9 @@ def assert_close(a, b, tolerance):
 
 def test_row_log_probs_speak_of_their_own_token(params, samples):
     """Packed and shifted, against each sequence alone: an off-by-one cannot pass."""
-    rows = batching.pack(samples, 64)
-    score = functools.partial(log_probs.row_log_probs, CONFIG.model, temperature=0.8)
-    got, _ = jax.jit(score)(params, rows)
+    rows = rows_of(samples, 64)
+    score = functools.partial(log_probs.row_statistics, CONFIG.model, temperature=0.8)
+    got = jax.jit(score)(params, rows).log_prob_BT
     expected = {
         tuple(s.response_tokens.tolist()): log_probs_by_hand(CONFIG, params, s) for s in samples
     }
@@ -94,8 +109,8 @@ def test_loss_is_the_weighted_sum_over_response_tokens(params, samples):
         # k3 against a reference of log-prob 0, bounded by 10.
         kl = np.minimum(np.exp(-logp) - 1 + logp, 10)
         total += (sample.weight * (-value + o.kl_coefficient * kl)).sum()
-    rows, n = stack(samples, rows_per_micro_batch=8, num_micro_batches=2)
-    _, sums, _ = gradient(CONFIG, params, rows, n)
+    rows, n, W = stack(samples, rows_per_micro_batch=8, num_micro_batches=2)
+    _, sums, _ = gradient(CONFIG, params, rows, n, W)
     np.testing.assert_allclose(sums.loss, total, rtol=1e-4)
     assert sums.tokens == sum(len(s.response_tokens) for s in samples)
 
@@ -109,20 +124,20 @@ def test_micro_batches_add_up(params, samples, B, M):
 
 
 def test_micro_batches_beyond_the_used_are_not_computed(params, samples):
-    rows, n = stack(samples, rows_per_micro_batch=4, num_micro_batches=8)
+    rows, n, W = stack(samples, rows_per_micro_batch=4, num_micro_batches=8)
     broken = rows._replace(advantage_BT=rows.advantage_BT.copy())
     broken.advantage_BT[n:] = np.nan
     broken.mask_BT[n:] = True
     assert n < 8
-    grads, sums, _ = gradient(CONFIG, params, broken, n)
+    grads, sums, _ = gradient(CONFIG, params, broken, n, W)
     assert np.isfinite(sums.loss) and all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
 
 
 def test_packing_and_padding_do_not_matter(params, samples):
     packed = gradient(CONFIG, params, *stack(samples, rows_per_micro_batch=8, num_micro_batches=1))
-    alone = [batching.pack([sample], 96) for sample in samples]
+    alone = [rows_of([sample], 96) for sample in samples]
     rows = type(alone[0])(*(np.stack(x) for x in zip(*alone)))
-    unpacked = gradient(CONFIG, params, rows, np.int32(len(samples)))
+    unpacked = gradient(CONFIG, params, rows, np.int32(len(samples)), np.float32(1))
     assert_close(packed[0], unpacked[0], 2e-6)
     shuffled = gradient(
         CONFIG, params, *stack(samples[::-1], rows_per_micro_batch=8, num_micro_batches=1)
@@ -133,7 +148,7 @@ def test_packing_and_padding_do_not_matter(params, samples):
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("data, fsdp, tensor", [(8, 1, 1), (2, 2, 2), (1, 4, 2)])
 def test_eight_devices_give_what_one_gives(params, samples, data, fsdp, tensor):
-    rows, n = stack(samples, rows_per_micro_batch=8, num_micro_batches=2)
+    rows, n, W = stack(samples, rows_per_micro_batch=8, num_micro_batches=2)
     results = []
     for shape in ((1, 1, 1), (data, fsdp, tensor)):
         layout = dataclasses.replace(
@@ -143,7 +158,9 @@ def test_eight_devices_give_what_one_gives(params, samples, data, fsdp, tensor):
         mesh = make_mesh(config, int(np.prod(shape)))
         host = jax.device_get(train_step.init_state(config, params))  # the update donates its state
         state = jax.device_put(host, train_step.state_shardings(config, mesh))
-        state, result = train_step.compile_update(config, mesh)(state, rows, n, np.float32(1e-3))
+        state, result = train_step.compile_update(config, mesh)(
+            state, rows, n, W, np.float32(1e-3), None
+        )
         results.append(jax.device_get((state, result)))
         if shape != (1, 1, 1) and fsdp * tensor > 1:
             q = state.params["layers"]["q"]
@@ -164,7 +181,7 @@ def test_chunks_of_log_probs_change_nothing(chunk_tokens):
     targets = jnp.asarray(rng.integers(0, 37, (4, 16)))
 
     def total(hidden, unembed, chunk):
-        logp, entropy = log_probs.token_log_probs(
+        logp, entropy, _ = log_probs.token_statistics(
             hidden, unembed, targets, temperature=0.7, chunk_tokens=chunk
         )
         return jnp.sum(logp * jnp.arange(16.0)[None] + 0.1 * entropy), (logp, entropy)
@@ -183,12 +200,12 @@ def test_chunks_of_log_probs_change_nothing(chunk_tokens):
 @pytest.mark.usefixtures("standard_promotion")
 def test_adamw_step_by_hand(params, samples):
     """One update against AdamW written out, clipping included."""
-    rows, n = stack(samples, rows_per_micro_batch=8, num_micro_batches=1)
-    grads, _, _ = gradient(CONFIG, params, rows, n)
+    rows, n, W = stack(samples, rows_per_micro_batch=8, num_micro_batches=1)
+    grads, _, _ = gradient(CONFIG, params, rows, n, W)
     o, rate = CONFIG.optimizer, 3e-3
     norm = np.sqrt(sum((np.asarray(g, np.float64) ** 2).sum() for g in jax.tree.leaves(grads)))
     update = jax.jit(functools.partial(train_step.update, CONFIG))
-    new, result = update(train_step.init_state(CONFIG, params), rows, n, np.float32(rate))
+    new, result = update(train_step.init_state(CONFIG, params), rows, n, W, np.float32(rate))
     np.testing.assert_allclose(result.grad_norm, norm, rtol=1e-5)
     for p, g, q in zip(*map(jax.tree.leaves, (params, grads, new.params)), strict=True):
         p, g = np.asarray(p, np.float64), np.asarray(g, np.float64)
@@ -202,29 +219,31 @@ def test_adamw_step_by_hand(params, samples):
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_non_finite_gradient_changes_nothing_and_is_counted(params, samples):
-    rows, n = stack(samples, rows_per_micro_batch=8, num_micro_batches=1)
+    rows, n, W = stack(samples, rows_per_micro_batch=8, num_micro_batches=1)
     rows.advantage_BT[0, 0, np.flatnonzero(rows.mask_BT[0, 0])[0]] = np.inf
     state = train_step.init_state(CONFIG, params)
     update = jax.jit(functools.partial(train_step.update, CONFIG))
     for skipped in (1, 2):
-        state, result = update(state, rows, n, np.float32(1e-3))
+        state, result = update(state, rows, n, W, np.float32(1e-3))
         assert result.skipped == skipped and state.updates == 0
     jax.tree.map(np.testing.assert_array_equal, state.params, params)
-    rows, n = stack(samples, rows_per_micro_batch=8, num_micro_batches=1)
-    state, result = update(state, rows, n, np.float32(1e-3))
+    rows, n, W = stack(samples, rows_per_micro_batch=8, num_micro_batches=1)
+    state, result = update(state, rows, n, W, np.float32(1e-3))
     assert result.skipped == 0 and state.updates == 1
 
 
 def test_warm_up_starts_at_one_nth():
     optimizer = dataclasses.replace(CONFIG.optimizer, learning_rate=8.0, warmup_steps=4)
-    rates = [train_step.learning_rate(optimizer, step) for step in range(1, 7)]
+    rates = [train_step.learning_rate(optimizer, step, 9) for step in range(1, 7)]
     assert rates == [2, 4, 6, 8, 8, 8]
 
 
 def test_rematerialisation_changes_nothing(params, samples):
-    rows, n = stack(samples, rows_per_micro_batch=8, num_micro_batches=1)
+    rows, n, W = stack(samples, rows_per_micro_batch=8, num_micro_batches=1)
     remat = dataclasses.replace(CONFIG, model=replace_model(CONFIG, remat="full"))
-    assert_close(gradient(CONFIG, params, rows, n)[0], gradient(remat, params, rows, n)[0], 1e-6)
+    assert_close(
+        gradient(CONFIG, params, rows, n, W)[0], gradient(remat, params, rows, n, W)[0], 1e-6
+    )
 
 
 def test_two_axes_on_one_mesh_axis_are_refused():

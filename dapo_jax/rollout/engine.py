@@ -39,7 +39,7 @@ class EngineSpec:
     max_prompt_tokens: int
     max_response_tokens: int
     stop_tokens: tuple[int, ...]
-    temperature: float
+    temperature: float  # 0: greedy
     top_p: float
 
     @property
@@ -203,7 +203,7 @@ def _programs(spec: EngineSpec, mesh: Mesh) -> tuple[Any, Any, Any, Any]:
 
     def next_logits(params: model.Params, hidden_BD: jax.Array) -> jax.Array:
         unembed_VD = model.unembedding(params)
-        return log_probs.logits(hidden_BD, unembed_VD, temperature=spec.temperature)
+        return log_probs.logits(hidden_BD, unembed_VD, temperature=spec.temperature or 1.0)
 
     def init() -> DecodeState:
         B = spec.slots
@@ -264,7 +264,11 @@ def _programs(spec: EngineSpec, mesh: Mesh) -> tuple[Any, Any, Any, Any]:
         params: model.Params, state: DecodeState
     ) -> tuple[DecodeState, jax.Array, jax.Array]:
         token_B, log_prob_B = sample(
-            state.logits_BV, state.keys_B2, state.generated_B, top_p=spec.top_p
+            state.logits_BV,
+            state.keys_B2,
+            state.generated_B,
+            top_p=spec.top_p,
+            greedy=spec.temperature == 0,
         )
         generated_B = state.generated_B + state.active_B.astype(jnp.int32)
         stop_B = jnp.isin(token_B, jnp.asarray(spec.stop_tokens, jnp.int32))

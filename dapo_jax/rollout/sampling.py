@@ -21,7 +21,12 @@ def keep_top_p(logits_BV: jax.Array, top_p: float) -> jax.Array:
 
 
 def sample(
-    logits_BV: jax.Array, keys_B2: jax.Array, positions_B: jax.Array, *, top_p: float
+    logits_BV: jax.Array,
+    keys_B2: jax.Array,
+    positions_B: jax.Array,
+    *,
+    top_p: float,
+    greedy: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """(tokens int32 [B], their float32 log-probs [B]) drawn from softmax(logits), nucleus kept.
 
@@ -31,7 +36,13 @@ def sample(
         positions_B: index of the token in its response; the key of the draw is
             fold_in(sample key, position), whichever slot and moment it happens in.
         top_p: in (0, 1]; 1 keeps every token.
+        greedy: take the most probable token, the first of equals; no key is used, and the log-prob
+            is the one under softmax(logits).
     """
+    if greedy:
+        tokens_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+        log_probs_BV = jax.nn.log_softmax(logits_BV, axis=-1)
+        return tokens_B, jnp.take_along_axis(log_probs_BV, tokens_B[:, None], axis=-1)[:, 0]
     if top_p < 1.0:
         logits_BV = keep_top_p(logits_BV, top_p)
     log_probs_BV = jax.nn.log_softmax(logits_BV, axis=-1)

@@ -1,0 +1,207 @@
+"""Corrections for rollouts that another program, or older parameters, drew: pure NumPy, float64.
+
+With mu the policy that sampled a token and pi the one it is compared with, log rho_t = log pi_t -
+log mu_t. Importance weights multiply the policy term of a token; a rejected token leaves the loss,
+and with it every denominator. Both are constants for the gradient. All functions take the trained
+tokens of R responses one after the other, cut by `lengths_R`.
+
+Sources: truncated importance sampling, F. Yao et al., "Your efficient RL framework secretly brings
+you off-policy RL training" (2025); IcePop (masked importance sampling), arXiv:2510.18855; rejection
+by divergence, "When speed kills stability" (2025), as in verl; off-policy sequence masking,
+DeepSeek-V3.2, arXiv:2512.02556, eq. 9.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: a ratio beyond it is a broken log-prob
+
+
+class Correction(NamedTuple):
+    weight_N: np.ndarray  # float64, importance weight of the policy term
+    kept_N: np.ndarray  # bool, False: rejected
+
+
+def importance_weights(
+    log_ratio_N: np.ndarray,
+    lengths_R: np.ndarray,
+    *,
+    level: str,
+    cap: float,
+    floor: float | None = None,
+) -> Correction:
+    """Truncated importance weights, or with a floor masked ones.
+
+        w_t = min(rho_t, cap)                     truncated (TIS)
+        w_t = rho_t where floor <= rho_t <= cap   masked (IcePop); other tokens are rejected
+
+    Deviation: in the papers a masked token stays in the denominator.
+
+    Args:
+        log_ratio_N: log rho_t.
+        level: "token", or "sequence": rho is the product over the response.
+        cap: above 0.
+        floor: in (0, cap], or None.
+    """
+    log_rho_N = log_ratio_N
+    if level == "sequence":
+        log_rho_N = _spread(_sums(log_ratio_N, lengths_R), lengths_R)
+    rho_N = np.exp(np.clip(log_rho_N, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    if floor is None:
+        return Correction(np.minimum(rho_N, cap), np.ones(len(rho_N), bool))
+    kept_N = (rho_N >= floor) & (rho_N <= cap)
+    return Correction(np.where(kept_N, rho_N, 0.0), kept_N)
+
+
+def normalised(weight_N: np.ndarray, lengths_R: np.ndarray, *, level: str) -> np.ndarray:
+    """The weights divided by their mean over tokens, or at level "sequence" over responses."""
+    n_R = lengths_R[lengths_R > 0]
+    if not len(weight_N):
+        return weight_N
+    if level == "sequence":
+        mean = (_sums(weight_N, lengths_R)[lengths_R > 0] / n_R).mean()
+    else:
+        mean = weight_N.mean()
+    return weight_N / mean if mean > 1e-8 else weight_N
+
+
+def kept_by_divergence(
+    log_ratio_N: np.ndarray,
+    lengths_R: np.ndarray,
+    *,
+    statistic: str,
+    cap: float,
+    floor: float | None = None,
+) -> np.ndarray:
+    """Which tokens stay [N]: those whose statistic is within its bounds.
+
+        k1 = -log rho, k2 = (log rho)^2 / 2, k3 = rho - 1 - log rho, of the token itself, or summed,
+        averaged or maximised over its response
+
+    k1 has a sign: it stays within [log floor, log cap], bounds of mu/pi as a ratio. So
+    "seq-sum-k1" rejects by the ratio of whole sequences and "seq-mean-k1" by its geometric mean. k2
+    and k3 are not negative: they stay up to `cap`, and `floor` is None.
+
+    Args:
+        log_ratio_N: log rho_t; bounded by 20 first.
+        statistic: one of `parameters.STATISTICS`.
+    """
+    log_rho_N = np.clip(log_ratio_N, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    reduction, _, divergence = statistic.rpartition("-")
+    x_N = {
+        "k1": -log_rho_N,
+        "k2": 0.5 * log_rho_N**2,
+        "k3": np.exp(log_rho_N) - 1.0 - log_rho_N,
+    }[divergence]
+    if reduction != "token":
+        if reduction == "seq-max":
+            x_R = np.array([x.max(initial=0.0) for x in _split(x_N, lengths_R)])
+        else:
+            x_R = _sums(x_N, lengths_R)
+            if reduction == "seq-mean":
+                x_R = x_R / np.maximum(lengths_R, 1)
+        x_N = _spread(x_R, lengths_R)
+    if divergence == "k1":
+        assert floor is not None
+        return (x_N >= np.log(floor)) & (x_N <= np.log(cap))
+    return x_N <= cap
+
+
+def kept_by_sequence_masking(
+    log_ratio_N: np.ndarray, advantage_N: np.ndarray, lengths_R: np.ndarray, *, delta: float
+) -> np.ndarray:
+    """Off-policy sequence masking [N]: a response of negative advantage goes when the policy has
+    moved away from it.
+
+        dropped if A < 0 and 1/|y| sum_t log(mu_t / pi_t) > delta
+
+    Source: DeepSeek-V3.2, arXiv:2512.02556, eq. 9. A is the mean advantage of the response.
+    """
+    n_R = np.maximum(lengths_R, 1)
+    away_R = _sums(-log_ratio_N, lengths_R) / n_R > delta
+    negative_R = _sums(advantage_N, lengths_R) < 0
+    return ~_spread(away_R & negative_R, lengths_R)
+
+
+def correct(
+    settings: Any,
+    log_prob_N: np.ndarray,
+    log_prob_rollout_N: np.ndarray,
+    advantage_N: np.ndarray,
+    lengths_R: np.ndarray,
+) -> Correction:
+    """All corrections of `config.correction` on the trained tokens of a mini-batch.
+
+    Args:
+        settings: a `CorrectionConfig`.
+        log_prob_N: under pi.
+        log_prob_rollout_N: under mu.
+        advantage_N: for off-policy sequence masking.
+    """
+    # float64 before the difference: the sums over long responses are what is compared.
+    log_ratio_N = np.asarray(log_prob_N, np.float64) - np.asarray(log_prob_rollout_N, np.float64)
+    weight_N, kept_N = np.ones(len(log_ratio_N)), np.ones(len(log_ratio_N), bool)
+    if settings.importance != "none":
+        weight_N, kept_N = importance_weights(
+            log_ratio_N,
+            lengths_R,
+            level=settings.importance,
+            cap=settings.importance_cap,
+            floor=settings.importance_floor,
+        )
+        if settings.normalise:
+            weight_N = normalised(weight_N, lengths_R, level=settings.importance)
+    for statistic, floor, cap in settings.reject:
+        kept_N = kept_N & kept_by_divergence(
+            log_ratio_N, lengths_R, statistic=statistic, floor=floor, cap=cap
+        )
+    if settings.sequence_mask_delta is not None:
+        kept_N = kept_N & kept_by_sequence_masking(
+            log_ratio_N, advantage_N, lengths_R, delta=settings.sequence_mask_delta
+        )
+    return Correction(weight_N, kept_N)
+
+
+def mismatch(
+    log_prob_N: np.ndarray, log_prob_rollout_N: np.ndarray, lengths_R: np.ndarray
+) -> dict[str, float]:
+    """How far pi is from the mu that sampled: numbers of a batch of trained tokens.
+
+    kl: mean of log mu - log pi, the KL from mu to pi in nats per token; k3_kl: the same by k3;
+    training_ppl, rollout_ppl: mean perplexity of a response; chi2_token, chi2_seq: mean rho^2 - 1
+    of tokens and of responses; prob_gap_mean, _max: |pi - mu| as probabilities.
+    """
+    pi_N = np.asarray(log_prob_N, np.float64)
+    mu_N = np.asarray(log_prob_rollout_N, np.float64)
+    there_R = lengths_R > 0
+    if not there_R.any():
+        return {}
+    n_R = lengths_R[there_R]
+    log_rho_N = pi_N - mu_N
+    mean_R = lambda x_N: _sums(x_N, lengths_R)[there_R] / n_R
+    bounded = lambda x: np.clip(x, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    gap_N = np.abs(np.exp(pi_N) - np.exp(mu_N))
+    return {
+        "kl": float(-log_rho_N.mean()),
+        "k3_kl": float((np.exp(log_rho_N) - log_rho_N - 1.0).mean()),
+        "training_ppl": float(np.exp(-mean_R(pi_N)).mean()),
+        "rollout_ppl": float(np.exp(-mean_R(mu_N)).mean()),
+        "chi2_token": float(np.exp(2.0 * bounded(log_rho_N)).mean() - 1.0),
+        "chi2_seq": float(np.exp(2.0 * bounded(_sums(log_rho_N, lengths_R)[there_R])).mean() - 1.0),
+        "prob_gap_mean": float(gap_N.mean()),
+        "prob_gap_max": float(gap_N.max()),
+    }
+
+
+def _sums(x_N: np.ndarray, lengths_R: np.ndarray) -> np.ndarray:
+    responses_N = np.repeat(np.arange(len(lengths_R)), lengths_R)
+    return np.bincount(responses_N, weights=x_N, minlength=len(lengths_R))
+
+
+def _spread(x_R: np.ndarray, lengths_R: np.ndarray) -> np.ndarray:
+    return np.repeat(x_R, lengths_R)
+
+
+def _split(x_N: np.ndarray, lengths_R: np.ndarray) -> list[np.ndarray]:
+    return np.split(x_N, np.cumsum(lengths_R)[:-1])

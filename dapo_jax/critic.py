@@ -1,0 +1,179 @@
+"""The critic of PPO: a value model of the policy's architecture, fitted to returns.
+
+The value of position t is of the state before the token at t: what is to be had from there on. It
+is read off the hidden state that predicts that token by a linear head, which starts at 0; the
+decoder below it starts as a copy of the base model.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from dapo_jax import attention, log_probs, model
+from dapo_jax.config import Config, OptimizerConfig
+from dapo_jax.objective import at_least_float32, clamp
+from dapo_jax.sharding import batch_sharding, param_shardings, replicated
+from dapo_jax.train_step import (
+    TrainState,
+    compile_map,
+    make_optimizer,
+    optimizer_step,
+    summed_gradient,
+)
+from dapo_jax.types import Array, Rows
+
+
+class CriticParams(NamedTuple):
+    decoder: Any  # model.Params, or what stands for it: shardings, moments
+    head_D: Any  # [D]
+
+
+class CriticSums(NamedTuple):
+    """Statistics of trained tokens, added up over micro-batches."""
+
+    tokens: jax.Array
+    loss: jax.Array  # weighted numerator of the mini-batch's loss
+    clipped: jax.Array
+
+
+class CriticMetrics(NamedTuple):
+    sums: CriticSums
+    grad_norm: jax.Array
+    skipped: jax.Array  # int32, see TrainState
+
+
+def value_loss(
+    value_BT: jax.Array,
+    value_old_BT: jax.Array,
+    return_BT: jax.Array,
+    mask_BT: jax.Array,
+    *,
+    value_clip: float,
+) -> tuple[jax.Array, jax.Array]:
+    """(loss of each token, whether the clipped side is the larger), 0 outside the mask.
+
+        L_t = max((V_t - R_t)^2, (clip(V_t, V_old - c, V_old + c) - R_t)^2) / 2
+
+    Source: PPO2 in OpenAI baselines; Engstrom et al., arXiv:2005.12729, eq. 2.
+    """
+    masked = lambda x_BT: jnp.where(mask_BT, at_least_float32(x_BT), 0.0)
+    value_BT, value_old_BT, return_BT = map(masked, (value_BT, value_old_BT, return_BT))
+    moved_BT = clamp(value_BT - value_old_BT, -value_clip, value_clip)
+    plain_BT = (value_BT - return_BT) ** 2
+    clipped_BT = (value_old_BT + moved_BT - return_BT) ** 2
+    # Within the clip both sides are one number, but not to the last bit.
+    beyond_BT = jnp.abs(value_BT - value_old_BT) > value_clip
+    worse_BT = beyond_BT & (clipped_BT > plain_BT)
+    return 0.5 * jnp.where(worse_BT, clipped_BT, plain_BT), worse_BT
+
+
+def row_values(config: Config, params: CriticParams, rows: Rows) -> jax.Array:
+    """Value before each token, float32 [B, T]; 0 for the first of a row."""
+    hidden_BTD, _ = model.hidden_states(
+        config.model,
+        params.decoder,
+        rows.tokens_BT,
+        rows.positions_BT,
+        attention.packed(rows.segments_BT),
+    )
+    value_BT = jnp.einsum(
+        "BTD,D->BT",
+        hidden_BTD,
+        params.head_D.astype(hidden_BTD.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    return log_probs.to_own_token(value_BT)
+
+
+def optimizer_config(config: Config) -> OptimizerConfig:
+    """The policy's optimiser at the critic's rate."""
+    assert config.critic is not None
+    return dataclasses.replace(
+        config.optimizer,
+        learning_rate=config.critic.learning_rate,
+        warmup_steps=config.critic.warmup_steps,
+    )
+
+
+def init_state(config: Config, params: model.Params) -> TrainState:
+    """The critic before the first update, from the parameters of the base model; jittable."""
+    copied = jax.tree.map(jnp.copy, params)
+    head_D = jnp.zeros(config.model.width, jnp.dtype(config.model.param_dtype))
+    critic = CriticParams(copied, head_D)
+    moments = make_optimizer(optimizer_config(config)).init(critic)
+    return TrainState(critic, moments, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+
+
+def state_shardings(config: Config, mesh: Mesh) -> TrainState:
+    """Where the state lies: the decoder as the policy's, the head everywhere."""
+    params = param_shardings(config.model, config.mesh, mesh)
+    critic = CriticParams(params, replicated(mesh))
+    shapes = jax.eval_shape(functools.partial(init_state, config), model.param_shapes(config.model))
+    moments = optax.tree_map_params(
+        make_optimizer(optimizer_config(config)),
+        lambda _, sharding: sharding,
+        shapes.moments,
+        critic,
+        transform_non_params=lambda _: replicated(mesh),
+    )
+    return TrainState(critic, moments, replicated(mesh), replicated(mesh))
+
+
+def update(
+    config: Config,
+    state: TrainState,
+    rows_MBT: Rows,
+    num_micro_batches: Array,
+    denominator: Array,
+    learning_rate: Array,
+) -> tuple[TrainState, CriticMetrics]:
+    """One optimiser step of the critic on one mini-batch: see `train_step.update`."""
+    assert config.critic is not None
+    value_clip = config.critic.value_clip
+
+    def loss(params: CriticParams, rows: Rows) -> tuple[jax.Array, CriticSums]:
+        loss_BT, worse_BT = value_loss(
+            row_values(config, params, rows),
+            rows.value_old_BT,
+            rows.return_BT,
+            rows.mask_BT,
+            value_clip=value_clip,
+        )
+        value = jnp.sum(rows.weight_BT * loss_BT)
+        count = lambda x_BT: jnp.sum(x_BT, dtype=jnp.float32)
+        sums = CriticSums(count(rows.mask_BT), value, count(worse_BT))
+        return value, jax.lax.stop_gradient(sums)
+
+    zero = CriticSums(*(jnp.zeros((), jnp.float32) for _ in CriticSums._fields))
+    join = functools.partial(jax.tree.map, jnp.add)
+    grads, sums = summed_gradient(loss, zero, join, state.params, rows_MBT, num_micro_batches)
+    grads = jax.tree.map(lambda g: g / denominator, grads)
+    sums = sums._replace(loss=sums.loss / denominator)
+    state, grad_norm = optimizer_step(
+        optimizer_config(config), state, grads, sums.loss, learning_rate
+    )
+    return state, CriticMetrics(sums, grad_norm, state.skipped)
+
+
+def compile_update(config: Config, mesh: Mesh) -> Callable[..., tuple[TrainState, CriticMetrics]]:
+    """`update` jitted for the mesh; the state is donated."""
+    state, rows = state_shardings(config, mesh), batch_sharding(mesh, batch_dim=1)
+    everywhere = replicated(mesh)
+    return jax.jit(
+        functools.partial(update, config),
+        in_shardings=(state, rows, everywhere, everywhere, everywhere),
+        out_shardings=(state, everywhere),
+        donate_argnums=0,
+    )
+
+
+def compile_values(config: Config, mesh: Mesh) -> Callable[[Any, Rows, Array], jax.Array]:
+    """(critic's params, rows [M, B, T], micro-batches used) -> values [M, B, T]."""
+    at = CriticParams(param_shardings(config.model, config.mesh, mesh), replicated(mesh))
+    return compile_map(functools.partial(row_values, config), at, mesh)

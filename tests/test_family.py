@@ -1,0 +1,211 @@
+"""Each way of training runs end to end, reports itself, and resumes bit for bit."""
+
+import inspect
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from dapo_jax import advantage, batching
+from dapo_jax.config import Config
+from dapo_jax.parameters import ADVANTAGE_PARAMETERS
+from dapo_jax.progress import Progress
+from dapo_jax.trainer import Trainer
+from dapo_jax.types import Group, Response, UserError, Verdict
+from tests.helpers import make_params, tiny_config, tiny_dict
+from tests.runs import finish, metrics_of, run, start
+from tests.test_end_to_end import RUN, assert_documented
+from tests.test_policy_losses import configured
+
+SHORT = RUN | {"dynamic_sampling__enabled": False, "train__num_steps": 2}
+NO_GROUP = {"objective__normalise_std": None, "objective__std_ddof": None}
+NO_OVERLONG = {"reward__overlong_buffer_tokens": 0, "reward__overlong_penalty": 0.0}
+PPO = NO_GROUP | {
+    "objective__advantage": "gae",
+    "objective__gamma": 1.0,
+    "objective__gae_lambda": 0.95,
+    "objective__reward_kl_coefficient": 0.01,
+    "objective__reward_kl_estimator": "k1",
+    "objective__reward_kl_target": 0.1,
+    "objective__reward_kl_horizon": 100,
+    "critic": dict(learning_rate=1e-3, warmup_steps=1, value_clip=0.5, head_start_steps=1),
+    "rollout__group_size": 1,
+    "train__prompts_per_step": 8,
+    "train__prompts_per_update": 4,
+}
+CORRECTION = dict(
+    policy="old", importance="none", importance_cap=None, importance_floor=None, normalise=False,
+    reject=(), sequence_mask_delta=None,
+)  # fmt: skip
+WAYS = {
+    "process": {
+        "objective__advantage": "grpo-process",
+        "reward__scorer": "dapo_jax.arithmetic:score_steps",
+    },
+    "clip-cov": configured("clip-cov"),
+    "kl-cov": configured("kl-cov"),
+    "full-kl": {
+        "objective__kl_coefficient": 0.1,
+        "objective__kl_estimator": "full",
+        "objective__entropy_coefficient": 0.01,
+    },
+    "truncated-importance": {
+        "rollout__log_prob_source": "recompute",
+        "correction": CORRECTION | dict(importance="token", importance_cap=2.0, normalise=True),
+    },
+    "rejection": configured("policy-gradient")
+    | {
+        "correction": CORRECTION
+        | dict(
+            policy="current", importance="sequence", importance_cap=1.001, importance_floor=0.999,
+            reject=(("seq-mean-k1", 0.999, 1.001),), sequence_mask_delta=0.001,
+        ),
+        "optimizer__learning_rate": 1e-3,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("home")
+
+
+def on_policy_groups(trainer, params, rng):
+    """Groups of random responses with their true log-probs, half of them right."""
+    config = trainer.config
+    problems = trainer.stream.take(config.train.prompts_per_step)
+    G, groups = config.rollout.group_size, []
+    for problem in problems:
+        lengths = rng.integers(2, 30, G)
+        tokens = [rng.integers(3, config.model.vocab_size, n).astype(np.int32) for n in lengths]
+        packed = batching.pack(
+            [problem.prompt_tokens] * G, np.concatenate(tokens), lengths, config.train.row_tokens
+        )
+        rows, n = trainer._micro_batches(packed.rows)
+        log_probs = batching.take_columns(packed, trainer.score(params, rows, n))
+        responses = tuple(
+            Response(t, logp, "stop", "")
+            for t, logp in zip(tokens, np.split(log_probs, np.cumsum(lengths)[:-1]))
+        )
+        verdicts = tuple(Verdict(i % 2 == 0, 1.0 - 2.0 * (i % 2)) for i in range(G))
+        groups.append(Group(problem, responses, verdicts, 1))
+    return groups
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("way", WAYS)
+def test_two_steps_of_updates(way, tmp_path):
+    config = tiny_config(**SHORT | WAYS[way])
+    trainer = Trainer(config, tmp_path, Progress(2, 0))
+    params = make_params(config)
+    trainer.reference = params if trainer.needs_reference else None
+    state, rng, steps = trainer.init_state(params), np.random.default_rng(0), []
+    before = jax.device_get(state.policy.params)
+    for step in (1, 2):
+        groups = on_policy_groups(trainer, state.policy.params, rng)
+        groups = [group._replace(step=step) for group in groups]
+        if way == "process":
+            steps_of = lambda v: v._replace(steps=((1, 1.0), (2, -1.0)))
+            groups = [g._replace(verdicts=tuple(map(steps_of, g.verdicts))) for g in groups]
+        state, numbers = trainer.update_on(state, groups, step, kl_coefficient=0.0)
+        steps.append(numbers)
+    assert all(numbers["optimizer/updates"] == 2 for numbers in steps)
+    assert_documented(steps)
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), before, state.policy.params)
+    assert max(jax.tree.leaves(moved)) > 0
+    first, last = steps
+    if way == "full-kl":
+        assert 0 <= first["policy/kl_ref"] < last["policy/kl_ref"]
+    if way == "truncated-importance":
+        # The same program on the same parameters: nothing to correct.
+        assert first["correction/rejected_share"] == 0
+        assert abs(first["mismatch/kl"]) < 1e-5 and first["mismatch/prob_gap_max"] < 1e-5
+    if way == "rejection":
+        # The second mini-batch meets parameters that have moved.
+        assert 0 < first["correction/rejected_share"] < 1
+
+
+def test_remax_runs_with_its_greedy_baselines(tmp_path, home):
+    changes = NO_GROUP | {"objective__advantage": "remax"}
+    run(tmp_path / "run", home, **SHORT | changes)
+    steps = metrics_of(tmp_path / "run")[1:]
+    assert all(numbers["optimizer/updates"] == 2 for numbers in steps)
+    # Advantages are differences of rewards, from -2.something to 2.
+    assert all(abs(numbers["advantage/max"]) <= 3 for numbers in steps)
+
+
+@pytest.fixture(scope="module")
+def ppo(tmp_path_factory, home):
+    workdir = tmp_path_factory.mktemp("runs") / "ppo"
+    run(workdir, home, **SHORT | PPO | {"train__num_steps": 4})
+    return workdir
+
+
+def test_ppo_trains_the_critic_first_and_adapts_its_kl(ppo):
+    steps = metrics_of(ppo)[1:]
+    assert_documented(steps)
+    assert "optimizer/grad_norm" not in steps[0] and steps[0]["critic/grad_norm"] > 0
+    assert steps[0]["critic/value_mean"] == 0  # the head starts at 0
+    assert all(numbers["optimizer/updates"] == 2 for numbers in steps[1:])
+    assert steps[-1]["critic/value_mean"] != 0
+    coefficients = [numbers["reward/kl_coefficient"] for numbers in steps]
+    kls = [numbers["reward/kl"] for numbers in steps]
+    for before, kl, after in zip(coefficients, kls, coefficients[1:]):
+        error = np.clip(kl / 0.1 - 1, -0.2, 0.2)
+        assert after == pytest.approx(before * (1 + error * 8 / 100), rel=1e-9)
+
+
+def test_ppo_resumes_bit_for_bit(ppo, home, tmp_path):
+    settings = SHORT | PPO | {"train__num_steps": 4}
+    process = start(tmp_path / "run", home, **settings)
+    for line in process.stdout:
+        if line.lstrip().startswith("2/4"):
+            process.send_signal(signal.SIGTERM)
+            break
+    finish(process)
+    assert len(metrics_of(tmp_path / "run")) < 5
+    run(tmp_path / "run", home, **settings)
+    strip = lambda rows: [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows
+    ]
+    assert strip(metrics_of(tmp_path / "run")) == strip(metrics_of(ppo))
+
+
+def test_the_config_asks_for_what_each_advantage_reads():
+    functions = advantage.OUTCOME_ADVANTAGES | advantage.TOKEN_ADVANTAGES
+    assert ADVANTAGE_PARAMETERS.keys() == functions.keys()
+    for name, function in functions.items():
+        arguments = inspect.signature(function).parameters
+        read = {p for p, v in arguments.items() if v.kind is v.KEYWORD_ONLY}
+        assert set(ADVANTAGE_PARAMETERS[name]) == read
+        assert set(arguments) - read <= set(advantage.Outcomes._fields)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"objective__advantage": "rloo"}, r"normalise_std is not read when .*'rloo'"),
+        ({"objective__gamma": 0.9}, r"gamma is not read when config.objective.advantage"),
+        (NO_GROUP | {"objective__advantage": "gae", "objective__gamma": 1.0,
+                     "objective__gae_lambda": 1.0}, "config.critic is needed"),
+        (NO_GROUP | {"objective__advantage": "maxrl"}, "incorrect must be 0 or more"),
+        (NO_GROUP | {"objective__advantage": "maxrl", "reward__incorrect": 0.0},
+         "overlong_penalty must be 0"),
+        ({"objective__kl_coefficient": 0.1}, "kl_estimator is needed"),
+        ({"objective__reward_kl_target": 0.1}, "give both, or set both to None"),
+        ({"correction": CORRECTION | {"sequence_mask_delta": 0.1}}, "'recompute', or policy"),
+        ({"correction": CORRECTION, "rollout__log_prob_source": "recompute"}, "corrects nothing"),
+        ({"correction": CORRECTION | {"policy": "current", "importance": "token",
+                                      "importance_cap": 2.0}}, "would count it twice"),
+        ({"correction": CORRECTION | {"policy": "current", "reject": (("seq-k9", None, 1.0),)}},
+         "'seq-k9' is not one of token-k1"),
+        ({"correction": CORRECTION | {"policy": "current", "reject": (("seq-sum-k1", None, 2.0),)}},
+         "bounds of a ratio"),
+        ({"optimizer__decay": "cosine"}, "final_rate_share is needed"),
+        ({"objective__component_weights": (1.0,), "objective__advantage": "gdpo"}, "two numbers"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_told(changes, message):
+    with pytest.raises(UserError, match=message):
+        Config.from_dict(tiny_dict(**changes))
