@@ -1,0 +1,1 @@
+"""Our functions against the reference's own numbers: see __main__.py."""
