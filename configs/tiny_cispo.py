@@ -1,4 +1,4 @@
-"""CISPO on the tiny task (MiniMax-M1, arXiv:2506.13585, section 3.1).
+"""CISPO on the tiny task (MiniMax-M1, arXiv:2506.13585).
 
 Everything that is not set below is as in configs/tiny_dapo.py.
 

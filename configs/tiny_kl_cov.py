@@ -1,4 +1,4 @@
-"""KL-Cov on the tiny task (arXiv:2505.22617, section 4.3).
+"""KL-Cov on the tiny task (arXiv:2505.22617, section 4).
 
 Everything that is not set below is as in configs/tiny_dapo.py.
 

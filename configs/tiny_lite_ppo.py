@@ -1,4 +1,4 @@
-"""Lite PPO on the tiny task ("Tricks or Traps", arXiv:2508.08221, section 5).
+"""Lite PPO on the tiny task ("Tricks or Traps", arXiv:2508.08221).
 
 Everything that is not set below is as in configs/tiny_grpo.py.
 

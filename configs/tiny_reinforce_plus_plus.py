@@ -24,7 +24,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.objective.std_ddof = None
     config.objective.kl_coefficient = 0.0
     config.objective.kl_estimator = None
-    config.objective.reward_kl_coefficient = 0.001  # per token, eq. 8; the coefficient is ours
+    config.objective.reward_kl_coefficient = 0.001  # per token; the coefficient is ours
     config.objective.reward_kl_estimator = "k1"
     config.rollout.group_size = 1  # the batch is the baseline: as many prompts as responses
     config.train.prompts_per_step = 256

@@ -26,7 +26,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.objective.std_ddof = None
     config.objective.kl_coefficient = 0.0
     config.objective.kl_estimator = None
-    config.objective.reward_kl_coefficient = 0.03  # beta of the paper's section 5
+    config.objective.reward_kl_coefficient = 0.03  # ours
     config.objective.reward_kl_estimator = "k1"
     config.train.prompts_per_update = config.train.prompts_per_step  # on policy: no ratio, no clip
     config.optimizer.learning_rate = 5e-4  # ours: an eighth of the updates

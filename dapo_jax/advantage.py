@@ -75,7 +75,7 @@ def grpo(
 def rloo(rewards_R: np.ndarray, groups_R: np.ndarray) -> np.ndarray:
     """A_i = R_i - mean of the others' rewards [R].
 
-    Source: RLOO, arXiv:2402.14740, section 4.
+    Source: RLOO, arXiv:2402.14740.
     """
 
     def leave_one_out(r_G: np.ndarray) -> np.ndarray:
@@ -89,7 +89,7 @@ def opo(rewards_R: np.ndarray, groups_R: np.ndarray, lengths_R: np.ndarray) -> n
     """A_i = R_i - sum_j n_j R_j / sum_j n_j, the baseline of least variance when gradients grow
     with length [R].
 
-    Source: OPO, arXiv:2505.23585, eq. 8.
+    Source: OPO, arXiv:2505.23585.
     """
 
     def one(r_G: np.ndarray, n_G: np.ndarray) -> np.ndarray:
@@ -114,7 +114,7 @@ def pass_at_k(
     """The best response of a group gets its lead over the second, the others 0 [R]; with
     `normalise_std` over the group's standard deviation. Of equal bests the lead is 0.
 
-    Source: pass@k as max@k, arXiv:2503.19595, the leave-one-out form for k = G.
+    Source: arXiv:2503.19595, as the reference implements it: its leave-one-out form for k = G.
     """
 
     def one(r_G: np.ndarray) -> np.ndarray:
@@ -131,8 +131,8 @@ def pass_at_k(
 def gpg(rewards_R: np.ndarray, groups_R: np.ndarray, *, gpg_norm: float) -> np.ndarray:
     """A_i = alpha (R_i - mean(R)) / gpg_norm [R], alpha = responses / responses of reward not 0.
 
-    Source: GPG, arXiv:2504.02546, eq. 7, with alpha as the reference counts it: for rewards of 0
-    and 1. Where wrong answers earn -1, alpha is 1.
+    Source: GPG, arXiv:2504.02546, with alpha as the reference counts it: for rewards of 0 and 1.
+    Where wrong answers earn -1, alpha is 1.
     """
     alpha = len(rewards_R) / max(1, np.count_nonzero(rewards_R))
     return alpha * _centred(rewards_R, groups_R) / gpg_norm
@@ -141,7 +141,7 @@ def gpg(rewards_R: np.ndarray, groups_R: np.ndarray, *, gpg_norm: float) -> np.n
 def lite_ppo(rewards_R: np.ndarray, groups_R: np.ndarray, *, std_ddof: int) -> np.ndarray:
     """A_i = (R_i - mean of its group) / (std of the whole batch's rewards + 1e-6) [R].
 
-    Source: "Tricks or Traps", arXiv:2508.08221, section 4.1.3; aggregation token-mean.
+    Source: Lite PPO in "Tricks or Traps", arXiv:2508.08221; aggregation token-mean.
     """
     scale = rewards_R.std(ddof=std_ddof) if len(rewards_R) > 1 else 0.0
     return _centred(rewards_R, groups_R) / (scale + EPSILON)
@@ -150,7 +150,7 @@ def lite_ppo(rewards_R: np.ndarray, groups_R: np.ndarray, *, std_ddof: int) -> n
 def maxrl(rewards_R: np.ndarray, groups_R: np.ndarray) -> np.ndarray:
     """A_i = (R_i - mean(R)) / mean(R) for rewards from 0 up: the gradient of log pass rate [R].
 
-    Source: MaxRL, arXiv:2602.02710, eq. 10. A group of mean 0 gets 0.
+    Source: MaxRL, arXiv:2602.02710. A group of mean 0 gets 0.
 
     Raises:
         ValueError: a reward below 0, for which the mean says nothing of the pass rate.
@@ -180,7 +180,7 @@ def gdpo(
     """sum_k w_k A_k, each component normalised in its group by itself, then whitened over the
     tokens of the batch [R].
 
-    Source: GDPO, arXiv:2601.05242, eq. 4-6; whitening over tokens as the reference does it.
+    Source: GDPO, arXiv:2601.05242; whitening over tokens as the reference does it.
 
     Raises:
         ValueError: not one weight per component.
@@ -201,7 +201,7 @@ def reinforce_plus_plus_baseline(
 ) -> np.ndarray:
     """R_i - mean of its group, whitened over the tokens of the batch [R].
 
-    Source: REINFORCE++ with baseline, arXiv:2501.03262, section 3.3.
+    Source: REINFORCE++ with baseline, arXiv:2501.03262.
     """
     return whiten(_centred(rewards_R, groups_R), lengths_R)
 
@@ -213,8 +213,7 @@ def reinforce_plus_plus(
 
         G_t = r_t + gamma G_{t+1},   A = (G - mean(G)) / std(G)
 
-    Source: REINFORCE++, arXiv:2501.03262, eq. 7-9; KL per token in r as `reward_kl_coefficient`
-    says.
+    Source: REINFORCE++, arXiv:2501.03262; KL per token in r as `reward_kl_coefficient` says.
     """
     return whiten(_to_go(token_rewards_N, lengths_R, gamma))
 

@@ -8,7 +8,7 @@ tokens of R responses one after the other, cut by `lengths_R`.
 Sources: truncated importance sampling, F. Yao et al., "Your efficient RL framework secretly brings
 you off-policy RL training" (2025); IcePop (masked importance sampling), arXiv:2510.18855; rejection
 by divergence, "When speed kills stability" (2025), as in verl; off-policy sequence masking,
-DeepSeek-V3.2, arXiv:2512.02556, eq. 9.
+DeepSeek-V3.2, arXiv:2512.02556.
 """
 
 from typing import Any, NamedTuple
@@ -116,7 +116,7 @@ def kept_by_sequence_masking(
 
         dropped if A < 0 and 1/|y| sum_t log(mu_t / pi_t) > delta
 
-    Source: DeepSeek-V3.2, arXiv:2512.02556, eq. 9. A is the mean advantage of the response.
+    Source: DeepSeek-V3.2, arXiv:2512.02556. A is the mean advantage of the response.
     """
     n_R = np.maximum(lengths_R, 1)
     away_R = _sums(-log_ratio_N, lengths_R) / n_R > delta
@@ -170,7 +170,8 @@ def mismatch(
 
     kl: mean of log mu - log pi, the KL from mu to pi in nats per token; k3_kl: the same by k3;
     training_ppl, rollout_ppl: mean perplexity of a response; chi2_token, chi2_seq: mean rho^2 - 1
-    of tokens and of responses; prob_gap_mean, _max: |pi - mu| as probabilities.
+    of tokens and of responses; prob_gap_mean, _max: |pi - mu| as probabilities. What is
+    exponentiated is bounded by 20 first.
     """
     pi_N = np.asarray(log_prob_N, np.float64)
     mu_N = np.asarray(log_prob_rollout_N, np.float64)
@@ -184,9 +185,9 @@ def mismatch(
     gap_N = np.abs(np.exp(pi_N) - np.exp(mu_N))
     return {
         "kl": float(-log_rho_N.mean()),
-        "k3_kl": float((np.exp(log_rho_N) - log_rho_N - 1.0).mean()),
-        "training_ppl": float(np.exp(-mean_R(pi_N)).mean()),
-        "rollout_ppl": float(np.exp(-mean_R(mu_N)).mean()),
+        "k3_kl": float((np.exp(bounded(log_rho_N)) - log_rho_N - 1.0).mean()),
+        "training_ppl": float(np.exp(bounded(-mean_R(pi_N))).mean()),
+        "rollout_ppl": float(np.exp(bounded(-mean_R(mu_N))).mean()),
         "chi2_token": float(np.exp(2.0 * bounded(log_rho_N)).mean() - 1.0),
         "chi2_seq": float(np.exp(2.0 * bounded(_sums(log_rho_N, lengths_R)[there_R])).mean() - 1.0),
         "prob_gap_mean": float(gap_N.mean()),
@@ -204,4 +205,4 @@ def _spread(x_R: np.ndarray, lengths_R: np.ndarray) -> np.ndarray:
 
 
 def _split(x_N: np.ndarray, lengths_R: np.ndarray) -> list[np.ndarray]:
-    return np.split(x_N, np.cumsum(lengths_R)[:-1])
+    return np.split(x_N, np.cumsum(lengths_R)[:-1]) if len(lengths_R) else []

@@ -60,7 +60,7 @@ def value_loss(
 
         L_t = max((V_t - R_t)^2, (clip(V_t, V_old - c, V_old + c) - R_t)^2) / 2
 
-    Source: PPO2 in OpenAI baselines; Engstrom et al., arXiv:2005.12729, eq. 2.
+    Source: PPO2 of OpenAI baselines, as described in Engstrom et al., arXiv:2005.12729.
     """
     masked = lambda x_BT: jnp.where(mask_BT, at_least_float32(x_BT), 0.0)
     value_BT, value_old_BT, return_BT = map(masked, (value_BT, value_old_BT, return_BT))

@@ -112,7 +112,7 @@ def explained_variance(value_N: np.ndarray, return_N: np.ndarray) -> float:
 
 
 def critic_metrics(updates: Sequence[CriticMetrics]) -> dict[str, float]:
-    """Statistics of the critic over the trained tokens of all mini-batches of a step."""
+    """Statistics of the critic over the trained tokens of all mini-batches; {} without any."""
     updates = jax.device_get(list(updates))
     taken = [u for u in updates if not u.skipped]
     if not taken:

@@ -267,7 +267,7 @@ def clip_cov(
 ) -> Surrogate:
     """The clipped surrogate, 0 and without gradient on the selected tokens.
 
-    Source: Clip-Cov, arXiv:2505.22617, eq. 12-13. `covariance.select_clip_cov` chooses.
+    Source: Clip-Cov, arXiv:2505.22617, section 4. `covariance.select_clip_cov` chooses.
     """
     terms = surrogate(
         log_prob_BT, log_prob_old_BT, advantage_BT, mask_BT, clip_low=clip_low, clip_high=clip_high
@@ -287,7 +287,7 @@ def kl_cov(
 ) -> Surrogate:
     """J_t = r_t A_t, unclipped, minus cov_kl_coefficient |log r_t| on the selected tokens.
 
-    Source: KL-Cov, arXiv:2505.22617, eq. 14, with the reference's estimate of the KL.
+    Source: KL-Cov, arXiv:2505.22617, section 4, with the reference's estimate of the KL.
     `covariance.select_kl_cov` chooses.
     """
     log_ratio_BT = _bounded(masked_log_ratio(log_prob_BT, log_prob_old_BT, mask_BT))

@@ -23,12 +23,13 @@ from dapo_jax.dynamic_sampling import (
     state_to_json,
 )
 from dapo_jax.evaluate import evaluate
+from dapo_jax.learner import RunState
 from dapo_jax.progress import Progress, StopSignals, duration
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout import scheduler
 from dapo_jax.run_directory import RunDirectory
 from dapo_jax.samples import adapted_kl_coefficient, shaped_rewards
-from dapo_jax.trainer import RunState, Trainer
+from dapo_jax.trainer import Trainer
 from dapo_jax.types import Group, Problem, RunError, StopRequested, Verdict
 
 # Names of the streams of randomness, folded into the seed's key.
@@ -140,9 +141,9 @@ class _Run:
             check_stop=self.signals.check,
         )
         self.base_seconds = about["seconds"]
-        if trainer.needs_reference:
-            trainer.reference = params
-        state = trainer.init_state(params)
+        if trainer.learner.needs_reference:
+            trainer.learner.reference = params
+        state = trainer.learner.init_state(params)
         like = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
         )
@@ -224,7 +225,7 @@ class _Run:
             self.progress.doing(f"step {step}: updating")
             rewards = [shaped_rewards(config, group) for group in groups]
             numbers["reward/mean"] = float(np.mean(rewards))
-            self.state, more = trainer.update_on(
+            self.state, more = trainer.learner.train_on(
                 self.state, groups, step, kl_coefficient=kl_coefficient, baselines=baselines
             )
             numbers |= more

@@ -86,6 +86,7 @@ class Sample(NamedTuple):
     weight: float
     log_prob_old: np.ndarray  # float32 [n]
     advantage: float
+    correction: float = 1.0
     trained: bool = True
     lag: int = 0
 
@@ -107,6 +108,7 @@ def random_samples(
             weight=weight,
             log_prob_old=(-3.4 + 0.3 * rng.standard_normal(n)).astype(np.float32),
             advantage=float(rng.standard_normal()),
+            correction=float(rng.uniform(0.5, 1.5)),
         )
         for n in lengths
     ]
@@ -133,7 +135,7 @@ def rows_of(samples: Sequence[Sample], row_tokens: int) -> Rows:
         weight_BT=trained * of_tokens([sample.weight for sample in samples]),
         log_prob_old_BT=np.concatenate([sample.log_prob_old for sample in samples]),
         advantage_BT=trained * of_tokens([sample.advantage for sample in samples]),
-        correction_BT=trained.astype(float),
+        correction_BT=trained * of_tokens([sample.correction for sample in samples]),
         lag_BT=of_tokens([sample.lag for sample in samples]),
     )
 

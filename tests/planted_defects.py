@@ -28,17 +28,16 @@ DEFECTS = (
     Defect(
         "mask off by one: the last prompt token is trained",
         "dapo_jax/batching.py",
-        "response = slice(start + len(sample.prompt_tokens), start + sample.length)\n",
-        "response = slice(start + len(sample.prompt_tokens), start + sample.length)\n"
-        "            mask = slice(response.start - 1, response.stop)\n"
-        "            rows.mask_BT[row, mask] = sample.trained\n",
+        "n, first = int(lengths_R[i]), start + len(prompts[i])\n",
+        "n, first = int(lengths_R[i]), start + len(prompts[i])\n"
+        "            rows.mask_BT[row, first - 1] = True\n",
         "tests/test_batching.py",
     ),
     Defect(
         "log-probs off by one: those of the next token",
         "dapo_jax/log_probs.py",
-        "move = lambda x_BT: jnp.roll(x_BT, 1, axis=1).at[:, 0].set(0.0)",
-        "move = lambda x_BT: x_BT",
+        "return jnp.roll(x_BT, 1, axis=1).at[:, 0].set(0.0)",
+        "return x_BT",
         "tests/test_train_step.py::test_row_log_probs_speak_of_their_own_token",
     ),
     Defect(
@@ -93,9 +92,46 @@ DEFECTS = (
     Defect(
         "untempered log-probs stored by the rollout",
         "dapo_jax/rollout/engine.py",
-        "return log_probs.logits(hidden_BD, unembed_VD, temperature=spec.temperature)",
+        "return log_probs.logits(hidden_BD, unembed_VD, temperature=spec.temperature or 1.0)",
         "return log_probs.logits(hidden_BD, unembed_VD, temperature=1.0)",
         "tests/test_rollout.py -k log_probs_are_the_trainers",
+    ),
+    Defect(
+        "rejected tokens stay in the denominator",
+        "dapo_jax/samples.py",
+        'out["mask_BT"][mask_N] = correction.kept_N',
+        'out["correction_BT"][mask_N] *= correction.kept_N',
+        "tests/test_samples.py",
+    ),
+    Defect(
+        "whitening over a mini-batch instead of the batch",
+        "dapo_jax/advantage.py",
+        "return Advantages(whiten(advantage_N), return_N)",
+        "half = len(advantage_N) // 2\n"
+        "        halves = [whiten(advantage_N[:half]), whiten(advantage_N[half:])]\n"
+        "        return Advantages(np.concatenate(halves), return_N)",
+        "tests/test_advantage.py",
+    ),
+    Defect(
+        "the value of the next response bootstraps the last token",
+        "dapo_jax/advantage.py",
+        "next_N[np.cumsum(lengths_R)[lengths_R > 0] - 1] = 0.0",
+        "next_N[-1] = 0.0",
+        "tests/test_advantage.py",
+    ),
+    Defect(
+        "values off by one: those after the token",
+        "dapo_jax/critic.py",
+        "return log_probs.to_own_token(value_BT)",
+        "return value_BT",
+        "tests/test_critic.py",
+    ),
+    Defect(
+        "the loss forgets the correction",
+        "dapo_jax/train_step.py",
+        "loss_BT = -rows.correction_BT * terms.objective_BT",
+        "loss_BT = -terms.objective_BT",
+        "tests/test_train_step.py",
     ),
 )
 

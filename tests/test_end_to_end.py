@@ -12,8 +12,8 @@ import pytest
 from dapo_jax import model, train_step
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.config import Config
+from dapo_jax.learner import RunState
 from dapo_jax.sharding import make_mesh
-from dapo_jax.trainer import RunState
 from tests.conftest import ROOT
 from tests.helpers import tiny_config
 from tests.runs import finish, metrics_of, run, start

@@ -82,8 +82,8 @@ def on_policy_groups(trainer, params, rng):
         packed = batching.pack(
             [problem.prompt_tokens] * G, np.concatenate(tokens), lengths, config.train.row_tokens
         )
-        rows, n = trainer._micro_batches(packed.rows)
-        log_probs = batching.take_columns(packed, trainer.score(params, rows, n))
+        rows, n = trainer.learner._micro_batches(packed.rows)
+        log_probs = batching.take_columns(packed, trainer.learner.score(params, rows, n))
         responses = tuple(
             Response(t, logp, "stop", "")
             for t, logp in zip(tokens, np.split(log_probs, np.cumsum(lengths)[:-1]))
@@ -99,8 +99,9 @@ def test_two_steps_of_updates(way, tmp_path):
     config = tiny_config(**SHORT | WAYS[way])
     trainer = Trainer(config, tmp_path, Progress(2, 0))
     params = make_params(config)
-    trainer.reference = params if trainer.needs_reference else None
-    state, rng, steps = trainer.init_state(params), np.random.default_rng(0), []
+    learner = trainer.learner
+    learner.reference = params if learner.needs_reference else None
+    state, rng, steps = learner.init_state(params), np.random.default_rng(0), []
     before = jax.device_get(state.policy.params)
     for step in (1, 2):
         groups = on_policy_groups(trainer, state.policy.params, rng)
@@ -108,7 +109,7 @@ def test_two_steps_of_updates(way, tmp_path):
         if way == "process":
             steps_of = lambda v: v._replace(steps=((1, 1.0), (2, -1.0)))
             groups = [g._replace(verdicts=tuple(map(steps_of, g.verdicts))) for g in groups]
-        state, numbers = trainer.update_on(state, groups, step, kl_coefficient=0.0)
+        state, numbers = learner.train_on(state, groups, step, kl_coefficient=0.0)
         steps.append(numbers)
     assert all(numbers["optimizer/updates"] == 2 for numbers in steps)
     assert_documented(steps)

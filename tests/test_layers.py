@@ -19,6 +19,7 @@ LAYERS = [
     ["rollout.jetstream", "rollout.sampling", "rollout.engine", "rollout.scheduler", "rollout"],
     ["train_step", "critic", "dynamic_sampling", "pretrain", "problems", "plan"],
     ["base", "evaluate", "metrics"],
+    ["learner"],
     ["trainer"],
     ["train"],
     ["command_line"],

@@ -20,7 +20,10 @@ from tests.helpers import (
 from tests.test_objective import surrogate_by_hand
 
 CONFIG = tiny_config(
-    objective__kl_coefficient=0.1, objective__kl_estimator="k3", rollout__temperature=0.8
+    objective__kl_coefficient=0.1,
+    objective__kl_estimator="k3",
+    objective__entropy_coefficient=0.05,
+    rollout__temperature=0.8,
 )
 
 
@@ -35,7 +38,7 @@ def samples():
 
 
 def log_probs_by_hand(config, params, sample):
-    """log p(token) of each response token, from the whole sequence alone in a batch of one."""
+    """(log p(token), entropy) of each response token, from the whole sequence alone in a batch."""
     tokens = np.array([*sample.prompt_tokens, *sample.response_tokens])
     padded = np.zeros((1, 48), np.int32)  # causal: what follows a token cannot change it
     padded[0, : len(tokens)] = tokens
@@ -45,8 +48,9 @@ def log_probs_by_hand(config, params, sample):
     for t in range(len(sample.prompt_tokens), len(tokens)):
         before = logits[t - 1]
         total = np.log(np.exp(before - before.max()).sum()) + before.max()
-        out.append(before[tokens[t]] - total)
-    return np.array(out)
+        p = np.exp(before - total)
+        out.append((before[tokens[t]] - total, -(p * np.log(p)).sum()))
+    return np.array(out).T
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -85,7 +89,7 @@ def test_row_log_probs_speak_of_their_own_token(params, samples):
     score = functools.partial(log_probs.row_statistics, CONFIG.model, temperature=0.8)
     got = jax.jit(score)(params, rows).log_prob_BT
     expected = {
-        tuple(s.response_tokens.tolist()): log_probs_by_hand(CONFIG, params, s) for s in samples
+        tuple(s.response_tokens.tolist()): log_probs_by_hand(CONFIG, params, s)[0] for s in samples
     }
     found = 0
     segments = [(r, s) for r in range(len(got)) for s in range(1, rows.segments_BT[r].max() + 1)]
@@ -101,14 +105,15 @@ def test_loss_is_the_weighted_sum_over_response_tokens(params, samples):
     o = CONFIG.objective
     total = 0.0
     for sample in samples:
-        logp, old = log_probs_by_hand(CONFIG, params, sample), sample.log_prob_old
+        (logp, entropy), old = log_probs_by_hand(CONFIG, params, sample), sample.log_prob_old
         adv = np.full(len(logp), sample.advantage)
         value = surrogate_by_hand(
             logp, old, adv, np.ones(len(logp), bool), o.clip_low, o.clip_high, o.clip_dual
         )
         # k3 against a reference of log-prob 0, bounded by 10.
         kl = np.minimum(np.exp(-logp) - 1 + logp, 10)
-        total += (sample.weight * (-value + o.kl_coefficient * kl)).sum()
+        each = -sample.correction * value + o.kl_coefficient * kl - 0.05 * entropy
+        total += (sample.weight * each).sum()
     rows, n, W = stack(samples, rows_per_micro_batch=8, num_micro_batches=2)
     _, sums, _ = gradient(CONFIG, params, rows, n, W)
     np.testing.assert_allclose(sums.loss, total, rtol=1e-4)

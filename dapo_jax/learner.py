@@ -1,0 +1,294 @@
+"""One pass of training over a batch of scored groups: the update side of a rollout step.
+
+Rewards and advantages are of the whole batch; it is then cut into mini-batches, one optimiser step
+each. What needs log-probs or values of whole mini-batches is scored before a gradient is taken.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from dapo_jax import aggregation, batching, critic, metrics, model, objective, train_step
+from dapo_jax.batching import take_columns
+from dapo_jax.config import Config
+from dapo_jax.parameters import SELECTION_PARAMETERS
+from dapo_jax.samples import estimate_advantages, finished_columns, kept_lengths, make_samples
+from dapo_jax.sharding import batch_sharding
+from dapo_jax.types import Group, Rows, RunError, Samples
+
+# Rows [M, B, T] of a mini-batch on the device, and how many of the M are used.
+MicroBatches = tuple[Rows, np.int32]
+# Of tokens [N], by the names of `Rows`.
+Columns = dict[str, np.ndarray]
+
+
+class RunState(NamedTuple):
+    """What the updates of a run change; saved in its checkpoints."""
+
+    policy: train_step.TrainState
+    critic: train_step.TrainState | None
+
+
+class MiniBatch(NamedTuple):
+    """Which responses and tokens of a batch, and their rows."""
+
+    responses: slice
+    tokens: slice
+    packed: batching.Packed
+    scored: MicroBatches | None  # on the device, where something is scored before the update
+
+
+class Learner:
+    """The compiled programs of the updates.
+
+    Args:
+        detokenize: token sequences to texts.
+        say: prints a line above the progress display.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        detokenize: Callable[[Sequence[np.ndarray]], list[str]],
+        say: Callable[[str], None],
+    ):
+        self.config, self.mesh, self.detokenize, self.say = config, mesh, detokenize, say
+        self.reference: model.Params | None = None  # the base model, where something asks for it
+        self.update = train_step.compile_update(config, mesh)
+        self.score = train_step.compile_scoring(config, mesh)
+        if config.critic is not None:
+            self.critic_optimizer = critic.optimizer_config(config)
+            self.values = critic.compile_values(config, mesh)
+            self.update_critic = critic.compile_update(config, mesh)
+        o, c = config.objective, config.correction
+        self.full_kl = o.kl_estimator == "full"
+        self.needs_reference = o.kl_coefficient > 0 or o.reward_kl_coefficient > 0
+        self.needs_reference_log_probs = o.reward_kl_coefficient > 0 or (
+            o.kl_coefficient > 0 and not self.full_kl
+        )
+        # Log-probs of a whole mini-batch at the very parameters of its gradient.
+        self.needs_current = o.loss in SELECTION_PARAMETERS or (
+            c is not None and c.policy == "current"
+        )
+        self.needs_scoring = (
+            self.needs_current
+            or self.needs_reference_log_probs
+            or config.critic is not None
+            or config.rollout.log_prob_source == "recompute"
+        )
+
+    def init_state(self, params: model.Params) -> RunState:
+        """The state of a base model; its parameters are copied, for updates donate them."""
+        config, mesh = self.config, self.mesh
+        policy = jax.jit(
+            lambda params: train_step.init_state(config, jax.tree.map(jnp.copy, params)),
+            out_shardings=train_step.state_shardings(config, mesh),
+        )(params)
+        if config.critic is None:
+            return RunState(policy, None)
+        value_model = jax.jit(
+            lambda params: critic.init_state(config, params),
+            out_shardings=critic.state_shardings(config, mesh),
+        )(params)
+        return RunState(policy, value_model)
+
+    def train_on(
+        self,
+        state: RunState,
+        groups: Sequence[Group],
+        step: int,
+        *,
+        kl_coefficient: float,
+        baselines: Sequence[float] | None = None,
+    ) -> tuple[RunState, dict[str, float]]:
+        """The state after one pass over the groups in mini-batches, and the step's numbers.
+
+        Args:
+            kl_coefficient: of the KL in the reward, for this step.
+            baselines: reward of the greedy response to the prompt of each group, for ReMax.
+
+        Raises:
+            RunError: too many updates in a row had no finite gradient.
+        """
+        config, num_steps = self.config, self.config.train.num_steps
+        order = np.random.default_rng([config.seed, step]).permutation(len(groups))
+        samples = make_samples(config, [groups[i] for i in order], step, self.detokenize)
+        baselines_R = None
+        if baselines is not None:
+            baselines_R = np.asarray(baselines, np.float64)[order][samples.groups_R]
+        mini_batches = self._cut(samples)
+        columns, numbers = self._score(state, samples, mini_batches)
+        numbers |= self._add_advantages(samples, columns, kl_coefficient, baselines_R)
+
+        policy, value_model = state
+        rate = np.float32(train_step.learning_rate(config.optimizer, step, num_steps))
+        results, critic_results, kept = [], [], 0
+        for number, batch in enumerate(mini_batches):
+            finished = self._finish(policy, samples, batch, columns, [config.seed, step, number])
+            rows, denominator = finished
+            kept += int(rows.mask_BT.sum())
+            on_mesh, n = self._micro_batches(rows)
+            if value_model is not None:
+                critic_rate = train_step.learning_rate(self.critic_optimizer, step, num_steps)
+                value_model, result = self.update_critic(
+                    value_model, on_mesh, n, denominator, np.float32(critic_rate)
+                )
+                critic_results.append(result)
+            if config.critic is None or step > config.critic.head_start_steps:
+                reference = self.reference if self.full_kl else None
+                policy, result = self.update(policy, on_mesh, n, denominator, rate, reference)
+                results.append(result)
+        self._check_skipped([*results, *critic_results], step)
+        numbers = metrics.update_metrics(results) | numbers | metrics.critic_metrics(critic_results)
+        numbers["optimizer/learning_rate"] = float(rate)
+        if config.correction is not None:
+            trained = max(1, int(columns["mask_BT"].sum()))
+            numbers["correction/rejected_share"] = 1 - kept / trained
+        segments = [batch.packed.rows.segments_BT for batch in mini_batches]
+        padding, places = sum((s == 0).sum() for s in segments), sum(s.size for s in segments)
+        numbers["batch/padding_share"] = float(padding / max(1, places))
+        return RunState(policy, value_model), numbers
+
+    def _cut(self, samples: Samples) -> list[MiniBatch]:
+        """The mini-batches, packed. A group's responses are neighbours, so each is a slice."""
+        P = self.config.train.prompts_per_update
+        offsets = np.concatenate([[0], np.cumsum(samples.lengths_R)])
+        num_groups = int(samples.groups_R.max(initial=-1)) + 1
+        bounds = np.searchsorted(samples.groups_R, [*range(0, num_groups, P), num_groups])
+        mini_batches = []
+        for first, last in itertools.pairwise(bounds):
+            responses, tokens = slice(first, last), slice(offsets[first], offsets[last])
+            packed = batching.pack(
+                samples.prompts[responses],
+                samples.tokens_N[tokens],
+                samples.lengths_R[responses],
+                self.config.train.row_tokens,
+            )
+            scored = self._micro_batches(packed.rows) if self.needs_scoring else None
+            mini_batches.append(MiniBatch(responses, tokens, packed, scored))
+        return mini_batches
+
+    def _score(
+        self, state: RunState, samples: Samples, mini_batches: Sequence[MiniBatch]
+    ) -> tuple[Columns, dict[str, float]]:
+        """What belongs to the parameters before the first update: old and reference log-probs and
+        values, as far as they are asked for; and how far the rollout's log-probs are off."""
+
+        def scored(program: Callable[..., jax.Array], params: Any) -> np.ndarray:
+            # All calls are on their way before the first result is waited for.
+            results = [program(params, *_on_device(batch)) for batch in mini_batches]
+            parts = [take_columns(b.packed, x) for b, x in zip(mini_batches, results)]
+            return np.concatenate([np.zeros(0, np.float32), *parts])
+
+        numbers: dict[str, float] = {}
+        columns = {
+            "mask_BT": np.repeat(samples.trained_R, samples.lengths_R),
+            "lag_BT": np.repeat(samples.lag_R, samples.lengths_R),
+            "log_prob_old_BT": samples.log_prob_N,
+        }
+        if self.config.rollout.log_prob_source == "recompute":
+            columns["log_prob_old_BT"] = scored(self.score, state.policy.params)
+            numbers = metrics.mismatch_metrics(samples, columns["log_prob_old_BT"])
+        if self.needs_reference_log_probs:
+            columns["log_prob_ref_BT"] = scored(self.score, self.reference)
+        if state.critic is not None:
+            columns["value_old_BT"] = scored(self.values, state.critic.params)
+        return columns, numbers
+
+    def _add_advantages(
+        self,
+        samples: Samples,
+        columns: Columns,
+        kl_coefficient: float,
+        baselines_R: np.ndarray | None,
+    ) -> dict[str, float]:
+        """Adds advantages, and returns where there is a critic, to the columns; their numbers."""
+        numbers: dict[str, float] = {}
+        kl_penalty_N = None
+        estimator = self.config.objective.reward_kl_estimator
+        if estimator is not None:
+            compared = ("log_prob_old_BT", "log_prob_ref_BT", "mask_BT")
+            kl_N = np.asarray(
+                objective.kl_estimate(
+                    *(jnp.asarray(columns[name]) for name in compared), estimator=estimator
+                ),
+                np.float64,
+            )
+            numbers["reward/kl"] = float(kl_N.sum() / max(1, columns["mask_BT"].sum()))
+            numbers["reward/kl_coefficient"] = kl_coefficient
+            kl_penalty_N = kl_coefficient * kl_N
+        advantages = estimate_advantages(
+            self.config,
+            samples,
+            kl_penalty_N=kl_penalty_N,
+            values_N=columns.get("value_old_BT"),
+            baselines_R=baselines_R,
+        )
+        columns["advantage_BT"] = advantages.advantage_N
+        if advantages.return_N is not None:
+            columns["return_BT"] = advantages.return_N
+        return numbers | metrics.advantage_metrics(columns)
+
+    def _finish(
+        self,
+        policy: train_step.TrainState,
+        samples: Samples,
+        batch: MiniBatch,
+        columns: Columns,
+        seed: list[int],
+    ) -> tuple[Rows, np.float32]:
+        """The rows of a mini-batch with everything its update reads, and its denominator."""
+        lengths_R = samples.lengths_R[batch.responses]
+        current_N = None
+        if self.needs_current:
+            current_N = take_columns(batch.packed, self.score(policy.params, *_on_device(batch)))
+        mine = finished_columns(
+            self.config,
+            {name: column[batch.tokens] for name, column in columns.items()},
+            lengths_R,
+            samples.log_prob_N[batch.tokens],
+            current_N=current_N,
+            priority_N=np.random.default_rng(seed).random(int(lengths_R.sum())),
+        )
+        weights = aggregation.aggregate(
+            kept_lengths(mine["mask_BT"], lengths_R),
+            samples.groups_R[batch.responses],
+            aggregation=self.config.objective.aggregation,
+            max_response_tokens=self.config.rollout.max_response_tokens,
+        )
+        mine["weight_BT"] = mine["mask_BT"] * np.repeat(weights.numerator_R, lengths_R)
+        return batching.fill(batch.packed, **mine), np.float32(weights.denominator)
+
+    def _micro_batches(self, rows: Rows) -> MicroBatches:
+        B = self.config.train.rows_per_micro_batch
+        stacked = batching.to_micro_batches(
+            rows, rows_per_micro_batch=B, num_micro_batches=batching.max_micro_batches(self.config)
+        )
+        used = batching.used_micro_batches(len(rows.tokens_BT), B)
+        on_mesh = jax.device_put(stacked, batch_sharding(self.mesh, batch_dim=1))
+        return on_mesh, np.int32(used)
+
+    def _check_skipped(self, results: Sequence[Any], step: int) -> None:
+        limit = self.config.optimizer.max_nonfinite_updates
+        in_a_row = max((int(result.skipped) for result in results), default=0)
+        if in_a_row >= limit:
+            raise RunError(
+                f"The gradient was not finite in {in_a_row} updates in a row, at step {step} "
+                f"(config.optimizer.max_nonfinite_updates is {limit}). The parameters were left as "
+                "they were and the checkpoints before this step are intact. A lower "
+                "config.optimizer.learning_rate, or float32 in config.model.compute_dtype, is the "
+                "usual remedy."
+            )
+        if in_a_row:
+            self.say(f"  warning: non-finite gradient, {in_a_row} update(s) skipped at step {step}")
+
+
+def _on_device(batch: MiniBatch) -> MicroBatches:
+    assert batch.scored is not None
+    return batch.scored
