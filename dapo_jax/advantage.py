@@ -6,8 +6,9 @@ its arguments name: fields of `Outcomes` are data, everything after `*` is a par
 `config.objective`. All of it happens on the host, once for the whole batch of a rollout step, so
 that no advantage depends on how the batch is cut into mini-batches.
 
-A lone response, and a group whose rewards are all equal, have advantage 0 wherever a group's mean
-is the baseline. The reference gives a lone response its raw reward in most of them.
+Where a group's mean is the baseline, a lone response and a group of equal rewards have advantage 0;
+the reference gives a lone response its raw reward in most of them. Where the batch is whitened
+afterwards, that 0 moves with the others.
 """
 
 import inspect
@@ -80,7 +81,7 @@ def rloo(rewards_R: np.ndarray, groups_R: np.ndarray) -> np.ndarray:
 
     def leave_one_out(r_G: np.ndarray) -> np.ndarray:
         G = len(r_G)
-        return (r_G - r_G.mean()) * (G / (G - 1)) if G > 1 else np.zeros(1)
+        return (r_G - r_G.mean()) * (G / (G - 1)) if np.ptp(r_G) else np.zeros(G)
 
     return _by_group(leave_one_out, groups_R, rewards_R)
 
@@ -132,7 +133,7 @@ def gpg(rewards_R: np.ndarray, groups_R: np.ndarray, *, gpg_norm: float) -> np.n
     """A_i = alpha (R_i - mean(R)) / gpg_norm [R], alpha = responses / responses of reward not 0.
 
     Source: GPG, arXiv:2504.02546, with alpha as the reference counts it: for rewards of 0 and 1.
-    Where wrong answers earn -1, alpha is 1.
+    Where wrong answers earn -1, alpha is 1. The paper leaves out the groups without a gradient.
     """
     alpha = len(rewards_R) / max(1, np.count_nonzero(rewards_R))
     return alpha * _centred(rewards_R, groups_R) / gpg_norm
@@ -273,7 +274,7 @@ def gae(
     """
     next_N = np.append(values_N[1:], 0.0)
     if len(next_N):
-        next_N[np.cumsum(lengths_R)[lengths_R > 0] - 1] = 0.0
+        next_N[np.cumsum(lengths_R) - 1] = 0.0
     delta_N = token_rewards_N + gamma * next_N - values_N
     advantage_N = _to_go(delta_N, lengths_R, gamma * gae_lambda)
     return advantage_N, advantage_N + values_N

@@ -91,7 +91,7 @@ class RolloutConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RewardConfig:
-    scorer: str  # name in dapo_jax.reward.SCORERS, or module:function
+    scorer: str  # name in dapo_jax.scorers.SCORERS, or module:function
     correct: float
     incorrect: float
     overlong_buffer_tokens: int  # L_cache of DAPO eq. 13; 0: no soft overlong punishment
@@ -183,7 +183,7 @@ class CorrectionConfig:
     importance: Literal["none", "token", "sequence"]
     importance_cap: float | None
     importance_floor: float | None  # None: truncated at the cap; else masked outside both (IcePop)
-    normalise: bool  # importance weights to mean 1
+    normalise: bool  # importance weights to mean 1 over all tokens, masked ones as 0
     # (statistic, floor or None, cap): tokens or responses outside are rejected.
     reject: tuple[tuple[str, float | None, float], ...]
     sequence_mask_delta: float | None  # off-policy sequence masking; None: off

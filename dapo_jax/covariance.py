@@ -33,7 +33,7 @@ def select_clip_cov(
     clip_high: float,
 ) -> np.ndarray:
     """bool [N]: at most max(1, floor(cov_share N)) of the tokens with cov_low < cov_t < cov_high,
-    those that the clip has stopped already left out.
+    those that the clip has stopped already left out. The bounds are strict, as the reference's.
 
     Args:
         priority_N: the tokens of lowest priority value are taken; random numbers for the paper's

@@ -115,7 +115,7 @@ DEFECTS = (
     Defect(
         "the value of the next response bootstraps the last token",
         "dapo_jax/advantage.py",
-        "next_N[np.cumsum(lengths_R)[lengths_R > 0] - 1] = 0.0",
+        "next_N[np.cumsum(lengths_R) - 1] = 0.0",
         "next_N[-1] = 0.0",
         "tests/test_advantage.py",
     ),

@@ -1,29 +1,408 @@
-"""Group advantages against DAPO eq. 9 written as a loop."""
+"""Every advantage against a loop written from its paper, and what must hold for all of them."""
 
+import inspect
 import math
 
 import numpy as np
 import pytest
 
-from dapo_jax.advantage import group_advantages
+from dapo_jax import advantage
+from dapo_jax.advantage import OUTCOME_ADVANTAGES, TOKEN_ADVANTAGES, Outcomes, estimate
+from dapo_jax.parameters import ADVANTAGE_PARAMETERS
+
+STD = [dict(normalise_std=True, std_ddof=d) for d in (0, 1)] + [
+    dict(normalise_std=False, std_ddof=1)
+]
+SETTINGS = {
+    "grpo": STD,
+    "grpo-process": STD,
+    "pass-at-k": STD,
+    "gdpo": [{"component_weights": (1.0, 0.3)} | s for s in STD],
+    "lite-ppo": [{"std_ddof": 0}, {"std_ddof": 1}],
+    "rloo": [{}],
+    "opo": [{}],
+    "remax": [{}],
+    "maxrl": [{}],
+    "gpg": [{"gpg_norm": 1.0}, {"gpg_norm": 0.7}],
+    "reinforce++": [{"gamma": 1.0}, {"gamma": 0.9}],
+    "reinforce++-baseline": [{}],
+    "gae": [dict(gamma=g, gae_lambda=x) for g, x in ((1, 1), (1, 0.95), (0.9, 0.8), (0.7, 0))],
+}
+CASES = [(name, settings) for name, all_of_one in SETTINGS.items() for settings in all_of_one]
+# What each reads, stated here a second time so that the choice by argument names is tested too.
+READS = {
+    "grpo": ("rewards_R", "groups_R"),
+    "rloo": ("rewards_R", "groups_R"),
+    "opo": ("rewards_R", "groups_R", "lengths_R"),
+    "remax": ("rewards_R", "baselines_R"),
+    "pass-at-k": ("rewards_R", "groups_R"),
+    "gpg": ("rewards_R", "groups_R"),
+    "lite-ppo": ("rewards_R", "groups_R"),
+    "maxrl": ("rewards_R", "groups_R"),
+    "gdpo": ("components_RK", "groups_R", "lengths_R"),
+    "reinforce++-baseline": ("rewards_R", "groups_R", "lengths_R"),
+}
+each_case = pytest.mark.parametrize("name, settings", CASES)
+
+
+def make_outcomes(seed=0, sizes=(5, 2, 1, 3, 4)):
+    """Groups of unequal size, interleaved: one of a lone response, one of equal rewards. A few
+    responses without a trained token, a few rewards of 0, steps in no order and past the end."""
+    rng = np.random.default_rng(seed)
+    groups = rng.permutation(np.repeat([7, 2, 9, 4, 5], sizes))
+    R = len(groups)
+    rewards = np.abs(rng.standard_normal(R)) * (rng.random(R) < 0.7)
+    components = np.stack([rewards, rng.integers(-2, 1, R) / 2], axis=1)
+    rewards[groups == 4], components[groups == 4] = 0.1, (0.1, -0.7)
+    lengths = rng.integers(1, 8, R)
+    lengths[[0, 3, 4, R - 1]] = 0
+    N = lengths.sum()
+    return Outcomes(
+        rewards_R=rewards,
+        components_RK=components,
+        groups_R=groups,
+        lengths_R=lengths,
+        token_rewards_N=rng.standard_normal(N),
+        steps=tuple(
+            tuple((int(rng.integers(1, n + 3)), float(rng.standard_normal())) for _ in range(k))
+            for n, k in zip(lengths, rng.integers(0, 4, R))
+        ),
+        baselines_R=rng.standard_normal(R),
+        values_N=rng.standard_normal(N),
+    )
+
+
+def mean(xs):
+    return sum(xs) / len(xs)
+
+
+def deviation(xs, ddof):
+    """Standard deviation; 0 where it is not defined."""
+    if len(xs) <= ddof:
+        return 0.0
+    return math.sqrt(sum((x - mean(xs)) ** 2 for x in xs) / (len(xs) - ddof))
+
+
+def standardised(xs, settings):
+    scale = deviation(xs, settings["std_ddof"]) + 1e-6 if settings["normalise_std"] else 1.0
+    return [(x - mean(xs)) / scale for x in xs]
+
+
+def whitened(xs, tokens):
+    """xs by the mean and deviation of the tokens."""
+    scale = math.sqrt(deviation(tokens, 1) ** 2 + 1e-8)
+    return [(x - mean(tokens)) / scale for x in xs]
+
+
+def outcome_by_hand(name, o, p):
+    """The advantage of every response, from the papers' formulas."""
+    R, r, n = len(o.rewards_R), o.rewards_R.tolist(), o.lengths_R.tolist()
+    peers = [[j for j in range(R) if o.groups_R[j] == o.groups_R[i]] for i in range(R)]
+    over_tokens = lambda xs: whitened(xs, [xs[i] for i in range(R) for _ in range(n[i])])
+    out = []
+    for i in range(R):
+        group = [r[j] for j in peers[i]]
+        others = [r[j] for j in peers[i] if j != i]
+        if name == "grpo":
+            A = standardised(group, p)[peers[i].index(i)]
+        elif name == "rloo":
+            A = r[i] - mean(others) if others else 0.0
+        elif name == "opo":
+            weight = sum(n[j] for j in peers[i])
+            A = r[i] - sum(n[j] * r[j] for j in peers[i]) / weight if weight and others else 0.0
+        elif name == "remax":
+            A = r[i] - o.baselines_R[i]
+        elif name == "pass-at-k":  # what the best of the group would lose without this response
+            A = max(group) - max(others) if others else 0.0
+            A /= deviation(group, p["std_ddof"]) + 1e-6 if p["normalise_std"] else 1.0
+        elif name == "gpg":
+            A = R / sum(x != 0 for x in r) * (r[i] - mean(group)) / p["gpg_norm"]
+        elif name == "lite-ppo":
+            A = (r[i] - mean(group)) / (deviation(r, p["std_ddof"]) + 1e-6)
+        elif name == "maxrl":
+            A = (r[i] - mean(group)) / mean(group) if any(group) else 0.0
+        elif name == "reinforce++-baseline":
+            A = r[i] - mean(group)
+        else:
+            A = 0.0
+            for k, weight in enumerate(p["component_weights"]):
+                column = [o.components_RK[j, k] for j in peers[i]]
+                A += weight * standardised(column, p)[peers[i].index(i)]
+        out.append(A)
+    return over_tokens(out) if name in ("gdpo", "reinforce++-baseline") else out
+
+
+def gae_by_hand(o, p):
+    """A_t = sum_l (gamma lambda)^l delta_{t+l} by two loops, and A + V."""
+    advantages, returns, start = [], [], 0
+    for n in o.lengths_R:
+        r, V = o.token_rewards_N[start : start + n], [*o.values_N[start : start + n], 0.0]
+        for t in range(n):
+            A = 0.0
+            for s in range(t, n):
+                delta = r[s] + p["gamma"] * V[s + 1] - V[s]
+                A += (p["gamma"] * p["gae_lambda"]) ** (s - t) * delta
+            advantages.append(A)
+            returns.append(A + V[t])
+        start += n
+    return advantages, returns
+
+
+def token_by_hand(name, o, p):
+    """The advantage of every token, from the papers' formulas."""
+    if name == "gae":
+        advantages, _ = gae_by_hand(o, p)
+        return whitened(advantages, advantages)
+    out, start = [], 0
+    for i, n in enumerate(o.lengths_R):
+        if name == "reinforce++":
+            r = o.token_rewards_N[start : start + n]
+            out += [sum(p["gamma"] ** (s - t) * r[s] for s in range(t, n)) for t in range(n)]
+        else:
+            of = [[*s, (m, r)] for s, m, r in zip(o.steps, o.lengths_R, o.rewards_R)]
+            group = [x for j, s in enumerate(of) if o.groups_R[j] == o.groups_R[i] for _, x in s]
+            scale = deviation(group, p["std_ddof"]) + 1e-6 if p["normalise_std"] else 1.0
+            for t in range(1, n + 1):
+                out.append(sum((x - mean(group)) / scale for end, x in of[i] if end >= t))
+        start += n
+    return whitened(out, out) if name == "reinforce++" else out
+
+
+def by_hand(name, o, p):
+    """The advantage of every token: an outcome's is the same for all tokens of its response."""
+    if name in TOKEN_ADVANTAGES:
+        return token_by_hand(name, o, p)
+    return [A for A, n in zip(outcome_by_hand(name, o, p), o.lengths_R) for _ in range(n)]
+
+
+def assert_close(got, expected):
+    np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-9)
+
+
+def outcome(name, o, settings):
+    return OUTCOME_ADVANTAGES[name](*(getattr(o, field) for field in READS[name]), **settings)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@each_case
+def test_advantage_is_the_papers(name, settings, seed):
+    o = make_outcomes(seed)
+    got = estimate(name, o, settings)
+    assert got.advantage_N.dtype == np.float64 and got.advantage_N.shape == o.values_N.shape
+    assert_close(got.advantage_N, by_hand(name, o, settings))
+    if name in OUTCOME_ADVANTAGES:  # also of responses that have no token to carry it
+        assert_close(outcome(name, o, settings), outcome_by_hand(name, o, settings))
+    assert (got.return_N is None) == (name != "gae")
+
+
+@pytest.mark.parametrize("settings", SETTINGS["gae"])
+def test_gae_and_its_returns(settings):
+    """Only the advantages are whitened, and only by `estimate`: returns keep the reward's unit."""
+    o = make_outcomes(3)
+    advantages, returns = gae_by_hand(o, settings)
+    got = advantage.gae(o.token_rewards_N, o.values_N, o.lengths_R, **settings)
+    assert_close(got[0], advantages)
+    assert_close(got[1], returns)
+    estimated = estimate("gae", o, settings)
+    assert_close(estimated.return_N, returns)
+    assert_close(estimated.advantage_N, whitened(advantages, advantages))
 
 
 @pytest.mark.parametrize("ddof", [0, 1])
-@pytest.mark.parametrize("rewards", [[1, -1, -1, 1], [1, -1.5, -2, 0.25, 1], [3.0, 1.0]])
-def test_equation_9(rewards, ddof):
-    mean = sum(rewards) / len(rewards)
-    std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (len(rewards) - ddof))
-    expected = [(r - mean) / (std + 1e-6) for r in rewards]
-    got = group_advantages(np.array(rewards), normalise_std=True, ddof=ddof)
-    np.testing.assert_allclose(got, expected, rtol=1e-6)
+@pytest.mark.parametrize("rewards", [[1, -1, -1, 1], [1, -1.5, -2, 0.25, 1], [3.0, 1.0], [0, 2e-6]])
+def test_one_group_is_equation_9(rewards, ddof):
+    got = advantage.group_advantages(np.array(rewards), normalise_std=True, std_ddof=ddof)
+    assert_close(got, [(r - mean(rewards)) / (deviation(rewards, ddof) + 1e-6) for r in rewards])
 
 
-def test_without_standard_deviation():
-    got = group_advantages(np.array([1.0, -1, -1, -1]), normalise_std=False, ddof=1)
+def test_one_group_without_standard_deviation():
+    got = advantage.group_advantages(np.array([1.0, -1, -1, -1]), normalise_std=False, std_ddof=1)
     np.testing.assert_allclose(got, [1.5, -0.5, -0.5, -0.5])
 
 
+@pytest.mark.parametrize("settings", STD)
 @pytest.mark.parametrize("rewards", [[0.1] * 7, [-1.0], [2.0]])
-def test_equal_rewards_and_lone_responses_teach_nothing(rewards):
-    got = group_advantages(np.array(rewards), normalise_std=True, ddof=1)
+def test_equal_rewards_and_lone_responses_teach_nothing(rewards, settings):
+    got = advantage.group_advantages(np.array(rewards), **settings)
     assert got.tolist() == [0.0] * len(rewards)
+
+
+@each_case
+def test_equal_rewards_in_every_group_teach_nothing(name, settings):
+    """Groups differ from each other; no rounding is divided by a standard deviation of nothing."""
+    if name in ("remax", "reinforce++", "gae"):
+        return  # their baseline is another one
+    o = make_outcomes()
+    r = o.groups_R / 40  # three times 0.1 has another mean than 0.1
+    o = o._replace(rewards_R=r, components_RK=np.stack([r, -r / 3], axis=1))
+    o = o._replace(steps=tuple(tuple((end, x) for end, _ in s) for s, x in zip(o.steps, r)))
+    got = estimate(name, o, settings).advantage_N
+    np.testing.assert_allclose(got, 0.0, atol=0 if name not in ("rloo", "opo") else 1e-15)
+
+
+@pytest.mark.parametrize(
+    "name, settings", [("grpo", s) for s in STD] + [("rloo", {}), ("gpg", {"gpg_norm": 2.0})]
+)
+def test_advantages_of_a_group_sum_to_zero(name, settings):
+    o = make_outcomes()
+    A = outcome(name, o, settings)
+    assert np.abs(A).max() > 0.1
+    for group in set(o.groups_R):
+        assert abs(A[o.groups_R == group].sum()) < 1e-12
+
+
+def test_rloo_is_dr_grpo_times_g_over_g_minus_1():
+    o = make_outcomes()
+    G = np.array([(o.groups_R == group).sum() for group in o.groups_R])
+    A = outcome("grpo", o, dict(normalise_std=False, std_ddof=1))
+    assert_close(outcome("rloo", o, {}), A * G / np.maximum(G - 1, 1))
+
+
+def test_opo_is_dr_grpo_where_lengths_are_equal():
+    o = make_outcomes()._replace(lengths_R=np.full(15, 3))
+    A = outcome("grpo", o, dict(normalise_std=False, std_ddof=1))
+    assert_close(outcome("opo", o, {}), A)
+
+
+@pytest.mark.parametrize("settings", STD)
+def test_process_supervision_without_steps_is_grpo(settings):
+    o = make_outcomes()._replace(steps=((),) * 15)
+    got = estimate("grpo-process", o, settings).advantage_N
+    np.testing.assert_array_equal(got, estimate("grpo", o, settings).advantage_N)
+
+
+def test_a_step_counts_up_to_its_last_token():
+    """Rewards of one group, 4 2 -2 and -4, have mean 0 and are not divided here."""
+    o = make_outcomes()._replace(
+        rewards_R=np.array([-2.0, -4.0]),
+        groups_R=np.array([0, 0]),
+        lengths_R=np.array([4, 0]),
+        steps=(((3, 2.0), (1, 4.0)), ()),
+    )
+    got = estimate("grpo-process", o, dict(normalise_std=False, std_ddof=1)).advantage_N
+    assert_close(got, [4.0, 0.0, 0.0, -2.0])
+
+
+def reordered(o, order):
+    """The same responses in another order, each with its tokens."""
+    tokens = np.split(np.arange(o.lengths_R.sum()), np.cumsum(o.lengths_R)[:-1])
+    order_N = np.concatenate([tokens[i] for i in order])
+    moved = {f: getattr(o, f)[order] for f in Outcomes._fields if f.endswith(("_R", "_RK"))}
+    moved |= {f: getattr(o, f)[order_N] for f in ("token_rewards_N", "values_N")}
+    return o._replace(**moved, steps=tuple(o.steps[i] for i in order)), order_N
+
+
+@each_case
+def test_order_of_responses_and_names_of_groups_do_not_matter(name, settings):
+    o = make_outcomes()
+    order = np.random.default_rng(1).permutation(len(o.rewards_R))
+    moved, order_N = reordered(o, order)
+    moved = moved._replace(groups_R=100 - 3 * moved.groups_R)
+    a, b = estimate(name, o, settings), estimate(name, moved, settings)
+    assert_close(b.advantage_N, a.advantage_N[order_N])
+    if name == "gae":
+        assert_close(b.return_N, a.return_N[order_N])
+    if name in OUTCOME_ADVANTAGES:
+        assert_close(outcome(name, moved, settings), outcome(name, o, settings)[order])
+
+
+@each_case
+def test_a_constant_added_to_all_rewards_changes_nothing(name, settings):
+    if name in ("gpg", "maxrl", "reinforce++", "gae"):
+        return  # not a method of baselines alone
+    o = make_outcomes()
+    shifted = o._replace(
+        rewards_R=o.rewards_R + 3.0,
+        components_RK=o.components_RK + np.array([[3.0, -1.0]]),
+        steps=tuple(tuple((end, x + 3.0) for end, x in s) for s in o.steps),
+        baselines_R=o.baselines_R + 3.0,
+    )
+    a, b = estimate(name, o, settings).advantage_N, estimate(name, shifted, settings).advantage_N
+    assert_close(a, b)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1e12])
+@pytest.mark.parametrize(
+    "sizes, longest",
+    [
+        ((5, 2, 1, 3, 4), 0),  # no trained token
+        ((1, 1, 1, 1, 1), 7),  # nothing but lone responses
+        ((3, 0, 0, 0, 0), 1),  # of which two have no token: one trained token in all
+        ((1, 0, 0, 0, 0), 7),  # one response
+        ((0, 0, 0, 0, 0), 7),  # none
+        ((5, 2, 1, 3, 4), 7),
+    ],
+)
+@each_case
+def test_edges_stay_finite(name, settings, sizes, longest, scale):
+    R = sum(sizes)
+    o = make_outcomes()
+    lengths = np.minimum(o.lengths_R[:R], longest) if longest != 1 else np.array([0, 1, 0])
+    N = lengths.sum()
+    o = Outcomes(
+        rewards_R=scale * o.rewards_R[:R],
+        components_RK=scale * o.components_RK[:R],
+        groups_R=np.repeat(np.arange(5), sizes),
+        lengths_R=lengths,
+        token_rewards_N=scale * o.token_rewards_N[:N],
+        steps=tuple(tuple((e, scale * x) for e, x in s) for s in o.steps[:R]),
+        baselines_R=scale * o.baselines_R[:R],
+        values_N=scale * o.values_N[:N],
+    )
+    got = estimate(name, o, settings)
+    assert got.advantage_N.shape == (N,) and np.isfinite(got.advantage_N).all()
+    if name == "gae":
+        assert got.return_N.shape == (N,) and np.isfinite(got.return_N).all()
+    if name in OUTCOME_ADVANTAGES:
+        direct = outcome(name, o, settings)
+        assert direct.shape == (R,) and np.isfinite(direct).all()
+
+
+@each_case
+def test_what_is_given_is_not_written_to(name, settings):
+    o = make_outcomes()
+    for x in o:
+        if isinstance(x, np.ndarray):
+            x.flags.writeable = False
+    estimate(name, o, settings)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whitening_counts_an_entry_as_often_as_it_is_there(seed):
+    rng = np.random.default_rng(seed)
+    x, counts = rng.standard_normal(9), rng.integers(0, 5, 9)
+    assert_close(advantage.whiten(x, counts), whitened(x, np.repeat(x, counts).tolist()))
+    assert_close(advantage.whiten(x), whitened(x, x.tolist()))
+    for few in (x[:2], 1e-5 * x):  # where the 1e-8 under the root can be seen
+        assert_close(advantage.whiten(few), whitened(few, few.tolist()))
+
+
+@pytest.mark.parametrize("x, counts", [([], None), ([3.0], None), ([3.0, 4], [1, 0]), ([3.0], [0])])
+def test_fewer_than_two_are_whitened_to_zero(x, counts):
+    assert advantage.whiten(np.array(x), counts).tolist() == [0.0] * len(x)
+
+
+def test_maxrl_refuses_rewards_below_zero():
+    o = make_outcomes()
+    o.rewards_R[3] = -1e-9
+    with pytest.raises(ValueError, match=r"set config\.reward\.incorrect to 0"):
+        estimate("maxrl", o, {})
+
+
+@pytest.mark.parametrize("weights", [(), (1.0,), (1.0, 1.0, 1.0)])
+def test_gdpo_wants_one_weight_per_component(weights):
+    settings = {"component_weights": weights, "normalise_std": True, "std_ddof": 1}
+    with pytest.raises(ValueError, match=f"{len(weights)} weights for 2 reward components"):
+        estimate("gdpo", make_outcomes(), settings)
+
+
+def test_the_config_asks_for_what_each_advantage_reads():
+    functions = OUTCOME_ADVANTAGES | TOKEN_ADVANTAGES
+    assert not OUTCOME_ADVANTAGES.keys() & TOKEN_ADVANTAGES.keys()
+    assert ADVANTAGE_PARAMETERS.keys() == functions.keys() == SETTINGS.keys()
+    assert READS.keys() == OUTCOME_ADVANTAGES.keys()
+    for name, function in functions.items():
+        arguments = inspect.signature(function).parameters
+        read = {p for p, v in arguments.items() if v.kind is v.KEYWORD_ONLY}
+        assert set(ADVANTAGE_PARAMETERS[name]) == read == set(SETTINGS[name][0])
+        assert set(arguments) - read <= set(Outcomes._fields)
