@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from dapo_jax.config import PretrainConfig
-from dapo_jax.reward import Score, exact_match
+from dapo_jax.reward import Score
+from dapo_jax.scorers import exact_match
 
 LABELS = "abcdefghijk"
 # Every text below is a sequence of these; `tokenizer` makes a token of each.
@@ -103,7 +104,7 @@ def write_response(
 
 
 def score_steps(response: str, answer: str) -> Score:
-    """`reward.exact_match` with the steps of the derivation: a running total earns 1 where it is
+    """`scorers.exact_match` with the steps of the derivation: a running total earns 1 where it is
     the one before it plus its term, else -1. A writer who starts over starts from 0."""
     steps, total = [], 0
     for step in re.finditer(r" ([a-k])=(\d):(\d+)", response):

@@ -47,6 +47,39 @@ def parse(argv: list[str], usage: str) -> tuple[Config, Any]:
     return Config.from_dict(values.config.to_dict()), values
 
 
+def parse_flags(
+    argv: list[str], usage: str, *, text: dict[str, str | None], numbers: dict[str, float]
+) -> dict[str, Any]:
+    """The values of --name=value flags, for the programs without a config.
+
+    Args:
+        text: default of each flag that is text; None: it has to be given.
+        numbers: default of each flag that is a number.
+
+    Raises:
+        UserError: an unknown, missing or malformed flag.
+    """
+    if any(argument in ("--help", "-h", "-help") for argument in argv):
+        print(usage.strip())
+        raise SystemExit(0)
+    values = flags.FlagValues()
+    for name, default in text.items():
+        flags.DEFINE_string(name, default, name, flag_values=values)
+    for name, default in numbers.items():
+        flags.DEFINE_float(name, default, name, flag_values=values)
+    known = ", ".join(f"--{name}" for name in [*text, *numbers])
+    try:
+        rest = values(argv)[1:]
+    except flags.Error as error:
+        raise UserError(f"{error}. Flags: {known}.") from error
+    if rest:
+        raise UserError(f"{rest[0]!r} is not a flag. Flags: {known}.")
+    missing = [name for name, default in text.items() if default is None and not values[name].value]
+    if missing:
+        raise UserError(f"--{missing[0]} is needed. Flags: {known}.")
+    return {name: values[name].value for name in [*text, *numbers]}
+
+
 def _find_config(argument: str) -> str:
     """--config=FILE with FILE looked for here and then beside the project's own configs."""
     name, equals, value = argument.partition("=")

@@ -1,20 +1,25 @@
 """Scorers in worker processes, each response with a hard time limit.
 
 Answers come from a model and verifiers hang, crash and eat memory on some of them. Here such an
-answer costs its own credit and a note in its verdict, never the run: the worker is killed and
-replaced, and everything else that was in its chunk is scored again.
+answer costs its own credit and a note in its verdict, never the run. A scorer that runs out of time
+is interrupted by an alarm in its worker; one that an alarm does not stop (in C code, or because it
+catches everything) is killed with its worker, and a fresh worker goes on with the rest.
 """
 
+import collections
 import concurrent.futures
 import ctypes
 import multiprocessing
 import signal
 import sys
+import time
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import pebble
 
-from dapo_jax.reward import Score, Scorer, load_scorer
+from dapo_jax.reward import Score, Scorer
+from dapo_jax.scorers import load_scorer
 from dapo_jax.types import RunError, Verdict
 
 try:
@@ -23,16 +28,33 @@ except ImportError:  # not a POSIX system
     resource = None
 
 WORKER_MEMORY_BYTES = 4 * 2**30  # of address space, so that one answer cannot take the machine
-CHUNKS_PER_WORKER = 4
+# What a worker has beyond the limit to be stopped by its own alarm before it is killed.
+GRACE_SECONDS = 1.0
+ALARM_EVERY_SECONDS = 0.1  # again and again: a scorer may swallow the first one
+REMEMBERED_VERDICTS = 100_000
 
 _scorer: Scorer  # of a worker process
+
+
+class Scored(NamedTuple):
+    """What a worker says of one response."""
+
+    score: Score | str  # or why there is none
+    seconds: float  # that the scorer took
+
+
+class Pending(NamedTuple):
+    """Responses that are being scored; `RewardPool.collect` waits for them."""
+
+    items: list[tuple[str, str]]
+    futures: list[pebble.ProcessFuture | Scored]
 
 
 class RewardPool:
     """Worker processes that score; a context manager.
 
     Args:
-        scorer: see `dapo_jax.reward.load_scorer`.
+        scorer: see `dapo_jax.scorers.load_scorer`.
         correct: reward of a correct response.
         incorrect: reward of any other, and of one on which no verdict was reached.
         workers: number of processes.
@@ -54,6 +76,8 @@ class RewardPool:
         load_scorer(scorer)  # a wrong name is the user's mistake and not a worker's
         self.correct, self.incorrect = correct, incorrect
         self.workers, self.timeout_seconds = workers, timeout_seconds
+        # Verdicts by (text, answer): a short answer comes again and again.
+        self.known: collections.OrderedDict[tuple[str, str], Scored] = collections.OrderedDict()
         # spawn: a fork of a process in which JAX runs threads can deadlock.
         self.pool = pebble.ProcessPool(
             workers,
@@ -75,27 +99,49 @@ class RewardPool:
         Raises:
             RunError: no worker can be started.
         """
+        return self.collect(self.submit(texts, answers))
+
+    def submit(self, texts: Sequence[str], answers: Sequence[str]) -> Pending:
+        """Hands responses to the workers and does not wait.
+
+        Raises:
+            RunError: no worker can be started.
+        """
         items = list(zip(texts, answers, strict=True))
-        size = max(1, -(-len(items) // (self.workers * CHUNKS_PER_WORKER)))
-        chunks = [items[start : start + size] for start in range(0, len(items), size)]
-        scores: list[Score | str] = []
-        for chunk, result in zip(chunks, self._run(chunks)):
-            # A chunk has the time of one response. If it takes longer, or its worker dies, its
-            # responses are tried one by one, and each has the whole limit to itself.
-            scores += result if isinstance(result, list) else self._one_by_one(chunk)
-        return [self._verdict(score) for score in scores]
-
-    def _one_by_one(self, chunk: list[tuple[str, str]]) -> list[Score | str]:
-        results = self._run([[item] for item in chunk])
-        return [result if isinstance(result, str) else result[0] for result in results]
-
-    def _run(self, chunks: list[list[tuple[str, str]]]) -> list[list[Score | str] | str]:
-        """The scores of each chunk, or what ended its worker."""
-        futures = [
-            self.pool.schedule(_score_chunk, args=(chunk,), timeout=self.timeout_seconds)
-            for chunk in chunks
+        futures: list[Any] = [
+            self.known[item] if item in self.known else self._schedule(item) for item in items
         ]
-        return [_result(future) for future in futures]
+        return Pending(items, futures)
+
+    def collect(self, pending: Pending) -> list[Verdict]:
+        """The verdicts on what was submitted, in its order. See `score`."""
+        return [self._verdict(scored.score) for scored in self.collect_scores(pending)]
+
+    def collect_scores(self, pending: Pending) -> list[Scored]:
+        """What the scorer said, without rewards. See `score`."""
+        results = []
+        for item, future in zip(pending.items, pending.futures):
+            if isinstance(future, Scored):
+                results.append(future)
+                continue
+            scored = _result(future, self.timeout_seconds)
+            # What ran out of time or died may do better another day.
+            if isinstance(scored.score, Score):
+                self.known[item] = scored
+                if len(self.known) > REMEMBERED_VERDICTS:
+                    self.known.popitem(last=False)
+            results.append(scored)
+        return results
+
+    def _schedule(self, item: tuple[str, str]) -> pebble.ProcessFuture:
+        try:
+            return self.pool.schedule(
+                _score,
+                args=(*item, self.timeout_seconds),
+                timeout=self.timeout_seconds + GRACE_SECONDS,
+            )
+        except RuntimeError as error:  # the pool has given up
+            raise RunError(_NO_WORKERS) from error
 
     def _verdict(self, score: Score | str) -> Verdict:
         if isinstance(score, str):
@@ -104,23 +150,30 @@ class RewardPool:
         return Verdict(score.correct, reward, score.extracted, steps=score.steps)
 
 
-def _result(future: pebble.ProcessFuture) -> list[Score | str] | str:
+_NO_WORKERS = (
+    "The processes that score do not start; what they said of it is above. In a script of your "
+    "own, training must stand under `if __name__ == '__main__':`, for each of them imports the "
+    "script."
+)
+
+
+def _result(future: pebble.ProcessFuture, timeout_seconds: float) -> Scored:
     try:
         return future.result()
     except concurrent.futures.TimeoutError:
-        return "timeout"
+        return Scored("timeout", timeout_seconds + GRACE_SECONDS)
     except pebble.ProcessExpired:
-        return "worker died"
+        return Scored("worker died", 0.0)
     except concurrent.futures.BrokenExecutor as error:
-        raise RunError(
-            "The processes that score do not start; what they said of it is above. In a script of "
-            "your own, training must stand under `if __name__ == '__main__':`, for each of them "
-            "imports the script."
-        ) from error
+        raise RunError(_NO_WORKERS) from error
+
+
+class _OutOfTime(BaseException):
+    """Raised by the alarm. Not an Exception, so that scorers that catch those let it through."""
 
 
 def _start_worker(scorer: str) -> None:
-    """Runs once in each worker, before its first chunk."""
+    """Runs once in each worker, before its first response."""
     global _scorer
     # Ctrl-C reaches the whole process group: the parent decides when its workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -130,18 +183,35 @@ def _start_worker(scorer: str) -> None:
     if resource is not None:
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (WORKER_MEMORY_BYTES, hard))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash leaves no dump behind
+    if hasattr(signal, "setitimer"):
+        signal.signal(signal.SIGALRM, _alarm)
     _scorer = load_scorer(scorer)
 
 
-def _score_chunk(items: list[tuple[str, str]]) -> list[Score | str]:
-    return [_score(text, answer) for text, answer in items]
+def _alarm(*_: object) -> None:
+    raise _OutOfTime
 
 
-def _score(text: str, answer: str) -> Score | str:
+def _score(text: str, answer: str, timeout_seconds: float) -> Scored:
+    start = time.perf_counter()
+    alarm = hasattr(signal, "setitimer")
     try:
-        score = _scorer(text, answer)
+        try:
+            if alarm:
+                signal.setitimer(signal.ITIMER_REAL, timeout_seconds, ALARM_EVERY_SECONDS)
+            score = _checked(_scorer(text, answer))
+        finally:
+            if alarm:
+                signal.setitimer(signal.ITIMER_REAL, 0.0)
+    except _OutOfTime:
+        score = "timeout"
     except (Exception, SystemExit) as error:  # the user's code: anything may come out of it
-        return f"error: {type(error).__name__}: {error}"
+        score = f"error: {type(error).__name__}: {error}"
+    return Scored(score, time.perf_counter() - start)
+
+
+def _checked(score: Score | bool) -> Score:
     if isinstance(score, tuple):
         correct, extracted, *steps = score
         steps = tuple((int(end), float(reward)) for end, reward in (steps[0] if steps else ()))

@@ -12,6 +12,15 @@ def treacherous(response: str, answer: str) -> Score:
     if response == "hang":
         while True:
             time.sleep(3600)
+    if response == "spin":
+        while True:
+            pass
+    if response == "stubborn":  # swallows whatever an alarm raises
+        while True:
+            try:
+                time.sleep(3600)
+            except BaseException:
+                pass
     if response == "die":
         os._exit(11)
     if response == "raise":

@@ -13,12 +13,12 @@ LAYERS = [
     ["config"],
     # pure, and hosts' small tools
     ["objective", "policy_losses", "aggregation", "advantage", "corrections", "covariance",
-     "batching", "reward", "estimators", "arithmetic", "progress", "compilations"],
+     "batching", "reward", "scorers", "estimators", "arithmetic", "progress", "compilations"],
     ["model", "attention", "log_probs", "sharding", "samples", "data", "tokenizer", "checkpoint",
      "reward_pool", "run_directory", "report"],
     ["rollout.jetstream", "rollout.sampling", "rollout.engine", "rollout.scheduler", "rollout"],
     ["train_step", "critic", "dynamic_sampling", "pretrain", "problems", "plan"],
-    ["base", "evaluate", "metrics"],
+    ["base", "evaluate", "metrics", "score_file"],
     ["learner"],
     ["trainer"],
     ["train"],
@@ -35,12 +35,14 @@ PLACES = {
     "matplotlib": {"report"},
     "tensorboardX": {"run_directory"},
     "pebble": {"reward_pool"},
+    "math_verify": {"scorers"},
     "ml_collections": {"command_line"},
     "absl": {"command_line", "rollout.jetstream"},
     "scipy": {"advantage"},
 }
 WITHOUT_JAX = {
-    "types", "parameters", "config_checks", "config", "reward", "reward_pool", "estimators",
+    "types", "parameters", "config_checks", "config", "reward", "scorers", "reward_pool",
+    "estimators",
     "arithmetic", "data", "aggregation", "advantage", "corrections", "covariance", "batching",
     "samples",
 }  # fmt: skip

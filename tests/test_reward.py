@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from dapo_jax import reward
+from dapo_jax import reward, scorers
 from dapo_jax.types import UserError
 from tests.helpers import SHARED
 
@@ -49,7 +49,7 @@ def test_soft_overlong_punishment_scales_and_switches_off():
     ],
 )
 def test_exact_match(text, answer, correct, extracted):
-    assert reward.exact_match(text, answer) == (correct, extracted, ())
+    assert scorers.exact_match(text, answer) == (correct, extracted, ())
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_exact_match(text, answer, correct, extracted):
     ],
 )
 def test_math_dapo_faults_included(text, correct):
-    assert reward.math_dapo(text, "42").correct is correct
+    assert scorers.math_dapo(text, "42").correct is correct
 
 
 def test_math_dapo_agrees_with_the_reference():
@@ -78,18 +78,18 @@ def test_math_dapo_agrees_with_the_reference():
     cases = json.loads(file.read_text())
     assert len(cases) > 500
     for case in cases:
-        score = reward.math_dapo(case["solution_str"], case["ground_truth"])
+        score = scorers.math_dapo(case["solution_str"], case["ground_truth"])
         expected = case["default"]
         assert score.correct is expected["acc"], case
         assert (score.extracted or "[INVALID]") == expected["pred"], case
 
 
 def test_scorers_by_name_module_and_file(tmp_path):
-    assert reward.load_scorer("exact_match") is reward.exact_match
-    assert reward.load_scorer("dapo_jax.reward:math_dapo") is reward.math_dapo
+    assert scorers.load_scorer("exact_match") is scorers.exact_match
+    assert scorers.load_scorer("dapo_jax.scorers:math_dapo") is scorers.math_dapo
     file = tmp_path / "mine.py"
     file.write_text("def always(response, answer):\n    return True\n")
-    assert reward.load_scorer(f"{file}:always")("", "") is True
+    assert scorers.load_scorer(f"{file}:always")("", "") is True
 
 
 @pytest.mark.parametrize(
@@ -104,4 +104,4 @@ def test_scorers_by_name_module_and_file(tmp_path):
 )
 def test_wrong_scorers_are_told(name, message):
     with pytest.raises(UserError, match=r"config\.reward\.scorer.*" + message):
-        reward.load_scorer(name)
+        scorers.load_scorer(name)

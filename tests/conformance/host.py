@@ -8,7 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from configs import tiny_dapo
-from dapo_jax import advantage, corrections, estimators, metrics, objective, reward, train_step
+from dapo_jax import (
+    advantage,
+    corrections,
+    estimators,
+    metrics,
+    objective,
+    reward,
+    scorers,
+    train_step,
+)
 from dapo_jax.config import Config
 from dapo_jax.samples import adapted_kl_coefficient
 from dapo_jax.types import Group, Problem, Response, Verdict
@@ -184,9 +193,9 @@ def overlong(case: Case) -> Compared:
 def math_dapo(case: Case) -> Compared:
     """Exact agreement, as 0 or 1."""
     if case.id.endswith("normalize_final_answer"):
-        same = [reward.normalise_minerva(r["in"]) == r["out"] for r in case.records]
+        same = [scorers.normalise_minerva(r["in"]) == r["out"] for r in case.records]
         return Compared([(np.array(same, float), np.ones(len(same)))])
-    ours = [reward.math_dapo(r["solution"], r["ground_truth"]) for r in case.records]
+    ours = [scorers.math_dapo(r["solution"], r["ground_truth"]) for r in case.records]
     same = [
         o.correct == r["minerva_only_acc"]
         and (o.extracted or "[INVALID]") == r["minerva_only_pred"]

@@ -1,0 +1,236 @@
+"""The scorers by name: a response and a reference answer in, a `Score` out.
+
+Each is a plain function. Anything may go wrong in them, and they may take for ever: they run in the
+processes of `reward_pool`, which is what keeps that from the run. Nothing here imports JAX.
+"""
+
+import functools
+import importlib
+import importlib.util
+import re
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from dapo_jax.reward import Score, Scorer
+from dapo_jax.types import UserError
+
+MATH_DAPO_LAST_CHARACTERS = 300
+STRICT_BOX_LAST_CHARACTERS = 100
+
+
+def exact_match(response: str, answer: str) -> Score:
+    """Correct if what follows the last `Answer:` on its line is the reference, spaces apart."""
+    _, found, after = response.rpartition("Answer:")
+    extracted = after.partition("\n")[0].strip() if found else ""
+    return Score(bool(extracted) and extracted == answer.strip(), extracted or None)
+
+
+def math_dapo(response: str, answer: str) -> Score:
+    r"""The scorer of the published DAPO runs, faults included, for comparable numbers.
+
+    Reads the last match of `(?i)Answer\s*:\s*([^\n]+)` in the last 300 characters, normalises it
+    and the reference as Minerva did (Lewkowycz et al. 2022, arXiv:2206.14858, appendix D.1) and
+    compares the strings. `42.`, `42.0` and `**Answer:** 42` are therefore wrong when 42 is right.
+    """
+    found = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", response[-MATH_DAPO_LAST_CHARACTERS:])
+    if not found:
+        return Score(False, None)
+    extracted = normalise_minerva(found[-1])
+    return Score(extracted == normalise_minerva(answer), extracted)
+
+
+def math_dapo_strict_box(response: str, answer: str) -> Score:
+    r"""The reference's strict box: the content of the last `\boxed{}` in the last 100 characters
+    must be the reference answer to the letter."""
+    extracted = last_boxed(response[-STRICT_BOX_LAST_CHARACTERS:])
+    return Score(extracted is not None and extracted == answer, extracted)
+
+
+def math_dapo_boxed(response: str, answer: str) -> Score:
+    r"""`math_dapo`, and where it finds no `Answer:`, `math_dapo_strict_box`: the reference's scorer
+    since its version 0.9.1."""
+    score = math_dapo(response, answer)
+    if score.extracted is not None:
+        return score
+    boxed = math_dapo_strict_box(response[-MATH_DAPO_LAST_CHARACTERS:], answer)
+    return boxed if boxed.extracted is not None else score
+
+
+def boxed(response: str, answer: str) -> Score:
+    r"""The content of the last `\boxed{}`, wherever it is, against the reference, both normalised
+    as in `math_dapo`."""
+    extracted = last_boxed(response)
+    if extracted is None:
+        return Score(False, None)
+    extracted = normalise_minerva(extracted)
+    return Score(extracted == normalise_minerva(answer), extracted)
+
+
+def gsm8k(response: str, answer: str) -> Score:
+    """The number after the last `####`, commas left out, against the reference's: GSM8K's own
+    format. The reference may be a whole solution that ends with `#### number`."""
+    extracted = _gsm8k_number(response)
+    reference = _gsm8k_number(answer) or answer.replace(",", "").strip()
+    return Score(extracted is not None and extracted == reference, extracted)
+
+
+def answer_format(response: str, answer: str) -> Score:
+    r"""Whether the last line gives an answer at all, as `Answer: ...` or in a `\boxed{}`; the
+    reference is not looked at."""
+    last_line = response.rstrip().rpartition("\n")[2]
+    given = re.search(r"(?i)answer\s*:\s*\S", last_line) or last_boxed(last_line)
+    return Score(bool(given), None)
+
+
+def math_verify(response: str, answer: str) -> Score:
+    r"""The math-verify library: both sides parsed, compared as expressions (1/2 is 0.5, a set is a
+    set in any order).
+
+    A reference without delimiters ($, \boxed, \(, \[) is read as LaTeX, and where it looks like a
+    number, as one too ("1,22" is a pair and a decimal). The library's own time limits are off: they
+    are those of the pool.
+    """
+    parse, verify, number, latex = _math_verify_library()
+    if re.search(r"(?<!\\)\$|\\boxed|\\\(|\\\[", answer):
+        golds = [parse(answer, [latex, number])]
+    else:
+        golds = [parse(f"\\boxed{{{answer}}}", [latex]) or parse(answer, [latex, number])]
+        if re.fullmatch(r"[-+]?[\d\s.,]+", answer.strip()):
+            golds.append(parse(answer, [number]))
+    found = parse(response, [number, latex])
+    # The last entry is the text that the expression was read from.
+    extracted = str(found[-1]) if found else None
+    return Score(any(gold and verify(gold, found) for gold in golds) if found else False, extracted)
+
+
+@functools.cache
+def _math_verify_library() -> tuple[Callable[..., Any], Callable[..., Any], Any, Any]:
+    # Imported on first use: it takes a second, and most scorers do not need it.
+    import logging
+
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    # It warns that its limits are off, and of every text that it cannot parse.
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    return (
+        functools.partial(parse, parsing_timeout=None),
+        functools.partial(verify, timeout_seconds=None),
+        ExprExtractionConfig(),
+        LatexExtractionConfig(),
+    )
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last `\boxed{...}` whose braces close, or of `\boxed x`; None if there is
+    none."""
+    start = text.rfind("\\boxed")
+    if start < 0:
+        return None
+    rest = text[start + len("\\boxed") :]
+    if rest.startswith(" "):
+        return rest[1:].partition("$")[0]
+    depth = 0
+    for i, character in enumerate(rest):
+        if character == "{":
+            depth += 1
+        elif character == "}":
+            depth -= 1
+            if depth == 0:
+                return rest[: i + 1].partition("{")[2][:-1]
+    return None
+
+
+def _gsm8k_number(text: str) -> str | None:
+    found = re.findall(r"####\s*\$?(-?[0-9.,]+)", text)
+    return found[-1].replace(",", "").rstrip(".") if found else None
+
+
+# Minerva's tables, in the order in which they are applied.
+_REPLACED = (
+    ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"),
+    (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
+)  # fmt: skip
+_REMOVED = (
+    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots",
+    "sue", "points", "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds",
+    "meters", "meals", "edges", "students", "childrentickets", "multiples", "\\text{s}",
+    "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}",
+    "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
+)  # fmt: skip
+_REWRITTEN = (
+    (r"(.*?)(\$)(.*?)(\$)(.*)", r"$\3$"),  # of mixed text, the formula
+    (r"\\text\{(.*?)\}", r"\1"),
+    (r"\\textbf\{(.*?)\}", r"\1"),
+    (r"\\overline\{(.*?)\}", r"\1"),
+    (r"\\boxed\{(.*)\}", r"\1"),
+    (r"frac([^{])(.)", r"frac{\1}{\2}"),  # \frac12
+    (r"sqrt([^{])", r"sqrt{\1}"),
+)
+
+
+def normalise_minerva(answer: str) -> str:
+    """An answer in the canonical form of the Minerva evaluation: see `math_dapo`."""
+    answer = answer.split("=")[-1]
+    for old, new in _REPLACED:
+        answer = answer.replace(old, new)
+    for old in _REMOVED:
+        answer = answer.replace(old, "")
+    for pattern, replacement in _REWRITTEN:
+        answer = re.sub(pattern, replacement, answer)
+    answer = answer.replace("$", "")
+    if answer.replace(",", "").isdigit():
+        answer = answer.replace(",", "")
+    return answer.strip()
+
+
+# By the name in `config.reward.scorer` and `launch/score.py --scorer`.
+SCORERS: dict[str, Scorer] = {
+    "exact_match": exact_match,
+    "math_dapo": math_dapo,
+    "math_dapo_boxed": math_dapo_boxed,
+    "math_dapo_strict_box": math_dapo_strict_box,
+    "math_verify": math_verify,
+    "boxed": boxed,
+    "gsm8k": gsm8k,
+    "answer_format": answer_format,
+}
+
+
+def load_scorer(name: str) -> Scorer:
+    """The scorer of a name in SCORERS, of `module:function` or of `path/to/file.py:function`.
+
+    Raises:
+        UserError: there is no such scorer.
+    """
+    if name in SCORERS:
+        return SCORERS[name]
+    place, colon, function = name.rpartition(":")
+    if not colon or not place or not function:
+        raise UserError(
+            f"config.reward.scorer: {name!r} is not one of {', '.join(SCORERS)}, nor "
+            "module:function, nor path/to/file.py:function."
+        )
+    scorer = getattr(_import(place, name), function, None)
+    if not callable(scorer):
+        raise UserError(f"config.reward.scorer: {place} has no function {function!r}.")
+    return cast(Scorer, scorer)
+
+
+def _import(place: str, name: str) -> types.ModuleType:
+    if not place.endswith(".py"):
+        try:
+            return importlib.import_module(place)
+        except ImportError as error:
+            raise UserError(
+                f"config.reward.scorer: {name!r} cannot be imported: {error}. Put the module on "
+                "PYTHONPATH, or name its file: path/to/file.py:function."
+            ) from error
+    path = Path(place).expanduser().resolve()
+    spec = importlib.util.spec_from_file_location(f"scorer_{path.stem}", path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise UserError(f"config.reward.scorer: there is no file {path}.")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

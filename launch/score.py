@@ -1,0 +1,49 @@
+"""Scores a file: python launch/score.py --scorer=math_dapo --input=IN.jsonl --output=OUT.jsonl
+
+Each line of the input is a JSON object with "prediction" and "answer", both text; the line with
+"correct", "extracted", "reward" (1 or -1), "seconds" and "note" goes to the output. A line that is
+not such an object is named by its number and left out.
+
+--scorer           one of dapo_jax/scorers.py, module:function, or path/to/file.py:function
+--timeout_seconds  hard limit for one answer, 5 if not given
+--workers          processes that score, 2 if not given
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main(argv: list[str]) -> int:
+    """The exit status: 0 done, 2 the user's mistake, 1 a failure."""
+    sys.path.insert(0, str(ROOT))
+    from dapo_jax.command_line import fail, parse_flags
+
+    try:
+        flags = parse_flags(
+            argv,
+            __doc__ or "",
+            text={"scorer": None, "input": None, "output": None},
+            numbers={"timeout_seconds": 5.0, "workers": 2.0},
+        )
+        from dapo_jax.score_file import score_file
+
+        print(
+            score_file(
+                flags["scorer"],
+                Path(flags["input"]).expanduser(),
+                Path(flags["output"]).expanduser(),
+                timeout_seconds=flags["timeout_seconds"],
+                workers=int(flags["workers"]),
+                say=lambda line: print(line, file=sys.stderr),
+            )
+        )
+    except Exception as error:
+        return fail(error)
+    return 0
+
+
+# The processes that score import this file again.
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,67 @@
+"""Generated strings through every scorer: python -m tests.fuzz_scorers [--strings=20000]
+
+Prints a line per scorer. Exits 0 if no worker was lost; a string may run out of time or raise: that
+costs the string its verdict.
+"""
+
+import argparse
+import collections
+import random
+import sys
+import time
+
+from dapo_jax.reward_pool import RewardPool
+from dapo_jax.scorers import SCORERS
+
+PIECES = [
+    "Answer:", "answer :", "####", "\\boxed{", "}", "{", "$", "\\(", "\\)", "\\[", "\\frac{",
+    "\\sqrt", "\\text{", "\\left(", "\\right)", "^", "_", "9**9**9**9", "9^{9^{9^{9}}}", "\\infty",
+    "1/0", "0.1", "1,000", "1{,}000", "-", "+", "\\pi", "x", "=", "\\le", "\n", " ", "\t", "\x00",
+    "\u202e", "\ud800", "\U0001f600", "\u0663", "\uff05", "\\\\", "\\begin{pmatrix}",
+    "\\end{pmatrix}", "\\cup", "[1, 2)", "{1,2}", "\\int_0^1", "\\sum_{n=1}^{\\infty}", "!",
+    "99999999999999999999!", "\\%", "\\$", "\\mathrm{", "#",
+]  # fmt: skip
+
+
+def string(rng: random.Random) -> str:
+    """Pieces of LaTeX and of mischief; now and then very long or deeply nested."""
+    kind = rng.random()
+    if kind < 0.02:
+        return "\\boxed{" + rng.choice(PIECES) * rng.randrange(1000, 20_000)
+    if kind < 0.04:
+        n = rng.randrange(50, 2000)
+        return "\\boxed{" + "\\sqrt{" * n + "2" + "}" * n + "}"
+    if kind < 0.06:
+        return "Answer: " + "".join(chr(rng.randrange(0x10FFFF)) for _ in range(50))
+    text = "".join(rng.choice(PIECES) for _ in range(rng.randrange(1, 25)))
+    return rng.choice(["", "Answer: ", "\\boxed{", "#### ", "$"]) + text
+
+
+def main(argv: list[str]) -> int:
+    """0 if no worker was lost."""
+    parser = argparse.ArgumentParser(description="fuzzes the scorers")
+    parser.add_argument("--strings", type=int, default=20_000)
+    parser.add_argument("--scorers", default=",".join(SCORERS))
+    parser.add_argument("--timeout_seconds", type=float, default=1.0)
+    arguments = parser.parse_args(argv)
+    lost = 0
+    for name in arguments.scorers.split(","):
+        rng, start = random.Random(0), time.monotonic()
+        texts = [string(rng) for _ in range(arguments.strings)]
+        answers = [string(rng) for _ in range(arguments.strings)]
+        with RewardPool(
+            name, correct=1.0, incorrect=-1.0, workers=2, timeout_seconds=arguments.timeout_seconds
+        ) as pool:
+            verdicts = pool.score(texts, answers)
+        notes = collections.Counter(v.note.partition(":")[0] for v in verdicts if v.note)
+        lost += notes["worker died"]
+        print(
+            f"{name:22s} {len(verdicts):,} strings in {time.monotonic() - start:.0f} s, "
+            f"without a verdict: {dict(notes) or 'none'}",
+            flush=True,
+        )
+    return 1 if lost else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
