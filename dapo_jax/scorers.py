@@ -115,7 +115,7 @@ def _math_verify_library() -> tuple[Callable[..., Any], Callable[..., Any], Any,
     # It warns that its limits are off, and of every text that it cannot parse.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     return (
-        functools.partial(parse, parsing_timeout=None),
+        functools.partial(parse, parsing_timeout=0),
         functools.partial(verify, timeout_seconds=None),
         ExprExtractionConfig(),
         LatexExtractionConfig(),
