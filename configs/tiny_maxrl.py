@@ -5,7 +5,8 @@ Everything that is not set below is as in configs/tiny_grpo.py.
 Command:   python launch/train.py --config=configs/tiny_maxrl.py --workdir=runs/tiny_maxrl
 Hardware:  2 CPU cores, 1 GB of memory
 Time:      4.5 minutes; 2 where another tiny config has made the base model
-Result:    RESULT
+Result:    held-out avg@32 from 26.5 % to 100.0 % (seed 0); training accuracy at temperature 1,
+           last 5 steps: 85.4 %
 """
 
 import ml_collections

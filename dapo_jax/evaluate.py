@@ -10,6 +10,7 @@ from dapo_jax import estimators, model
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.scoring import Scoring
 from dapo_jax.types import Problem
 
 
@@ -26,6 +27,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """avg@k with its 95 % interval over problems, cons@k, pass@k, mean length in tokens and
     truncated share, as metrics `eval/...`."""
+    scoring = Scoring(pool, problems)
     responses_QK, _ = scheduler.generate(
         engine,
         params,
@@ -33,10 +35,11 @@ def evaluate(
         detokenize,
         num_samples=num_samples,
         key=key,
+        finished=scoring.submit,
         check_stop=check_stop,
     )
-    texts = [r.text for row in responses_QK for r in row]
-    verdicts = pool.score(texts, [p.answer for p in problems for _ in range(num_samples)])
+    found = scoring.verdicts()
+    verdicts = [found[q, k] for q in range(len(problems)) for k in range(num_samples)]
     shape = (len(problems), num_samples)
     correct_QK = np.array([verdict.correct for verdict in verdicts]).reshape(shape)
     extracted = np.array([verdict.extracted for verdict in verdicts], object)

@@ -2,19 +2,21 @@
 
 Answers come from a model and verifiers hang, crash and eat memory on some of them. Here such an
 answer costs its own credit and a note in its verdict, never the run. A scorer that runs out of time
-is interrupted by an alarm in its worker; one that an alarm does not stop (in C code, or because it
-catches everything) is killed with its worker, and a fresh worker goes on with the rest.
+is interrupted by an alarm in its worker. One that an alarm does not stop (in C code, or because it
+catches everything) is killed with its worker; what else was in its chunk is tried one by one in a
+fresh worker.
 """
 
 import collections
 import concurrent.futures
 import ctypes
+import hashlib
 import multiprocessing
 import signal
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pebble
 
@@ -32,6 +34,7 @@ WORKER_MEMORY_BYTES = 4 * 2**30  # of address space, so that one answer cannot t
 GRACE_SECONDS = 1.0
 ALARM_EVERY_SECONDS = 0.1  # again and again: a scorer may swallow the first one
 REMEMBERED_VERDICTS = 100_000
+CHUNKS_PER_WORKER, MAX_CHUNK = 4, 64
 
 _scorer: Scorer  # of a worker process
 
@@ -47,7 +50,8 @@ class Pending(NamedTuple):
     """Responses that are being scored; `RewardPool.collect` waits for them."""
 
     items: list[tuple[str, str]]
-    futures: list[pebble.ProcessFuture | Scored]
+    known: dict[int, Scored]  # items that were scored before
+    chunks: list[tuple[list[int], pebble.ProcessFuture]]  # the others, and their scores to come
 
 
 class RewardPool:
@@ -76,8 +80,9 @@ class RewardPool:
         load_scorer(scorer)  # a wrong name is the user's mistake and not a worker's
         self.correct, self.incorrect = correct, incorrect
         self.workers, self.timeout_seconds = workers, timeout_seconds
-        # Verdicts by (text, answer): a short answer comes again and again.
-        self.known: collections.OrderedDict[tuple[str, str], Scored] = collections.OrderedDict()
+        # Scores by what text and answer hash to: short answers come again and again, and long ones
+        # are not worth their memory.
+        self.known: collections.OrderedDict[bytes, Scored] = collections.OrderedDict()
         # spawn: a fork of a process in which JAX runs threads can deadlock.
         self.pool = pebble.ProcessPool(
             workers,
@@ -102,16 +107,19 @@ class RewardPool:
         return self.collect(self.submit(texts, answers))
 
     def submit(self, texts: Sequence[str], answers: Sequence[str]) -> Pending:
-        """Hands responses to the workers and does not wait.
+        """Hands responses to the workers and does not wait. What was scored before is not again.
 
         Raises:
             RunError: no worker can be started.
         """
         items = list(zip(texts, answers, strict=True))
-        futures: list[Any] = [
-            self.known[item] if item in self.known else self._schedule(item) for item in items
-        ]
-        return Pending(items, futures)
+        names = [_name(*item) for item in items]
+        known = {i: self.known[name] for i, name in enumerate(names) if name in self.known}
+        new = [i for i in range(len(items)) if i not in known]
+        size = max(1, min(MAX_CHUNK, -(-len(new) // (self.workers * CHUNKS_PER_WORKER))))
+        chunks = [new[start : start + size] for start in range(0, len(new), size)]
+        futures = [(chunk, self._schedule(items, chunk)) for chunk in chunks]
+        return Pending(items, known, futures)
 
     def collect(self, pending: Pending) -> list[Verdict]:
         """The verdicts on what was submitted, in its order. See `score`."""
@@ -119,26 +127,38 @@ class RewardPool:
 
     def collect_scores(self, pending: Pending) -> list[Scored]:
         """What the scorer said, without rewards. See `score`."""
-        results = []
-        for item, future in zip(pending.items, pending.futures):
-            if isinstance(future, Scored):
-                results.append(future)
-                continue
-            scored = _result(future, self.timeout_seconds)
+        items, results = pending.items, dict(pending.known)
+        waiting = collections.deque(pending.chunks)
+        while waiting:
+            chunk, future = waiting.popleft()
+            scores = _result(future)
+            if isinstance(scores, list):
+                results |= dict(zip(chunk, scores))
+                rest = [chunk[len(scores) :]]  # what the worker had no time for
+            elif len(chunk) == 1:
+                limit = self.timeout_seconds + GRACE_SECONDS
+                results[chunk[0]] = Scored(scores, limit if scores == "timeout" else 0.0)
+                rest = []
+            else:
+                rest = [[i] for i in chunk]
+            waiting.extend((part, self._schedule(items, part)) for part in rest if part)
+        for i, item in enumerate(items):
             # What ran out of time or died may do better another day.
-            if isinstance(scored.score, Score):
-                self.known[item] = scored
-                if len(self.known) > REMEMBERED_VERDICTS:
-                    self.known.popitem(last=False)
-            results.append(scored)
-        return results
+            if isinstance(results[i].score, Score):
+                self.known[_name(*item)] = results[i]
+        while len(self.known) > REMEMBERED_VERDICTS:
+            self.known.popitem(last=False)
+        return [results[i] for i in range(len(items))]
 
-    def _schedule(self, item: tuple[str, str]) -> pebble.ProcessFuture:
+    def _schedule(self, items: list[tuple[str, str]], chunk: list[int]) -> pebble.ProcessFuture:
+        limit = self.timeout_seconds
         try:
+            # A worker starts no further response once the first limit is over, and the last one it
+            # has started has a limit of its own.
             return self.pool.schedule(
-                _score,
-                args=(*item, self.timeout_seconds),
-                timeout=self.timeout_seconds + GRACE_SECONDS,
+                _score_chunk,
+                args=([items[i] for i in chunk], limit),
+                timeout=limit * min(2, len(chunk)) + GRACE_SECONDS,
             )
         except RuntimeError as error:  # the pool has given up
             raise RunError(_NO_WORKERS) from error
@@ -157,13 +177,20 @@ _NO_WORKERS = (
 )
 
 
-def _result(future: pebble.ProcessFuture, timeout_seconds: float) -> Scored:
+def _name(text: str, answer: str) -> bytes:
+    # Lone surrogates come out of decoders too, and have no UTF-8 of their own.
+    parts = (part.encode("utf-8", "surrogatepass") for part in (answer, text))
+    return hashlib.blake2b(b"\0\0".join(parts), digest_size=16).digest()
+
+
+def _result(future: pebble.ProcessFuture) -> list[Scored] | str:
+    """The scores of a chunk, or of its beginning, or what ended its worker."""
     try:
         return future.result()
     except concurrent.futures.TimeoutError:
-        return Scored("timeout", timeout_seconds + GRACE_SECONDS)
+        return "timeout"
     except pebble.ProcessExpired:
-        return Scored("worker died", 0.0)
+        return "worker died"
     except concurrent.futures.BrokenExecutor as error:
         raise RunError(_NO_WORKERS) from error
 
@@ -191,6 +218,16 @@ def _start_worker(scorer: str) -> None:
 
 def _alarm(*_: object) -> None:
     raise _OutOfTime
+
+
+def _score_chunk(items: list[tuple[str, str]], timeout_seconds: float) -> list[Scored]:
+    """The scores of as many of the items, from the first, as are begun within the limit of one."""
+    start, scores = time.perf_counter(), []
+    for item in items:
+        if scores and time.perf_counter() - start > timeout_seconds:
+            break
+        scores.append(_score(*item, timeout_seconds))
+    return scores
 
 
 def _score(text: str, answer: str, timeout_seconds: float) -> Scored:

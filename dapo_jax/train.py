@@ -29,8 +29,9 @@ from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout import scheduler
 from dapo_jax.run_directory import RunDirectory
 from dapo_jax.samples import adapted_kl_coefficient, shaped_rewards
+from dapo_jax.scoring import Scoring
 from dapo_jax.trainer import Trainer
-from dapo_jax.types import Group, Problem, RunError, StopRequested, Verdict
+from dapo_jax.types import Group, Problem, RunError, StopRequested
 
 # Names of the streams of randomness, folded into the seed's key.
 ROLLOUT_KEY, EVALUATION_KEY, BASELINE_KEY = 1, 2, 3
@@ -190,6 +191,7 @@ class _Run:
             rounds += 1
             self.progress.doing(f"step {step}: sampling round {rounds}, {len(problems)} prompts")
             start = time.monotonic()
+            scoring = Scoring(self.pool, problems)
             responses_QG, more = scheduler.generate(
                 trainer.engine,
                 params,
@@ -197,12 +199,13 @@ class _Run:
                 trainer.detokenize,
                 num_samples=config.rollout.group_size,
                 key=key,
+                finished=scoring.submit,
                 check_stop=self.signals.check,
             )
             stats += more
             clock["rollout"] += time.monotonic() - start
             start = time.monotonic()
-            groups = self._score(problems, responses_QG, step)
+            groups = scoring.groups(responses_QG, step)
             clock["reward"] += time.monotonic() - start
             return groups
 
@@ -308,18 +311,6 @@ class _Run:
             self.save()
         self.signals.check()
 
-    def _score(
-        self, problems: Sequence[Problem], responses_QG: Sequence[Sequence[Any]], step: int
-    ) -> list[Group]:
-        texts = [response.text for responses in responses_QG for response in responses]
-        answers = [problem.answer for problem in problems for _ in responses_QG[0]]
-        verdicts: list[Verdict] = self.pool.score(texts, answers)
-        G = len(responses_QG[0])
-        return [
-            Group(problem, tuple(responses), tuple(verdicts[q * G : (q + 1) * G]), step)
-            for q, (problem, responses) in enumerate(zip(problems, responses_QG))
-        ]
-
     def _greedy_rewards(self, groups: Sequence[Group], step: int) -> list[float] | None:
         """Shaped reward of the greedy response to the prompt of each group; None unless the
         advantage asks for it."""
@@ -328,6 +319,7 @@ class _Run:
         assert self.state is not None
         self.progress.doing(f"step {step}: greedy baselines of {len(groups)} prompts")
         problems = [group.problem for group in groups]
+        scoring = Scoring(self.pool, problems)
         responses_Q1, _ = scheduler.generate(
             self.trainer.greedy_engine,
             self.state.policy.params,
@@ -335,9 +327,10 @@ class _Run:
             self.trainer.detokenize,
             num_samples=1,
             key=jax.random.fold_in(jax.random.fold_in(self.trainer.key, BASELINE_KEY), step),
+            finished=scoring.submit,
             check_stop=self.signals.check,
         )
-        scored = self._score(problems, responses_Q1, step)
+        scored = scoring.groups(responses_Q1, step)
         return [float(shaped_rewards(self.config, group)[0]) for group in scored]
 
     def _next_kl_coefficient(

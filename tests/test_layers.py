@@ -15,7 +15,7 @@ LAYERS = [
     ["objective", "policy_losses", "aggregation", "advantage", "corrections", "covariance",
      "batching", "reward", "scorers", "estimators", "arithmetic", "progress", "compilations"],
     ["model", "attention", "log_probs", "sharding", "samples", "data", "tokenizer", "checkpoint",
-     "reward_pool", "run_directory", "report"],
+     "reward_pool", "scoring", "run_directory", "report"],
     ["rollout.jetstream", "rollout.sampling", "rollout.engine", "rollout.scheduler", "rollout"],
     ["train_step", "critic", "dynamic_sampling", "pretrain", "problems", "plan"],
     ["base", "evaluate", "metrics", "score_file"],

@@ -1,5 +1,6 @@
 """The pool: a response on which the scorer hangs, dies or raises costs itself and nothing else."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -42,6 +43,24 @@ def test_slow_responses_each_have_the_whole_limit():
     with make_pool(workers=1) as pool:
         verdicts = pool.score(["slow"] * 12, ["slow"] * 12)
     assert all(v.correct and not v.note for v in verdicts)
+
+
+def test_what_was_scored_before_is_not_scored_again():
+    with make_pool("tests.scorers:counting", workers=1) as pool:
+        first = pool.score(["a", "b", "a"], ["1", "1", "1"])
+        again = pool.score(["b", "c", "a", "a"], ["1", "1", "1", "2"])
+    count = lambda verdicts: [int(v.extracted) for v in verdicts]
+    assert count(first)[:2] == [1, 2]
+    assert count(again) == [2, 4, count(first)[2], 5], "by text and answer together"
+
+
+def test_a_hang_costs_its_limit_once_and_no_worker():
+    """Twenty hangs of a tenth of a second among 200 responses, in one worker of long life."""
+    texts = ["hang" if i % 10 == 0 else f"{os.getpid()} {i}" for i in range(200)]
+    with make_pool("tests.scorers:which_process", workers=1, timeout_seconds=0.1) as pool:
+        verdicts = pool.score(texts, ["7"] * 200)
+    assert [v.note for v in verdicts] == ["timeout" if t == "hang" else "" for t in texts]
+    assert len({v.extracted for v in verdicts if not v.note}) == 1
 
 
 def test_a_scorer_may_return_a_bool():

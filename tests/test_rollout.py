@@ -81,6 +81,41 @@ def test_log_probs_are_the_trainers(params, problems, temperature):
     assert ended and all((tokens[:-1] != EOS).all() for tokens in ended)
 
 
+def test_responses_are_told_of_as_they_end(params, problems):
+    """Each once, while others are still being drawn, and the same as what comes back."""
+    calls, engine = [], make_engine()
+    spell = lambda sequences: [" ".join(map(str, sequence)) for sequence in sequences]
+    responses, _ = scheduler.generate(
+        engine,
+        engine.load_params(params),
+        problems,
+        spell,
+        num_samples=3,
+        key=KEY,
+        finished=calls.append,
+    )
+    told = {(problem, sample): response for call in calls for problem, sample, response in call}
+    assert len(told) == sum(len(call) for call in calls) == 3 * len(problems)
+    assert len(calls) > 3
+    for (problem, number), response in told.items():
+        same = responses[problem][number]
+        np.testing.assert_array_equal(response.tokens, same.tokens)
+        assert response.text == same.text == spell([response.tokens])[0]
+
+
+def test_temperature_zero_takes_the_most_probable_token(params, problems):
+    engine = make_engine(temperature=0.0)
+    first, again = (draw(engine, params, problems, key=jax.random.key(k))[0] for k in (0, 1))
+    assert tokens_of(first) == tokens_of(again), "no key is used"
+    assert all(len({tuple(tokens) for tokens in row}) == 1 for row in tokens_of(first))
+    logits = jnp.asarray([[0.0, 2.0, 2.0, -1.0]])
+    tokens, log_probs = sample(
+        logits, jnp.zeros((1, 2), jnp.uint32), jnp.zeros(1, jnp.int32), top_p=1.0, greedy=True
+    )
+    assert tokens.tolist() == [1]
+    np.testing.assert_allclose(log_probs, jax.nn.log_softmax(logits)[0, 1], rtol=1e-6)
+
+
 def test_finish_reasons(params, problems):
     responses, _ = draw(make_engine(), params, problems)
     reasons = {"stop": 0, "length": 0}

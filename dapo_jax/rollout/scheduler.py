@@ -44,6 +44,7 @@ def generate(
     *,
     num_samples: int,
     key: jax.Array,
+    finished: Callable[[list[tuple[int, int, Response]]], None] = lambda _: None,
     check_stop: Callable[[], None] = lambda: None,
 ) -> tuple[list[list[Response]], RolloutStats]:
     """`num_samples` responses to every problem, in order, and what it took.
@@ -52,6 +53,8 @@ def generate(
         params: in the engine's layout.
         key: of the rollout step. A response depends on it, its problem's id and its sample number,
             and on nothing that happens here.
+        finished: called between decode steps with (problem, sample, response) of the responses that
+            have just ended, the problem as an index into `problems`.
         check_stop: called between decode steps; raises to abandon the call.
     """
     spec = engine.spec
@@ -61,7 +64,7 @@ def generate(
     owners: list[_Work | None] = [None] * spec.slots
     tokens_BT = np.zeros((spec.slots, spec.max_response_tokens), np.int32)
     log_probs_BT = np.zeros((spec.slots, spec.max_response_tokens), np.float32)
-    finished: dict[_Work, tuple[np.ndarray, np.ndarray]] = {}
+    done: dict[_Work, Response] = {}
     stop_tokens = set(spec.stop_tokens)
     state = engine.init_decode_state()
     stats = RolloutStats(0, 0, 0)
@@ -97,34 +100,35 @@ def generate(
             tokens_BT[slots, length_B[slots] - 1] = token_B[slots]
             log_probs_BT[slots, length_B[slots] - 1] = results.log_prob[slots]
             stats += RolloutStats(len(slots), len(slots) * waiting, spec.slots * waiting)
+            ended: list[tuple[_Work, np.ndarray, np.ndarray]] = []
             for slot in slots:
                 n = length_B[slot]
                 if n == spec.max_response_tokens or token_B[slot] in stop_tokens:
                     work = owners[slot]
                     assert work is not None
-                    finished[work] = tokens_BT[slot, :n].copy(), log_probs_BT[slot, :n].copy()
+                    ended.append((work, tokens_BT[slot, :n].copy(), log_probs_BT[slot, :n].copy()))
                     owners[slot] = None
                     free.append(int(slot))
+            if ended:
+                texts = detokenize([tokens for _, tokens, _ in ended])
+                new = {
+                    work: Response(
+                        tokens,
+                        log_probs,
+                        "stop" if int(tokens[-1]) in stop_tokens else "length",
+                        text,
+                    )
+                    for (work, tokens, log_probs), text in zip(ended, texts)
+                }
+                done |= new
+                finished([(work.problem, work.sample, response) for work, response in new.items()])
         late = now
 
-    return _responses(finished, len(problems), num_samples, stop_tokens, detokenize), stats
-
-
-def _responses(
-    finished: dict[_Work, tuple[np.ndarray, np.ndarray]],
-    num_problems: int,
-    num_samples: int,
-    stop_tokens: set[int],
-    detokenize: Detokenize,
-) -> list[list[Response]]:
-    works = [_Work(p, s) for p in range(num_problems) for s in range(num_samples)]
-    texts = detokenize([finished[work][0] for work in works])
-    responses: list[list[Response]] = [[] for _ in range(num_problems)]
-    for work, text in zip(works, texts):
-        tokens, log_probs = finished[work]
-        reason = "stop" if int(tokens[-1]) in stop_tokens else "length"
-        responses[work.problem].append(Response(tokens, log_probs, reason, text))
-    return responses
+    responses = [
+        [done[_Work(problem, sample)] for sample in range(num_samples)]
+        for problem in range(len(problems))
+    ]
+    return responses, stats
 
 
 class _Prompts:
