@@ -41,3 +41,12 @@ def standard_promotion():
     """For tests that run optax's update, which is not written for strict promotion."""
     with jax.numpy_dtype_promotion("standard"):
         yield
+
+
+LONGEST = ("test_end_to_end", "test_learning", "test_family", "test_properties")
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files first, so that the processes end together (see addopts)."""
+    rank = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(LONGEST)))

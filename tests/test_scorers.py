@@ -128,7 +128,7 @@ def test_hostile_answers_cost_their_own_verdict():
         "$" + "1" * 1_000_000 + "$", "\x00", "\u202e\\boxed{1}", "\ud800", "$\\frac{1}{0}$",
         "$99999!!!$", "\\boxed{1}",
     ]  # fmt: skip
-    settings = {"correct": 1.0, "incorrect": -1.0, "workers": 2, "timeout_seconds": 2.0}
+    settings = {"correct": 1.0, "incorrect": -1.0, "workers": 2, "timeout_seconds": 1.0}
     with RewardPool("math_verify", **settings) as pool:
         verdicts = pool.score(texts, ["1"] * len(texts))
     assert [v.correct for v in verdicts] == [t.endswith("\\boxed{1}") for t in texts]
@@ -137,5 +137,5 @@ def test_hostile_answers_cost_their_own_verdict():
 
 def test_generated_strings_lose_no_worker(capsys):
     fast = "exact_match,math_dapo_boxed,math_dapo_strict_box,boxed,gsm8k,answer_format,math_verify"
-    assert fuzz_scorers.main(["--strings=60", f"--scorers={fast}"]) == 0
+    assert fuzz_scorers.main(["--strings=60", f"--scorers={fast}", "--timeout_seconds=0.2"]) == 0
     assert capsys.readouterr().out.count("60 strings") == 7
