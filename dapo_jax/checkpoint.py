@@ -7,6 +7,7 @@ was damaged later: sums over the bits of every array are kept beside them and co
 
 import contextlib
 import errno
+import gc
 import functools
 import logging
 import shutil
@@ -161,6 +162,7 @@ class Checkpoints:
             else:
                 self._set_aside(damaged)
                 return step, arrays, record["host"]
+            _forget_failed_reads()
         if damaged:
             # Left where they are: moved away, the next start would take this for a new run.
             reasons = "".join(f"\n  {step}: {reason}" for step, reason in damaged.items())
@@ -233,6 +235,16 @@ def _check_sums(saved: dict[str, list[int]], found: dict[str, list[int]]) -> Non
     for name, value in saved.items():
         if found[name] != value:
             raise ValueError(f"the contents of {name} are not what was saved")
+
+
+def _forget_failed_reads() -> None:
+    """orbax reads arrays side by side and raises the first failure. asyncio would report the others
+    on standard error, whenever they are collected, as if nobody had dealt with them."""
+    logger = logging.getLogger("asyncio")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    gc.collect()
+    logger.setLevel(level)
 
 
 @contextlib.contextmanager

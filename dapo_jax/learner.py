@@ -130,8 +130,8 @@ class Learner:
         rate = np.float32(train_step.learning_rate(config.optimizer, step, num_steps))
         results, critic_results, kept = [], [], 0
         for number, batch in enumerate(mini_batches):
-            finished = self._finish(policy, samples, batch, columns, [config.seed, step, number])
-            rows, denominator = finished
+            seed = [config.seed, step, number]
+            rows, denominator = self._finish(policy, samples, batch, columns, seed)
             kept += int(rows.mask_BT.sum())
             on_mesh, n = self._micro_batches(rows)
             if value_model is not None:

@@ -162,19 +162,23 @@ def finished_columns(
         out["mask_BT"] = mask_N.copy()
         out["mask_BT"][mask_N] = correction.kept_N
         mask_N = out["mask_BT"]
-    if o.loss in SELECTION_PARAMETERS:
+    if o.loss in SELECTION_PARAMETERS and mask_N.any():
         assert current_N is not None
         selected_N = np.zeros(len(mask_N), bool)
-        if mask_N.any():
-            select = covariance.select_kl_cov
-            arguments = [current_N[mask_N], columns["advantage_BT"][mask_N]]
-            parameters = o.selection_parameters
-            if o.loss == "clip-cov":
-                select = covariance.select_clip_cov
-                arguments.insert(1, columns["log_prob_old_BT"][mask_N])
-                arguments.append(priority_N[mask_N])
-                parameters |= o.loss_parameters
-            selected_N[mask_N] = select(*arguments, **parameters)
+        taken = lambda x_N: x_N[mask_N]
+        if o.loss == "kl-cov":
+            selected_N[mask_N] = covariance.select_kl_cov(
+                taken(current_N), taken(columns["advantage_BT"]), **o.selection_parameters
+            )
+        else:
+            selected_N[mask_N] = covariance.select_clip_cov(
+                taken(current_N),
+                taken(columns["log_prob_old_BT"]),
+                taken(columns["advantage_BT"]),
+                taken(priority_N),
+                **o.selection_parameters,
+                **o.loss_parameters,
+            )
         out["selected_BT"] = selected_N
     return out
 
