@@ -7,8 +7,8 @@ was damaged later: sums over the bits of every array are kept beside them and co
 
 import contextlib
 import errno
-import gc
 import functools
+import gc
 import logging
 import shutil
 import sys
