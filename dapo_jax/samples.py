@@ -96,8 +96,7 @@ def estimate_advantages(
     token_rewards_N = np.zeros(int(trained_N.sum()))
     token_rewards_N[np.cumsum(lengths_R)[lengths_R > 0] - 1] = rewards_R[lengths_R > 0]
     if kl_penalty_N is not None:
-        response_N = np.repeat(np.arange(len(counted_R)), samples.lengths_R)
-        penalty_R = np.bincount(response_N, weights=kl_penalty_N, minlength=len(counted_R))
+        penalty_R = np.bincount(samples.response_N, weights=kl_penalty_N, minlength=len(counted_R))
         rewards_R = rewards_R - penalty_R[counted_R]
         token_rewards_N = token_rewards_N - kl_penalty_N[trained_N]
     outcomes = advantage.Outcomes(

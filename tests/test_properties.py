@@ -3,8 +3,6 @@
 One compiled program serves all aggregations of a loss: they differ in the weights of the rows.
 """
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
@@ -87,7 +85,7 @@ def test_no_way_of_cutting_the_batch_matters(name):
     """Packing, padding, order and micro-batches; eight devices as one."""
     config = tiny_config(**configured(name), **MICRO)
     params, batch, order = make_params(config), make_batch(), np.arange(10)
-    mesh = make_mesh(dataclasses.replace(config), 8)
+    mesh = make_mesh(config, 8)
     spread = jax.device_put(params, param_shardings(config.model, config.mesh, mesh))
     for aggregation in MEANS + SUMS:
         rows, W = rows_of_batch(batch, order, aggregation)

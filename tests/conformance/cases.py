@@ -74,13 +74,10 @@ def load(path: Path) -> list[Case]:
 
 
 def relative_error(ours: Any, theirs: Any) -> float:
-    """Largest difference, relative to the entry or to a millionth of the largest entry; where the
-    reference computed in float32, whose rounding is of the terms and not of their sum, to a
-    thousandth."""
-    floor = 1e-3 if np.asarray(theirs).dtype == np.float32 else 1e-6
+    """Largest difference, relative to the entry or to a millionth of the largest entry."""
     ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
     if ours.shape != theirs.shape or not np.isfinite(ours).all():
         return np.inf
     largest = np.abs(theirs).max(initial=0.0)
-    scale = np.maximum(np.abs(theirs), max(floor * largest, 1e-12))
+    scale = np.maximum(np.abs(theirs), max(1e-6 * largest, 1e-12))
     return float((np.abs(ours - theirs) / scale).max(initial=0.0))
