@@ -11,13 +11,11 @@ recipe/dapo, commit 4f80e465) differs or the paper is silent, the line says so.
 
 import ml_collections
 
-# As the published data set writes its prompts, inside Qwen2.5's chat format.
+# The published data set writes its training prompts so; here for the problems of AIME.
 PROMPT_TEMPLATE = (
-    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
     "Solve the following math problem step by step. The last line of your response should be of "
     "the form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
-    '{prompt}\n\nRemember to put your answer on its own line after "Answer:".<|im_end|>\n'
-    "<|im_start|>assistant\n"
+    '{prompt}\n\nRemember to put your answer on its own line after "Answer:".'
 )
 
 
@@ -58,18 +56,40 @@ def get_config() -> ml_collections.ConfigDict:
                 ),
             ),
             data=dict(
-                source="jsonl",
-                num_train=ml_collections.config_dict.placeholder(int),
-                num_heldout=ml_collections.config_dict.placeholder(int),
-                num_terms=ml_collections.config_dict.placeholder(tuple),
-                # DAPO-Math-17k and AIME 2024, one {"prompt": ..., "answer": ...} per line.
-                train_path="data/dapo_math_17k.jsonl",
-                heldout_path="data/aime_2024.jsonl",
-                prompt_key="prompt",
-                answer_key="answer",
+                train=dict(
+                    dapo=dict(
+                        path="dapo-math-17k",
+                        split=ml_collections.config_dict.placeholder(str),
+                        weight=1.0,
+                        num_problems=ml_collections.config_dict.placeholder(int),
+                        num_terms=ml_collections.config_dict.placeholder(tuple),
+                        prompt_key=ml_collections.config_dict.placeholder(str),
+                        answer_key=ml_collections.config_dict.placeholder(str),
+                        answer_in=ml_collections.config_dict.placeholder(str),
+                        prompt_template=ml_collections.config_dict.placeholder(str),
+                        scorer=ml_collections.config_dict.placeholder(str),
+                    ),
+                ),
+                heldout=dict(
+                    aime24=dict(
+                        path="aime24",
+                        split=ml_collections.config_dict.placeholder(str),
+                        weight=ml_collections.config_dict.placeholder(float),
+                        num_problems=ml_collections.config_dict.placeholder(int),
+                        num_terms=ml_collections.config_dict.placeholder(tuple),
+                        prompt_key=ml_collections.config_dict.placeholder(str),
+                        answer_key=ml_collections.config_dict.placeholder(str),
+                        answer_in=ml_collections.config_dict.placeholder(str),
+                        prompt_template=ml_collections.config_dict.placeholder(str),
+                        scorer=ml_collections.config_dict.placeholder(str),
+                    ),
+                ),
                 prompt_template=PROMPT_TEMPLATE,
+                chat=True,
+                system_prompt=ml_collections.config_dict.placeholder(str),  # the template's own
                 max_prompt_tokens=2048,
                 overlong_prompts="drop",  # script: cut from the left
+                cache_dir="",
             ),
             pretrain=None,
             rollout=dict(

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from dapo_jax import arithmetic, attention, batching, log_probs, model, pretrain, tokenizer
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.config import Config
-from dapo_jax.sharding import param_shardings
+from dapo_jax.sharding import param_shardings, replicated
 from dapo_jax.types import UserError
 
 REPORT_EVERY_STEPS = 50
@@ -30,13 +30,12 @@ CODE = (arithmetic, attention, batching, log_probs, model, pretrain, tokenizer)
 
 def fingerprint(config: Config) -> str:
     """Hash of all that the base model depends on."""
-    assert config.pretrain is not None and config.data.num_terms is not None
+    assert config.pretrain is not None
     digest = hashlib.sha256()
     fields = {
         "seed": config.seed,
         "model": dataclasses.asdict(config.model),
         "pretrain": dataclasses.asdict(config.pretrain) | {"cache_dir": None},
-        "num_terms": config.data.num_terms,
         "max_response_tokens": config.rollout.max_response_tokens,
         "devices": [jax.device_count(), jax.default_backend(), jax.__version__],
     }
@@ -65,13 +64,17 @@ def load_or_make(
     Raises:
         UserError: the config wants pretrained weights.
     """
-    if config.pretrain is None:
+    if config.model.pretrained is not None:
         raise UserError(
             f"config.model.pretrained ({config.model.pretrained!r}): loading pretrained weights is "
             "not there yet. --dry_run shows the plan of this config; configs/tiny_dapo.py trains a "
             "base model of its own."
         )
     shardings = param_shardings(config.model, config.mesh, mesh)
+    if config.pretrain is None:
+        say("base model: random parameters, from config.seed")
+        init = jax.jit(lambda key: model.init_params(config.model, key), out_shardings=shardings)
+        return init(jax.device_put(jax.random.key(config.seed), replicated(mesh))), {"seconds": 0.0}
     like = jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
         model.param_shapes(config.model),

@@ -19,7 +19,8 @@ from dapo_jax.types import UserError
 class ModelConfig:
     """A Qwen2-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
 
-    pretrained: str | None  # Hugging Face directory or hub id; None: base made by `pretrain`
+    # Hugging Face directory or hub id; None: made by `pretrain`, or without that, random.
+    pretrained: str | None
     tokenizer: str | None  # the same for the tokenizer; None: the arithmetic one is built
     vocab_size: int
     num_layers: int
@@ -48,24 +49,42 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class DataConfig:
-    source: Literal["arithmetic", "jsonl"]
-    num_train: int | None  # arithmetic: problems generated; None for jsonl
-    num_heldout: int | None
+class SourceConfig:
+    """Problems of one kind. The name it has in config.data is that of its metrics."""
+
+    # A data set of dapo_jax.sources.DATASETS by name, a hub id (owner/name, or owner/name/place in
+    # it), a file or directory of jsonl or parquet, or "arithmetic": generated.
+    path: str
+    split: str | None  # hub, directory: the files that have it in their names; None: all
+    # How often it is drawn from, relative to the other sources; None for held-out ones.
+    weight: float | None
+    num_problems: int | None  # the first so many rows, or so many generated; None: all
     num_terms: tuple[int, ...] | None  # arithmetic: difficulty levels, as terms of the sum
-    train_path: str | None  # jsonl: one object per line; None for arithmetic
-    heldout_path: str | None
-    prompt_key: str | None
+    # Columns, "outer.inner" for a field of one. A prompt is a text, or the messages of a chat.
+    prompt_key: str | None  # None: as its columns show, see dapo_jax.rows
     answer_key: str | None
-    prompt_template: str | None  # jsonl: str.format template with {prompt}
+    answer_in: Literal["text", "boxed", "####"] | None  # where in its column; None: as it shows
+    prompt_template: str | None  # None: config.data.prompt_template
+    scorer: str | None  # None: config.reward.scorer
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    train: dict[str, SourceConfig]
+    heldout: dict[str, SourceConfig]
+    prompt_template: str | None  # around prompts that are texts: str.format with {prompt}
+    chat: bool  # put prompts into the tokenizer's chat template
+    system_prompt: str | None  # chat: of prompts that bring none; None: the template's own
     max_prompt_tokens: int
     overlong_prompts: Literal["drop", "error"]
+    cache_dir: str  # of tokenised problems; "": the user's cache directory
 
 
 @dataclasses.dataclass(frozen=True)
 class PretrainConfig:
     """Supervised fit of the base model on generated text of mixed quality."""
 
+    num_terms: tuple[int, ...]  # difficulty levels, as terms of the sum
     num_steps: int
     rows_per_step: int
     row_tokens: int
@@ -91,8 +110,10 @@ class RolloutConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RewardConfig:
-    scorer: str  # name in dapo_jax.scorers.SCORERS, or module:function
-    correct: float
+    # A name in dapo_jax.scorers.SCORERS, module:function or file.py:function; or several with
+    # weights, "math_dapo + 0.1 * answer_format": the first decides what is correct.
+    scorer: str
+    correct: float  # by a scorer that gives no reward of its own
     incorrect: float
     overlong_buffer_tokens: int  # L_cache of DAPO eq. 13; 0: no soft overlong punishment
     overlong_penalty: float  # factor on eq. 13
@@ -311,6 +332,10 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     if type(None) in args:
         (inner,) = (arg for arg in args if arg is not type(None))
         return None if value is None else _convert(inner, value, path)
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise UserError(f"{path} must be a group of named fields, not {value!r}.")
+        return {name: _convert(args[1], v, f"{path}.{name}") for name, v in value.items()}
     if origin is tuple:
         if not isinstance(value, (tuple, list)):
             raise UserError(f"{path} must be a tuple; got {value!r}.")

@@ -1,6 +1,6 @@
 """What a config must satisfy beyond names and types: ranges, and relations between fields."""
 
-import typing
+import re
 from typing import Any
 
 from dapo_jax.parameters import (
@@ -8,6 +8,7 @@ from dapo_jax.parameters import (
     LOSS_PARAMETERS,
     SELECTION_PARAMETERS,
     STATISTICS,
+    parse_scorers,
 )
 from dapo_jax.types import UserError
 
@@ -136,6 +137,7 @@ def check(config: Any) -> None:
             "group of one is always all right or all wrong."
         )
     _check_data(config)
+    _check_pretrain(config)
     _check_mesh(config.mesh)
 
 
@@ -310,57 +312,114 @@ def _check_advantage(config: Any) -> None:
 
 
 def _check_data(config: Any) -> None:
-    data, model = config.data, config.model
-    arithmetic = ("num_train", "num_heldout", "num_terms")
-    jsonl = ("train_path", "heldout_path", "prompt_key", "answer_key", "prompt_template")
-    read, unread = (arithmetic, jsonl) if data.source == "arithmetic" else (jsonl, arithmetic)
-    for name in read:
-        if getattr(data, name) is None:
-            raise UserError(
-                f"config.data.{name} is needed when config.data.source is {data.source!r}."
-            )
-    for name in unread:
-        if getattr(data, name) is not None:
-            raise UserError(
-                f"config.data.{name} is not read when config.data.source is {data.source!r}: set "
-                f"it to None (got {getattr(data, name)!r})."
-            )
-    if data.source == "arithmetic":
-        _positive(config, "data.num_train", "data.num_heldout")
-        levels = typing.cast(tuple, data.num_terms)
-        ok = bool(levels) and all(2 <= n <= 11 for n in levels)
-        _require(ok, "data.num_terms", levels, "a non-empty tuple of integers from 2 to 11")
-    elif "{prompt}" not in typing.cast(str, data.prompt_template):
+    data = config.data
+    for side in ("train", "heldout"):
+        chosen = getattr(data, side)
+        if not chosen:
+            raise UserError(f"config.data.{side} names no source; give at least one.")
+        for name, source in chosen.items():
+            _check_source(source, side, name)
+    _require(
+        data.prompt_template is None or "{prompt}" in data.prompt_template,
+        "data.prompt_template",
+        data.prompt_template,
+        "None or a text that contains {prompt}",
+    )
+    if data.system_prompt is not None and not data.chat:
         raise UserError(
-            f"config.data.prompt_template must contain {{prompt}}; got {data.prompt_template!r}."
+            "config.data.system_prompt is not read when config.data.chat is False: set it to None "
+            f"(got {data.system_prompt!r})."
         )
-    made_here = model.pretrained is None
-    if made_here != (config.pretrain is not None):
+    _check_scorer(config.reward.scorer, "reward.scorer")
+
+
+def _check_source(source: Any, side: str, name: str) -> None:
+    field = f"data.{side}.{name}"
+    if not re.fullmatch(r"[\w-]+", name):
+        raise UserError(
+            f"config.data.{side}: {name!r} cannot be the name of a source, which is part of the "
+            "names of metrics: use letters, digits, '_' and '-'."
+        )
+    if side == "train":
+        ok = source.weight is not None and source.weight > 0
+        _require(ok, f"{field}.weight", source.weight, "greater than 0")
+    else:
+        _require(
+            source.weight is None, f"{field}.weight", source.weight, "None: all problems are tried"
+        )
+    if source.num_problems is not None:
+        _require(source.num_problems > 0, f"{field}.num_problems", source.num_problems, "above 0")
+    if source.scorer is not None:
+        _check_scorer(source.scorer, f"{field}.scorer")
+    if source.path == "arithmetic":
+        _require(
+            source.num_problems is not None, f"{field}.num_problems", None, "given for arithmetic"
+        )
+        _check_num_terms(source.num_terms, f"{field}.num_terms")
+        sides = ("train", "heldout")
+        _require(source.split in sides, f"{field}.split", source.split, "'train' or 'heldout'")
+        unread = ("prompt_key", "answer_key", "answer_in")
+    else:
+        unread = ("num_terms",)
+    for unread_name in unread:
+        value = getattr(source, unread_name)
+        if value is not None:
+            raise UserError(
+                f"config.{field}.{unread_name} is not read when config.{field}.path is "
+                f"{source.path!r}: set it to None (got {value!r})."
+            )
+    if source.prompt_template is not None:
+        _require(
+            "{prompt}" in source.prompt_template,
+            f"{field}.prompt_template",
+            source.prompt_template,
+            "None or a text that contains {prompt}",
+        )
+
+
+def _check_scorer(scorer: str, field: str) -> None:
+    try:
+        parse_scorers(scorer)
+    except ValueError as error:
+        raise UserError(
+            f"config.{field} ({scorer!r}) must be a scorer, or a sum such as 'math_dapo + 0.1 * "
+            f"answer_format': {error}."
+        ) from error
+
+
+def _check_num_terms(levels: Any, field: str) -> None:
+    ok = bool(levels) and all(2 <= n <= 11 for n in levels)
+    _require(ok, field, levels, "a non-empty tuple of integers from 2 to 11")
+
+
+def _check_pretrain(config: Any) -> None:
+    model, pretrain = config.model, config.pretrain
+    if model.pretrained is not None and pretrain is not None:
         raise UserError(
             "config.pretrain makes a base model when config.model.pretrained is None, and must be "
-            f"None otherwise; got pretrained={model.pretrained!r} and pretrain "
-            f"{'None' if config.pretrain is None else 'given'}."
+            f"None otherwise; got pretrained={model.pretrained!r} and pretrain given."
         )
-    if config.pretrain is not None:
-        if data.source != "arithmetic" or model.tokenizer is not None:
-            raise UserError(
-                "config.pretrain fits the base model on generated arithmetic: it needs "
-                "config.data.source = 'arithmetic' and config.model.tokenizer = None; got "
-                f"{data.source!r} and {model.tokenizer!r}."
-            )
-        _positive(config, "pretrain.num_steps", "pretrain.rows_per_step", "pretrain.learning_rate")
-        warmup, steps = config.pretrain.warmup_steps, config.pretrain.num_steps
-        wanted = f"at least 0 and below config.pretrain.num_steps ({steps})"
-        _require(0 <= warmup < steps, "pretrain.warmup_steps", warmup, wanted)
-        for name in ("share_guess", "guess_accuracy", "share_slip", "share_ramble"):
-            value = getattr(config.pretrain, name)
-            _require(0 <= value < 1, f"pretrain.{name}", value, "in [0, 1)")
-        longest = data.max_prompt_tokens + config.rollout.max_response_tokens
-        row_tokens = config.pretrain.row_tokens
-        wanted = f"at least {longest}, a prompt with its response"
-        _require(row_tokens >= longest, "pretrain.row_tokens", row_tokens, wanted)
-    elif model.tokenizer is None:
-        raise UserError("config.model.tokenizer is needed when config.model.pretrained is given.")
+    if pretrain is None:
+        if model.tokenizer is None:
+            raise UserError("config.model.tokenizer is needed when config.pretrain is None.")
+        return
+    if model.tokenizer is not None:
+        raise UserError(
+            "config.pretrain fits the base model on generated arithmetic: it needs "
+            f"config.model.tokenizer = None; got {model.tokenizer!r}."
+        )
+    _check_num_terms(pretrain.num_terms, "pretrain.num_terms")
+    _positive(config, "pretrain.num_steps", "pretrain.rows_per_step", "pretrain.learning_rate")
+    warmup, steps = pretrain.warmup_steps, pretrain.num_steps
+    wanted = f"at least 0 and below config.pretrain.num_steps ({steps})"
+    _require(0 <= warmup < steps, "pretrain.warmup_steps", warmup, wanted)
+    for name in ("share_guess", "guess_accuracy", "share_slip", "share_ramble"):
+        value = getattr(pretrain, name)
+        _require(0 <= value < 1, f"pretrain.{name}", value, "in [0, 1)")
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    row_tokens = pretrain.row_tokens
+    wanted = f"at least {longest}, a prompt with its response"
+    _require(row_tokens >= longest, "pretrain.row_tokens", row_tokens, wanted)
 
 
 def _check_mesh(mesh: Any) -> None:

@@ -1,7 +1,8 @@
-"""Statistics of k samples per problem, as the field quotes them: avg@k, pass@k, cons@k.
+"""Statistics of n samples per problem, as the field quotes them: avg@k, pass@k, cons@k.
 
-All three are exact functions of the samples. The reference's evaluation reports best@k and maj@k as
-bootstrap averages, which differ from these by resampling noise.
+All are exact functions of the samples, one value per problem; the figure that is quoted is their
+mean. The reference's evaluation reports best@k and maj@k as bootstrap averages, which differ from
+these by resampling noise.
 """
 
 import collections
@@ -12,22 +13,21 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 
-def avg_at_k(correct_QK: ArrayLike) -> float:
-    """Share of correct samples, the mean over problems of the mean over samples.
+def avg_at_k(correct_QK: ArrayLike) -> np.ndarray:
+    """Share of correct samples of each problem, float64 [Q].
 
     Args:
         correct_QK: bool, sample k of problem q is correct.
     """
-    return float(_as_bool_QK(correct_QK).mean())
+    return _as_bool_QK(correct_QK).mean(axis=1)
 
 
-def pass_at_k(correct_QK: ArrayLike, k: int) -> float:
-    """Unbiased estimate of the probability that at least one of k samples is correct.
+def pass_at_k(correct_QK: ArrayLike, k: int) -> np.ndarray:
+    """Unbiased estimate of the probability that at least one of k samples is correct, float64 [Q].
 
-        pass@k = mean_q [1 - C(n - c_q, k) / C(n, k)]
+        pass@k of problem q = 1 - C(n - c_q, k) / C(n, k)
 
-    with n samples of problem q, c_q of them correct. Source: Chen et al. 2021, arXiv:2107.03374,
-    eq. 1.
+    with n samples of it, c_q of them correct. Source: Chen et al. 2021, arXiv:2107.03374, eq. 1.
 
     Args:
         correct_QK: bool, sample of a problem is correct; n = its second dimension.
@@ -37,38 +37,39 @@ def pass_at_k(correct_QK: ArrayLike, k: int) -> float:
     n = correct_QK.shape[1]
     assert 1 <= k <= n, f"pass@{k} of {n} samples"
     # In whole numbers until the one division: nothing overflows and nothing cancels.
-    total = math.comb(n, k)
-    estimates = [(total - math.comb(n - c, k)) / total for c in correct_QK.sum(axis=1).tolist()]
-    return float(np.mean(estimates))
+    total, counts_Q = math.comb(n, k), correct_QK.sum(axis=1).tolist()
+    return np.array([(total - math.comb(n - c, k)) / total for c in counts_Q])
 
 
-def cons_at_k(answers_QK: Sequence[Sequence[str | None]], correct_QK: ArrayLike) -> float:
-    """Accuracy of the majority vote over the answers to each problem.
+def cons_at_k(answers_QK: Sequence[Sequence[str | None]], correct_QK: ArrayLike) -> np.ndarray:
+    """Credit of the majority vote over the answers to each problem, float64 [Q].
 
-    Where several answers are the most frequent, the vote is split evenly: the problem's credit is
-    the share of them that are correct. That is the expectation of breaking the tie at random, and
-    does not depend on the order of the samples.
+    Where several answers are the most frequent, the vote is split evenly between them: that is the
+    expectation of breaking the tie at random, and does not depend on the order of the samples.
 
     Args:
-        answers_QK: the answer extracted from each sample, compared as text. None abstains: no
-            answer could be extracted, or no verdict on it was reached. A problem on which all
-            abstain has credit 0.
-        correct_QK: bool, the answer is correct. Samples with equal answers must agree; None must
-            be False.
+        answers_QK: the answer of each sample; equal texts are one answer. None abstains: no answer
+            could be read, or no verdict on it was reached. A problem on which all abstain has
+            credit 0.
+        correct_QK: bool, the sample is correct. The credit of an answer is the share of its samples
+            that are; with a scorer that looks at nothing but the answer, 0 or 1.
     """
     correct_QK = _as_bool_QK(correct_QK)
     credits = []
     for answers_K, correct_K in zip(answers_QK, correct_QK.tolist(), strict=True):
-        verdicts: dict[str | None, bool] = {None: False}
+        votes: dict[str, list[bool]] = collections.defaultdict(list)
         for answer, correct in zip(answers_K, correct_K, strict=True):
-            assert verdicts.setdefault(answer, correct) == correct, (
-                f"samples that answered {answer!r} are marked both correct and incorrect"
-            )
-        votes = collections.Counter(answer for answer in answers_K if answer is not None)
-        most = max(votes.values(), default=0)
-        winners = [verdicts[answer] for answer, count in votes.items() if count == most]
+            if answer is not None:
+                votes[answer].append(correct)
+        most = max(map(len, votes.values()), default=0)
+        winners = [float(np.mean(of)) for of in votes.values() if len(of) == most]
         credits.append(sum(winners) / max(len(winners), 1))
-    return float(np.mean(credits))
+    return np.array(credits)
+
+
+def powers_up_to(n: int) -> list[int]:
+    """1, 2, 4, ... and n itself: the k at which pass@k is reported."""
+    return sorted({1 << i for i in range(n.bit_length()) if 1 << i <= n} | {n})
 
 
 def bootstrap_interval(

@@ -1,17 +1,19 @@
-"""Held-out evaluation: k samples of every problem, scored."""
+"""Evaluation: k samples of every problem, scored, and the figures that are quoted of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from dapo_jax import estimators, model
+from dapo_jax.reward import Rubric
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.scoring import Scoring
-from dapo_jax.types import Problem
+from dapo_jax.types import Group, Problem
+from dapo_jax.votes import votes
 
 
 def evaluate(
@@ -20,14 +22,15 @@ def evaluate(
     problems: Sequence[Problem],
     detokenize: scheduler.Detokenize,
     pool: RewardPool,
+    rubrics: Mapping[str, Rubric],
     *,
     num_samples: int,
     key: jax.Array,
     check_stop: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:
-    """avg@k with its 95 % interval over problems, cons@k, pass@k, mean length in tokens and
-    truncated share, as metrics `eval/...`."""
-    scoring = Scoring(pool, problems)
+) -> dict[str, float]:
+    """The figures of a checkpoint as metrics `eval/...`, over all problems; where they are from
+    several sources, avg@k and its like of each as `eval/<source>/...` too."""
+    scoring = Scoring(pool, problems, rubrics)
     responses_QK, _ = scheduler.generate(
         engine,
         params,
@@ -38,24 +41,67 @@ def evaluate(
         finished=scoring.submit,
         check_stop=check_stop,
     )
-    found = scoring.verdicts()
-    verdicts = [found[q, k] for q in range(len(problems)) for k in range(num_samples)]
-    shape = (len(problems), num_samples)
-    correct_QK = np.array([verdict.correct for verdict in verdicts]).reshape(shape)
-    extracted = np.array([verdict.extracted for verdict in verdicts], object)
-    lengths = np.array([len(r.tokens) for row in responses_QK for r in row])
-    truncated = np.array([r.truncated for row in responses_QK for r in row])
-    low, high = estimators.bootstrap_interval(correct_QK.mean(axis=1))
-    metrics = {
-        f"eval/avg@{num_samples}": estimators.avg_at_k(correct_QK),
-        "eval/interval_low": low,
-        "eval/interval_high": high,
-        f"eval/pass@{num_samples}": estimators.pass_at_k(correct_QK, num_samples),
-        "eval/length_mean": float(lengths.mean()),
-        "eval/truncated_share": float(truncated.mean()),
-    }
-    # A scorer that does not tell which answer it read leaves nothing to vote on.
-    if all(v.extracted is not None for v in verdicts if v.correct):
-        answers_QK = extracted.reshape(shape).tolist()
-        metrics[f"eval/cons@{num_samples}"] = estimators.cons_at_k(answers_QK, correct_QK)
+    groups = scoring.groups(responses_QK, 0)
+    metrics = _metrics(groups, rubrics, pool, "eval")
+    sources = dict.fromkeys(problem.source for problem in problems)
+    for source in sources if len(sources) > 1 else ():
+        of_source = [group for group in groups if group.problem.source == source]
+        metrics |= _metrics(of_source, rubrics, pool, f"eval/{source}")
     return metrics
+
+
+def _metrics(
+    groups: Sequence[Group], rubrics: Mapping[str, Rubric], pool: RewardPool, prefix: str
+) -> dict[str, float]:
+    n = len(groups[0].responses)
+    figures = statistics(groups, votes(groups, rubrics, pool), ks=[n])
+    low, high = figures[f"avg@{n}"]["interval"]
+    wanted = (f"avg@{n}", f"pass@{n}", f"cons@{n}")
+    return {
+        **{f"{prefix}/{name}": figures[name]["value"] for name in wanted if name in figures},
+        f"{prefix}/interval_low": low,
+        f"{prefix}/interval_high": high,
+        f"{prefix}/length_mean": figures["length_mean"],
+        f"{prefix}/truncated_share": figures["truncated_share"],
+    }
+
+
+def statistics(
+    groups: Sequence[Group],
+    answers_QK: Sequence[Sequence[str | None]] | None,
+    *,
+    ks: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """What is quoted of n responses to each problem.
+
+    Args:
+        groups: n responses each.
+        answers_QK: see `votes`; None: no cons@k and no share of unparsed responses.
+        ks: of pass@k; None: 1, 2, 4, ... and n.
+
+    Returns:
+        avg@n, cons@n and pass@k, each a dict of "value" and "interval", the 95 % bootstrap interval
+        over problems; and the shares and means over responses.
+    """
+    n = len(groups[0].responses)
+    correct_QK = np.array([[v.correct for v in group.verdicts] for group in groups], bool)
+    per_problem = {f"avg@{n}": estimators.avg_at_k(correct_QK)}
+    if answers_QK is not None:
+        per_problem[f"cons@{n}"] = estimators.cons_at_k(answers_QK, correct_QK)
+    for k in estimators.powers_up_to(n) if ks is None else ks:
+        per_problem[f"pass@{k}"] = estimators.pass_at_k(correct_QK, k)
+    responses = [response for group in groups for response in group.responses]
+    verdicts = [verdict for group in groups for verdict in group.verdicts]
+    figures: dict[str, Any] = {
+        name: {
+            "value": float(values_Q.mean()),
+            "interval": list(estimators.bootstrap_interval(values_Q)),
+        }
+        for name, values_Q in per_problem.items()
+    }
+    figures["length_mean"] = float(np.mean([len(r.tokens) for r in responses]))
+    figures["truncated_share"] = float(np.mean([r.truncated for r in responses]))
+    figures["faults"] = sum(bool(v.note) for v in verdicts)
+    if answers_QK is not None:
+        figures["unparsed_share"] = float(np.mean([v.extracted is None for v in verdicts]))
+    return figures

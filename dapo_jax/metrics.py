@@ -24,6 +24,8 @@ def sampling_metrics(batch: Batch) -> dict[str, float]:
         "sampling/carried_in": batch.carried_in,
         "sampling/surplus": batch.surplus,
         "sampling/scorer_faults": sum(bool(v.note) for g in sampled for v in g.verdicts),
+        **_of_sources(sampled),
+        **_extras(sampled),
     }
     if sampled:
         lengths = np.array([len(r.tokens) for g in sampled for r in g.responses])
@@ -42,6 +44,26 @@ def sampling_metrics(batch: Batch) -> dict[str, float]:
 
 def _accuracy(groups: Sequence[Group]) -> float:
     return float(np.mean([v.correct for g in groups for v in g.verdicts]))
+
+
+def _of_sources(groups: Sequence[Group]) -> dict[str, float]:
+    """Accuracy by source, where there are several."""
+    sources = sorted({group.problem.source for group in groups})
+    return {
+        f"accuracy/sampled/{name}": _accuracy([g for g in groups if g.problem.source == name])
+        for name in (sources if len(sources) > 1 else ())
+    }
+
+
+def _extras(groups: Sequence[Group]) -> dict[str, float]:
+    """Means of the numbers that scorers give besides, over the responses that have them."""
+    found: dict[str, list[float]] = {}
+    for group in groups:
+        for verdict in group.verdicts:
+            for name, value in (verdict.extra or {}).items():
+                if isinstance(value, (int, float)):
+                    found.setdefault(name, []).append(float(value))
+    return {f"scorer/{name}": float(np.mean(values)) for name, values in sorted(found.items())}
 
 
 def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, float]:

@@ -1,4 +1,7 @@
-"""Which fields of `config.objective` each choice reads. A field that nothing reads must be None."""
+"""What the choices of a config stand for: the fields of `config.objective` that each of them reads
+(one that nothing reads must be None), and scorers with their weights."""
+
+import math
 
 # The parameters that each policy loss and each advantage read; those in brackets may be None.
 LOSS_PARAMETERS: dict[str, tuple[str, ...]] = {
@@ -41,3 +44,22 @@ STATISTICS = (
     "token-k1", "token-k2", "token-k3", "seq-sum-k1", "seq-sum-k2", "seq-sum-k3",
     "seq-mean-k1", "seq-mean-k2", "seq-mean-k3", "seq-max-k2", "seq-max-k3",
 )  # fmt: skip
+
+
+def parse_scorers(text: str) -> tuple[tuple[str, float], ...]:
+    """(name, weight) of each scorer of a `scorer` field: "math_dapo", or several with weights,
+    "math_dapo + 0.1 * answer_format".
+
+    Raises:
+        ValueError: the text is not such a sum.
+    """
+    found = []
+    for term in text.split(" + "):
+        weight, times, name = term.strip().rpartition(" * ")
+        value = float(weight) if times else 1.0  # float raises with what it was given
+        if not name.strip() or not math.isfinite(value) or value == 0:
+            raise ValueError(f"{term.strip()!r} is not a scorer, nor weight * scorer")
+        found.append((name.strip(), value))
+    if len(dict(found)) < len(found):
+        raise ValueError("a scorer is named twice")
+    return tuple(found)

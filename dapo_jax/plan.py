@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from dapo_jax import model
 from dapo_jax.batching import max_micro_batches
-from dapo_jax.config import Config
+from dapo_jax.config import Config, SourceConfig
 from dapo_jax.parameters import SELECTION_PARAMETERS
 from dapo_jax.sharding import (
     AXES,
@@ -34,6 +34,7 @@ def describe(config: Config) -> str:
     check_batch_shapes(config, axis_sizes["data"], axis_sizes["fsdp"])
     sections = (
         ("model", _model_lines(config)),
+        ("data", _data_lines(config)),
         ("mesh", _mesh_lines(axis_sizes, devices)),
         ("batch of one rollout step", _batch_lines(config)),
         ("objective", _objective_lines(config)),
@@ -54,12 +55,27 @@ def num_params(config: Config) -> int:
 def _model_lines(config: Config) -> list[tuple[str, str]]:
     m = config.model
     return [
-        ("weights", m.pretrained or "made by this run (config.pretrain)"),
+        ("weights", m.pretrained or ("random" if config.pretrain is None else "made by this run")),
         ("parameters", f"{num_params(config):,}"),
         ("layers x width", f"{m.num_layers} x {m.width}, feed-forward {m.ff_width}"),
         ("heads", f"{m.num_heads} query, {m.num_kv_heads} key-value, of {m.head_dim}"),
         ("vocabulary", f"{m.vocab_size:,}" + (", tied" if m.tie_embeddings else "")),
         ("dtypes", f"{m.param_dtype} parameters, {m.compute_dtype} compute"),
+    ]
+
+
+def _data_lines(config: Config) -> list[tuple[str, str]]:
+    def told(name: str, source: SourceConfig) -> str:
+        parts = [source.path if source.split is None else f"{source.path} ({source.split})"]
+        if source.weight is not None:
+            parts.append(f"weight {source.weight:g}")
+        parts.append(f"scored by {source.scorer or config.reward.scorer}")
+        return f"{name}: " + ", ".join(parts)
+
+    return [
+        (side, told(name, source))
+        for side in ("train", "heldout")
+        for name, source in getattr(config.data, side).items()
     ]
 
 

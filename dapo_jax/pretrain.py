@@ -22,15 +22,15 @@ def text_rows(config: Config, tokenizer: Any) -> Iterator[Rows]:
 
     Deterministic in `config.seed`. Held-out problems are never shown.
     """
-    p, data = config.pretrain, config.data
-    assert p is not None and data.num_terms is not None
+    p = config.pretrain
+    assert p is not None
     rng = np.random.default_rng([config.seed, 1])
     waiting: list[tuple[list[int], np.ndarray]] = []  # prompts with their responses
     length = lambda text: len(text[0]) + len(text[1])
     while True:
         tokens = sum(map(length, waiting))
         while tokens < p.rows_per_step * p.row_tokens:
-            terms = tuple(rng.integers(1, 10, rng.choice(data.num_terms)).tolist())
+            terms = tuple(rng.integers(1, 10, rng.choice(p.num_terms)).tolist())
             if arithmetic.is_heldout(terms):
                 continue
             text, complete = arithmetic.write_response(

@@ -1,63 +1,312 @@
-"""The problems of a run: training and held-out, generated or read from files."""
+"""The problems of a run: read from its sources or generated, cleaned, tokenised, cached.
 
-from typing import Any
+The published DAPO-Math-17k file repeats its 17k prompts about a hundred times and gives some of
+them two answers. Both are mended here and counted, where the reference trains on the file as it is.
+"""
 
-from dapo_jax import arithmetic, data
-from dapo_jax.config import Config
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow
+import pyarrow.parquet
+
+from dapo_jax import arithmetic, prompts, rows, scorers, sources
+from dapo_jax.config import Config, DataConfig, SourceConfig
+from dapo_jax.parameters import parse_scorers
+from dapo_jax.reward import Rubric
+from dapo_jax.rows import Columns, Message, Row, Unusable
 from dapo_jax.types import Problem, UserError
 
+TOKENISED_TOGETHER = 1000
+CHECK_MEMORY_EVERY_ROWS = 20_000
+LEAST_FREE_SHARE = 0.05  # of memory, while rows are read
+CODE = (arithmetic, prompts, rows, scorers, sources)  # what a cached file depends on, with this one
 
-def load_problems(config: Config, tokenizer: Any) -> tuple[list[Problem], list[Problem], list[str]]:
-    """(training problems, held-out problems, lines that say what was read and left out).
+
+class Prepared(NamedTuple):
+    """The problems of one source, and where its rows went."""
+
+    problems: list[Problem]
+    # rows = unusable + repeated + conflicting + overlong + problems, each row counted once:
+    # repeated: beyond the first with the same prompt; conflicting: prompts with several answers.
+    counts: dict[str, int]
+    first_unusable: str  # what was wrong with the first such row, "" if there is none
+
+    def describe(self) -> str:
+        """The summary that is printed."""
+        c = self.counts
+        distinct = c["rows"] - c["unusable"] - c["repeated"]
+        parts = [f"{c['repeated']:,} rows repeat a prompt: {distinct:,} are distinct"]
+        if distinct and c["repeated"] % distinct == 0 and not c["unusable"]:
+            parts = [f"{distinct:,} distinct prompts, {c['rows'] // distinct} rows of each"]
+        told = {
+            "repeated": parts[0],
+            "conflicting": f"{c['conflicting']:,} prompts with conflicting answers left out",
+            "overlong": f"{c['overlong']:,} longer than config.data.max_prompt_tokens left out",
+            "unusable": f"{c['unusable']:,} unusable rows left out, the first: "
+            + self.first_unusable,
+        }
+        notes = "; ".join(told[name] for name in told if c[name])
+        return f"{c['problems']:,} problems of {c['rows']:,} rows" + (notes and f" ({notes})")
+
+
+def rubrics(config: Config, chosen: Mapping[str, SourceConfig]) -> dict[str, Rubric]:
+    """How the responses to the problems of each source are judged."""
+    r = config.reward
+    return {
+        name: Rubric(parse_scorers(source.scorer or r.scorer), r.correct, r.incorrect)
+        for name, source in chosen.items()
+    }
+
+
+def load(
+    config: Config,
+    chosen: Mapping[str, SourceConfig],
+    tokenizer: Any,
+    *,
+    field: str,
+    say: Callable[[str], None],
+) -> list[Problem]:
+    """The problems of the sources, numbered from 0 across them.
+
+    Args:
+        chosen: `config.data.train`, `config.data.heldout` or others like them.
+        field: where they stand, for messages: "config.data.train".
+        say: told what became of the rows of each.
 
     Raises:
-        UserError: a file or a field that cannot serve; see `dapo_jax.data`.
+        UserError: a file or a field that cannot serve, or a source without problems.
     """
-    sides, notes = [], []
-    for side in ("train", "heldout"):
-        pairs, template = _pairs(config, side)
-        problems, counts = data.prepare(
-            pairs,
-            tokenizer.encode,
-            source=config.data.source,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            overlong=config.data.overlong_prompts,
-            prompt_template=template,
-        )
-        left_out = ", ".join(
-            f"{counts[name]} {name}"
-            for name in ("duplicates", "conflicting", "overlong")
-            if counts[name]
-        )
-        notes.append(
-            f"{side}: {counts['problems']} problems" + (left_out and f" ({left_out} left out)")
-        )
-        sides.append(problems)
-    return sides[0], sides[1], notes
+    problems: list[Problem] = []
+    for name, source in chosen.items():
+        place = f"{field}.{name}"
+        prepared = prepare(config, name, source, tokenizer, place)
+        say(f"{place.removeprefix('config.data.')}: {prepared.describe()}")
+        if not prepared.problems:
+            raise UserError(
+                f"{place}: no problem is left. {prepared.describe()}. Give more problems, or raise "
+                f"config.data.max_prompt_tokens ({config.data.max_prompt_tokens})."
+            )
+        first = len(problems)
+        problems += [problem._replace(id=first + problem.id) for problem in prepared.problems]
+    return problems
 
 
-def _pairs(config: Config, side: str) -> tuple[list[tuple[str, str]], str | None]:
-    """((prompt, answer) pairs, prompt template) of one side of the data."""
-    d = config.data
-    if d.source == "jsonl":
-        path = d.train_path if side == "train" else d.heldout_path
-        assert path is not None and d.prompt_key is not None and d.answer_key is not None
-        pairs = data.read_jsonl(
-            path,
-            prompt_key=d.prompt_key,
-            answer_key=d.answer_key,
-            field=f"config.data.{side}_path",
-        )
-        return pairs, d.prompt_template
-    num = d.num_train if side == "train" else d.num_heldout
-    assert num is not None and d.num_terms is not None
+def prepare(
+    config: Config, name: str, source: SourceConfig, tokenizer: Any, field: str
+) -> Prepared:
+    """The problems of one source, numbered from 0 in the order of its rows; see `load`."""
+    data = config.data
+    template = source.prompt_template or data.prompt_template
+    prompts.check_template(template, f"{field}.prompt_template")
+    if source.path == "arithmetic":
+        pairs = _generated(config, source, field)
+        found = (Row(prompt, answer, {}) for prompt, answer in pairs)
+        return _prepare(data, name, source, tokenizer, found, field)
+    files = sources.find_files(source.path, source.split, field)
+    cache = _cache_directory(data) / f"{_fingerprint(data, source, tokenizer, files)}.parquet"
+    cached = _read_cache(cache, name)
+    if cached is not None:
+        return cached
+    columns = _columns(source)
+    found = itertools.chain.from_iterable(rows.read_rows(f, columns, field) for f in files)
+    prepared = _prepare(data, name, source, tokenizer, found, field)
+    _write_cache(cache, prepared)
+    return prepared
+
+
+def _columns(source: SourceConfig) -> Columns:
+    dataset = sources.DATASETS.get(source.path)
+    if dataset is None:
+        return Columns(source.prompt_key, source.answer_key, source.answer_in)
+    return Columns(
+        source.prompt_key or dataset.prompt_key,
+        source.answer_key or dataset.answer_key,
+        source.answer_in or dataset.answer_in,
+    )
+
+
+def _generated(config: Config, source: SourceConfig, field: str) -> list[tuple[str, str]]:
+    assert source.num_problems is not None and source.num_terms is not None
     try:
-        pairs = arithmetic.generate_problems(
-            num, num_terms=d.num_terms, heldout=side == "heldout", seed=config.seed
+        return arithmetic.generate_problems(
+            source.num_problems,
+            num_terms=source.num_terms,
+            heldout=source.split == "heldout",
+            seed=config.seed,
         )
     except ValueError as error:
         raise UserError(
-            f"config.data.num_{side} ({num}) with config.data.num_terms {d.num_terms}: {error}. "
-            "Ask for fewer problems or more terms."
+            f"{field}.num_problems ({source.num_problems}) with num_terms {source.num_terms}: "
+            f"{error}. Ask for fewer problems or more terms."
         ) from error
-    return pairs, None
+
+
+def _prepare(
+    data: DataConfig,
+    name: str,
+    source: SourceConfig,
+    tokenizer: Any,
+    found: Iterator[Row | Unusable],
+    field: str,
+) -> Prepared:
+    distinct, counts, first_unusable = _distinct(found, source.num_problems, field)
+    template = source.prompt_template or data.prompt_template
+    kept = [(prompt, entry) for prompt, entry in distinct.items() if not entry.conflict]
+    counts |= {"conflicting": len(distinct) - len(kept), "overlong": 0}
+    problems: list[Problem] = []
+    for start in range(0, len(kept), TOKENISED_TOGETHER):
+        part = kept[start : start + TOKENISED_TOGETHER]
+        texts = [
+            prompts.render(
+                tokenizer,
+                prompt,
+                template=template,
+                chat=data.chat,
+                system_prompt=data.system_prompt,
+            )
+            for prompt, _ in part
+        ]
+        encoded = prompts.encode(tokenizer, texts, chat=data.chat)
+        for text, tokens, (_, entry) in zip(texts, encoded, part):
+            if len(tokens) > data.max_prompt_tokens:
+                if data.overlong_prompts == "error":
+                    raise UserError(
+                        f"config.data.max_prompt_tokens is {data.max_prompt_tokens}, but row "
+                        f"{entry.row} of {field} ({text[:40]!r}...) has {len(tokens)} tokens. "
+                        "Raise it, shorten the prompt, or set config.data.overlong_prompts to "
+                        "'drop'."
+                    )
+                counts["overlong"] += 1
+                continue
+            problems.append(
+                Problem(
+                    len(problems), text, tokens, entry.answer, name, metadata=entry.metadata or None
+                )
+            )
+    counts["problems"] = len(problems)
+    return Prepared(problems, counts, first_unusable)
+
+
+@dataclasses.dataclass
+class _Entry:
+    """What is known of a prompt."""
+
+    answer: str
+    metadata: dict[str, Any]
+    row: int
+    conflict: bool = False
+
+
+def _distinct(
+    found: Iterator[Row | Unusable], limit: int | None, field: str
+) -> tuple[dict[str | tuple[Message, ...], _Entry], dict[str, int], str]:
+    """(the distinct prompts in order, counts of the rows, what was wrong with the first bad one).
+
+    Memory grows with the prompts and not with the rows.
+    """
+    distinct: dict[str | tuple[Message, ...], _Entry] = {}
+    counts = {"rows": 0, "unusable": 0, "repeated": 0}
+    first_unusable = ""
+    try:
+        for row in found:
+            if limit is not None and len(distinct) == limit:
+                break
+            counts["rows"] += 1
+            if isinstance(row, Unusable):
+                counts["unusable"] += 1
+                first_unusable = first_unusable or row.reason
+                continue
+            entry = distinct.get(row.prompt)
+            if entry is None:
+                distinct[row.prompt] = _Entry(row.answer, row.metadata, counts["rows"])
+            else:
+                counts["repeated"] += 1
+                entry.conflict |= entry.answer != row.answer
+            if counts["rows"] % CHECK_MEMORY_EVERY_ROWS == 0 and free_share() < LEAST_FREE_SHARE:
+                raise MemoryError
+    except MemoryError:
+        raise UserError(
+            f"{field}: memory is full after row {counts['rows']:,} with {len(distinct):,} distinct "
+            f"prompts. Read fewer: {field}.num_problems={len(distinct) // 2}, or a smaller file."
+        ) from None
+    return distinct, counts, first_unusable
+
+
+def free_share() -> float:
+    """Share of the memory that is free, of the machine or of the container, whichever is less; 1
+    where the system does not say."""
+    shares = [1.0]
+    with contextlib.suppress(OSError, ValueError, LookupError):
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        kilobytes = {name: int(lines[name].split()[0]) for name in ("MemAvailable", "MemTotal")}
+        shares.append(kilobytes["MemAvailable"] / kilobytes["MemTotal"])
+    with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        shares.append(1 - int((group / "memory.current").read_text()) / limit)
+    return min(shares)
+
+
+def _cache_directory(data: DataConfig) -> Path:
+    if data.cache_dir:
+        return Path(data.cache_dir).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "dapo_jax" / "problems"
+
+
+def _fingerprint(data: DataConfig, source: SourceConfig, tokenizer: Any, files: list[Path]) -> str:
+    """Hash of all that the problems of a source depend on: files, settings, tokenizer, code."""
+    settings = dataclasses.asdict(source) | {"weight": None, "scorer": None, "path": None}
+    settings |= {"columns": _columns(source), "template": data.prompt_template}
+    settings |= {"chat": data.chat, "system": data.system_prompt}
+    settings |= {"longest": data.max_prompt_tokens, "overlong": data.overlong_prompts}
+    settings["tokenizer"] = prompts.fingerprint(tokenizer)
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    code = [Path(str(module.__file__)) for module in CODE]
+    for file in [*files, *code, Path(__file__)]:
+        with file.open("rb") as content:
+            digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()[:32]
+
+
+def _write_cache(cache: Path, prepared: Prepared) -> None:
+    """The whole file or none. A cache that cannot be written is none."""
+    problems = prepared.problems
+    text, tokens = pyarrow.string(), pyarrow.list_(pyarrow.int32())
+    table = pyarrow.table(
+        {
+            "prompt": pyarrow.array([p.prompt for p in problems], text),
+            "tokens": pyarrow.array([p.prompt_tokens for p in problems], tokens),
+            "answer": pyarrow.array([p.answer for p in problems], text),
+            "metadata": pyarrow.array([json.dumps(p.metadata) for p in problems], text),
+        },
+        metadata={"about": json.dumps([prepared.counts, prepared.first_unusable])},
+    )
+    temporary = cache.with_name(f".{cache.name}.{os.getpid()}.tmp")
+    with contextlib.suppress(OSError):
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(table, temporary)
+        temporary.rename(cache)
+
+
+def _read_cache(cache: Path, name: str) -> Prepared | None:
+    """What `_write_cache` wrote; None if there is nothing usable."""
+    try:
+        table = pyarrow.parquet.read_table(cache)
+        counts, first_unusable = json.loads(table.schema.metadata[b"about"])
+        columns = [table[column].to_pylist() for column in table.column_names]
+    except (OSError, pyarrow.ArrowException, LookupError, ValueError):
+        return None
+    problems = [
+        Problem(i, prompt, tuple(tokens), answer, name, metadata=json.loads(metadata))
+        for i, (prompt, tokens, answer, metadata) in enumerate(zip(*columns))
+    ]
+    return Prepared(problems, counts, first_unusable)

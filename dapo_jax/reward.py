@@ -1,30 +1,132 @@
 """Rule-based rewards: what a response is worth, from its text and its length in tokens.
 
 A scorer says whether a response is correct; correctness alone decides the filter of dynamic
-sampling. The reward that the advantage sees adds the soft overlong punishment, which knows lengths
-and not correctness. Nothing here imports JAX: scorers run in worker processes.
+sampling. The reward that the advantage sees is the weighted sum of the scorers' rewards with the
+soft overlong punishment, which knows lengths and not correctness. Nothing here imports JAX: scorers
+run in worker processes.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from dapo_jax.types import Verdict
+
 
 class Score(NamedTuple):
-    """A scorer's verdict: is it correct, which answer did it read (None: it found none), and for
-    process supervision, the steps of the response."""
+    """What one scorer says of one response."""
 
     correct: bool
-    extracted: str | None
-    # (characters of the text up to the end of the step, its reward), in order.
+    extracted: str | None = None  # the answer that it read; None: it found none
+    # Process supervision: (characters of the text up to the end of the step, its reward), in order.
     steps: tuple[tuple[int, float], ...] = ()
+    reward: float | None = None  # None: config.reward.correct or config.reward.incorrect
+    extra: dict[str, Any] | None = None  # anything else, as JSON can hold it
 
 
-# (text of the response, reference answer) -> Score. A plain bool is accepted too; then the answers
-# cannot be put to a vote and cons@k is not reported.
-Scorer = Callable[[str, str], Score | bool]
+class Task(NamedTuple):
+    """A response to be scored."""
+
+    scorers: tuple[str, ...]  # see `scorers.load_scorer`
+    text: str
+    answer: str
+    token_ids: tuple[int, ...] = ()
+    metadata: dict[str, Any] | None = None  # of the problem
+
+
+# A scorer of this project: (text of the response, reference answer) -> Score. See
+# `scorers.load_scorer` for what else is accepted.
+Scorer = Callable[[str, str], Any]
+
+
+class Rubric(NamedTuple):
+    """How the responses to the problems of a source are judged."""
+
+    scorers: tuple[tuple[str, float], ...]  # (name, weight); the first decides correctness
+    correct: float  # reward by a scorer that gives none of its own, for a correct response
+    incorrect: float  # for any other
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.scorers)
+
+
+def as_score(value: Any) -> Score:
+    """What a scorer returned as a `Score`.
+
+    Args:
+        value: a Score; a bool, whether it is correct; a number, the reward, correct where it is
+            above 0; (reward, correct, extra), or a mapping with "reward", "correct" and whatever
+            else. An "extracted" in `extra` is the answer that the scorer read, which cons@k counts.
+
+    Raises:
+        TypeError, ValueError: it is none of them.
+    """
+    if isinstance(value, Score):
+        steps = tuple((int(end), float(reward)) for end, reward in value.steps)
+        reward = None if value.reward is None else _finite(value.reward)
+        return value._replace(
+            correct=bool(value.correct), steps=steps, reward=reward, extra=_plain(value.extra)
+        )
+    if isinstance(value, (bool, np.bool_)):
+        return Score(bool(value))
+    if isinstance(value, (int, float, np.number)):
+        return Score(bool(value > 0), reward=_finite(value))
+    if isinstance(value, Mapping) and {"reward", "correct"} <= value.keys():
+        extra = {name: x for name, x in value.items() if name not in ("reward", "correct")}
+        value = (value["reward"], value["correct"], extra)
+    if isinstance(value, tuple) and len(value) == 3:
+        reward, correct, extra = value
+        extra = _plain(extra)
+        extracted = None if extra is None else extra.pop("extracted", None)
+        return Score(bool(correct), None if extracted is None else str(extracted),
+                     reward=_finite(reward), extra=extra or None)  # fmt: skip
+    raise TypeError(
+        f"a scorer returns a bool, a number, a Score, (reward, correct, extra) or a mapping with "
+        f"'reward' and 'correct', not {type(value).__name__}"
+    )
+
+
+def _finite(reward: Any) -> float:
+    reward = float(reward)
+    if not math.isfinite(reward):
+        raise ValueError(f"the scorer's reward is {reward}")
+    return reward
+
+
+def _plain(extra: Any) -> dict[str, Any] | None:
+    if extra is None:
+        return None
+    if not isinstance(extra, Mapping):
+        raise TypeError(f"a scorer's extra is a mapping, not {type(extra).__name__}")
+    return json.loads(json.dumps(dict(extra), default=str, allow_nan=False))
+
+
+def verdict(rubric: Rubric, scores: Sequence[Score] | str) -> Verdict:
+    """The verdict on a response from what each scorer of the rubric said of it.
+
+    The reward is the sum of weight times reward over the scorers. Correctness and the answer read
+    are the first scorer's, steps those of the first that gives any.
+
+    Args:
+        scores: one for each scorer, or why there are none.
+    """
+    if isinstance(scores, str):
+        worst = rubric.incorrect * sum(max(weight, 0.0) for _, weight in rubric.scorers)
+        return Verdict(False, worst, note=scores)
+    reward = 0.0
+    for (_, weight), score in zip(rubric.scorers, scores, strict=True):
+        own = rubric.correct if score.correct else rubric.incorrect
+        reward += weight * (own if score.reward is None else score.reward)
+    steps = next((score.steps for score in scores if score.steps), ())
+    extra: dict[str, Any] = {}
+    for score in scores:
+        extra |= score.extra or {}
+    return Verdict(scores[0].correct, reward, scores[0].extracted, steps=steps, extra=extra or None)
 
 
 def soft_overlong_punishment(

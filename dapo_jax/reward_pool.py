@@ -11,18 +11,19 @@ import collections
 import concurrent.futures
 import ctypes
 import hashlib
+import json
 import multiprocessing
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import pebble
 
-from dapo_jax.reward import Score, Scorer
-from dapo_jax.scorers import load_scorer
-from dapo_jax.types import RunError, Verdict
+from dapo_jax.reward import Score, Task
+from dapo_jax.scorers import LoadedScorer, load_scorer
+from dapo_jax.types import RunError
 
 try:
     import resource
@@ -33,24 +34,24 @@ WORKER_MEMORY_BYTES = 4 * 2**30  # of address space, so that one answer cannot t
 # What a worker has beyond the limit to be stopped by its own alarm before it is killed.
 GRACE_SECONDS = 1.0
 ALARM_EVERY_SECONDS = 0.1  # again and again: a scorer may swallow the first one
-REMEMBERED_VERDICTS = 100_000
+REMEMBERED_SCORES = 100_000
 CHUNKS_PER_WORKER, MAX_CHUNK = 4, 64
 
-_scorer: Scorer  # of a worker process
+_scorers: dict[str, LoadedScorer]  # of a worker process
 
 
 class Scored(NamedTuple):
     """What a worker says of one response."""
 
-    score: Score | str  # or why there is none
-    seconds: float  # that the scorer took
+    scores: tuple[Score, ...] | str  # of each scorer, or why there are none
+    seconds: float  # that they took
 
 
 class Pending(NamedTuple):
     """Responses that are being scored; `RewardPool.collect` waits for them."""
 
-    items: list[tuple[str, str]]
-    known: dict[int, Scored]  # items that were scored before
+    tasks: list[Task]
+    known: dict[int, Scored]  # tasks that were done before
     chunks: list[tuple[list[int], pebble.ProcessFuture]]  # the others, and their scores to come
 
 
@@ -58,36 +59,27 @@ class RewardPool:
     """Worker processes that score; a context manager.
 
     Args:
-        scorer: see `dapo_jax.scorers.load_scorer`.
-        correct: reward of a correct response.
-        incorrect: reward of any other, and of one on which no verdict was reached.
+        scorers: those that tasks may name, see `dapo_jax.scorers.load_scorer`.
         workers: number of processes.
-        timeout_seconds: hard limit for one response.
+        timeout_seconds: hard limit for one response, all its scorers together.
 
     Raises:
         UserError: there is no such scorer.
     """
 
-    def __init__(
-        self,
-        scorer: str,
-        *,
-        correct: float,
-        incorrect: float,
-        workers: int,
-        timeout_seconds: float,
-    ):
-        load_scorer(scorer)  # a wrong name is the user's mistake and not a worker's
-        self.correct, self.incorrect = correct, incorrect
+    def __init__(self, scorers: Iterable[str], *, workers: int, timeout_seconds: float):
+        names = tuple(dict.fromkeys(scorers))
+        # Here too: a wrong name is the user's mistake and not a worker's.
+        self.reads_all = {name: load_scorer(name).reads_all for name in names}
         self.workers, self.timeout_seconds = workers, timeout_seconds
-        # Scores by what text and answer hash to: short answers come again and again, and long ones
-        # are not worth their memory.
+        # Scores by what a task hashes to: short answers come again and again, and long ones are not
+        # worth their memory.
         self.known: collections.OrderedDict[bytes, Scored] = collections.OrderedDict()
         # spawn: a fork of a process in which JAX runs threads can deadlock.
         self.pool = pebble.ProcessPool(
             workers,
             initializer=_start_worker,
-            initargs=(scorer,),
+            initargs=(names,),
             context=multiprocessing.get_context("spawn"),
         )
 
@@ -98,36 +90,32 @@ class RewardPool:
         self.pool.stop()
         self.pool.join()
 
-    def score(self, texts: Sequence[str], answers: Sequence[str]) -> list[Verdict]:
-        """The verdict on each text against its answer, in their order.
+    def score(self, tasks: Sequence[Task]) -> list[Scored]:
+        """What the scorers say of each response, in order.
 
         Raises:
             RunError: no worker can be started.
         """
-        return self.collect(self.submit(texts, answers))
+        return self.collect(self.submit(tasks))
 
-    def submit(self, texts: Sequence[str], answers: Sequence[str]) -> Pending:
+    def submit(self, tasks: Sequence[Task]) -> Pending:
         """Hands responses to the workers and does not wait. What was scored before is not again.
 
         Raises:
             RunError: no worker can be started.
         """
-        items = list(zip(texts, answers, strict=True))
-        names = [_name(*item) for item in items]
+        tasks = [self._needed(task) for task in tasks]
+        names = [_name(task) for task in tasks]
         known = {i: self.known[name] for i, name in enumerate(names) if name in self.known}
-        new = [i for i in range(len(items)) if i not in known]
+        new = [i for i in range(len(tasks)) if i not in known]
         size = max(1, min(MAX_CHUNK, -(-len(new) // (self.workers * CHUNKS_PER_WORKER))))
         chunks = [new[start : start + size] for start in range(0, len(new), size)]
-        futures = [(chunk, self._schedule(items, chunk)) for chunk in chunks]
-        return Pending(items, known, futures)
+        futures = [(chunk, self._schedule(tasks, chunk)) for chunk in chunks]
+        return Pending(tasks, known, futures)
 
-    def collect(self, pending: Pending) -> list[Verdict]:
-        """The verdicts on what was submitted, in its order. See `score`."""
-        return [self._verdict(scored.score) for scored in self.collect_scores(pending)]
-
-    def collect_scores(self, pending: Pending) -> list[Scored]:
-        """What the scorer said, without rewards. See `score`."""
-        items, results = pending.items, dict(pending.known)
+    def collect(self, pending: Pending) -> list[Scored]:
+        """What the scorers say of each response that was submitted, in order. See `score`."""
+        tasks, results = pending.tasks, dict(pending.known)
         waiting = collections.deque(pending.chunks)
         while waiting:
             chunk, future = waiting.popleft()
@@ -141,33 +129,34 @@ class RewardPool:
                 rest = []
             else:
                 rest = [[i] for i in chunk]
-            waiting.extend((part, self._schedule(items, part)) for part in rest if part)
-        for i, item in enumerate(items):
+            waiting.extend((part, self._schedule(tasks, part)) for part in rest if part)
+        for i, task in enumerate(tasks):
             # What ran out of time or died may do better another day.
-            if isinstance(results[i].score, Score):
-                self.known[_name(*item)] = results[i]
-        while len(self.known) > REMEMBERED_VERDICTS:
+            if not isinstance(results[i].scores, str):
+                self.known[_name(task)] = results[i]
+        while len(self.known) > REMEMBERED_SCORES:
             self.known.popitem(last=False)
-        return [results[i] for i in range(len(items))]
+        return [results[i] for i in range(len(tasks))]
 
-    def _schedule(self, items: list[tuple[str, str]], chunk: list[int]) -> pebble.ProcessFuture:
+    def _needed(self, task: Task) -> Task:
+        """The task without what none of its scorers reads: it costs time on the way to a worker,
+        and equal responses to different problems need scoring once."""
+        if any(self.reads_all[name] for name in task.scorers):
+            return task
+        return task._replace(token_ids=(), metadata=None)
+
+    def _schedule(self, tasks: list[Task], chunk: list[int]) -> pebble.ProcessFuture:
         limit = self.timeout_seconds
         try:
             # A worker starts no further response once the first limit is over, and the last one it
             # has started has a limit of its own.
             return self.pool.schedule(
                 _score_chunk,
-                args=([items[i] for i in chunk], limit),
+                args=([tasks[i] for i in chunk], limit),
                 timeout=limit * min(2, len(chunk)) + GRACE_SECONDS,
             )
         except RuntimeError as error:  # the pool has given up
             raise RunError(_NO_WORKERS) from error
-
-    def _verdict(self, score: Score | str) -> Verdict:
-        if isinstance(score, str):
-            return Verdict(False, self.incorrect, note=score)
-        reward = self.correct if score.correct else self.incorrect
-        return Verdict(score.correct, reward, score.extracted, steps=score.steps)
 
 
 _NO_WORKERS = (
@@ -177,10 +166,9 @@ _NO_WORKERS = (
 )
 
 
-def _name(text: str, answer: str) -> bytes:
-    # Lone surrogates come out of decoders too, and have no UTF-8 of their own.
-    parts = (part.encode("utf-8", "surrogatepass") for part in (answer, text))
-    return hashlib.blake2b(b"\0\0".join(parts), digest_size=16).digest()
+def _name(task: Task) -> bytes:
+    # As JSON, whose escapes hold the lone surrogates that decoders let out.
+    return hashlib.blake2b(json.dumps(task).encode(), digest_size=16).digest()
 
 
 def _result(future: pebble.ProcessFuture) -> list[Scored] | str:
@@ -199,9 +187,9 @@ class _OutOfTime(BaseException):
     """Raised by the alarm. Not an Exception, so that scorers that catch those let it through."""
 
 
-def _start_worker(scorer: str) -> None:
+def _start_worker(names: Sequence[str]) -> None:
     """Runs once in each worker, before its first response."""
-    global _scorer
+    global _scorers
     # Ctrl-C reaches the whole process group: the parent decides when its workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
@@ -213,44 +201,36 @@ def _start_worker(scorer: str) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash leaves no dump behind
     if hasattr(signal, "setitimer"):
         signal.signal(signal.SIGALRM, _alarm)
-    _scorer = load_scorer(scorer)
+    _scorers = {name: load_scorer(name) for name in names}
 
 
 def _alarm(*_: object) -> None:
     raise _OutOfTime
 
 
-def _score_chunk(items: list[tuple[str, str]], timeout_seconds: float) -> list[Scored]:
-    """The scores of as many of the items, from the first, as are begun within the limit of one."""
+def _score_chunk(tasks: list[Task], timeout_seconds: float) -> list[Scored]:
+    """The scores of as many of the tasks, from the first, as are begun within the limit of one."""
     start, scores = time.perf_counter(), []
-    for item in items:
+    for task in tasks:
         if scores and time.perf_counter() - start > timeout_seconds:
             break
-        scores.append(_score(*item, timeout_seconds))
+        scores.append(_score(task, timeout_seconds))
     return scores
 
 
-def _score(text: str, answer: str, timeout_seconds: float) -> Scored:
+def _score(task: Task, timeout_seconds: float) -> Scored:
     start = time.perf_counter()
     alarm = hasattr(signal, "setitimer")
     try:
         try:
             if alarm:
                 signal.setitimer(signal.ITIMER_REAL, timeout_seconds, ALARM_EVERY_SECONDS)
-            score = _checked(_scorer(text, answer))
+            scores = tuple(_scorers[name](task) for name in task.scorers)
         finally:
             if alarm:
                 signal.setitimer(signal.ITIMER_REAL, 0.0)
     except _OutOfTime:
-        score = "timeout"
+        scores = "timeout"
     except (Exception, SystemExit) as error:  # the user's code: anything may come out of it
-        score = f"error: {type(error).__name__}: {error}"
-    return Scored(score, time.perf_counter() - start)
-
-
-def _checked(score: Score | bool) -> Score:
-    if isinstance(score, tuple):
-        correct, extracted, *steps = score
-        steps = tuple((int(end), float(reward)) for end, reward in (steps[0] if steps else ()))
-        return Score(bool(correct), extracted, steps)
-    return Score(bool(score), None)
+        scores = f"error: {type(error).__name__}: {error}"
+    return Scored(scores, time.perf_counter() - start)

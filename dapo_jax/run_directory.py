@@ -106,6 +106,7 @@ class RunDirectory:
             {
                 "step": step,
                 "problem_id": group.problem.id,
+                "source": group.problem.source,
                 "prompt": group.problem.prompt,
                 "answer": group.problem.answer,
                 "response": response.text,
@@ -114,6 +115,7 @@ class RunDirectory:
                 "length": len(response.tokens),
                 "finish_reason": response.finish_reason,
                 "note": verdict.note,
+                **({} if verdict.extra is None else {"extra": verdict.extra}),
             }
             for group, values in zip(groups, rewards)
             for response, verdict, reward in list(zip(group.responses, group.verdicts, values))[

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_jax.progress import duration
-from dapo_jax.reward import Score
+from dapo_jax.reward import Rubric, Task, verdict
 from dapo_jax.reward_pool import RewardPool, Scored
 from dapo_jax.types import UserError
 
@@ -42,13 +42,12 @@ def score_file(
         raise UserError(f"--input={source}: no such file.")
     if target.exists() and target.samefile(source):
         raise UserError(f"--output={target} is the input; name another file.")
+    rubric = Rubric(((scorer, 1.0),), correct=1.0, incorrect=-1.0)
     malformed = scored = right = faults = 0
     size, start = source.stat().st_size, time.monotonic()
     reported = start
     with (
-        RewardPool(
-            scorer, correct=1.0, incorrect=-1.0, workers=workers, timeout_seconds=timeout_seconds
-        ) as pool,
+        RewardPool([scorer], workers=workers, timeout_seconds=timeout_seconds) as pool,
         _opened(target) as out,
         source.open("rb") as lines,
     ):
@@ -61,15 +60,13 @@ def score_file(
                     malformed += 1
                 else:
                     good.append(row)
-            pending = pool.submit(
-                [row["prediction"] for row in good], [row["answer"] for row in good]
-            )
-            for row, result in zip(good, pool.collect_scores(pending)):
-                verdict = _verdict(result)
-                scored, right = scored + 1, right + verdict["correct"]
-                faults += bool(verdict["note"])
+            results = pool.score([_task(scorer, row) for row in good])
+            for row, result in zip(good, results):
+                said = _said(rubric, result)
+                scored, right = scored + 1, right + said["correct"]
+                faults += bool(said["note"])
                 # Lone surrogates cannot be written as UTF-8: the escapes of ASCII can hold them.
-                out.write(json.dumps(row | verdict) + "\n")
+                out.write(json.dumps(row | said) + "\n")
             now = time.monotonic()
             if now - reported > REPORT_EVERY_SECONDS:
                 reported, done = now, lines.tell() / max(1, size)
@@ -115,12 +112,27 @@ def _problem(row: Any) -> str | None:
     return None
 
 
-def _verdict(result: Scored) -> dict[str, Any]:
-    score = result.score if isinstance(result.score, Score) else Score(False, None)
-    return {
-        "correct": score.correct,
-        "extracted": score.extracted,
-        "reward": 1.0 if score.correct else -1.0,
+def _task(scorer: str, row: dict[str, Any]) -> Task:
+    """The row's response; what else the row holds are its metadata."""
+    read = ("prediction", "answer", "token_ids")
+    rest = {name: value for name, value in row.items() if name not in read}
+    token_ids = row.get("token_ids")
+    return Task(
+        (scorer,),
+        row["prediction"],
+        row["answer"],
+        tuple(token_ids) if isinstance(token_ids, list) else (),
+        rest,
+    )
+
+
+def _said(rubric: Rubric, result: Scored) -> dict[str, Any]:
+    found = verdict(rubric, result.scores)
+    said = {
+        "correct": found.correct,
+        "extracted": found.extracted,
+        "reward": found.reward,
         "seconds": round(result.seconds, 6),
-        "note": result.score if isinstance(result.score, str) else "",
+        "note": found.note,
     }
+    return said if found.extra is None else said | {"extra": found.extra}

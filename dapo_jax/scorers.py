@@ -7,13 +7,16 @@ processes of `reward_pool`, which is what keeps that from the run. Nothing here 
 import functools
 import importlib
 import importlib.util
+import inspect
 import re
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple
 
-from dapo_jax.reward import Score, Scorer
+import numpy as np
+
+from dapo_jax.reward import Score, Scorer, Task, as_score
 from dapo_jax.types import UserError
 
 MATH_DAPO_LAST_CHARACTERS = 300
@@ -185,6 +188,11 @@ def normalise_minerva(answer: str) -> str:
     return answer.strip()
 
 
+def equivalent_by_math_verify(ours: str, theirs: str) -> bool:
+    """Whether math-verify holds two answers that it read for one and the same."""
+    return math_verify(f"\\boxed{{{ours}}}", theirs).correct
+
+
 # By the name in `config.reward.scorer` and `launch/score.py --scorer`.
 SCORERS: dict[str, Scorer] = {
     "exact_match": exact_match,
@@ -196,16 +204,45 @@ SCORERS: dict[str, Scorer] = {
     "gsm8k": gsm8k,
     "answer_format": answer_format,
 }
+# Where equal answers may differ as texts: what says that two of them are equal, for cons@k.
+EQUIVALENCES = {"math_verify": f"{__name__}:equivalent_by_math_verify"}
 
 
-def load_scorer(name: str) -> Scorer:
+class LoadedScorer(NamedTuple):
+    """A scorer and how it is called."""
+
+    function: Callable[..., Any]
+    reads_all: bool  # (texts, token ids, answers, metadata), and not (text, answer)
+
+    def __call__(self, task: Task) -> Score:
+        """The score of one response.
+
+        Raises:
+            TypeError, ValueError: the function returned what is no score; and whatever it raises.
+        """
+        if not self.reads_all:
+            return as_score(self.function(task.text, task.answer))
+        # A list of one: each response has a time limit of its own.
+        found = self.function([task.text], [list(task.token_ids)], [task.answer], [task.metadata])
+        if not isinstance(found, (list, np.ndarray)) or len(found) != 1:
+            raise TypeError("a scorer of texts, token ids, answers and metadata returns a list "
+                            "with as many scores")  # fmt: skip
+        return as_score(found[0])
+
+
+def load_scorer(name: str) -> LoadedScorer:
     """The scorer of a name in SCORERS, of `module:function` or of `path/to/file.py:function`.
 
+    A function of one's own is called in one of two ways, by the number of its parameters without
+    default: with (text, answer), or with (texts, token ids, answers, metadata), four lists of one
+    length. The first returns a score, the second a list of them; `reward.as_score` says what a
+    score may be. Metadata are the other columns of the problem's row.
+
     Raises:
-        UserError: there is no such scorer.
+        UserError: there is no such scorer, or it cannot be called so.
     """
     if name in SCORERS:
-        return SCORERS[name]
+        return LoadedScorer(SCORERS[name], False)
     place, colon, function = name.rpartition(":")
     if not colon or not place or not function:
         raise UserError(
@@ -215,7 +252,20 @@ def load_scorer(name: str) -> Scorer:
     scorer = getattr(_import(place, name), function, None)
     if not callable(scorer):
         raise UserError(f"config.reward.scorer: {place} has no function {function!r}.")
-    return cast(Scorer, scorer)
+    return LoadedScorer(scorer, _num_parameters(scorer, name) == 4)
+
+
+def _num_parameters(scorer: Callable[..., Any], name: str) -> int:
+    """How many arguments the function has to be given: 2 or 4."""
+    parameters = inspect.signature(scorer).parameters.values()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p.name for p in parameters if p.kind in positional and p.default is p.empty]
+    if len(needed) not in (2, 4):
+        raise UserError(
+            f"config.reward.scorer: {name!r} takes ({', '.join(needed)}); a scorer takes "
+            "(text, answer) or (texts, token_ids, answers, metadata)."
+        )
+    return len(needed)
 
 
 def _import(place: str, name: str) -> types.ModuleType:

@@ -1,7 +1,8 @@
 """Scoring while decoding goes on: responses go to the workers as they end."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from dapo_jax.reward import Rubric, Task, verdict
 from dapo_jax.reward_pool import Pending, RewardPool
 from dapo_jax.types import Group, Problem, Response, Verdict
 
@@ -10,10 +11,17 @@ HANDED_OVER_TOGETHER = 32
 
 
 class Scoring:
-    """The scores of one call of `scheduler.generate`."""
+    """The scores of one call of `scheduler.generate`.
 
-    def __init__(self, pool: RewardPool, problems: Sequence[Problem]):
-        self.pool, self.problems = pool, problems
+    Args:
+        problems: of that call.
+        rubrics: of each source that a problem is from.
+    """
+
+    def __init__(
+        self, pool: RewardPool, problems: Sequence[Problem], rubrics: Mapping[str, Rubric]
+    ):
+        self.pool, self.problems, self.rubrics = pool, problems, rubrics
         self.waiting: list[tuple[int, int, Response]] = []
         self.pending: list[tuple[list[tuple[int, int]], Pending]] = []
 
@@ -25,17 +33,24 @@ class Scoring:
 
     def _hand_over(self) -> None:
         places = [(problem, sample) for problem, sample, _ in self.waiting]
-        texts = [response.text for _, _, response in self.waiting]
-        answers = [self.problems[problem].answer for problem, _ in places]
-        self.pending.append((places, self.pool.submit(texts, answers)))
+        tasks = [self._task(problem, response) for problem, _, response in self.waiting]
+        self.pending.append((places, self.pool.submit(tasks)))
         self.waiting = []
+
+    def _task(self, index: int, response: Response) -> Task:
+        problem = self.problems[index]
+        scorers = self.rubrics[problem.source].names
+        token_ids = tuple(response.tokens.tolist())
+        return Task(scorers, response.text, problem.answer, token_ids, problem.metadata)
 
     def verdicts(self) -> dict[tuple[int, int], Verdict]:
         """The verdict on each (problem, sample); waits for those that are not there yet."""
         self._hand_over()
         found = {}
         for places, pending in self.pending:
-            found |= dict(zip(places, self.pool.collect(pending)))
+            for (problem, sample), scored in zip(places, self.pool.collect(pending)):
+                rubric = self.rubrics[self.problems[problem].source]
+                found[problem, sample] = verdict(rubric, scored.scores)
         return found
 
     def groups(self, responses_QG: Sequence[Sequence[Response]], step: int) -> list[Group]:

@@ -24,6 +24,7 @@ from dapo_jax.dynamic_sampling import (
 )
 from dapo_jax.evaluate import evaluate
 from dapo_jax.learner import RunState
+from dapo_jax.problems import rubrics
 from dapo_jax.progress import Progress, StopSignals, duration
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout import scheduler
@@ -32,6 +33,7 @@ from dapo_jax.samples import adapted_kl_coefficient, shaped_rewards
 from dapo_jax.scoring import Scoring
 from dapo_jax.trainer import Trainer
 from dapo_jax.types import Group, Problem, RunError, StopRequested
+from dapo_jax.votes import equivalences
 
 # Names of the streams of randomness, folded into the seed's key.
 ROLLOUT_KEY, EVALUATION_KEY, BASELINE_KEY = 1, 2, 3
@@ -71,13 +73,7 @@ def train(config: Config, workdir: Path) -> int | None:
     r = config.reward
     with (
         StopSignals(progress) as signals,
-        RewardPool(
-            r.scorer,
-            correct=r.correct,
-            incorrect=r.incorrect,
-            workers=r.workers,
-            timeout_seconds=r.timeout_seconds,
-        ) as pool,
+        RewardPool(_scorers(config), workers=r.workers, timeout_seconds=r.timeout_seconds) as pool,
         Checkpoints(
             workdir / "checkpoints",
             keep_newest=config.checkpoint.keep_newest,
@@ -99,6 +95,13 @@ def train(config: Config, workdir: Path) -> int | None:
         finally:
             directory.close()
     return signals.received
+
+
+def _scorers(config: Config) -> set[str]:
+    """All that a response of the run may be put to."""
+    train, heldout = rubrics(config, config.data.train), rubrics(config, config.data.heldout)
+    named = {name for rubric in (*train.values(), *heldout.values()) for name in rubric.names}
+    return named | equivalences(heldout)
 
 
 class _Run:
@@ -191,7 +194,7 @@ class _Run:
             rounds += 1
             self.progress.doing(f"step {step}: sampling round {rounds}, {len(problems)} prompts")
             start = time.monotonic()
-            scoring = Scoring(self.pool, problems)
+            scoring = Scoring(self.pool, problems, trainer.train_rubrics)
             responses_QG, more = scheduler.generate(
                 trainer.engine,
                 params,
@@ -319,7 +322,7 @@ class _Run:
         assert self.state is not None
         self.progress.doing(f"step {step}: greedy baselines of {len(groups)} prompts")
         problems = [group.problem for group in groups]
-        scoring = Scoring(self.pool, problems)
+        scoring = Scoring(self.pool, problems, self.trainer.train_rubrics)
         responses_Q1, _ = scheduler.generate(
             self.trainer.greedy_engine,
             self.state.policy.params,
@@ -379,6 +382,7 @@ class _Run:
             self.trainer.heldout,
             self.trainer.detokenize,
             self.pool,
+            self.trainer.heldout_rubrics,
             num_samples=self.config.evaluation.num_samples,
             key=key,
             # After an update there is no way back to the step before: a stop waits for the end of

@@ -9,7 +9,7 @@ import numpy as np
 from dapo_jax.config import Config
 from dapo_jax.data import ProblemStream
 from dapo_jax.learner import Learner
-from dapo_jax.problems import load_problems
+from dapo_jax.problems import load, rubrics
 from dapo_jax.progress import Progress
 from dapo_jax.rollout.engine import DecoderEngine, EngineSpec
 from dapo_jax.sharding import check_batch_shapes, make_mesh
@@ -24,10 +24,20 @@ class Trainer:
         self.mesh = make_mesh(config.mesh)
         check_batch_shapes(config, self.mesh.shape["data"], self.mesh.shape["fsdp"])
         self.tokenizer = load_tokenizer(config.model, save_to=workdir / "tokenizer")
-        train, self.heldout, notes = load_problems(config, self.tokenizer)
-        for note in notes:
-            progress.say(note)
-        self.stream = ProblemStream(train, config.seed)
+        d = config.data
+        sides = {"train": d.train, "heldout": d.heldout}
+        problems = {
+            side: load(
+                config, chosen, self.tokenizer, field=f"config.data.{side}", say=progress.say
+            )
+            for side, chosen in sides.items()
+        }
+        self.heldout = problems["heldout"]
+        self.train_rubrics, self.heldout_rubrics = (
+            rubrics(config, chosen) for chosen in sides.values()
+        )
+        weights = {name: source.weight or 0.0 for name, source in d.train.items()}
+        self.stream = ProblemStream(problems["train"], config.seed, weights)
         self.key = jax.random.key(config.seed)
         self.engine = self._engine(config.rollout.temperature, config.rollout.top_p)
         self.evaluation_engine = self._engine(

@@ -33,8 +33,9 @@ class Problem(NamedTuple):
     prompt: str
     prompt_tokens: tuple[int, ...]
     answer: str
-    source: str  # where it comes from
-    epoch: int = 0  # passes over the data before this visit; part of the random key of a sample
+    source: str  # its name in config.data, under which accuracy is reported
+    epoch: int = 0  # passes over its source before this visit; part of the random key of a sample
+    metadata: dict[str, Any] | None = None  # the other columns of its row, for scorers
 
 
 class Response(NamedTuple):
@@ -59,6 +60,7 @@ class Verdict(NamedTuple):
     note: str = ""  # empty, or why no verdict was reached: "timeout", "worker died", "error: ..."
     # Process supervision: (characters of the text up to the end of the step, its reward) of each.
     steps: tuple[tuple[int, float], ...] = ()
+    extra: dict[str, Any] | None = None  # what else the scorers say, as JSON can hold it
 
 
 class Group(NamedTuple):

@@ -10,6 +10,7 @@ import random
 import sys
 import time
 
+from dapo_jax.reward import Task
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.scorers import SCORERS
 
@@ -49,14 +50,12 @@ def main(argv: list[str]) -> int:
         rng, start = random.Random(0), time.monotonic()
         texts = [string(rng) for _ in range(arguments.strings)]
         answers = [string(rng) for _ in range(arguments.strings)]
-        with RewardPool(
-            name, correct=1.0, incorrect=-1.0, workers=2, timeout_seconds=arguments.timeout_seconds
-        ) as pool:
-            verdicts = pool.score(texts, answers)
-        notes = collections.Counter(v.note.partition(":")[0] for v in verdicts if v.note)
+        with RewardPool([name], workers=2, timeout_seconds=arguments.timeout_seconds) as pool:
+            found = [s.scores for s in pool.score([Task((name,), *x) for x in zip(texts, answers)])]
+        notes = collections.Counter(s.partition(":")[0] for s in found if isinstance(s, str))
         lost += notes["worker died"]
         print(
-            f"{name:22s} {len(verdicts):,} strings in {time.monotonic() - start:.0f} s, "
+            f"{name:22s} {len(found):,} strings in {time.monotonic() - start:.0f} s, "
             f"without a verdict: {dict(notes) or 'none'}",
             flush=True,
         )

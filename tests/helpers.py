@@ -10,7 +10,7 @@ import numpy as np
 
 from configs import tiny_dapo
 from dapo_jax import batching, model, sharding
-from dapo_jax.config import Config, ModelConfig
+from dapo_jax.config import Config, ModelConfig, SourceConfig
 from dapo_jax.types import Group, Problem, Response, Rows, Verdict
 
 SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
@@ -23,9 +23,11 @@ SMALL: dict[str, Any] = {
     "model.num_kv_heads": 2,
     "model.head_dim": 8,
     "model.ff_width": 48,
-    "data.num_train": 64,
-    "data.num_heldout": 8,
-    "data.num_terms": (3, 4),
+    "data.train.sums.num_problems": 64,
+    "data.train.sums.num_terms": (3, 4),
+    "data.heldout.sums.num_problems": 8,
+    "data.heldout.sums.num_terms": (3, 4),
+    "pretrain.num_terms": (3, 4),
     "pretrain.num_steps": 100,
     "pretrain.warmup_steps": 10,
     "pretrain.rows_per_step": 8,
@@ -46,6 +48,12 @@ SMALL: dict[str, Any] = {
     "checkpoint.every_steps": 1,
     "log.rollouts_per_step": 4,
 }
+
+
+def source_dict(path: str, **fields: Any) -> dict[str, Any]:
+    """A source of problems as a config holds it, with nothing set but its path."""
+    names = [field.name for field in dataclasses.fields(SourceConfig)]
+    return dict.fromkeys(names) | {"path": path} | fields
 
 
 def tiny_dict(**overrides: Any) -> dict[str, Any]:

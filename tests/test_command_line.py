@@ -11,7 +11,7 @@ import pytest
 from dapo_jax.config import Config
 from dapo_jax.types import UserError
 from tests.conftest import ROOT
-from tests.helpers import tiny_dict
+from tests.helpers import source_dict, tiny_dict
 from tests.runs import write_config
 
 
@@ -59,7 +59,7 @@ def call(capsys, *arguments, main=train):
         ([TINY, "--config.reward.overlong_penalty=0.0"], "both 0 .* or both positive"),
         ([TINY, "--config.reward.overlong_buffer_tokens=72"], "must be less"),
         ([TINY, "--config.model.pretrained=here"], r"config\.pretrain makes a base model when"),
-        ([TINY, "--config.data.train_path=x.jsonl"], r"data\.train_path is not read when"),
+        ([TINY, "--config.data.train.sums.prompt_key=x"], r"sums\.prompt_key is not read when"),
         (
             [TINY, "--config.mesh.data=3", "--dry_run"],
             r"micro_batch \(16\) must be a multiple .* 18",
@@ -94,18 +94,14 @@ def test_pretrained_weights_are_said_to_be_missing(capsys, tmp_path):
         model__pretrained="somewhere",
         model__tokenizer=str(tokenizer_directory(tmp_path)),
         pretrain=None,
-        data__source="jsonl",
-        data__num_train=None,
-        data__num_heldout=None,
-        data__num_terms=None,
-        data__prompt_key="question",
-        data__answer_key="answer",
-        data__prompt_template="{prompt}",
-        **{f"data__{s}_path": str(jsonl_file(tmp_path, s)) for s in ("train", "heldout")},
+        **{
+            f"data__{s}__sums": source_dict(str(jsonl_file(tmp_path, s)), weight=weight)
+            for s, weight in (("train", 1.0), ("heldout", None))
+        },
     )
     status, out, err = call(capsys, f"--config={file}", f"--workdir={tmp_path / 'run'}")
     assert status == 2 and "loading pretrained weights is not there yet" in err
-    assert "train: 3 problems" in out
+    assert "train.sums: 3 problems" in out
 
 
 def tokenizer_directory(tmp_path):
@@ -145,7 +141,11 @@ def test_a_workdir_whose_config_is_broken(capsys, tmp_path):
 
 
 def test_a_wrong_scorer(capsys, tmp_path):
-    arguments = [TINY, f"--workdir={tmp_path / 'run'}", "--config.reward.scorer=exactly"]
+    arguments = [
+        TINY,
+        f"--workdir={tmp_path / 'run'}",
+        "--config.reward.scorer=(('exactly', 1.0),)",
+    ]
     status, _, err = call(capsys, *arguments)
     assert status == 2 and "config.reward.scorer" in err
 
@@ -168,7 +168,7 @@ def test_help_says_how_to_call_it(capsys):
         (("mesh", "fsdp", -1), "at most one axis may be -1"),
         (("objective", "overlong_in_baseline", False), "read only with"),
         (("reward", "correct", -1.0), "greater than config.reward.incorrect"),
-        (("data", "num_terms", (1,)), "integers from 2 to 11"),
+        (("pretrain", "num_terms", (1,)), "integers from 2 to 11"),
     ],
 )
 def test_a_wrong_field_is_named(change, message):

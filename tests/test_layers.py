@@ -13,9 +13,10 @@ LAYERS = [
     ["config"],
     # pure, and hosts' small tools
     ["objective", "policy_losses", "aggregation", "advantage", "corrections", "covariance",
-     "batching", "reward", "scorers", "estimators", "arithmetic", "progress", "compilations"],
+     "batching", "reward", "scorers", "rows", "sources", "prompts", "estimators", "arithmetic",
+     "progress", "compilations"],
     ["model", "attention", "log_probs", "sharding", "samples", "data", "tokenizer", "checkpoint",
-     "reward_pool", "scoring", "run_directory", "report"],
+     "reward_pool", "scoring", "votes", "run_directory", "report"],
     ["rollout.jetstream", "rollout.sampling", "rollout.engine", "rollout.scheduler", "rollout"],
     ["train_step", "critic", "dynamic_sampling", "pretrain", "problems", "plan"],
     ["base", "evaluate", "metrics", "score_file"],
@@ -32,6 +33,9 @@ PLACES = {
     "grain": {"data"},
     "transformers": {"tokenizer"},
     "tokenizers": {"tokenizer"},
+    "huggingface_hub": {"sources"},
+    "pyarrow": {"rows", "problems"},
+    "jinja2": {"prompts"},
     "matplotlib": {"report"},
     "tensorboardX": {"run_directory"},
     "pebble": {"reward_pool"},
@@ -42,7 +46,7 @@ PLACES = {
 }
 WITHOUT_JAX = {
     "types", "parameters", "config_checks", "config", "reward", "scorers", "reward_pool",
-    "estimators",
+    "estimators", "rows", "sources", "prompts", "problems", "votes", "scoring",
     "arithmetic", "data", "aggregation", "advantage", "corrections", "covariance", "batching",
     "samples",
 }  # fmt: skip

@@ -49,7 +49,7 @@ def test_soft_overlong_punishment_scales_and_switches_off():
     ],
 )
 def test_exact_match(text, answer, correct, extracted):
-    assert scorers.exact_match(text, answer) == (correct, extracted, ())
+    assert scorers.exact_match(text, answer) == reward.Score(correct, extracted)
 
 
 @pytest.mark.parametrize(
@@ -85,11 +85,11 @@ def test_math_dapo_agrees_with_the_reference():
 
 
 def test_scorers_by_name_module_and_file(tmp_path):
-    assert scorers.load_scorer("exact_match") is scorers.exact_match
-    assert scorers.load_scorer("dapo_jax.scorers:math_dapo") is scorers.math_dapo
+    assert scorers.load_scorer("exact_match").function is scorers.exact_match
+    assert scorers.load_scorer("dapo_jax.scorers:math_dapo").function is scorers.math_dapo
     file = tmp_path / "mine.py"
     file.write_text("def always(response, answer):\n    return True\n")
-    assert scorers.load_scorer(f"{file}:always")("", "") is True
+    assert scorers.load_scorer(f"{file}:always")(reward.Task((), "", "")) == reward.Score(True)
 
 
 @pytest.mark.parametrize(

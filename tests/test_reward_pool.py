@@ -9,21 +9,29 @@ import time
 
 import pytest
 
+from dapo_jax.reward import Rubric, Task, verdict
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.types import UserError
 from tests.conftest import ROOT
 
 
-def make_pool(scorer="tests.scorers:treacherous", **settings):
-    defaults = {"correct": 1.0, "incorrect": -1.0, "workers": 2, "timeout_seconds": 1.0}
-    return RewardPool(scorer, **defaults | settings)
+class Pool(RewardPool):
+    """A pool with one scorer, whose verdicts are 1 and -1."""
+
+    def __init__(self, scorer="tests.scorers:treacherous", *, workers=2, timeout_seconds=1.0):
+        self.rubric = Rubric(((scorer, 1.0),), 1.0, -1.0)
+        super().__init__(self.rubric.names, workers=workers, timeout_seconds=timeout_seconds)
+
+    def verdicts(self, texts, answers):
+        tasks = [Task(self.rubric.names, *item) for item in zip(texts, answers, strict=True)]
+        return [verdict(self.rubric, scored.scores) for scored in self.score(tasks)]
 
 
 def test_faults_cost_themselves_only():
     texts = ["7", "hang", "8", "die", "raise", "7", "eat", "exit", *["7"] * 40]
-    with make_pool() as pool:
-        verdicts = pool.score(texts, ["7"] * len(texts))
-        again = pool.score(["7", "hang"], ["7", "7"])
+    with Pool() as pool:
+        verdicts = pool.verdicts(texts, ["7"] * len(texts))
+        again = pool.verdicts(["7", "hang"], ["7", "7"])
     right = [text == "7" for text in texts]
     assert [v.correct for v in verdicts] == right
     assert [v.reward for v in verdicts] == [1.0 if r else -1.0 for r in right]
@@ -40,15 +48,15 @@ def test_faults_cost_themselves_only():
 
 def test_slow_responses_each_have_the_whole_limit():
     """Together they take longer than the limit of one, alone none does."""
-    with make_pool(workers=1) as pool:
-        verdicts = pool.score(["slow"] * 12, ["slow"] * 12)
+    with Pool(workers=1) as pool:
+        verdicts = pool.verdicts(["slow"] * 12, ["slow"] * 12)
     assert all(v.correct and not v.note for v in verdicts)
 
 
 def test_what_was_scored_before_is_not_scored_again():
-    with make_pool("tests.scorers:counting", workers=1) as pool:
-        first = pool.score(["a", "b", "a"], ["1", "1", "1"])
-        again = pool.score(["b", "c", "a", "a"], ["1", "1", "1", "2"])
+    with Pool("tests.scorers:counting", workers=1) as pool:
+        first = pool.verdicts(["a", "b", "a"], ["1", "1", "1"])
+        again = pool.verdicts(["b", "c", "a", "a"], ["1", "1", "1", "2"])
     count = lambda verdicts: [int(v.extracted) for v in verdicts]
     assert count(first)[:2] == [1, 2]
     assert count(again) == [2, 4, count(first)[2], 5], "by text and answer together"
@@ -57,46 +65,47 @@ def test_what_was_scored_before_is_not_scored_again():
 def test_a_hang_costs_its_limit_once_and_no_worker():
     """Twenty hangs of a tenth of a second among 200 responses, in one worker of long life."""
     texts = ["hang" if i % 10 == 0 else f"{os.getpid()} {i}" for i in range(200)]
-    with make_pool("tests.scorers:which_process", workers=1, timeout_seconds=0.1) as pool:
-        verdicts = pool.score(texts, ["7"] * 200)
+    with Pool("tests.scorers:which_process", workers=1, timeout_seconds=0.1) as pool:
+        verdicts = pool.verdicts(texts, ["7"] * 200)
     assert [v.note for v in verdicts] == ["timeout" if t == "hang" else "" for t in texts]
     assert len({v.extracted for v in verdicts if not v.note}) == 1
 
 
 def test_a_scorer_may_return_a_bool():
-    with make_pool("tests.scorers:plain") as pool:
-        verdicts = pool.score(["7", "8"], ["7", "7"])
+    with Pool("tests.scorers:plain") as pool:
+        verdicts = pool.verdicts(["7", "8"], ["7", "7"])
     assert [v.correct for v in verdicts] == [True, False]
     assert [v.extracted for v in verdicts] == [None, None]
 
 
 def test_workers_do_not_load_jax():
-    with make_pool("tests.scorers:which_modules") as pool:
-        (verdict,) = pool.score([""], [""])
+    with Pool("tests.scorers:which_modules") as pool:
+        (verdict,) = pool.verdicts([""], [""])
     assert verdict.extracted == "False"
 
 
 def test_nothing_to_score():
-    with make_pool() as pool:
-        assert pool.score([], []) == []
+    with Pool() as pool:
+        assert pool.verdicts([], []) == []
 
 
 def test_a_wrong_scorer_is_the_users_mistake():
     with pytest.raises(UserError, match=r"config\.reward\.scorer"):
-        make_pool("no_such_scorer")
+        Pool("no_such_scorer")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_workers_die_with_a_killed_parent():
     code = textwrap.dedent("""
+        from dapo_jax.reward import Task
         from dapo_jax.reward_pool import RewardPool
         if __name__ == "__main__":
-            pool = RewardPool("tests.scorers:treacherous", correct=1.0, incorrect=-1.0, workers=1,
-                              timeout_seconds=60.0)
-            pool.score(["1"], ["1"])
+            names = ("tests.scorers:treacherous",)
+            pool = RewardPool(names, workers=1, timeout_seconds=60.0)
+            pool.score([Task(names, "1", "1")])
             import multiprocessing
             print(*[child.pid for child in multiprocessing.active_children()], flush=True)
-            pool.score(["hang"], ["1"])
+            pool.score([Task(names, "hang", "1")])
     """)
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
     assert parent.stdout is not None

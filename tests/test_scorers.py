@@ -5,6 +5,7 @@ import json
 import pytest
 
 from dapo_jax import scorers
+from dapo_jax.reward import Task
 from dapo_jax.reward_pool import RewardPool
 from tests import fuzz_scorers
 from tests.helpers import SHARED
@@ -128,11 +129,11 @@ def test_hostile_answers_cost_their_own_verdict():
         "$" + "1" * 1_000_000 + "$", "\x00", "\u202e\\boxed{1}", "\ud800", "$\\frac{1}{0}$",
         "$99999!!!$", "\\boxed{1}",
     ]  # fmt: skip
-    settings = {"correct": 1.0, "incorrect": -1.0, "workers": 2, "timeout_seconds": 1.0}
-    with RewardPool("math_verify", **settings) as pool:
-        verdicts = pool.score(texts, ["1"] * len(texts))
-    assert [v.correct for v in verdicts] == [t.endswith("\\boxed{1}") for t in texts]
-    assert not any(v.note == "worker died" for v in verdicts)
+    with RewardPool(["math_verify"], workers=2, timeout_seconds=1.0) as pool:
+        scored = pool.score([Task(("math_verify",), text, "1") for text in texts])
+    right = [not isinstance(s.scores, str) and s.scores[0].correct for s in scored]
+    assert right == [t.endswith("\\boxed{1}") for t in texts]
+    assert not any(s.scores == "worker died" for s in scored)
 
 
 def test_generated_strings_lose_no_worker(capsys):

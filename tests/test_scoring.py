@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from dapo_jax.reward import Rubric
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.scoring import Scoring
 from dapo_jax.types import Problem, Response
@@ -13,9 +14,9 @@ def response(text):
 
 def test_verdicts_find_their_places_in_any_order_of_ending():
     problems = [Problem(i, "", (1,), str(i), "test") for i in (5, 6)]
-    settings = {"correct": 1.0, "incorrect": -1.0, "workers": 2, "timeout_seconds": 5.0}
-    with RewardPool("tests.scorers:treacherous", **settings) as pool:
-        scoring = Scoring(pool, problems)
+    rubrics = {"test": Rubric((("tests.scorers:treacherous", 1.0),), 1.0, -1.0)}
+    with RewardPool(rubrics["test"].names, workers=2, timeout_seconds=5.0) as pool:
+        scoring = Scoring(pool, problems, rubrics)
         drawn = [[response("5"), response("raise")], [response("5"), response("6")]]
         scoring.submit([(1, 1, drawn[1][1])])
         scoring.submit([(0, 1, drawn[0][1]), (1, 0, drawn[1][0])])

@@ -1,0 +1,89 @@
+"""Prompts as the model is given them: template, chat, tokens."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import jinja2
+
+from dapo_jax.rows import Message
+from dapo_jax.types import UserError
+
+
+def check_template(template: str | None, field: str) -> None:
+    """A template must have exactly one place for the prompt.
+
+    Raises:
+        UserError: it cannot be filled in, or the prompt is not in it.
+    """
+    if template is None:
+        return
+    try:
+        wrong = "" if "\0\1" in template.format(prompt="\0\1") else "does not contain {prompt}"
+    except (LookupError, ValueError, AttributeError) as error:
+        wrong = f"cannot be filled in ({error})"
+    if wrong:
+        raise UserError(
+            f"{field} {wrong}; got {template!r}. Write {{prompt}} where the prompt belongs, and "
+            "every other brace twice: \\boxed{{}}."
+        )
+
+
+def render(
+    tokenizer: Any,
+    prompt: str | Sequence[Message],
+    *,
+    template: str | None,
+    chat: bool,
+    system_prompt: str | None,
+) -> str:
+    """The text that the model continues.
+
+    Args:
+        prompt: a text, or the (role, content) messages of a chat, which are taken as they are.
+        template: `str.format` template with {prompt} around a text; None: the text itself.
+        chat: whether to put the prompt into the tokenizer's chat template.
+        system_prompt: of a prompt that brings none; None: what the chat template says.
+
+    Raises:
+        UserError: the tokenizer has no chat template, or the prompt does not fit it.
+    """
+    if isinstance(prompt, str):
+        prompt = (("user", prompt if template is None else template.format(prompt=prompt)),)
+    if not chat:
+        if len(prompt) != 1:
+            raise UserError(
+                f"config.data.chat is False, but a prompt is a chat of {len(prompt)} messages "
+                f"({prompt[0][1][:40]!r}...). Set it to True."
+            )
+        return prompt[0][1]
+    if not tokenizer.chat_template:
+        raise UserError(
+            "config.data.chat is True, but the tokenizer of config.model.tokenizer has no chat "
+            "template. Set it to False, or add chat_template to its tokenizer_config.json."
+        )
+    if system_prompt is not None and prompt[0][0] != "system":
+        prompt = (("system", system_prompt), *prompt)
+    messages = [{"role": role, "content": content} for role, content in prompt]
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except jinja2.TemplateError as error:
+        raise UserError(
+            f"the chat template of config.model.tokenizer does not take the prompt "
+            f"{prompt[-1][1][:40]!r}: {error}. Set config.data.chat to False, or change the prompt."
+        ) from error
+
+
+def encode(tokenizer: Any, texts: Sequence[str], *, chat: bool) -> list[tuple[int, ...]]:
+    """The tokens of each text. A chat template writes its special tokens itself."""
+    found = tokenizer(list(texts), add_special_tokens=not chat)["input_ids"]
+    return [tuple(tokens) for tokens in found]
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """A hash of all that the tokens of a prompt depend on."""
+    parts = (tokenizer.backend_tokenizer.to_str(), str(tokenizer.chat_template))
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()
