@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.signal import lfilter
 
 EPSILON = 1e-6  # keeps the division finite when all rewards are equal, as in the reference
 WHITEN_EPSILON = 1e-8  # the same for whole batches
@@ -352,6 +351,10 @@ def _centred(rewards_R: np.ndarray, groups_R: np.ndarray) -> np.ndarray:
 
 def _to_go(x_N: np.ndarray, lengths_R: np.ndarray, decay: float) -> np.ndarray:
     """y_t = x_t + decay y_{t+1} within each response."""
+    from scipy.signal import (
+        lfilter,  # here: it takes seconds to load, and most runs need none of it
+    )
+
     out = [
         lfilter([1.0], [1.0, -decay], x_n[::-1])[::-1] if len(x_n) else x_n
         for x_n in np.split(x_N, np.cumsum(lengths_R)[:-1])

@@ -22,7 +22,7 @@ from dapo_jax import arithmetic, attention, batching, log_probs, model, pretrain
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.config import Config
 from dapo_jax.sharding import param_shardings, replicated
-from dapo_jax.types import UserError
+from dapo_jax.types import RunError, UserError
 
 REPORT_EVERY_STEPS = 50
 CODE = (arithmetic, attention, batching, log_probs, model, pretrain, tokenizer)
@@ -49,7 +49,7 @@ def load_or_make(
     config: Config,
     mesh: Mesh,
     tokenizer: Any,
-    directory: Path,
+    directory: Path | None,
     *,
     say: Callable[[str], None],
     check_stop: Callable[[], None],
@@ -57,7 +57,7 @@ def load_or_make(
     """(parameters laid out for the mesh, what is known of them: `seconds` it took to make).
 
     Args:
-        directory: where the run keeps its own copy.
+        directory: where the run keeps its own copy; None: there is no run.
         say: prints a line of progress.
         check_stop: called between steps; raises to abandon the fit.
 
@@ -81,7 +81,7 @@ def load_or_make(
         shardings,
     )
     cache = _cache_directory(config) / fingerprint(config)
-    restored = _restore(directory, like)
+    restored = None if directory is None else _restore(directory, like)
     if restored is not None:
         say(f"base model: reusing {directory}")
         return restored
@@ -91,7 +91,8 @@ def load_or_make(
         say(f"base model: the cached one is not usable. {error}")
     if restored is not None:
         say(f"base model: reusing {cache}")
-        _copy(cache, directory)
+        if directory is not None:
+            _copy(cache, directory)
         return restored
 
     p, start = config.pretrain, time.monotonic()
@@ -107,21 +108,37 @@ def load_or_make(
 
     params = pretrain.make_base(config, mesh, tokenizer, report)
     about = {"seconds": time.monotonic() - start}
-    with Checkpoints(directory, keep_newest=1, keep_best=0) as checkpoints:
-        checkpoints.save(0, params, about, accuracy=None)
-        checkpoints.wait()
+    if directory is not None:
+        _save(directory, params, about)
     try:
-        _copy(directory, cache)
-    except OSError as error:
+        temporary = _beside(cache)
+        _save(temporary, params, about)
+        _put(temporary, cache)
+    except (OSError, RunError, UserError) as error:
         say(f"base model: not cached for other runs ({error})")
     return params, about
 
 
+def _save(place: Path, params: model.Params, about: dict[str, Any]) -> None:
+    with Checkpoints(place, keep_newest=1, keep_best=0) as checkpoints:
+        checkpoints.save(0, params, about, accuracy=None)
+        checkpoints.wait()
+
+
 def _copy(source: Path, target: Path) -> None:
     """The whole directory at once, or nothing: a kill in the middle leaves only a temporary one."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temporary = _beside(target)
     shutil.copytree(source, temporary)
+    _put(temporary, target)
+
+
+def _beside(target: Path) -> Path:
+    """A name for what is to become `target`."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return target.with_name(f".{target.name}.{os.getpid()}.tmp")
+
+
+def _put(temporary: Path, target: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     temporary.rename(target)
 

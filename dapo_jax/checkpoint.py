@@ -9,10 +9,13 @@ import contextlib
 import errno
 import functools
 import gc
+import hashlib
+import json
 import logging
+import operator
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +155,7 @@ class Checkpoints:
         for step in self.steps[::-1]:
             try:
                 record = self._read(step, host=ocp.args.JsonRestore()).host
-                self._check_same(step, record["arrays"], _describe(like))
+                _check_same(step, self.directory, record["arrays"], _describe(like))
                 arrays = self._read(step, arrays=ocp.args.StandardRestore(like)).arrays
                 _check_sums(record["sums"], _sums(arrays))
             except UserError:
@@ -175,16 +178,6 @@ class Checkpoints:
     def _read(self, step: int, **items: Any) -> Any:
         return self.manager.restore(step, args=ocp.args.Composite(**items))
 
-    def _check_same(self, step: int, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
-        for name in sorted(saved.keys() | wanted.keys()):
-            if saved.get(name) != wanted.get(name):
-                there, now = saved.get(name, "nothing"), wanted.get(name, "nothing")
-                raise UserError(
-                    f"checkpoint {step} in {self.directory} is of another model: {name} is {there} "
-                    f"there and {now} in this config. Choose another --workdir, or the config it "
-                    "was made with."
-                )
-
     def _set_aside(self, damaged: dict[int, str]) -> None:
         if not damaged:
             return
@@ -201,10 +194,79 @@ class Checkpoints:
         self.manager = self.open()
 
 
-def _describe(arrays: Any) -> dict[str, str]:
+def restore_part(
+    directory: Path, step: int | None, place: Sequence[str], like: Any
+) -> tuple[int, Any]:
+    """(step, part of the arrays) of a checkpoint. Nothing else of it is read, and nothing in the
+    directory changes.
+
+    Args:
+        step: None: the newest.
+        place: names of the fields that lead to the part, from the outermost.
+        like: the part as a pytree of jax.ShapeDtypeStruct with the shardings wanted.
+
+    Raises:
+        UserError: there is no such checkpoint, it is damaged, or it is of another model.
+    """
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    names = ("arrays", "host")
+    if not directory.is_dir():
+        raise UserError(f"{directory}: there are no checkpoints.")
+    with ocp.CheckpointManager(directory.resolve(), options=options, item_names=names) as manager:
+        steps = sorted(manager.all_steps())
+        if not steps or (step is not None and step not in steps):
+            raise UserError(
+                f"{directory} has no checkpoint {'' if step is None else step}; it has "
+                f"{', '.join(map(str, steps)) or 'none'}."
+            )
+        step = steps[-1] if step is None else step
+        try:
+            host = ocp.args.Composite(host=ocp.args.JsonRestore())
+            record = manager.restore(step, args=host).host
+            path = "".join(f".{field}" for field in place)
+            wanted = _describe(like, path)
+            saved = {name: value for name, value in record["arrays"].items() if name in wanted}
+            _check_same(step, directory, saved, wanted)
+            nested = functools.reduce(lambda inner, field: {field: inner}, reversed(place), like)
+            part = ocp.args.PyTreeRestore(
+                nested,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(nested),
+                partial_restore=True,
+            )
+            found = manager.restore(step, args=ocp.args.Composite(arrays=part)).arrays
+            arrays = functools.reduce(operator.getitem, place, found)
+            _check_sums({name: record["sums"][name] for name in wanted}, _sums(arrays, path))
+        except UserError:
+            raise
+        except Exception as error:  # what a damaged file raises depends on where it is damaged
+            reason = (str(error).strip() or repr(error)).splitlines()[0][:200]
+            raise UserError(
+                f"checkpoint {step} in {directory} is damaged ({reason}). Choose another --step: "
+                f"{', '.join(map(str, steps))}."
+            ) from error
+    return step, arrays
+
+
+def fingerprint(arrays: Any) -> str:
+    """A hash of the arrays' contents."""
+    return hashlib.sha256(json.dumps(_sums(arrays), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _check_same(step: int, directory: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+    for name in sorted(saved.keys() | wanted.keys()):
+        if saved.get(name) != wanted.get(name):
+            there, now = saved.get(name, "nothing"), wanted.get(name, "nothing")
+            raise UserError(
+                f"checkpoint {step} in {directory} is of another model: {name} is {there} "
+                f"there and {now} in this config. Choose another --workdir, or the config it "
+                "was made with."
+            )
+
+
+def _describe(arrays: Any, root: str = "") -> dict[str, str]:
     """Shape and dtype of each array by its path, as text."""
     leaves = jax.tree_util.tree_leaves_with_path(arrays)
-    return {jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}" for path, x in leaves}
+    return {root + jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}" for path, x in leaves}
 
 
 @jax.jit
@@ -224,11 +286,11 @@ def _bit_sums(arrays: list[jax.Array]) -> list[jax.Array]:
     return [sums(x) for x in arrays]
 
 
-def _sums(arrays: Any) -> dict[str, list[int]]:
+def _sums(arrays: Any, root: str = "") -> dict[str, list[int]]:
     """Sums over the bits of each array by its path; computed where the array lies."""
     leaves = jax.tree_util.tree_leaves_with_path(arrays)
     sums = jax.device_get(_bit_sums([x for _, x in leaves]))
-    return {jax.tree_util.keystr(path): s.tolist() for (path, _), s in zip(leaves, sums)}
+    return {root + jax.tree_util.keystr(path): s.tolist() for (path, _), s in zip(leaves, sums)}
 
 
 def _check_sums(saved: dict[str, list[int]], found: dict[str, list[int]]) -> None:

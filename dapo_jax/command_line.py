@@ -3,6 +3,7 @@
 import errno
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,19 @@ from dapo_jax.config import Config
 from dapo_jax.types import RunError, UserError
 
 ROOT = Path(__file__).resolve().parent.parent
-FLAGS = "Flags: --config=FILE, --config.FIELD=VALUE, --workdir=DIR, --dry_run."
 
 
-def parse(argv: list[str], usage: str) -> tuple[Config, Any]:
-    """(checked config, flags with `workdir` and `dry_run`) from a command line.
+def parse(
+    argv: list[str],
+    usage: str,
+    *,
+    switches: Sequence[str] = (),
+    texts: Sequence[str] = (),
+    integers: Sequence[str] = (),
+    floats: Sequence[str] = (),
+) -> tuple[Config, Any]:
+    """(checked config, flags with `workdir` and those named) from a command line. A flag that is
+    not given is None, a switch False. A `model` that is given takes the place of the config's.
 
     Raises:
         UserError: a flag, the config file or a field is wrong.
@@ -29,22 +38,33 @@ def parse(argv: list[str], usage: str) -> tuple[Config, Any]:
     values = flags.FlagValues()
     config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
     flags.DEFINE_string("workdir", None, "directory of the run", flag_values=values)
-    flags.DEFINE_bool("dry_run", False, "print the plan and exit", flag_values=values)
+    for name in switches:
+        flags.DEFINE_bool(name, False, name, flag_values=values)
+    for name in texts:
+        flags.DEFINE_string(name, None, name, flag_values=values)
+    for name in integers:
+        flags.DEFINE_integer(name, None, name, flag_values=values)
+    for name in floats:
+        flags.DEFINE_float(name, None, name, flag_values=values)
     flags.DEFINE_bool("help", False, "show this text", short_name="h", flag_values=values)
+    named = ["config=FILE", "config.FIELD=VALUE", "workdir=DIR", *texts, *integers, *floats]
+    known = f"Flags: {', '.join(f'--{name}' for name in [*named, *switches])}."
     try:
         rest = values(argv)[1:]
     except flags.Error as error:
-        raise UserError(f"{error}. {FLAGS}") from error
+        raise UserError(f"{error}. {known}") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         # ml_collections raises these for an override that names no field or has the wrong type.
         raise UserError(f"{_message(error)} In: {' '.join(argv[1:])}") from error
     if rest:
-        raise UserError(
-            f"{rest[0]!r} is not a flag. Flags: --config=FILE, --workdir=DIR, --dry_run."
-        )
+        raise UserError(f"{rest[0]!r} is not a flag. {known}")
     if values.config is None:
         raise UserError("--config is needed, for example --config=configs/tiny_dapo.py.")
-    return Config.from_dict(values.config.to_dict()), values
+    fields = values.config.to_dict()
+    if "model" in texts and values.model is not None:
+        fields["model"] |= {"pretrained": values.model, "tokenizer": values.model}
+        fields["pretrain"] = None
+    return Config.from_dict(fields), values
 
 
 def parse_flags(

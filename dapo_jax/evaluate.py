@@ -12,7 +12,7 @@ from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.scoring import Scoring
-from dapo_jax.types import Group, Problem
+from dapo_jax.types import Attempt, Attempts, Problem
 from dapo_jax.votes import votes
 
 
@@ -41,7 +41,17 @@ def evaluate(
         finished=scoring.submit,
         check_stop=check_stop,
     )
-    groups = scoring.groups(responses_QK, 0)
+    found = scoring.verdicts()
+    groups = [
+        Attempts(
+            problem,
+            tuple(
+                Attempt(r.text, len(r.tokens), r.truncated, found[q, k])
+                for k, r in enumerate(responses_QK[q])
+            ),
+        )
+        for q, problem in enumerate(problems)
+    ]
     metrics = _metrics(groups, rubrics, pool, "eval")
     sources = dict.fromkeys(problem.source for problem in problems)
     for source in sources if len(sources) > 1 else ():
@@ -51,9 +61,9 @@ def evaluate(
 
 
 def _metrics(
-    groups: Sequence[Group], rubrics: Mapping[str, Rubric], pool: RewardPool, prefix: str
+    groups: Sequence[Attempts], rubrics: Mapping[str, Rubric], pool: RewardPool, prefix: str
 ) -> dict[str, float]:
-    n = len(groups[0].responses)
+    n = len(groups[0].attempts)
     figures = statistics(groups, votes(groups, rubrics, pool), ks=[n])
     low, high = figures[f"avg@{n}"]["interval"]
     wanted = (f"avg@{n}", f"pass@{n}", f"cons@{n}")
@@ -67,7 +77,7 @@ def _metrics(
 
 
 def statistics(
-    groups: Sequence[Group],
+    groups: Sequence[Attempts],
     answers_QK: Sequence[Sequence[str | None]] | None,
     *,
     ks: Sequence[int] | None = None,
@@ -76,22 +86,22 @@ def statistics(
 
     Args:
         groups: n responses each.
-        answers_QK: see `votes`; None: no cons@k and no share of unparsed responses.
+        answers_QK: see `votes`; None: no cons@n and no share of unparsed responses.
         ks: of pass@k; None: 1, 2, 4, ... and n.
 
     Returns:
         avg@n, cons@n and pass@k, each a dict of "value" and "interval", the 95 % bootstrap interval
-        over problems; and the shares and means over responses.
+        over problems; and over responses the mean length in tokens, the share that was cut, the
+        share in which the scorer found no answer, and how many it could not judge (faults).
     """
-    n = len(groups[0].responses)
+    n = len(groups[0].attempts)
     correct_QK = np.array([[v.correct for v in group.verdicts] for group in groups], bool)
     per_problem = {f"avg@{n}": estimators.avg_at_k(correct_QK)}
     if answers_QK is not None:
         per_problem[f"cons@{n}"] = estimators.cons_at_k(answers_QK, correct_QK)
     for k in estimators.powers_up_to(n) if ks is None else ks:
         per_problem[f"pass@{k}"] = estimators.pass_at_k(correct_QK, k)
-    responses = [response for group in groups for response in group.responses]
-    verdicts = [verdict for group in groups for verdict in group.verdicts]
+    attempts = [attempt for group in groups for attempt in group.attempts]
     figures: dict[str, Any] = {
         name: {
             "value": float(values_Q.mean()),
@@ -99,9 +109,9 @@ def statistics(
         }
         for name, values_Q in per_problem.items()
     }
-    figures["length_mean"] = float(np.mean([len(r.tokens) for r in responses]))
-    figures["truncated_share"] = float(np.mean([r.truncated for r in responses]))
-    figures["faults"] = sum(bool(v.note) for v in verdicts)
+    figures["length_mean"] = float(np.mean([a.length for a in attempts]))
+    figures["truncated_share"] = float(np.mean([a.truncated for a in attempts]))
     if answers_QK is not None:
-        figures["unparsed_share"] = float(np.mean([v.extracted is None for v in verdicts]))
+        figures["unparsed_share"] = float(np.mean([a.verdict.extracted is None for a in attempts]))
+    figures["faults"] = sum(bool(a.verdict.note) for a in attempts)
     return figures

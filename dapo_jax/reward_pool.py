@@ -138,6 +138,10 @@ class RewardPool:
             self.known.popitem(last=False)
         return [results[i] for i in range(len(tasks))]
 
+    def ready(self, pending: Pending) -> bool:
+        """Whether `collect` will hardly have to wait."""
+        return all(future.done() for _, future in pending.chunks)
+
     def _needed(self, task: Task) -> Task:
         """The task without what none of its scorers reads: it costs time on the way to a worker,
         and equal responses to different problems need scoring once."""

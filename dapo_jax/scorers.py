@@ -277,10 +277,12 @@ def _import(place: str, name: str) -> types.ModuleType:
                 f"config.reward.scorer: {name!r} cannot be imported: {error}. Put the module on "
                 "PYTHONPATH, or name its file: path/to/file.py:function."
             ) from error
+    # Here, or beside the project's own files, as --config is looked for.
     path = Path(place).expanduser().resolve()
+    path = path if path.is_file() else Path(__file__).resolve().parent.parent / place
     spec = importlib.util.spec_from_file_location(f"scorer_{path.stem}", path)
     if not path.is_file() or spec is None or spec.loader is None:
-        raise UserError(f"config.reward.scorer: there is no file {path}.")
+        raise UserError(f"config.reward.scorer: there is no file {Path(place).absolute()}.")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

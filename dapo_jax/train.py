@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from dapo_jax import base, metrics, report
+from dapo_jax import base, metrics
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.compilations import CompilationCounter
 from dapo_jax.config import Config
@@ -276,6 +276,8 @@ class _Run:
         }
         self.directory.save_summary(summary)
         self.directory.close()
+        from dapo_jax import report  # here, because matplotlib takes a second to load
+
         page = report.write_report(self.workdir)
         self.progress.say(
             f"held-out accuracy {100 * self.host.base_accuracy:.1f} % -> "

@@ -1,10 +1,13 @@
 """The compiled programs of a run and what they need: data, engines, learner."""
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from dapo_jax.config import Config
 from dapo_jax.data import ProblemStream
@@ -39,28 +42,43 @@ class Trainer:
         weights = {name: source.weight or 0.0 for name, source in d.train.items()}
         self.stream = ProblemStream(problems["train"], config.seed, weights)
         self.key = jax.random.key(config.seed)
-        self.engine = self._engine(config.rollout.temperature, config.rollout.top_p)
-        self.evaluation_engine = self._engine(
-            config.evaluation.temperature, config.evaluation.top_p
+        engine = functools.partial(
+            make_engine,
+            config,
+            self.mesh,
+            self.tokenizer,
+            max_prompt_tokens=config.data.max_prompt_tokens,
         )
+        r, e = config.rollout, config.evaluation
+        self.engine = engine(temperature=r.temperature, top_p=r.top_p)
+        self.evaluation_engine = engine(temperature=e.temperature, top_p=e.top_p)
         if config.objective.advantage == "remax":
-            self.greedy_engine = self._engine(0.0, 1.0)
+            self.greedy_engine = engine(temperature=0.0, top_p=1.0)
         self.learner = Learner(config, self.mesh, self.detokenize, progress.say)
-
-    def _engine(self, temperature: float, top_p: float) -> DecoderEngine:
-        c = self.config
-        spec = EngineSpec(
-            model=c.model,
-            layout=c.mesh,
-            slots=c.rollout.slots,
-            prefill_prompts=c.rollout.prefill_prompts,
-            max_prompt_tokens=c.data.max_prompt_tokens,
-            max_response_tokens=c.rollout.max_response_tokens,
-            stop_tokens=(self.tokenizer.eos_token_id,),
-            temperature=temperature,
-            top_p=top_p,
-        )
-        return DecoderEngine(spec, self.mesh)
 
     def detokenize(self, sequences: Sequence[np.ndarray]) -> list[str]:
         return self.tokenizer.batch_decode(sequences, skip_special_tokens=True)
+
+
+def make_engine(
+    config: Config,
+    mesh: Mesh,
+    tokenizer: Any,
+    *,
+    max_prompt_tokens: int,
+    temperature: float,
+    top_p: float,
+) -> DecoderEngine:
+    """The engine that draws responses of the config's model."""
+    spec = EngineSpec(
+        model=config.model,
+        layout=config.mesh,
+        slots=config.rollout.slots,
+        prefill_prompts=config.rollout.prefill_prompts,
+        max_prompt_tokens=max_prompt_tokens,
+        max_response_tokens=config.rollout.max_response_tokens,
+        stop_tokens=(tokenizer.eos_token_id,),
+        temperature=temperature,
+        top_p=top_p,
+    )
+    return DecoderEngine(spec, mesh)

@@ -81,6 +81,26 @@ class Group(NamedTuple):
         return 0 < self.num_correct < len(self.responses)
 
 
+class Attempt(NamedTuple):
+    """One response to a problem of a benchmark: what is kept of it."""
+
+    text: str
+    length: int  # in tokens, the end-of-sequence token included
+    truncated: bool  # cut at max_response_tokens
+    verdict: Verdict
+
+
+class Attempts(NamedTuple):
+    """The responses to one problem of a benchmark."""
+
+    problem: Problem
+    attempts: tuple[Attempt, ...]
+
+    @property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        return tuple(attempt.verdict for attempt in self.attempts)
+
+
 class Samples(NamedTuple):
     """R responses with N tokens in all, as the host sees a batch: column by column.
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dapo_jax.reward import Rubric, Task
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.scorers import EQUIVALENCES
-from dapo_jax.types import Group
+from dapo_jax.types import Attempts
 
 
 def equivalences(rubrics: Mapping[str, Rubric]) -> set[str]:
@@ -15,7 +15,7 @@ def equivalences(rubrics: Mapping[str, Rubric]) -> set[str]:
 
 
 def votes(
-    groups: Sequence[Group], rubrics: Mapping[str, Rubric], pool: RewardPool
+    groups: Sequence[Attempts], rubrics: Mapping[str, Rubric], pool: RewardPool
 ) -> list[list[str | None]] | None:
     """The answer that each response votes for, for each group; equal answers as one text. None
     where a scorer does not tell the answers that it reads.
@@ -51,7 +51,9 @@ def votes(
     return answers
 
 
-def _joined(answers_K: list[str | None], ours: str, theirs: str, group: Group) -> list[str | None]:
+def _joined(
+    answers_K: list[str | None], ours: str, theirs: str, group: Attempts
+) -> list[str | None]:
     """The votes for `ours` and for `theirs` as votes for one answer."""
     named = {verdict.extracted: vote for verdict, vote in zip(group.verdicts, answers_K)}
     return [named[theirs] if vote == named[ours] else vote for vote in answers_K]

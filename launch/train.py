@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
     from dapo_jax.command_line import fail, parse
 
     try:
-        config, flags = parse(argv, __doc__ or "")
+        config, flags = parse(argv, __doc__ or "", switches=("dry_run",))
         if flags.dry_run:
             from dapo_jax.plan import describe
 

@@ -1,5 +1,6 @@
 """Whole runs in processes of their own, for the end-to-end tests."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -7,6 +8,14 @@ import sys
 
 from tests.conftest import ROOT
 from tests.helpers import tiny_dict
+
+
+def load_launcher(name):
+    spec = importlib.util.spec_from_file_location(f"launch_{name}", ROOT / "launch" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
 
 
 def write_config(directory, **overrides):
@@ -27,17 +36,22 @@ def start(workdir, home, *, devices=1, optimise=False, **overrides):
         f"--config={write_config(workdir.with_name(workdir.name + '_config'), **overrides)}",
         f"--workdir={workdir}",
     ]
+    env = environment(home, devices=devices, optimise=optimise)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=env, cwd="/", stdout=pipe, stderr=pipe, text=True)
+
+
+def environment(home, *, devices=1, optimise=False):
+    """Of a process that keeps its caches in `home`."""
     flags = f"--xla_force_host_platform_device_count={devices}"
     if not optimise:
         flags += " --xla_backend_optimization_level=0"
-    env = os.environ | {
+    return os.environ | {
         "XDG_CACHE_HOME": str(home),
         "XLA_FLAGS": flags,
         "JAX_COMPILATION_CACHE_DIR": str(home / "programs"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=env, cwd="/", stdout=pipe, stderr=pipe, text=True)
 
 
 def finish(process):

@@ -1,6 +1,5 @@
 """What a user sees who gets something wrong: the field, the value, the remedy; no traceback."""
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -12,16 +11,7 @@ from dapo_jax.config import Config
 from dapo_jax.types import UserError
 from tests.conftest import ROOT
 from tests.helpers import source_dict, tiny_dict
-from tests.runs import write_config
-
-
-def load_launcher(name):
-    spec = importlib.util.spec_from_file_location(f"launch_{name}", ROOT / "launch" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main
-
+from tests.runs import load_launcher, write_config
 
 train = load_launcher("train")
 TINY = "--config=configs/tiny_dapo.py"

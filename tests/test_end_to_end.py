@@ -1,8 +1,11 @@
 """Whole runs: they repeat, they resume bit for bit, devices do not matter, and they learn."""
 
 import json
+import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import jax
@@ -16,9 +19,10 @@ from dapo_jax.learner import RunState
 from dapo_jax.sharding import make_mesh
 from tests.conftest import ROOT
 from tests.helpers import tiny_config
-from tests.runs import finish, metrics_of, run, start
+from tests.runs import environment, finish, load_launcher, metrics_of, run, start
 
 STEPS = 12
+evaluation = load_launcher("evaluate")
 RUN = {"train__num_steps": STEPS, "checkpoint__every_steps": 3, "checkpoint__keep_newest": 20}
 
 
@@ -133,22 +137,24 @@ def wait_for_step(process, workdir, step):
     pytest.fail(f"the run ended by itself: {finish(process)}")
 
 
-@pytest.mark.parametrize(
-    "number, step, code",
-    [(signal.SIGTERM, 3, 143), (signal.SIGINT, 2, 130), (signal.SIGKILL, 5, -9)],
-)
-def test_a_stopped_run_goes_on_bit_for_bit(finished, tmp_path, home, number, step, code):
+def test_a_run_stopped_three_times_goes_on_bit_for_bit(finished, tmp_path, home):
     workdir = tmp_path / "stopped"
-    process = start(workdir, home, **RUN)
-    wait_for_step(process, workdir, step)
-    process.send_signal(number)
-    returncode, out, err = finish(process)
-    assert returncode == code, (out, err)
-    done = len(metrics_of(workdir)) - 1
-    assert done < STEPS and not (workdir / "summary.json").exists()
-    if number != signal.SIGKILL:
-        assert "the same command goes on from there" in out
-        assert (workdir / "checkpoints" / str(done)).exists(), "a signal saves first"
+    for number, step, code in (
+        (signal.SIGTERM, 3, 143),
+        (signal.SIGKILL, 6, -9),
+        (signal.SIGINT, 8, 130),
+    ):
+        process = start(workdir, home, **RUN)
+        wait_for_step(process, workdir, step)
+        process.send_signal(number)
+        returncode, out, err = finish(process)
+        assert returncode == code, (out, err)
+        done = len(metrics_of(workdir)) - 1
+        assert step <= done < STEPS and not (workdir / "summary.json").exists()
+        assert ("resuming after step" in out) == (step > 3)
+        if number != signal.SIGKILL:
+            assert "the same command goes on from there" in out
+            assert (workdir / "checkpoints" / str(done)).exists(), "a signal saves first"
     out = run(workdir, home, **RUN)
     assert "resuming after step" in out
     assert metrics_of(workdir) == metrics_of(finished[0])
@@ -184,6 +190,59 @@ def test_eight_devices_train_as_one(tmp_path, home, finished):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), a, b)
     for name, text in rollouts_of(workdir).items():
         assert text == rollouts_of(finished[0])[name]
+
+
+def evaluate(workdir, home, *arguments):
+    command = [sys.executable, str(ROOT / "launch" / "evaluate.py")]
+    config = workdir.with_name(workdir.name + "_config") / "a_config.py"
+    command += [f"--config={config}", f"--workdir={workdir}", "--num_samples=8", *arguments]
+    done = subprocess.run(command, env=environment(home), capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def test_an_evaluation_by_itself(finished, tmp_path, home):
+    """It repeats by its seed, and goes on where it was stopped, on the problems that are left."""
+    workdir, place = finished[0], tmp_path / "evaluation"
+    done = evaluate(workdir, home, f"--output={place}", "--step=3")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    results = json.loads((place / "results.json").read_text())["sums"]
+    assert results["problems"] == 8 and results["samples"] == 8
+    for name in ("avg@8", "cons@8", "pass@1", "pass@8", "no answer found"):
+        assert name in done.stdout
+    lines = (place / "sums.jsonl").read_text().splitlines(keepends=True)
+    assert len(lines) == 8
+    again = tmp_path / "again"
+    again.mkdir()
+    shutil.copy(place / "settings.json", again)
+    (again / "sums.jsonl").write_text(lines[6] + lines[1])
+    done = evaluate(workdir, home, f"--output={again}", "--step=3")
+    assert "sums: 2 of 8 problems were done before" in done.stdout
+    assert (again / "sums.jsonl").read_text() == "".join(lines)
+    assert json.loads((again / "results.json").read_text())["sums"] == results
+
+
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ("--step=4", "has no checkpoint 4; it has 0, 3, 6, 9, 12"),
+        ("--step=6", "model was '.*, step 3' and is '.*, step 6' now. Choose another --output"),
+        ("--benchmarks=nope", "there is no file .*nope.* one of dapo-math-17k, aime24"),
+        ("--top_p=0", r"--top_p must be in \(0, 1\]; got 0"),
+        ("--model=x", "--model and --workdir: give one"),
+        ("--config.model.width=64", "config.model.width is 64, and 32 in"),
+        ("--scorer=5 * ", "--scorer=5 . : .* is not a scorer"),
+        ("--num_samples=0", "--num_samples must be above 0; got 0"),
+    ],
+)
+def test_a_wrong_evaluation_is_told(finished, tmp_path, capsys, argument, message):
+    workdir = finished[0]
+    config = workdir.with_name(workdir.name + "_config") / "a_config.py"
+    (tmp_path / "settings.json").write_text(json.dumps({"model": f"{workdir.name}, step 3"}))
+    arguments = [f"--config={config}", f"--workdir={workdir}", f"--output={tmp_path}", argument]
+    assert evaluation(["program", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" not in err and re.search(message, err), err
 
 
 def test_the_damaged_newest_checkpoint_is_told_and_the_run_repeats(finished, tmp_path, home):

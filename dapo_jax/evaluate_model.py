@@ -1,0 +1,280 @@
+"""Evaluation of a model by itself: what launch/evaluate.py does."""
+
+import dataclasses
+import json
+import re
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from dapo_jax import base, benchmarks, checkpoint, model, problems
+from dapo_jax.benchmark_page import table
+from dapo_jax.benchmarks import Benchmark
+from dapo_jax.checkpoint import restore_part
+from dapo_jax.config import Config, SourceConfig
+from dapo_jax.parameters import parse_scorers
+from dapo_jax.progress import Progress, StopSignals, duration
+from dapo_jax.reward_pool import RewardPool
+from dapo_jax.rollout import scheduler
+from dapo_jax.sharding import make_mesh, param_shardings
+from dapo_jax.sources import DATASETS
+from dapo_jax.tokenizer import load_tokenizer
+from dapo_jax.trainer import make_engine
+from dapo_jax.types import Problem, StopRequested, UserError
+from dapo_jax.votes import equivalences
+
+PROMPT_TOKENS_MULTIPLE = 16  # of the longest prompt, so that like benchmarks share programs
+
+
+class Request(NamedTuple):
+    """What is to be evaluated, and how."""
+
+    workdir: Path | None  # of a run; None: the base model of the config
+    step: int | None  # of the run; None: its newest checkpoint
+    benchmarks: tuple[str, ...]  # names, files, hub ids; empty: config.data.heldout
+    num_samples: int
+    num_problems: int | None  # the first so many of each benchmark; None: all
+    temperature: float
+    top_p: float
+    seed: int
+    scorer: str | None  # None: as the config says
+    output: Path | None  # None: below the workdir
+
+
+def request(config: Config, flags: Any) -> Request:
+    """The request of a command line; what is not given is as the config says.
+
+    Raises:
+        UserError: a flag is out of range, or contradicts another.
+    """
+    given = lambda value, default: default if value is None else value
+    place = lambda value: None if value is None else Path(value).expanduser().resolve()
+    if flags.model is not None and flags.workdir is not None:
+        raise UserError("--model and --workdir: give one of them.")
+    if flags.step is not None and flags.workdir is None:
+        raise UserError(f"--step={flags.step} is that of a run: give its --workdir.")
+    asked = Request(
+        workdir=place(flags.workdir),
+        step=flags.step,
+        benchmarks=tuple(filter(None, (flags.benchmarks or "").split(","))),
+        num_samples=given(flags.num_samples, 32),
+        num_problems=flags.num_problems,
+        temperature=given(flags.temperature, config.evaluation.temperature),
+        top_p=given(flags.top_p, config.evaluation.top_p),
+        seed=given(flags.seed, 0),
+        scorer=flags.scorer,
+        output=place(flags.output),
+    )
+    for ok, name, wanted in (
+        (asked.num_samples > 0, "num_samples", "above 0"),
+        (asked.num_problems is None or asked.num_problems > 0, "num_problems", "above 0"),
+        (asked.temperature >= 0, "temperature", "0 (greedy) or more"),
+        (0 < asked.top_p <= 1, "top_p", "in (0, 1]"),
+        (asked.seed >= 0, "seed", "0 or more"),
+    ):
+        if not ok:
+            raise UserError(f"--{name} must be {wanted}; got {getattr(asked, name)}.")
+    if asked.scorer is not None:
+        try:
+            parse_scorers(asked.scorer)
+        except ValueError as error:
+            raise UserError(f"--scorer={asked.scorer}: {error}.") from error
+    return asked
+
+
+def evaluate_model(config: Config, request: Request) -> int | None:
+    """Evaluates, prints the table and leaves transcripts, pages and figures in the output.
+
+    Returns:
+        The number of the signal that stopped it, or None when it is done.
+
+    Raises:
+        UserError: for what the user can mend.
+    """
+    begun = time.monotonic()
+    progress = Progress(0, 0)
+    chosen = _sources(config, request)
+    tokenizer = load_tokenizer(config.model)
+    # Every problem of a benchmark counts: none is left out for its length.
+    everything = dataclasses.replace(config.data, max_prompt_tokens=2**30)
+    found = problems.load(
+        dataclasses.replace(config, data=everything),
+        chosen,
+        tokenizer,
+        field="benchmark",
+        say=progress.say,
+    )
+    rubrics = problems.rubrics(config, chosen)
+    mesh = make_mesh(config.mesh)
+    names = {name for rubric in rubrics.values() for name in rubric.names}
+    results: dict[str, Any] = {}
+    with (
+        StopSignals(progress) as signals,
+        RewardPool(
+            names | equivalences(rubrics),
+            workers=config.reward.workers,
+            timeout_seconds=config.reward.timeout_seconds,
+        ) as pool,
+    ):
+        try:
+            label, params = _load(config, request, mesh, tokenizer, progress, signals)
+            output = _output(request, label)
+            settings = _settings(config, request, label, params)
+            benchmarks.open_directory(output, settings)
+            for name in chosen:
+                of_benchmark = [problem for problem in found if problem.source == name]
+                draw = _drawing(config, request, mesh, tokenizer, params, of_benchmark, signals)
+                results[name] = benchmarks.run(
+                    Benchmark(name, of_benchmark, rubrics[name]),
+                    draw,
+                    pool,
+                    output,
+                    num_samples=request.num_samples,
+                    progress=progress,
+                )
+        except StopRequested:
+            progress.say("stopped; the same command goes on with the problems that are left")
+            return signals.received
+    progress.say(
+        f"\n{label}, temperature {request.temperature:g}, top-p {request.top_p:g}, seed "
+        f"{request.seed}, in {duration(time.monotonic() - begun)}; in brackets the 95 % interval "
+        f"over problems\n\n{table(results)}\n\n{output}: results.json, and transcripts and a page "
+        "of each benchmark"
+    )
+    return None
+
+
+def _drawing(
+    config: Config,
+    request: Request,
+    mesh: jax.sharding.Mesh,
+    tokenizer: Any,
+    params: model.Params,
+    problems: Sequence[Problem],
+    signals: StopSignals,
+) -> benchmarks.Draw:
+    """What draws the samples of a benchmark, also of a part of its problems: which part and what
+    other benchmarks there are does not change a sample."""
+    longest = max(len(problem.prompt_tokens) for problem in problems)
+    engine = make_engine(
+        config,
+        mesh,
+        tokenizer,
+        max_prompt_tokens=longest + -longest % PROMPT_TOKENS_MULTIPLE,
+        temperature=request.temperature,
+        top_p=request.top_p,
+    )
+    name = problems[0].source
+    key = jax.random.fold_in(jax.random.key(request.seed), zlib.crc32(name.encode()))
+
+    def draw(left: Sequence[Problem], finished: benchmarks.Finished) -> None:
+        scheduler.generate(
+            engine,
+            params,
+            left,
+            lambda tokens: tokenizer.batch_decode(tokens, skip_special_tokens=True),
+            num_samples=request.num_samples,
+            key=key,
+            finished=finished,
+            check_stop=signals.check,
+        )
+
+    return draw
+
+
+def _sources(config: Config, request: Request) -> dict[str, SourceConfig]:
+    """The benchmarks by their names."""
+    chosen = {name: _source(config, name) for name in request.benchmarks}
+    if len({_name(path) for path in chosen}) < len(chosen):
+        raise UserError(f"--benchmarks={','.join(chosen)}: two of them have one name.")
+    sources = {_name(path): source for path, source in chosen.items()} or config.data.heldout
+    change: dict[str, Any] = {"num_problems": request.num_problems} if request.num_problems else {}
+    if request.scorer is not None:
+        change["scorer"] = request.scorer
+    return {name: dataclasses.replace(source, **change) for name, source in sources.items()}
+
+
+def _name(path: str) -> str:
+    """A benchmark is called as it is known, a file by its stem."""
+    stem = path if path in DATASETS else Path(path.rstrip("/")).stem
+    return re.sub(r"[^\w-]", "_", stem)
+
+
+def _source(config: Config, path: str) -> SourceConfig:
+    if path in config.data.heldout:
+        return config.data.heldout[path]
+    empty = dict.fromkeys(field.name for field in dataclasses.fields(SourceConfig))
+    dataset = DATASETS.get(path)
+    split = None if dataset is None else dataset.heldout_split
+    return SourceConfig(**(empty | {"path": path, "split": split}))  # pyright: ignore
+
+
+def _load(
+    config: Config,
+    request: Request,
+    mesh: jax.sharding.Mesh,
+    tokenizer: Any,
+    progress: Progress,
+    signals: StopSignals,
+) -> tuple[str, model.Params]:
+    """(what the model is called, its parameters)."""
+    if request.workdir is not None:
+        _check_model(config, request.workdir)
+        shardings = param_shardings(config.model, config.mesh, mesh)
+        shapes = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            model.param_shapes(config.model),
+            shardings,
+        )
+        step, params = restore_part(
+            request.workdir / "checkpoints", request.step, ("policy", "params"), shapes
+        )
+        return f"{request.workdir.name}, step {step}", params
+    params, _ = base.load_or_make(
+        config, mesh, tokenizer, None, say=progress.say, check_stop=signals.check
+    )
+    return f"base model {config.model.pretrained or ''}".strip(), params
+
+
+def _check_model(config: Config, workdir: Path) -> None:
+    """The run must be of the model that the config describes."""
+    try:
+        frozen = json.loads((workdir / "config.json").read_text())["config"]["model"]
+    except (OSError, ValueError, LookupError) as error:
+        raise UserError(f"--workdir={workdir} holds no run: {error}.") from error
+    for name, value in dataclasses.asdict(config.model).items():
+        if frozen.get(name) != value:
+            raise UserError(
+                f"config.model.{name} is {value!r}, and {frozen.get(name)!r} in {workdir}. Give "
+                "the --config that the run was made with."
+            )
+
+
+def _output(request: Request, label: str) -> Path:
+    if request.output is not None:
+        return request.output
+    if request.workdir is None:
+        raise UserError("--output is needed where there is no --workdir.")
+    step = label.rpartition(" ")[2]
+    how = f"n{request.num_samples}_t{request.temperature:g}_p{request.top_p:g}_s{request.seed}"
+    return request.workdir / "evaluations" / f"step_{step}_{how}"
+
+
+def _settings(
+    config: Config, request: Request, label: str, params: model.Params
+) -> Mapping[str, Any]:
+    """What the samples and their verdicts depend on, besides the problems."""
+    return {
+        "model": label,
+        "parameters": checkpoint.fingerprint(params),
+        "num_samples": request.num_samples,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "seed": request.seed,
+        "max_response_tokens": config.rollout.max_response_tokens,
+        "scorer": request.scorer or config.reward.scorer,
+    }

@@ -1,0 +1,47 @@
+"""Evaluates: python launch/evaluate.py --config=configs/tiny_dapo.py --workdir=runs/tiny_dapo
+
+Prints avg@n, cons@n (majority vote over equal answers, a tie shared between the answers in it) and
+the unbiased pass@k for k = 1, 2, 4 ... n, each with its 95 % interval over problems. Leaves
+results.json, the transcripts, and a page of each benchmark on which every problem can be opened.
+Stopped anywhere, the same command goes on.
+
+--config        of the model; --config.FIELD=VALUE as in launch/train.py
+--workdir       of a run; --step: of its checkpoints, the newest if not given
+--model         a Hugging Face directory or hub id in the place of a run; with neither, the base
+--benchmarks    aime24, aime25, amc23, math500, gsm8k, ..., hub ids or files, with commas between
+                them; the held-out problems of the config if not given
+--num_samples   n, 32 if not given; --num_problems: the first so many of each benchmark
+--temperature   as config.evaluation if not given; so is --top_p
+--seed          0 if not given
+--scorer        as the config says if not given
+--output        directory; below the run if not given
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main(argv: list[str]) -> int:
+    """The exit status: 0 done, 2 the user's mistake, 1 a failure, 128 + n stopped by signal n."""
+    sys.path.insert(0, str(ROOT))
+    from dapo_jax.command_line import fail, parse
+
+    try:
+        texts = ("model", "benchmarks", "scorer", "output")
+        integers = ("step", "num_samples", "num_problems", "seed")
+        config, flags = parse(
+            argv, __doc__ or "", texts=texts, integers=integers, floats=("temperature", "top_p")
+        )
+        from dapo_jax.evaluate_model import evaluate_model, request
+
+        stopped_by = evaluate_model(config, request(config, flags))
+    except Exception as error:
+        return fail(error)
+    return 0 if stopped_by is None else 128 + stopped_by
+
+
+# Workers that score import this file again.
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
