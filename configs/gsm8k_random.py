@@ -52,7 +52,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.train.prompts_per_step = 8
     config.train.prompts_per_update = 4
     config.train.row_tokens = 512
-    config.train.rows_per_micro_batch = 2
+    config.train.rows_per_micro_batch = 8
     config.evaluation.num_samples = 4
     config.evaluation.every_steps = 2
     config.checkpoint.every_steps = 1
