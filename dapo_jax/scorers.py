@@ -45,9 +45,11 @@ def math_dapo(response: str, answer: str) -> Score:
 
 
 def math_dapo_strict_box(response: str, answer: str) -> Score:
-    r"""The reference's strict box: the content of the last `\boxed{}` in the last 100 characters
+    r"""The reference's strict box: the content of the last `\boxed{` in the last 100 characters
     must be the reference answer to the letter."""
-    extracted = last_boxed(response[-STRICT_BOX_LAST_CHARACTERS:])
+    end = response[-STRICT_BOX_LAST_CHARACTERS:]
+    _, opening, rest = end.rpartition("\\boxed{")
+    extracted = _to_closing_brace(rest) if opening else None
     return Score(extracted is not None and extracted == answer, extracted)
 
 
@@ -72,10 +74,12 @@ def boxed(response: str, answer: str) -> Score:
 
 
 def gsm8k(response: str, answer: str) -> Score:
-    """The number after the last `####`, commas left out, against the reference's: GSM8K's own
-    format. The reference may be a whole solution that ends with `#### number`."""
+    """The last number right after a `####`, commas and a dollar sign left out, against the
+    reference's: GSM8K's own format. The reference is a number, or a whole solution that ends with
+    `#### number`. They are compared as texts: `9.0` is not `9`; of `#### 9/2` the 9 is read."""
     extracted = _gsm8k_number(response)
-    reference = _gsm8k_number(answer) or answer.replace(",", "").strip()
+    is_number = re.fullmatch(_GSM8K_NUMBER, answer.strip())
+    reference = _gsm8k_number(f"#### {answer}" if is_number else answer)
     return Score(extracted is not None and extracted == reference, extracted)
 
 
@@ -126,28 +130,31 @@ def _math_verify_library() -> tuple[Callable[..., Any], Callable[..., Any], Any,
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{...}` whose braces close, or of `\boxed x`; None if there is
-    none."""
-    start = text.rfind("\\boxed")
-    if start < 0:
+    r"""The content of the last `\boxed{...}`, or what follows the last `\boxed ` up to a `$`; None
+    if there is none or its brace does not close."""
+    boxes = list(re.finditer(r"\\boxed(?:\s*(\{)| )", text))
+    if not boxes:
         return None
-    rest = text[start + len("\\boxed") :]
-    if rest.startswith(" "):
-        return rest[1:].partition("$")[0]
-    depth = 0
-    for i, character in enumerate(rest):
-        if character == "{":
-            depth += 1
-        elif character == "}":
-            depth -= 1
-            if depth == 0:
-                return rest[: i + 1].partition("{")[2][:-1]
+    rest = text[boxes[-1].end() :]
+    return _to_closing_brace(rest) if boxes[-1][1] else rest.partition("$")[0]
+
+
+def _to_closing_brace(text: str) -> str | None:
+    """What stands before the brace that closes one opened just before the text."""
+    depth = 1
+    for brace in re.finditer(r"[{}]", text):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return text[: brace.start()]
     return None
 
 
+_GSM8K_NUMBER = r"(-?)\$?(-?[0-9.,]*[0-9])"
+
+
 def _gsm8k_number(text: str) -> str | None:
-    found = re.findall(r"####\s*\$?(-?[0-9.,]+)", text)
-    return found[-1].replace(",", "").rstrip(".") if found else None
+    found = re.findall(r"####\s*" + _GSM8K_NUMBER, text)
+    return "".join(found[-1]).replace(",", "") if found else None
 
 
 # Minerva's tables, in the order in which they are applied.
@@ -163,7 +170,6 @@ _REMOVED = (
     "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
 )  # fmt: skip
 _REWRITTEN = (
-    (r"(.*?)(\$)(.*?)(\$)(.*)", r"$\3$"),  # of mixed text, the formula
     (r"\\text\{(.*?)\}", r"\1"),
     (r"\\textbf\{(.*?)\}", r"\1"),
     (r"\\overline\{(.*?)\}", r"\1"),
@@ -173,6 +179,13 @@ _REWRITTEN = (
 )
 
 
+def _formula(line: str) -> str:
+    r"""Of a line of text with a formula, the formula, in its dollar signs: what Minerva's
+    substitution of `(.*?)(\$)(.*?)(\$)(.*)` does in a time that is quadratic in the line."""
+    parts = line.split("$", 2)
+    return f"${parts[1]}$" if len(parts) == 3 else line
+
+
 def normalise_minerva(answer: str) -> str:
     """An answer in the canonical form of the Minerva evaluation: see `math_dapo`."""
     answer = answer.split("=")[-1]
@@ -180,6 +193,7 @@ def normalise_minerva(answer: str) -> str:
         answer = answer.replace(old, new)
     for old in _REMOVED:
         answer = answer.replace(old, "")
+    answer = "\n".join(map(_formula, answer.split("\n")))
     for pattern, replacement in _REWRITTEN:
         answer = re.sub(pattern, replacement, answer)
     answer = answer.replace("$", "")

@@ -1,6 +1,7 @@
 """The scorers on cases by hand and on other graders' verdicts, and what hostile answers cost."""
 
 import json
+import time
 
 import pytest
 
@@ -31,6 +32,10 @@ def cases(name):
         (r"\boxed{4", None),
         ("42", None),
         (r"\boxed{}", ""),
+        (r"so \boxed {42}. That is all", "42"),
+        (r"\boxed5 and {x}", None),
+        (r"\boxed{5} by the command \boxed", "5"),
+        (r"\boxed{\{1, 2\}} and {3}", r"\{1, 2\}"),
     ],
 )
 def test_last_boxed(text, content):
@@ -45,12 +50,26 @@ def test_last_boxed(text, content):
         ("boxed", "Answer: 5", "5", False, None),
         ("math_dapo_strict_box", r"\boxed{5}" + "." * 100, "5", False, None),
         ("math_dapo_strict_box", r"\boxed{5.0}", "5", False, "5.0"),
+        # The reference knows a box by its brace only.
+        ("math_dapo_strict_box", r"\boxed 5", "5", False, None),
+        ("math_dapo_strict_box", r"\boxed{5} and \boxed 6", "5", True, "5"),
+        ("math_dapo_strict_box", r"\boxed{5} and \boxed{6", "5", False, None),
+        ("math_dapo_boxed", r"\boxed 5", "5", False, None),
         ("math_dapo_boxed", r"\boxed{5}", "5", True, "5"),
         ("math_dapo_boxed", "Answer: 4\n" + r"\boxed{5}", "5", False, "4"),
         ("gsm8k", "5 + 4 = 9\n#### 9", "So she has 9.\n#### 9", True, "9"),
         ("gsm8k", "#### $1,234.", "1,234", True, "1234"),
         ("gsm8k", "The answer is 9", "9", False, None),
         ("gsm8k", "#### 9\n#### 8", "9", False, "8"),
+        ("gsm8k", "#### 9\n#### none", "9", True, "9"),
+        ("gsm8k", "#### 1234", "$1,234", True, "1234"),
+        ("gsm8k", "#### -$5", "-5", True, "-5"),
+        ("gsm8k", "#### $-5.", "-$5", True, "-5"),
+        ("gsm8k", "#### 9.0", "9", False, "9.0"),
+        ("gsm8k", "#### 9/2", "9", True, "9"),
+        ("gsm8k", "#### 9", "9/2", False, "9"),
+        ("gsm8k", "#### ,", "", False, None),
+        ("gsm8k", "9", "9", False, None),
         ("answer_format", "so\nAnswer: 5", "", True, None),
         ("answer_format", "Answer: 5\nor so", "", False, None),
         ("answer_format", r"it is \boxed{5}.", "", True, None),
@@ -64,6 +83,25 @@ def test_last_boxed(text, content):
 def test_by_hand(name, response, answer, correct, extracted):
     score = scorers.SCORERS[name](response, answer)
     assert (score.correct, score.extracted) == (correct, extracted)
+
+
+@pytest.mark.parametrize(
+    "text, formula",
+    [
+        ("it is $5$ or $6$", "5"),
+        ("it is $5", "itis5"),
+        ("so $5$\nor $6$", "5\n6"),
+        ("one\n$5$ of\n$$", "one\n5"),
+    ],
+)
+def test_of_a_line_with_a_formula_the_formula_remains(text, formula):
+    assert scorers.normalise_minerva(text) == formula
+
+
+def test_a_long_answer_is_normalised_in_linear_time():
+    start = time.perf_counter()
+    assert not scorers.boxed("\\boxed{" + "x" * 100_000 + "}", "1").correct
+    assert time.perf_counter() - start < 2.0  # minutes by the published expression
 
 
 def test_strict_box_agrees_with_the_reference():
