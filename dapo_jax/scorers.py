@@ -114,7 +114,7 @@ def math_verify(response: str, answer: str) -> Score:
 
 @functools.cache
 def _math_verify_library() -> tuple[Callable[..., Any], Callable[..., Any], Any, Any]:
-    # Imported on first use: it takes a second, and most scorers do not need it.
+    # Not with this module: it takes seconds, and most scorers do not need it. See load_scorer.
     import logging
 
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
@@ -255,6 +255,10 @@ def load_scorer(name: str) -> LoadedScorer:
     Raises:
         UserError: there is no such scorer, or it cannot be called so.
     """
+    if name == "math_verify":
+        # Now, and not in the first response: the imports take seconds, and an alarm that interrupts
+        # them leaves SymPy broken for as long as the worker lives.
+        math_verify("\\boxed{1}", "1")
     if name in SCORERS:
         return LoadedScorer(SCORERS[name], False)
     place, colon, function = name.rpartition(":")

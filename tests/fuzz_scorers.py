@@ -1,7 +1,8 @@
 """Generated strings through every scorer: python -m tests.fuzz_scorers [--strings=20000]
 
-Prints a line per scorer. Exits 0 if no worker was lost; a string may run out of time or raise: that
-costs the string its verdict.
+Prints a line per scorer. A string may run out of time or raise: that costs the string its verdict.
+Among the strings are responses that are right; exits 0 if every one of them was found right and no
+worker was lost.
 """
 
 import argparse
@@ -38,28 +39,41 @@ def string(rng: random.Random) -> str:
     return rng.choice(["", "Answer: ", "\\boxed{", "#### ", "$"]) + text
 
 
+def right(number: int) -> str:
+    """A response that every scorer holds for right when the number is the answer."""
+    return f"so\n#### {number}\n\\boxed{{{number}}}\nAnswer: {number}"
+
+
 def main(argv: list[str]) -> int:
-    """0 if no worker was lost."""
+    """0 if no worker was lost and no string spoilt the verdict on another."""
     parser = argparse.ArgumentParser(description="fuzzes the scorers")
     parser.add_argument("--strings", type=int, default=20_000)
     parser.add_argument("--scorers", default=",".join(SCORERS))
     parser.add_argument("--timeout_seconds", type=float, default=1.0)
     arguments = parser.parse_args(argv)
-    lost = 0
+    failures = 0
     for name in arguments.scorers.split(","):
         rng, start = random.Random(0), time.monotonic()
         texts = [string(rng) for _ in range(arguments.strings)]
         answers = [string(rng) for _ in range(arguments.strings)]
+        # What a worker is left with after a string shows in the verdicts on the next ones.
+        probes = range(0, arguments.strings, 20)
+        for i in probes:
+            texts[i], answers[i] = right(i), str(i)
         with RewardPool([name], workers=2, timeout_seconds=arguments.timeout_seconds) as pool:
             found = [s.scores for s in pool.score([Task((name,), *x) for x in zip(texts, answers)])]
         notes = collections.Counter(s.partition(":")[0] for s in found if isinstance(s, str))
-        lost += notes["worker died"]
+        wrong = [i for i in probes if isinstance(found[i], str) or not found[i][0].correct]
+        failures += notes["worker died"] + len(wrong)
         print(
             f"{name:22s} {len(found):,} strings in {time.monotonic() - start:.0f} s, "
-            f"without a verdict: {dict(notes) or 'none'}",
+            f"without a verdict: {dict(notes) or 'none'}, "
+            f"right ones found wrong: {len(wrong)} of {len(probes)}",
             flush=True,
         )
-    return 1 if lost else 0
+        for i in wrong[:5]:
+            print(f"    {texts[i]!r}: {found[i]}", flush=True)
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -174,7 +174,16 @@ def test_hostile_answers_cost_their_own_verdict():
     assert not any(s.scores == "worker died" for s in scored)
 
 
-def test_generated_strings_lose_no_worker(capsys):
-    fast = "exact_match,math_dapo_boxed,math_dapo_strict_box,boxed,gsm8k,answer_format,math_verify"
-    assert fuzz_scorers.main(["--strings=60", f"--scorers={fast}", "--timeout_seconds=0.2"]) == 0
-    assert capsys.readouterr().out.count("60 strings") == 7
+def test_no_response_pays_for_the_import_of_math_verify():
+    """It takes longer than this limit, and once interrupted it found no answer ever after."""
+    tasks = [Task(("math_verify",), f"\\boxed{{{i}}}", str(i)) for i in range(10)]
+    with RewardPool(["math_verify"], workers=1, timeout_seconds=1.0) as pool:
+        scored = pool.score(tasks)
+    assert [s.scores for s in scored if isinstance(s.scores, str) or not s.scores[0].correct] == []
+
+
+def test_generated_strings_lose_no_worker_and_spoil_no_other_verdict(capsys):
+    assert fuzz_scorers.main(["--strings=60", "--timeout_seconds=0.2"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("60 strings") == len(scorers.SCORERS)
+    assert printed.count("right ones found wrong: 0 of 3") == len(scorers.SCORERS)
