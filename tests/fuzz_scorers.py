@@ -50,10 +50,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--strings", type=int, default=20_000)
     parser.add_argument("--scorers", default=",".join(SCORERS))
     parser.add_argument("--timeout_seconds", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
     failures = 0
     for name in arguments.scorers.split(","):
-        rng, start = random.Random(0), time.monotonic()
+        rng, start = random.Random(arguments.seed), time.monotonic()
         texts = [string(rng) for _ in range(arguments.strings)]
         answers = [string(rng) for _ in range(arguments.strings)]
         # What a worker is left with after a string shows in the verdicts on the next ones.
