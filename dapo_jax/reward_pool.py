@@ -22,7 +22,7 @@ from typing import NamedTuple
 import pebble
 
 from dapo_jax.reward import Score, Task
-from dapo_jax.scorers import LoadedScorer, load_scorer
+from dapo_jax.scorers import LoadedScorer, load_scorer, warm_up
 from dapo_jax.types import RunError
 
 try:
@@ -206,6 +206,7 @@ def _start_worker(names: Sequence[str]) -> None:
     if hasattr(signal, "setitimer"):
         signal.signal(signal.SIGALRM, _alarm)
     _scorers = {name: load_scorer(name) for name in names}
+    warm_up(names)
 
 
 def _alarm(*_: object) -> None:

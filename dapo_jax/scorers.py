@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,7 +114,7 @@ def math_verify(response: str, answer: str) -> Score:
 
 @functools.cache
 def _math_verify_library() -> tuple[Callable[..., Any], Callable[..., Any], Any, Any]:
-    # Not with this module: it takes seconds, and most scorers do not need it. See load_scorer.
+    # Not with this module: it takes seconds, and most scorers do not need it. See warm_up.
     import logging
 
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
@@ -255,10 +255,6 @@ def load_scorer(name: str) -> LoadedScorer:
     Raises:
         UserError: there is no such scorer, or it cannot be called so.
     """
-    if name == "math_verify":
-        # Now, and not in the first response: the imports take seconds, and an alarm that interrupts
-        # them leaves SymPy broken for as long as the worker lives.
-        math_verify("\\boxed{1}", "1")
     if name in SCORERS:
         return LoadedScorer(SCORERS[name], False)
     place, colon, function = name.rpartition(":")
@@ -271,6 +267,13 @@ def load_scorer(name: str) -> LoadedScorer:
     if not callable(scorer):
         raise UserError(f"config.reward.scorer: {place} has no function {function!r}.")
     return LoadedScorer(scorer, _num_parameters(scorer, name) == 4)
+
+
+def warm_up(names: Sequence[str]) -> None:
+    """Does what takes seconds the first time: imports. An alarm that interrupts those of SymPy
+    leaves it broken for as long as the process lives."""
+    if "math_verify" in names or EQUIVALENCES["math_verify"] in names:
+        math_verify("\\boxed{1}", "1")
 
 
 def _num_parameters(scorer: Callable[..., Any], name: str) -> int:
