@@ -23,7 +23,15 @@ from dapo_jax.evaluate import statistics
 from dapo_jax.progress import Progress, duration
 from dapo_jax.reward import Rubric, Task, verdict
 from dapo_jax.reward_pool import Pending, RewardPool
-from dapo_jax.types import Attempt, Attempts, Problem, Response, UserError, Verdict
+from dapo_jax.types import (
+    Attempt,
+    Attempts,
+    Problem,
+    Response,
+    UserError,
+    Verdict,
+    verdict_from_json,
+)
 from dapo_jax.votes import votes
 
 REPORT_EVERY_SECONDS = 10.0
@@ -237,8 +245,7 @@ def _read(file: Path, benchmark: Benchmark, num_samples: int) -> dict[int, Attem
 
 def _attempt(sample: dict[str, Any]) -> Attempt:
     said = {name: value for name, value in sample.items() if name in Verdict._fields}
-    said["steps"] = tuple(map(tuple, said["steps"]))
-    return Attempt(sample["text"], sample["length"], sample["truncated"], Verdict(**said))
+    return Attempt(sample["text"], sample["length"], sample["truncated"], verdict_from_json(said))
 
 
 def _write(file: Path, text: str) -> None:

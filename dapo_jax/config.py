@@ -11,7 +11,12 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from dapo_jax import config_checks
-from dapo_jax.parameters import ADVANTAGE_PARAMETERS, LOSS_PARAMETERS, SELECTION_PARAMETERS
+from dapo_jax.parameters import (
+    ADVANTAGE_PARAMETERS,
+    LOSS_PARAMETERS,
+    SELECTION_PARAMETERS,
+    parse_scorers,
+)
 from dapo_jax.types import UserError
 
 
@@ -161,7 +166,7 @@ class ObjectiveConfig:
     ]  # fmt: skip
     normalise_std: bool | None  # divide by the standard deviation of the group
     std_ddof: int | None  # 1: as torch.std and verl; 0: population
-    component_weights: tuple[float, ...] | None  # GDPO: of the scorer's and the overlong reward
+    component_weights: tuple[float, ...] | None  # GDPO: of each scorer's and the overlong reward
     gamma: float | None  # discount per token
     gae_lambda: float | None
     gpg_norm: float | None  # GPG's F_norm
@@ -293,6 +298,12 @@ class Config:
         config = _build(cls, values, "config")
         config_checks.check(config)
         return config
+
+    @property
+    def num_scorers(self) -> int:
+        """Of the training source that has the most."""
+        sums = [source.scorer or self.reward.scorer for source in self.data.train.values()]
+        return max(len(parse_scorers(text)) for text in sums)
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values: what config.json holds."""

@@ -83,6 +83,7 @@ def check(config: Any) -> None:
         _require(0 <= value < 1, field, value, "in [0, 1)")
     objective = config.objective
     _check_parameters(objective)
+    _check_data(config)
     _check_advantage(config)
     _check_correction(config)
     _check_critic(config)
@@ -136,7 +137,6 @@ def check(config: Any) -> None:
             "config.dynamic_sampling.enabled needs config.rollout.group_size of at least 2: a "
             "group of one is always all right or all wrong."
         )
-    _check_data(config)
     _check_pretrain(config)
     _check_mesh(config.mesh)
 
@@ -176,9 +176,6 @@ def _check_parameters(objective: Any) -> None:
         "std_ddof": (lambda x: x in (0, 1), "0 or 1"),
         "gamma": (lambda x: 0 < x <= 1, "in (0, 1]"),
         "gae_lambda": (lambda x: 0 <= x <= 1, "in [0, 1]"),
-        "component_weights": (
-            lambda x: len(x) == 2, "two numbers, for the scorer's reward and the overlong one",
-        ),
     }  # fmt: skip
     for name, (holds, wanted) in within.items():
         value = getattr(objective, name)
@@ -303,6 +300,10 @@ def _check_advantage(config: Any) -> None:
         kl = o.reward_kl_coefficient
         _require(kl == 0, "objective.reward_kl_coefficient", kl, f"0 {why}")
     if o.advantage == "gdpo":
+        num = config.num_scorers + 1
+        wanted = f"{num} numbers, for the reward by each scorer and the overlong one"
+        weights = o.component_weights
+        _require(len(weights) == num, "objective.component_weights", weights, wanted)
         _require(
             o.reward_kl_coefficient == 0,
             "objective.reward_kl_coefficient",

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dapo_jax.config import DynamicSamplingConfig
-from dapo_jax.types import Group, Problem, Response, Verdict
+from dapo_jax.types import Group, Problem, Response, verdict_from_json
 
 # Weight of a step's share of informative prompts in the running estimate that sizes rounds.
 NEW_WEIGHT = 0.5
@@ -128,6 +128,6 @@ def _group_from_json(values: dict[str, Any]) -> Group:
     return Group(
         Problem(**problem),
         tuple(response(r) for r in values["responses"]),
-        tuple(Verdict(**v | {"steps": tuple(map(tuple, v["steps"]))}) for v in values["verdicts"]),
+        tuple(verdict_from_json(v) for v in values["verdicts"]),
         values["step"],
     )

@@ -116,17 +116,23 @@ def verdict(rubric: Rubric, scores: Sequence[Score] | str) -> Verdict:
         scores: one for each scorer, or why there are none.
     """
     if isinstance(scores, str):
-        worst = rubric.incorrect * sum(max(weight, 0.0) for _, weight in rubric.scorers)
-        return Verdict(False, worst, note=scores)
-    reward = 0.0
+        return _verdict(
+            Score(False), [rubric.incorrect * max(weight, 0.0) for _, weight in rubric.scorers]
+        )._replace(note=scores)
+    rewards = []
     for (_, weight), score in zip(rubric.scorers, scores, strict=True):
         own = rubric.correct if score.correct else rubric.incorrect
-        reward += weight * (own if score.reward is None else score.reward)
+        rewards.append(weight * (own if score.reward is None else score.reward))
     steps = next((score.steps for score in scores if score.steps), ())
     extra: dict[str, Any] = {}
     for score in scores:
         extra |= score.extra or {}
-    return Verdict(scores[0].correct, reward, scores[0].extracted, steps=steps, extra=extra or None)
+    return _verdict(scores[0], rewards)._replace(steps=steps, extra=extra or None)
+
+
+def _verdict(first: Score, rewards: Sequence[float]) -> Verdict:
+    several = tuple(rewards) if len(rewards) > 1 else ()
+    return Verdict(first.correct, sum(rewards), first.extracted, rewards=several)
 
 
 def soft_overlong_punishment(

@@ -18,15 +18,20 @@ from dapo_jax.types import Group, Response, Samples, Verdict
 
 
 def reward_components(config: Config, group: Group) -> np.ndarray:
-    """The scorer's reward and the soft overlong punishment of each response, float64 [G, 2]."""
+    """The reward by each scorer and the soft overlong punishment of each response, float64
+    [G, K + 1]. A source with fewer scorers than another has zeros in the place of the rest."""
     punishment_G = soft_overlong_punishment(
         np.array([len(response.tokens) for response in group.responses]),
         max_response_tokens=config.rollout.max_response_tokens,
         buffer_tokens=config.reward.overlong_buffer_tokens,
         penalty=config.reward.overlong_penalty,
     )
-    reward_G = np.array([verdict.reward for verdict in group.verdicts], np.float64)
-    return np.stack([reward_G, punishment_G], axis=1)
+    components_GK = np.zeros((len(group.responses), config.num_scorers + 1))
+    for components_K, verdict in zip(components_GK, group.verdicts):
+        rewards = verdict.rewards or (verdict.reward,)
+        components_K[: len(rewards)] = rewards
+    components_GK[:, -1] = punishment_G
+    return components_GK
 
 
 def shaped_rewards(config: Config, group: Group) -> np.ndarray:
@@ -66,7 +71,7 @@ def make_samples(
         lag_R=np.array([step - group.step for _, group, _ in responses], int),
         trained_R=trained_R,
         counted_R=trained_R | o.overlong_in_baseline,
-        rewards_RK=np.concatenate([np.zeros((0, 2)), *components]),
+        rewards_RK=np.concatenate([np.zeros((0, config.num_scorers + 1)), *components]),
         steps=steps,
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from dapo_jax.parameters import parse_scorers
 from dapo_jax.progress import duration
 from dapo_jax.reward import Rubric, Task, verdict
 from dapo_jax.reward_pool import RewardPool, Scored
@@ -42,12 +43,15 @@ def score_file(
         raise UserError(f"--input={source}: no such file.")
     if target.exists() and target.samefile(source):
         raise UserError(f"--output={target} is the input; name another file.")
-    rubric = Rubric(((scorer, 1.0),), correct=1.0, incorrect=-1.0)
+    try:
+        rubric = Rubric(parse_scorers(scorer), correct=1.0, incorrect=-1.0)
+    except ValueError as error:
+        raise UserError(f"--scorer={scorer}: {error}.") from error
     malformed = scored = right = faults = 0
     size, start = source.stat().st_size, time.monotonic()
     reported = start
     with (
-        RewardPool([scorer], workers=workers, timeout_seconds=timeout_seconds) as pool,
+        RewardPool(rubric.names, workers=workers, timeout_seconds=timeout_seconds) as pool,
         _opened(target) as out,
         source.open("rb") as lines,
     ):
@@ -60,7 +64,7 @@ def score_file(
                     malformed += 1
                 else:
                     good.append(row)
-            results = pool.score([_task(scorer, row) for row in good])
+            results = pool.score([_task(rubric.names, row) for row in good])
             for row, result in zip(good, results):
                 said = _said(rubric, result)
                 scored, right = scored + 1, right + said["correct"]
@@ -112,13 +116,13 @@ def _problem(row: Any) -> str | None:
     return None
 
 
-def _task(scorer: str, row: dict[str, Any]) -> Task:
+def _task(scorers: tuple[str, ...], row: dict[str, Any]) -> Task:
     """The row's response; what else the row holds are its metadata."""
     read = ("prediction", "answer", "token_ids")
     rest = {name: value for name, value in row.items() if name not in read}
     token_ids = row.get("token_ids")
     return Task(
-        (scorer,),
+        scorers,
         row["prediction"],
         row["answer"],
         tuple(token_ids) if isinstance(token_ids, list) else (),

@@ -61,6 +61,13 @@ class Verdict(NamedTuple):
     # Process supervision: (characters of the text up to the end of the step, its reward) of each.
     steps: tuple[tuple[int, float], ...] = ()
     extra: dict[str, Any] | None = None  # what else the scorers say, as JSON can hold it
+    rewards: tuple[float, ...] = ()  # weighted, of each scorer, where there are several
+
+
+def verdict_from_json(values: dict[str, Any]) -> Verdict:
+    """The inverse of `Verdict._asdict` with what JSON has no tuples for."""
+    tuples = {"steps": tuple(map(tuple, values["steps"])), "rewards": tuple(values["rewards"])}
+    return Verdict(**values | tuples)
 
 
 class Group(NamedTuple):
@@ -116,7 +123,7 @@ class Samples(NamedTuple):
     lag_R: np.ndarray  # int, rollout steps since the response was drawn
     trained_R: np.ndarray  # bool, False where overlong filtering leaves it out of the loss
     counted_R: np.ndarray  # bool, False where it is left out of its group's baseline too
-    rewards_RK: np.ndarray  # float64, components of the reward: the scorer's, the overlong one
+    rewards_RK: np.ndarray  # float64, components of the reward: of each scorer, the overlong one
     # Process supervision: (tokens up to the end of the step, its reward), for each response.
     steps: tuple[tuple[tuple[int, float], ...], ...]
 

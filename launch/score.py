@@ -4,7 +4,8 @@ Each line of the input is a JSON object with "prediction" and "answer", both tex
 "correct", "extracted", "reward" (1 or -1), "seconds" and "note" goes to the output. A line that is
 not such an object is named by its number and left out.
 
---scorer           one of dapo_jax/scorers.py, module:function, or path/to/file.py:function
+--scorer           one of dapo_jax/scorers.py, module:function, path/to/file.py:function, or several
+                   with weights: "math_dapo + 0.1 * answer_format"
 --timeout_seconds  hard limit for one answer, 5 if not given
 --workers          processes that score, 2 if not given
 """

@@ -210,7 +210,7 @@ def test_the_config_asks_for_what_each_advantage_reads():
         ({"correction": CORRECTION | {"policy": "current", "reject": (("seq-sum-k1", None, 2.0),)}},
          "bounds of a ratio"),
         ({"optimizer__decay": "cosine"}, "final_rate_share is needed"),
-        ({"objective__component_weights": (1.0,), "objective__advantage": "gdpo"}, "two numbers"),
+        ({"objective__component_weights": (1.0,), "objective__advantage": "gdpo"}, "2 numbers"),
     ],
 )  # fmt: skip
 def test_contradictions_are_told(changes, message):
