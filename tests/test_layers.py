@@ -16,7 +16,8 @@ LAYERS = [
      "batching", "reward", "scorers", "rows", "sources", "prompts", "estimators", "arithmetic",
      "progress", "compilations"],
     ["model", "attention", "log_probs", "sharding", "samples", "data", "tokenizer", "checkpoint",
-     "reward_pool", "scoring", "votes", "run_directory", "report", "benchmark_page"],
+     "reward_pool", "scoring", "votes", "run_directory", "report", "benchmark_page",
+     "paper_curves"],
     ["rollout.jetstream", "rollout.sampling", "rollout.engine", "rollout.scheduler", "rollout"],
     ["train_step", "critic", "dynamic_sampling", "pretrain", "problems", "plan"],
     ["base", "evaluate", "metrics", "score_file"],
@@ -49,7 +50,7 @@ WITHOUT_JAX = {
     "types", "parameters", "config_checks", "config", "reward", "scorers", "reward_pool",
     "estimators", "rows", "sources", "prompts", "problems", "votes", "scoring",
     "arithmetic", "data", "aggregation", "advantage", "corrections", "covariance", "batching",
-    "samples",
+    "samples", "paper_curves",
 }  # fmt: skip
 NEVER = {"torch", "tensorflow", "seqio"}
 
