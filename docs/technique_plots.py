@@ -25,7 +25,7 @@ from scipy.special import betaln
 from dapo_jax.advantage import group_advantages
 from dapo_jax.aggregation import aggregate
 from dapo_jax.objective import surrogate
-from dapo_jax.report import COLOURS
+from dapo_jax.report_plots import COLOURS
 from dapo_jax.reward import soft_overlong_punishment
 
 BLUE, RED, GREEN, PURPLE, OCHRE = COLOURS

@@ -1,27 +1,79 @@
-"""Draws a run on one page: python launch/report.py runs/tiny [runs/other ...]
+"""Draws runs on one page: python launch/report.py --workdir=DIR [--compare DIR2 DIR3 ...]
 
-Writes report.html and report.png into the first directory, also while its run goes on. Further
-runs are drawn into the same plots.
+Writes report.html and report.png into the directory of the run, also while it goes on.
+
+--workdir  the run
+--compare  other runs, drawn into the same plots
+--paper    a folder with the curves of the DAPO paper as CSV files, drawn into the same plots in
+           grey; dapo_jax/paper_curves.py says which files and columns
 """
 
+import argparse
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
+FLAGS = "Flags: --workdir=DIR, --compare DIR2 DIR3 ..., --paper=FOLDER."
+
+
+class Parser(argparse.ArgumentParser):
+    """Tells mistakes as the other programs do, where argparse would print its usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        from dapo_jax.types import UserError
+
+        raise UserError(f"{message}. {FLAGS}")
+
+
+def directory(text: str) -> Path:
+    # An unset variable of the shell; as a path it would be the current directory.
+    if not text:
+        raise argparse.ArgumentTypeError("a directory is needed, nothing was given")
+    return Path(text).expanduser().resolve()
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The flags `workdir`, `compare` and `paper` as paths.
+
+    Raises:
+        UserError: an unknown, missing or malformed flag.
+    """
+    parser = Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--workdir", type=directory)
+    parser.add_argument("--compare", type=directory, nargs="+", action="extend", default=[])
+    parser.add_argument("--paper", type=directory)
+    # argparse lets only the first directory of a list stand behind an equals sign.
+    apart = [
+        part
+        for argument in arguments
+        for part in (argument.split("=", 1) if argument.startswith("--compare=") else [argument])
+    ]
+    flags, rest = parser.parse_known_args(apart)
+    if rest:
+        parser.error(f"{rest[0]!r} is not a flag")
+    if flags.workdir is None:
+        parser.error("--workdir is needed: the directory of the run")
+    return flags
 
 
 def main(argv: list[str]) -> int:
-    """The exit status: 0 done, 2 the user's mistake."""
+    """The exit status: 0 done, 2 the user's mistake, 1 a failure."""
     sys.path.insert(0, str(ROOT))
     from dapo_jax.command_line import fail
-    from dapo_jax.report import write_report
 
-    places = [Path(argument).expanduser().resolve() for argument in argv[1:]]
-    if not places or any(argument.startswith("-") for argument in argv[1:]):
+    if any(argument in ("--help", "-h", "-help") for argument in argv):
         print((__doc__ or "").strip())
-        return 0 if argv[1:] in (["--help"], ["-h"]) else 2
+        return 0
     try:
-        print(write_report(places[0], beside=places[1:]))
+        flags = parse(argv[1:])
+        from dapo_jax.paper_curves import load_paper
+        from dapo_jax.report import write_report
+
+        paper = load_paper(flags.paper) if flags.paper else None
+        for file in paper.missing if paper else ():
+            print(f"{flags.paper} has no {file}: its curve is left out")
+        print(write_report(flags.workdir, beside=flags.compare, paper=paper))
     except Exception as error:
         return fail(error)
     return 0

@@ -246,10 +246,3 @@ def test_grpo_is_dapo_without_its_techniques():
     assert not grpo.dynamic_sampling.enabled and grpo.reward.overlong_penalty == 0
     assert grpo.train == dapo.train and grpo.optimizer == dapo.optimizer, "the same budget"
     assert grpo.pretrain == dapo.pretrain and grpo.rollout == dapo.rollout
-
-
-def test_a_report_of_nothing(capsys, tmp_path):
-    report = load_launcher("report")
-    status, _, err = call(capsys, tmp_path, main=report)
-    assert status == 2 and "holds no run" in err
-    assert call(capsys, main=report)[0] == 2

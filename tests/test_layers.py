@@ -17,7 +17,7 @@ LAYERS = [
      "progress", "compilations"],
     ["model", "attention", "log_probs", "sharding", "samples", "data", "tokenizer", "checkpoint",
      "reward_pool", "scoring", "votes", "run_directory", "report", "benchmark_page",
-     "paper_curves"],
+     "report_data", "report_plots", "paper_curves"],
     ["rollout.jetstream", "rollout.sampling", "rollout.engine", "rollout.scheduler", "rollout"],
     ["train_step", "critic", "dynamic_sampling", "pretrain", "problems", "plan"],
     ["base", "evaluate", "metrics", "score_file"],
@@ -38,7 +38,7 @@ PLACES = {
     "huggingface_hub": {"sources"},
     "pyarrow": {"rows", "problems"},
     "jinja2": {"prompts"},
-    "matplotlib": {"report", "benchmark_page"},
+    "matplotlib": {"report_plots", "benchmark_page"},
     "tensorboardX": {"run_directory"},
     "pebble": {"reward_pool"},
     "math_verify": {"scorers"},
@@ -50,7 +50,7 @@ WITHOUT_JAX = {
     "types", "parameters", "config_checks", "config", "reward", "scorers", "reward_pool",
     "estimators", "rows", "sources", "prompts", "problems", "votes", "scoring",
     "arithmetic", "data", "aggregation", "advantage", "corrections", "covariance", "batching",
-    "samples", "paper_curves",
+    "samples", "report", "report_data", "report_plots", "paper_curves",
 }  # fmt: skip
 NEVER = {"torch", "tensorflow", "seqio"}
 
