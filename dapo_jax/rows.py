@@ -6,6 +6,7 @@ or is seen from their names.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,7 +83,8 @@ def _parquet(file: Path, field: str) -> Iterator[tuple[str, dict[str, Any]]]:
             for row in batch.to_pylist():
                 number += 1
                 yield f"{field}: {file}, row {number}", row
-    except pyarrow.ArrowException as error:
+    # ValueError and OverflowError: text that is not UTF-8, a time that Python has no year for.
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
         raise UserError(f"{field}: {file} is not a sound parquet file: {error}.") from error
 
 
@@ -117,13 +119,13 @@ def _row(row: dict[str, Any], columns: Columns, field: str, where: str) -> Row |
     answer = _extracted(text, columns.answer_in, answer_key)
     if answer is None:
         return Unusable(f"{where}: {answer_key!r} holds no answer ({text[-40:]!r})")
-    pieces = [prompt] if isinstance(prompt, str) else [content for _, content in prompt]
-    for key, texts in ((prompt_key, pieces), (answer_key, [answer])):
-        if not "".join(texts).strip():
+    messages = [("", prompt)] if isinstance(prompt, str) else prompt
+    for key, parts in ((prompt_key, messages), (answer_key, [("", answer)])):
+        if not any(content.strip() for _, content in parts):
             return Unusable(f"{where}: {key!r} is empty")
         try:
-            "".join(texts).encode()  # JSON may spell half a surrogate pair
-        except UnicodeEncodeError:
+            "".join(role + content for role, content in parts).encode()
+        except UnicodeEncodeError:  # JSON may spell half a surrogate pair
             return Unusable(f"{where}: {key!r} holds half of a surrogate pair")
     left = {k: v for k, v in row.items() if k not in (prompt_key, answer_key)}
     return Row(prompt, answer.strip(), json.loads(json.dumps(left, default=str)))
@@ -147,7 +149,7 @@ def _has(row: Any, key: str) -> bool:
     outer, _, inner = key.partition(".")
     if not isinstance(row, dict):
         return False
-    return key in row or (bool(inner) and outer in row and _has(row[outer], inner))
+    return key in row or (outer in row and _has(row[outer], inner))
 
 
 def _get(row: Any, key: str) -> Any:
@@ -179,7 +181,8 @@ def _answer(value: Any, key: str, where: str) -> str:
     """The answer as text; numbers are written as they are, whole ones without a point."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    finite = not isinstance(value, float) or math.isfinite(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and finite:
         return str(value)
     if not isinstance(value, str):
         raise UserError(
@@ -197,7 +200,7 @@ def _extracted(text: str, answer_in: str | None, key: str) -> str | None:
         return last_boxed(text)
     if answer_in == "####":
         _, found, after = text.rpartition("####")
-        return after.strip().replace(",", "") if found else None
+        return after.replace(",", "") if found else None
     return text
 
 
