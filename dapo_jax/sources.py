@@ -1,16 +1,19 @@
 """Where problems come from: data sets of the hub, by name or id, and files."""
 
+import contextlib
+import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import huggingface_hub
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from dapo_jax.types import UserError
 
 SUFFIXES = (".jsonl", ".parquet")
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(/.*)?")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(/.*)?")
 
 
 class Dataset(NamedTuple):
@@ -62,54 +65,80 @@ def find_files(path: str, split: str | None, field: str) -> list[Path]:
         UserError: there are no such files, or the hub cannot be reached.
     """
     dataset = DATASETS.get(path)
-    if dataset is not None:
-        if split is None and len(dataset.splits) > 1:
-            raise UserError(
-                f"{field}.split: {path!r} has {' and '.join(dataset.splits)}; say which."
-            )
-        path = dataset.path
-    place = Path(path).expanduser()
-    if dataset is None and place.is_file():
-        if place.suffix not in SUFFIXES:
-            raise UserError(
-                f"{field}: {place} is neither .jsonl nor .parquet; convert it, or rename it."
-            )
-        return [place]
-    if dataset is None and place.is_dir():
-        return _chosen(place, place, split, field)
-    if not HUB_ID.fullmatch(path) or (place.suffix in SUFFIXES and path.count("/") < 2):
+    if dataset is not None and split is None and len(dataset.splits) > 1:
+        raise UserError(f"{field}.split: {path!r} has {' and '.join(dataset.splits)}; say which.")
+    place = None if dataset is not None else _on_disk(path, split, field)
+    if place is not None:
+        return _chosen(place, place, split, field) if place.is_dir() else [place]
+    owner, name, *inside = (path if dataset is None else dataset.path).split("/", 2)
+    repository, inside = f"{owner}/{name}", inside[0].rstrip("/") if inside else ""
+    try:
+        snapshot = _download(repository, inside)
+    # Whatever comes out of the client: its HTTP and its transfer library have errors of their own.
+    except Exception as error:
+        absent = "" if dataset is not None else f"there is no file {Path(path).absolute()}, and "
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = f"{type(error).__name__}: {' '.join(lines[:2])}".rstrip(".")
         raise UserError(
-            f"{field}: there is no file {place.absolute()}. Give the path of a file or directory "
-            f"of jsonl or parquet, the id of a data set on the hub (owner/name), or one of "
-            f"{', '.join(DATASETS)}."
-        )
-    owner, name, *inside = path.split("/", 2)
-    inside = inside[0].rstrip("/") if inside else ""
-    snapshot = _download(f"{owner}/{name}", inside, field)
+            f"{field}: {absent}the data set {repository} could not be fetched from the hub "
+            f"({reason}). Check its name and the network, set HF_TOKEN if it is gated or private, "
+            "or give the path of a file."
+        ) from error
     return _chosen(snapshot / inside, snapshot, split, field)
 
 
-def _download(repository: str, inside: str, field: str) -> Path:
-    patterns = [inside, f"{inside}/*"] if inside else [f"*{suffix}" for suffix in SUFFIXES]
+def _on_disk(path: str, split: str | None, field: str) -> Path | None:
+    """The data file or directory of that name; None where it can only be one of the hub."""
     try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                repository, repo_type="dataset", allow_patterns=patterns
-            )
-        )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
+        place = Path(path).expanduser()
+        is_file, is_directory = place.is_file(), bool(path) and place.is_dir()
+    # No permission, too long a name; the home of a user that there is not.
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{field}: {path!r} cannot be looked up: {error}.") from error
+    if is_file and place.suffix not in SUFFIXES:
         raise UserError(
-            f"{field}: the data set {repository} could not be fetched from the hub: {reason} "
-            "Check its name and the network, set HF_TOKEN if it is gated, or give the path of a "
-            "file."
-        ) from error
+            f"{field}: {place} is neither .jsonl nor .parquet; convert it, or rename it."
+        )
+    if is_file and split is not None:
+        raise UserError(
+            f"{field}.split ({split!r}) is not read when {field}.path is one file: set it to None."
+        )
+    if is_file or is_directory:
+        return place
+    if HUB_ID.fullmatch(path) and not (place.suffix in SUFFIXES and path.count("/") < 2):
+        return None
+    raise UserError(
+        f"{field}: there is no file {place.absolute()}. Give the path of a file or directory of "
+        f"jsonl or parquet, the id of a data set on the hub (owner/name), or one of "
+        f"{', '.join(DATASETS)}."
+    )
+
+
+def _download(repository: str, inside: str) -> Path:
+    """The directory of the data set in the cache, its files brought up to date if the hub can be
+    asked."""
+    below = f"{inside}/" if inside else ""
+    fetch = functools.partial(
+        huggingface_hub.snapshot_download,
+        repository,
+        repo_type="dataset",
+        allow_patterns=[inside, *(f"{below}*{suffix}" for suffix in SUFFIXES)],
+    )
+    limit = huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT
+    try:  # first a question with a time limit: those of snapshot_download have none
+        huggingface_hub.HfApi().dataset_info(repository, timeout=limit)
+    except Exception:
+        with contextlib.suppress(LocalEntryNotFoundError):
+            return Path(fetch(local_files_only=True))
+        raise
+    return Path(fetch())
 
 
 def _chosen(place: Path, root: Path, split: str | None, field: str) -> list[Path]:
     """The data files at or below `place` whose path below `root` holds the word `split`."""
     found = [place] if place.is_file() else sorted(place.rglob("*"))
-    files = [file for file in found if file.suffix in SUFFIXES]
+    # A link to nothing stays among them, so that it is missed when it is read.
+    files = [file for file in found if file.suffix in SUFFIXES and not file.is_dir()]
     word = None if split is None else re.compile(rf"(?<![a-z]){re.escape(split.lower())}(?![a-z])")
     chosen = [
         file
