@@ -1,0 +1,128 @@
+"""A hub of data sets on loopback: what `huggingface_hub` asks, with files that a test makes."""
+
+import hashlib
+import http.server
+import json
+import threading
+import time
+import urllib.parse
+from collections.abc import Mapping
+
+COMMIT = "c0ffee" + 34 * "0"
+
+
+class Hub(http.server.ThreadingHTTPServer):
+    """Answers for the data sets it was given until `close`; a context manager.
+
+    Args:
+        datasets: content of each file, by the id of its data set and its path there.
+        gated: ids whose list of files is public and whose files are not, as on the real hub.
+        private: ids of which nothing is said without a token.
+        broken: ids for which the server fails.
+    """
+
+    def __init__(
+        self,
+        datasets: Mapping[str, Mapping[str, bytes]],
+        *,
+        gated: str = "",
+        private: str = "",
+        broken: str = "",
+    ):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.datasets, self.gated, self.private, self.broken = datasets, gated, private, broken
+        self.asked: list[str] = []  # method and path of every request
+        self.thread = threading.Thread(target=self.serve_forever, args=(0.05,))
+        self.thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    @property
+    def downloads(self) -> list[str]:
+        """The files that were fetched: data set, colon, path."""
+        fetched = [asked for asked in self.asked if asked.startswith("GET /datasets/")]
+        return [
+            asked.removeprefix("GET /datasets/").replace(f"/resolve/{COMMIT}/", ":")
+            for asked in fetched
+        ]
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.thread.join()
+        self.server_close()
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: Hub
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def _answer(self) -> None:
+        path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
+        self.server.asked.append(f"{self.command} {path}")
+        is_api = path.startswith("/api/")
+        owner, name, *rest = path.removeprefix("/api").removeprefix("/datasets/").split("/")
+        repository = f"{owner}/{name}"
+        files = self.server.datasets.get(repository)
+        if repository == self.server.broken:
+            self._send(501, b"")
+        elif files is None:
+            self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+        elif repository == self.server.private:
+            self._send(401, b"{}", {"X-Error-Code": "RepoNotFound"})
+        elif is_api and rest[:1] == ["tree"]:
+            listed = [
+                {"type": "file", "path": name, "size": len(content), "oid": _sha1(content)}
+                for name, content in files.items()
+            ]
+            self._send(200, json.dumps(listed).encode())
+        elif is_api:  # the data set itself, or /revision/main
+            siblings = [{"rfilename": name} for name in files]
+            about = {"_id": "0", "id": repository, "sha": COMMIT, "siblings": siblings}
+            self._send(200, json.dumps(about).encode())
+        elif repository == self.server.gated:
+            self._send(403, b"{}", {"X-Error-Code": "GatedRepo"})
+        else:  # resolve/<commit>/<file>
+            content = files["/".join(rest[2:])]
+            self._send(200, content, {"ETag": f'"{_sha1(content)}"', "X-Repo-Commit": COMMIT})
+
+    def _send(self, status: int, content: bytes, headers: Mapping[str, str] | None = None) -> None:
+        self.send_response(status)
+        for header, value in (headers or {}).items():
+            self.send_header(header, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+
+class SilentHub(http.server.ThreadingHTTPServer):
+    """Takes every request and never answers, as behind a firewall that drops what comes back."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _SilentHandler)
+        self.thread = threading.Thread(target=self.serve_forever, args=(0.05,))
+        self.thread.start()
+
+    url, __exit__ = Hub.url, Hub.__exit__
+
+
+class _SilentHandler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        time.sleep(3600)
+
+
+def _sha1(content: bytes) -> str:
+    return hashlib.sha1(content).hexdigest()
