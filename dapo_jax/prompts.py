@@ -1,6 +1,7 @@
 """Prompts as the model is given them: template, chat, tokens."""
 
 import hashlib
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from dapo_jax.types import UserError
 
 
 def check_template(template: str | None, field: str) -> None:
-    """A template must have exactly one place for the prompt.
+    """A template must have a place for the prompt.
 
     Raises:
         UserError: it cannot be filled in, or the prompt is not in it.
@@ -20,7 +21,7 @@ def check_template(template: str | None, field: str) -> None:
         return
     try:
         wrong = "" if "\0\1" in template.format(prompt="\0\1") else "does not contain {prompt}"
-    except (LookupError, ValueError, AttributeError) as error:
+    except (LookupError, ValueError, AttributeError, TypeError) as error:
         wrong = f"cannot be filled in ({error})"
     if wrong:
         raise UserError(
@@ -82,7 +83,8 @@ def encode(tokenizer: Any, texts: Sequence[str], *, chat: bool) -> list[tuple[in
 
 def fingerprint(tokenizer: Any) -> str:
     """A hash of all that the tokens of a prompt depend on."""
-    parts = (tokenizer.backend_tokenizer.to_str(), str(tokenizer.chat_template))
+    special = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)  # in templates
+    parts = (tokenizer.backend_tokenizer.to_str(), str(tokenizer.chat_template), special)
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part.encode() + b"\0")
