@@ -63,7 +63,7 @@ class SourceConfig:
     split: str | None  # hub, directory: the files that have it in their names; None: all
     # How often it is drawn from, relative to the other sources; None for held-out ones.
     weight: float | None
-    num_problems: int | None  # the first so many rows, or so many generated; None: all
+    num_problems: int | None  # the first so many prompts, or so many generated; None: all
     num_terms: tuple[int, ...] | None  # arithmetic: difficulty levels, as terms of the sum
     # Columns, "outer.inner" for a field of one. A prompt is a text, or the messages of a chat.
     prompt_key: str | None  # None: as its columns show, see dapo_jax.rows

@@ -37,17 +37,18 @@ class Prepared(NamedTuple):
     # rows = unusable + repeated + conflicting + overlong + problems, each row counted once:
     # repeated: beyond the first with the same prompt; conflicting: prompts with several answers.
     counts: dict[str, int]
+    copies: int  # rows of every distinct prompt, where all have as many; else 0
     first_unusable: str  # what was wrong with the first such row, "" if there is none
 
     def describe(self) -> str:
         """The summary that is printed."""
         c = self.counts
         distinct = c["rows"] - c["unusable"] - c["repeated"]
-        parts = [f"{c['repeated']:,} rows repeat a prompt: {distinct:,} are distinct"]
-        if distinct and c["repeated"] % distinct == 0 and not c["unusable"]:
-            parts = [f"{distinct:,} distinct prompts, {c['rows'] // distinct} rows of each"]
+        repeated = f"{c['repeated']:,} rows repeat a prompt: {distinct:,} are distinct"
+        if self.copies:
+            repeated = f"{distinct:,} distinct prompts, {self.copies} rows of each"
         told = {
-            "repeated": parts[0],
+            "repeated": repeated,
             "conflicting": f"{c['conflicting']:,} prompts with conflicting answers left out",
             "overlong": f"{c['overlong']:,} longer than config.data.max_prompt_tokens left out",
             "unusable": f"{c['unusable']:,} unusable rows left out, the first: "
@@ -104,8 +105,8 @@ def prepare(
 ) -> Prepared:
     """The problems of one source, numbered from 0 in the order of its rows; see `load`."""
     data = config.data
-    template = source.prompt_template or data.prompt_template
-    prompts.check_template(template, f"{field}.prompt_template")
+    prompts.check_template(data.prompt_template, "config.data.prompt_template")
+    prompts.check_template(source.prompt_template, f"{field}.prompt_template")
     if source.path == "arithmetic":
         pairs = _generated(config, source, field)
         found = (Row(prompt, answer, {}) for prompt, answer in pairs)
@@ -192,7 +193,8 @@ def _prepare(
                 )
             )
     counts["problems"] = len(problems)
-    return Prepared(problems, counts, first_unusable)
+    copies = {entry.rows for entry in distinct.values()}
+    return Prepared(problems, counts, copies.pop() if len(copies) == 1 else 0, first_unusable)
 
 
 @dataclasses.dataclass
@@ -201,7 +203,8 @@ class _Entry:
 
     answer: str
     metadata: dict[str, Any]
-    row: int
+    row: int  # the first that it stands in
+    rows: int = 1  # that it stands in
     conflict: bool = False
 
 
@@ -216,8 +219,10 @@ def _distinct(
     counts = {"rows": 0, "unusable": 0, "repeated": 0}
     first_unusable = ""
     try:
-        for row in found:
-            if limit is not None and len(distinct) == limit:
+        # What follows the last row that is wanted is not looked at, whatever it is.
+        while limit is None or len(distinct) < limit:
+            row = next(found, None)
+            if row is None:
                 break
             counts["rows"] += 1
             if isinstance(row, Unusable):
@@ -229,30 +234,37 @@ def _distinct(
                 distinct[row.prompt] = _Entry(row.answer, row.metadata, counts["rows"])
             else:
                 counts["repeated"] += 1
+                entry.rows += 1
                 entry.conflict |= entry.answer != row.answer
             if counts["rows"] % CHECK_MEMORY_EVERY_ROWS == 0 and free_share() < LEAST_FREE_SHARE:
                 raise MemoryError
     except MemoryError:
+        fewer = max(1, len(distinct) // 2)
         raise UserError(
             f"{field}: memory is full after row {counts['rows']:,} with {len(distinct):,} distinct "
-            f"prompts. Read fewer: {field}.num_problems={len(distinct) // 2}, or a smaller file."
+            f"prompts. Read fewer: {field}.num_problems={fewer}, or a smaller file."
         ) from None
     return distinct, counts, first_unusable
 
 
-def free_share() -> float:
+def free_share(root: Path = Path("/")) -> float:
     """Share of the memory that is free, of the machine or of the container, whichever is less; 1
-    where the system does not say."""
+    where the system does not say. Files that the system keeps in memory count as free."""
     shares = [1.0]
     with contextlib.suppress(OSError, ValueError, LookupError):
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        kilobytes = {name: int(lines[name].split()[0]) for name in ("MemAvailable", "MemTotal")}
-        shares.append(kilobytes["MemAvailable"] / kilobytes["MemTotal"])
-    with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        shares.append(1 - int((group / "memory.current").read_text()) / limit)
+        sizes = _sizes(root / "proc/meminfo")
+        shares.append(sizes["MemAvailable:"] / sizes["MemTotal:"])
+    with contextlib.suppress(OSError, ValueError, LookupError):  # "max" is no number: no limit
+        group = root / "sys/fs/cgroup"
+        limit, used = (int((group / f"memory.{x}").read_text()) for x in ("max", "current"))
+        sizes = _sizes(group / "memory.stat")
+        shares.append(1 - (used - sizes["active_file"] - sizes["inactive_file"]) / limit)
     return min(shares)
+
+
+def _sizes(file: Path) -> dict[str, int]:
+    """The numbers of a file of the kernel whose lines are a name and a number."""
+    return {words[0]: int(words[1]) for words in map(str.split, file.read_text().splitlines())}
 
 
 def _cache_directory(data: DataConfig) -> Path:
@@ -288,7 +300,7 @@ def _write_cache(cache: Path, prepared: Prepared) -> None:
             "answer": pyarrow.array([p.answer for p in problems], text),
             "metadata": pyarrow.array([json.dumps(p.metadata) for p in problems], text),
         },
-        metadata={"about": json.dumps([prepared.counts, prepared.first_unusable])},
+        metadata={"about": json.dumps(prepared[1:])},
     )
     temporary = cache.with_name(f".{cache.name}.{os.getpid()}.tmp")
     with contextlib.suppress(OSError):
@@ -301,12 +313,12 @@ def _read_cache(cache: Path, name: str) -> Prepared | None:
     """What `_write_cache` wrote; None if there is nothing usable."""
     try:
         table = pyarrow.parquet.read_table(cache)
-        counts, first_unusable = json.loads(table.schema.metadata[b"about"])
+        about = json.loads((table.schema.metadata or {})[b"about"])
         columns = [table[column].to_pylist() for column in table.column_names]
-    except (OSError, pyarrow.ArrowException, LookupError, ValueError):
+        problems = [
+            Problem(i, prompt, tuple(tokens), answer, name, metadata=json.loads(metadata))
+            for i, (prompt, tokens, answer, metadata) in enumerate(zip(*columns))
+        ]
+        return Prepared(problems, *about)
+    except (OSError, pyarrow.ArrowException, LookupError, ValueError, TypeError):
         return None
-    problems = [
-        Problem(i, prompt, tuple(tokens), answer, name, metadata=json.loads(metadata))
-        for i, (prompt, tokens, answer, metadata) in enumerate(zip(*columns))
-    ]
-    return Prepared(problems, counts, first_unusable)
