@@ -1,145 +1,33 @@
-"""Problems: what a faulty file is told, what is left out, and the order of the stream."""
+"""The stream of problems: epochs, the mixture of sources, and going on from a state."""
 
+import collections
 import json
 import multiprocessing
 import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
-from typing import Literal
 
+import grain
 import pytest
 
-from dapo_jax.data import ProblemStream, prepare, read_jsonl
+from dapo_jax.data import ProblemStream
 from dapo_jax.types import Problem, UserError
+from tests.conftest import ROOT
 
-FIELD = "config.data.train_path"
-ROOT = Path(__file__).parents[1]
-
-
-def write(tmp_path, content):
-    path = tmp_path / "problems.jsonl"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return str(path)
+WEIGHTS = {"a": 1.0, "b": 2.5, "c": 0.25}
 
 
-def read(path):
-    return read_jsonl(path, prompt_key="question", answer_key="answer", field=FIELD)
+def make_problems(num, source="test", first=0):
+    return [Problem(first + i, f"p{i}", (i, i + 1), str(i), source) for i in range(num)]
 
 
-def row(question: object = "1+1?", answer: object = "2"):
-    return json.dumps({"question": question, "answer": answer}, ensure_ascii=False)
-
-
-def test_reads_rows_in_order_and_skips_blank_lines(tmp_path):
-    path = write(tmp_path, f"\n{row('a ü', 'x')}\n  \n{row('b', -7)}\r\n{row('a ü', ' 0 ')}")
-    assert read(path) == [("a ü", "x"), ("b", "-7"), ("a ü", " 0 ")]
-
-
-@pytest.mark.parametrize(
-    "line, wanted",
-    [
-        (b"\xff\xfe{}", "not UTF-8: byte 0xff at byte 1"),
-        ('{"question": "a", "answer": }', "not JSON: Expecting value, column 29"),
-        (row()[:-1], "not JSON"),
-        ("[" + row() + "]", "a JSON object, not a list"),
-        ("3", "a JSON object, not a number (3)"),
-        ('{"prompt": "a", "answer": "b"}', "no 'question'; it has 'prompt', 'answer'"),
-        ('{"question": "a"}', "no 'answer'; it has 'question'"),
-        ("{}", "it has nothing"),
-        (row([{"role": "user"}]), "'question' must be text, not a list"),
-        (row(3), "'question' must be text, not a number"),
-        (row("a", True), "'answer' must be text, not a boolean (true)"),
-        (row("a", 0.5), "'answer' must be text, not a number (0.5)"),
-        (row("a", None), "'answer' must be text, not null"),
-        (row("a", {"b": 1}), "'answer' must be text, not an object"),
-        (row(" \t"), "'question' is empty"),
-        (row("a", ""), "'answer' is empty"),
-        (r'{"question": "a\ud800", "answer": "b"}', "half of a surrogate pair"),
-        ('{"question": "a", "answer": ' + "9" * 5000 + "}", "cannot be read as JSON"),
-        ("[" * 200_000, "cannot be read as JSON"),
-    ],
-)
-def test_a_faulty_line_is_named(tmp_path, line, wanted):
-    line = line if isinstance(line, bytes) else line.encode()
-    path = write(tmp_path, b"\n" + row().encode() + b"\n" + line + b"\n" + row().encode())
-    with pytest.raises(UserError) as error:
-        read(path)
-    message = str(error.value)
-    assert message.startswith(f"{FIELD}: {path}, line 3") and wanted in message
-    assert len(message) < len(path) + 300
-
-
-@pytest.mark.parametrize(
-    "name, wanted",
-    [("absent", "No such file"), ("", "Is a directory"), ("problems.jsonl/x", "Not a directory")],
-)
-def test_an_unreadable_file_is_named(tmp_path, name, wanted):
-    write(tmp_path, row())
-    path = str(tmp_path / name)
-    with pytest.raises(UserError) as error:
-        read(path)
-    assert all(part in str(error.value) for part in (FIELD, path.rstrip("/"), wanted))
-
-
-@pytest.mark.parametrize("content", ["", "\n \n"])
-def test_an_empty_file_is_named(tmp_path, content):
-    path = write(tmp_path, content)
-    with pytest.raises(UserError, match=f"{FIELD}: {path} is empty"):
-        read(path)
-
-
-def encode(text):
-    return list(text.encode())
-
-
-def prepare_short(pairs, overlong: Literal["drop", "error"] = "drop", **options):
-    return prepare(pairs, encode, source="test", max_prompt_tokens=5, overlong=overlong, **options)
-
-
-def test_prepare_counts_every_row_once():
-    pairs = [("a", "1"), ("clash", "1"), ("a", "1"), ("clash", "2"), ("clash", "1"),
-             ("toolong", "1"), ("toolong", "1"), ("five!", "3"), ("c", "1")]  # fmt: skip
-    problems, counts = prepare_short(pairs)
-    assert problems == [
-        Problem(0, "a", (97,), "1", "test"),
-        Problem(1, "five!", tuple(b"five!"), "3", "test"),
-        Problem(2, "c", (99,), "1", "test"),
-    ]
-    assert counts == {"rows": 9, "duplicates": 3, "conflicting": 2, "overlong": 1, "problems": 3}
-
-
-def test_prepare_encodes_the_filled_template():
-    problems, counts = prepare_short([("{x}", "1"), ("{xy}", "2")], prompt_template="{prompt}{{}}")
-    assert problems == [Problem(0, "{x}{}", tuple(b"{x}{}"), "1", "test")]
-    assert counts["overlong"] == 1
-
-
-@pytest.mark.parametrize("template", ["{prompt} \\boxed{}", "{prompt}{", "{{prompt}}", "{prompt.a}",
-                                      "{prompt[0]}", "{other}", "none"])  # fmt: skip
-def test_prepare_refuses_a_faulty_template(template):
-    with pytest.raises(UserError, match="config.data.prompt_template") as error:
-        prepare_short([("a", "1")], prompt_template=template)
-    assert repr(template) in str(error.value)
-
-
-def test_prepare_names_an_overlong_row():
-    with pytest.raises(UserError, match="max_prompt_tokens is 5.*row 3 .*6 tokens"):
-        prepare_short([("a", "1"), ("a", "1"), ("sixsix", "1")], overlong="error")
-
-
-def test_prepare_refuses_to_leave_nothing():
-    with pytest.raises(
-        UserError, match="of 4 rows: 1 duplicates, 2 with conflicting answers, 1 lon"
-    ):
-        prepare_short([("a", "1"), ("a", "2"), ("toolong", "1"), ("toolong", "1")])
-    with pytest.raises(UserError, match="of 0 rows"):
-        prepare_short([])
-
-
-def make_problems(num):
-    return [Problem(i, f"p{i}", (i, i + 1), str(i), "test") for i in range(num)]
+def make_sources(**nums):
+    """Problems of several sources, numbered across them."""
+    problems = []
+    for source, num in nums.items():
+        problems += make_problems(num, source, len(problems))
+    return problems
 
 
 def take_ids(stream, n):
@@ -170,43 +58,108 @@ def test_order_depends_on_the_seed():
     assert len(set(epochs)) == 12
 
 
-@pytest.mark.parametrize("taken", [0, 3, 7, 10, 14, 100])
-def test_state_continues_exactly(taken):
-    problems = make_problems(7)
-    stream = ProblemStream(problems, 5)
+@pytest.mark.parametrize("seed", [0, 7])
+def test_one_source_has_the_order_it_had_before_there_were_several(seed):
+    """A run of a single source is what it was: its checkpoints and its figures."""
+    before = grain.MapDataset.source(range(30)).seed(seed).shuffle().repeat()
+    wanted = [int(before[i]) for i in range(70)]
+    assert take_ids(ProblemStream(make_problems(30), seed), 70) == wanted
+    assert take_ids(ProblemStream(make_problems(30), seed, {"test": 0.3}), 70) == wanted
+    mixed = ProblemStream(make_sources(test=30, more=12), seed)
+    assert [p.id for p in mixed.take(140) if p.source == "test"] == wanted
+
+
+def test_sources_are_drawn_by_weight():
+    problems = make_sources(a=1000, b=500, c=2000)
+    taken = ProblemStream(problems, 0, WEIGHTS).take(10_000)
+    drawn = collections.Counter(problem.source for problem in taken)
+    for source, weight in WEIGHTS.items():
+        assert abs(drawn[source] / 10_000 - weight / 3.75) < 0.01 * weight / 3.75
+    # In turns, so that every batch is mixed: b, which has two thirds, is in every ten.
+    assert all("b" in {p.source for p in taken[i : i + 10]} for i in range(0, 10_000, 10))
+
+
+def test_without_weights_all_sources_are_drawn_alike():
+    taken = ProblemStream(make_sources(a=300, b=200, c=100), 0).take(600)
+    assert collections.Counter(p.source for p in taken) == {"a": 200, "b": 200, "c": 200}
+
+
+def test_every_source_has_epochs_of_its_own():
+    """Its n problems once each as epoch 0, then once each as epoch 1, however the others fare."""
+    nums = {"a": 30, "b": 40, "c": 50}
+    problems = make_sources(**nums)
+    taken = ProblemStream(problems, 4, WEIGHTS).take(400)
+    for source, num in nums.items():
+        visits = [p for p in taken if p.source == source]
+        of_source = {p.id for p in problems if p.source == source}
+        for epoch in range(len(visits) // num):
+            part = visits[epoch * num : (epoch + 1) * num]
+            assert {p.id for p in part} == of_source and {p.epoch for p in part} == {epoch}
+        rest = visits[len(visits) // num * num :]
+        assert len({p.id for p in rest}) == len(rest)
+    epochs = {source: max(p.epoch for p in taken if p.source == source) for source in nums}
+    assert epochs == {"a": 3, "b": 6, "c": 0}
+    assert {problem._replace(epoch=0) for problem in taken} <= set(problems)
+
+
+def test_sources_of_one_length_have_different_orders():
+    taken = ProblemStream(make_sources(a=20, b=20), 0).take(40)
+    a, b = ([p.prompt for p in taken if p.source == source] for source in "ab")
+    assert sorted(a) == sorted(b) and a != b
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+@pytest.mark.parametrize("taken", [0, 7, 100])
+def test_state_continues_exactly(taken, weights):
+    problems = make_sources(a=45) if weights is None else make_sources(a=30, b=40, c=50)
+    stream = ProblemStream(problems, 5, weights)
     stream.take(taken)
     state = json.loads(json.dumps(stream.get_state()))
-    expected = stream.take(16)
+    expected = stream.take(60)
     stream.set_state(state)
-    assert stream.take(16) == expected
-    resumed = ProblemStream(problems, 5)
+    assert stream.take(60) == expected
+    resumed = ProblemStream(problems, 5, weights)
     resumed.take(2)
     resumed.set_state(state)
     assert resumed.get_state() == state
-    assert resumed.take(16) == expected
+    assert resumed.take(60) == expected
 
 
 @pytest.mark.parametrize(
-    "problems, seed, field",
+    "problems, seed, weights, field",
     [
-        (make_problems(7), 6, "config.seed"),
-        (make_problems(8), 5, "config.data"),
-        ([*make_problems(6), Problem(6, "p6", (6, 7), "other", "test")], 5, "config.data"),
+        (make_sources(a=7, b=3), 6, {"a": 1.0, "b": 2.0}, "config.seed"),
+        (make_sources(a=7, b=4), 5, {"a": 1.0, "b": 2.0}, "config.data"),
+        (make_sources(a=3, b=7), 5, {"a": 1.0, "b": 2.0}, "config.data"),
+        (make_sources(a=7, c=3), 5, {"a": 1.0, "c": 2.0}, "config.data"),
+        (make_sources(a=7, b=3), 5, {"a": 1.0, "b": 3.0}, "config.data"),
+        (make_sources(a=7, b=3), 5, None, "config.data"),
+        (
+            [p._replace(metadata={"x": 1}) for p in make_sources(a=7, b=3)],
+            5,
+            {"a": 1.0, "b": 2.0},
+            "config.data",
+        ),
     ],
 )
-def test_state_of_other_data_is_refused(problems, seed, field):
-    state = ProblemStream(make_problems(7), 5).get_state()
-    stream = ProblemStream(problems, seed)
-    with pytest.raises(UserError, match=f"{field}: "):
+def test_state_of_other_data_is_refused(problems, seed, weights, field):
+    state = ProblemStream(make_sources(a=7, b=3), 5, {"a": 1.0, "b": 2.0}).get_state()
+    stream = ProblemStream(problems, seed, weights)
+    before = stream.get_state()
+    with pytest.raises(UserError, match=f"^{field}: .*Restore {field} and its files"):
         stream.set_state(state)
+    assert stream.get_state() == before
+    same = ProblemStream(make_sources(a=7, b=3), 5, {"b": 2.0, "a": 1.0})
+    same.set_state(state)
 
 
 def test_another_process_sees_the_same_order_and_no_noise():
     code = (
         "from dapo_jax.data import ProblemStream\n"
         "from dapo_jax.types import Problem\n"
-        "problems = [Problem(i, f'p{i}', (i, i + 1), str(i), 'test') for i in range(10)]\n"
-        "print([problem.id for problem in ProblemStream(problems, 11).take(25)])\n"
+        "problems = [Problem(i, f'p{i}', (i, i + 1), str(i), 'ab'[i % 2]) for i in range(20)]\n"
+        "stream = ProblemStream(problems, 11, {'a': 2.0, 'b': 1.0})\n"
+        "print([problem.id for problem in stream.take(25)])\n"
     )
     done = subprocess.run(
         [sys.executable, "-W", "error::ResourceWarning", "-c", code],
@@ -214,6 +167,8 @@ def test_another_process_sees_the_same_order_and_no_noise():
         env={**os.environ, "PYTHONHASHSEED": "77", "JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
     before = threading.active_count()
-    expected = take_ids(ProblemStream(make_problems(10), 11), 25)
+    problems = [problem._replace(source="ab"[problem.id % 2]) for problem in make_problems(20)]
+    stream = ProblemStream(problems, 11, {"a": 2.0, "b": 1.0})  # kept, and its threads with it
+    expected = take_ids(stream, 25)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{expected}\n", "")
     assert threading.active_count() == before and not multiprocessing.active_children()

@@ -114,6 +114,25 @@ def test_what_is_not_there_is_told(tmp_path, monkeypatch, path, split, wanted):
     assert str(error.value).startswith(FIELD)
 
 
+@pytest.mark.parametrize(
+    "name, splits, heldout",
+    [
+        ("dapo-math-17k", (), None),
+        ("aime24", (), None),
+        ("aime25", ("test",), "test"),
+        ("amc23", ("test",), "test"),
+        ("gsm8k", ("train", "test"), "test"),
+        ("math", ("train", "test"), "test"),
+        ("math500", ("test",), "test"),
+    ],
+)
+def test_named_data_sets(name, splits, heldout):
+    dataset = DATASETS[name]
+    assert (dataset.splits, dataset.heldout_split) == (splits, heldout)
+    assert dataset.answer_in in ("text", "boxed", "####")
+    assert len(dataset.path.split("/")) in (2, 3)
+
+
 # Every call in one process: how it went, as JSON, and how long it took.
 CALLS = """
 import json, sys, time
