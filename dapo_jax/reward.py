@@ -69,9 +69,8 @@ def as_score(value: Any) -> Score:
     if isinstance(value, Score):
         steps = tuple((int(end), float(reward)) for end, reward in value.steps)
         reward = None if value.reward is None else _finite(value.reward)
-        return value._replace(
-            correct=bool(value.correct), steps=steps, reward=reward, extra=_plain(value.extra)
-        )
+        extracted = _text(value.extracted)
+        return Score(bool(value.correct), extracted, steps, reward, _plain(value.extra))
     if isinstance(value, (bool, np.bool_)):
         return Score(bool(value))
     if isinstance(value, (int, float, np.number)):
@@ -82,9 +81,8 @@ def as_score(value: Any) -> Score:
     if isinstance(value, tuple) and len(value) == 3:
         reward, correct, extra = value
         extra = _plain(extra)
-        extracted = None if extra is None else extra.pop("extracted", None)
-        return Score(bool(correct), None if extracted is None else str(extracted),
-                     reward=_finite(reward), extra=extra or None)  # fmt: skip
+        extracted = None if extra is None else _text(extra.pop("extracted", None))
+        return Score(bool(correct), extracted, reward=_finite(reward), extra=extra or None)
     raise TypeError(
         f"a scorer returns a bool, a number, a Score, (reward, correct, extra) or a mapping with "
         f"'reward' and 'correct', not {type(value).__name__}"
@@ -103,7 +101,16 @@ def _plain(extra: Any) -> dict[str, Any] | None:
         return None
     if not isinstance(extra, Mapping):
         raise TypeError(f"a scorer's extra is a mapping, not {type(extra).__name__}")
-    return json.loads(json.dumps(dict(extra), default=str, allow_nan=False))
+    return json.loads(json.dumps(dict(extra), default=_as_json, allow_nan=False))
+
+
+def _as_json(value: Any) -> Any:
+    """NumPy's numbers as numbers, so that their means are metrics; anything else as text."""
+    return value.item() if isinstance(value, np.generic) else str(value)
+
+
+def _text(extracted: Any) -> str | None:
+    return None if extracted is None else str(extracted)
 
 
 def verdict(rubric: Rubric, scores: Sequence[Score] | str) -> Verdict:
