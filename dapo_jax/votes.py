@@ -27,7 +27,7 @@ def votes(
     said = [verdict for group in groups for verdict in group.verdicts]
     if any(verdict.correct and verdict.extracted is None for verdict in said):
         return None
-    answers = [[verdict.extracted for verdict in group.verdicts] for group in groups]
+    same = [{v.extracted: v.extracted for v in group.verdicts} for group in groups]
     pairs: list[tuple[int, str, str]] = []
     tasks: list[Task] = []
     for q, group in enumerate(groups):
@@ -36,8 +36,7 @@ def votes(
             continue
         right = [v.extracted for v in group.verdicts if v.correct]
         wrong = [v.extracted for v in group.verdicts if not v.correct and v.extracted is not None]
-        if right:
-            answers[q] = [right[0] if v.correct else v.extracted for v in group.verdicts]
+        same[q] |= dict.fromkeys(right, right[0] if right else None)
         texts = list(dict.fromkeys(wrong))
         if len(wrong) < len(right):  # even together they lose
             continue
@@ -47,13 +46,6 @@ def votes(
                 tasks.append(Task((scorer,), ours, theirs))
     for (q, ours, theirs), scored in zip(pairs, pool.score(tasks)):
         if not isinstance(scored.scores, str) and scored.scores[0].correct:
-            answers[q] = _joined(answers[q], ours, theirs, groups[q])
-    return answers
-
-
-def _joined(
-    answers_K: list[str | None], ours: str, theirs: str, group: Attempts
-) -> list[str | None]:
-    """The votes for `ours` and for `theirs` as votes for one answer."""
-    named = {verdict.extracted: vote for verdict, vote in zip(group.verdicts, answers_K)}
-    return [named[theirs] if vote == named[ours] else vote for vote in answers_K]
+            old, new = same[q][ours], same[q][theirs]
+            same[q] = {text: new if vote == old else vote for text, vote in same[q].items()}
+    return [[same[q][v.extracted] for v in group.verdicts] for q, group in enumerate(groups)]
