@@ -69,7 +69,7 @@ def find_files(path: str, split: str | None, field: str) -> list[Path]:
         raise UserError(f"{field}.split: {path!r} has {' and '.join(dataset.splits)}; say which.")
     place = None if dataset is not None else _on_disk(path, split, field)
     if place is not None:
-        return _chosen(place, place, split, field) if place.is_dir() else [place]
+        return _chosen(place, place, split, field)
     owner, name, *inside = (path if dataset is None else dataset.path).split("/", 2)
     repository, inside = f"{owner}/{name}", inside[0].rstrip("/") if inside else ""
     try:
