@@ -4,6 +4,8 @@ import os
 import sys
 import time
 
+import numpy as np
+
 from dapo_jax.reward import Score
 
 
@@ -59,3 +61,40 @@ def which_process(response: str, answer: str) -> Score:
     while response == "hang":
         time.sleep(3600)
     return Score(False, str(os.getpid()))
+
+
+def of_lists(texts, token_ids, answers, metadata):
+    """Correct if the text is the answer, and what it was given in `extra`, but for some texts."""
+    (text,), (answer,) = texts, answers
+    if text == "nan":
+        return [float("nan")]
+    if text == "none":
+        return []
+    if text == "two":
+        return [True, True]
+    if text == "not a list":
+        return True
+    if text == "array":
+        return np.array([0.25])
+    extra = {"extracted": text, "token_ids": token_ids[0], "metadata": metadata[0]}
+    return [(0.5, text == answer, extra)]
+
+
+def length_reward(response: str, answer: str) -> float:
+    """A number for a score: a tenth for each character."""
+    return len(response) / 10
+
+
+def of_three(response, answer, metadata):
+    """Not a scorer: it takes neither two nor four."""
+    return True
+
+
+def of_any_number(*arguments):
+    """Not one either."""
+    return True
+
+
+def with_default(response, answer, strict=False):
+    """A scorer of two: the third has a default."""
+    return not strict

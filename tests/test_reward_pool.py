@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from dapo_jax.reward import Rubric, Task, verdict
+from dapo_jax.reward import Rubric, Score, Task, verdict
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.types import UserError
 from tests.conftest import ROOT
@@ -76,6 +76,86 @@ def test_a_scorer_may_return_a_bool():
         verdicts = pool.verdicts(["7", "8"], ["7", "7"])
     assert [v.correct for v in verdicts] == [True, False]
     assert [v.extracted for v in verdicts] == [None, None]
+
+
+LISTS = "tests.scorers:of_lists"
+
+
+def test_a_scorer_of_lists_is_given_all():
+    """Token ids and metadata arrive, for that scorer alone is not called for text and answer."""
+    names = (LISTS, "tests.scorers:plain")
+    tasks = [
+        Task(names, "7", "7", (5, 6), {"level": [1, None]}),
+        Task(names, "7", "7", (5, 6), {"level": 2}),
+        Task(names, "7", "7", (5, 7), None),
+        Task(names, "8", "7"),
+    ]
+    with RewardPool(names, workers=1, timeout_seconds=5.0) as pool:
+        scored = [s.scores for s in pool.score(tasks)]
+        again = [s.scores for s in pool.score(tasks)]
+    assert scored == again
+    for task, scores in zip(tasks, scored):
+        right = task.text == task.answer
+        given = {"token_ids": list(task.token_ids), "metadata": task.metadata}
+        assert scores == (Score(right, task.text, reward=0.5, extra=given), Score(right))
+
+
+def test_a_scorer_of_lists_that_fails_costs_one_response():
+    texts = ["7", "nan", "none", "two", "not a list", "array", "7"]
+    with Pool(LISTS, workers=1) as pool:
+        verdicts = pool.verdicts(texts, ["7"] * len(texts))
+    notes = {text: v.note for text, v in zip(texts, verdicts)}
+    assert notes["7"] == notes["array"] == ""
+    assert notes["nan"] == "error: ValueError: the scorer's reward is nan"
+    for text in ("none", "two", "not a list"):
+        assert notes[text].startswith("error: TypeError: a scorer of texts, token ids, answers")
+    assert [v.correct for v in verdicts] == [True, *[False] * 4, True, True]
+    assert [v.reward for v in verdicts] == [0.5, *[-1.0] * 4, 0.25, 0.5]
+
+
+def test_what_no_scorer_reads_is_not_sent():
+    """So that equal responses to different problems are scored once."""
+    names = ("tests.scorers:counting",)
+    with RewardPool([*names, LISTS], workers=1, timeout_seconds=5.0) as pool:
+        tasks = [Task(names, "a", "1", (i,), {"i": i}) for i in range(3)]
+        first = [s.scores for s in pool.score(tasks[:1])]
+        assert [s.scores for s in pool.score(tasks[1:])] == first * 2
+        both = [task._replace(scorers=(*names, LISTS)) for task in tasks]
+        scored = [s.scores for s in pool.score(both)]
+    assert len({str(scores) for scores in scored}) == 3
+
+
+def test_several_scorers_share_one_limit():
+    names = ("tests.scorers:treacherous", "tests.scorers:length_reward")
+    rubric = Rubric(((names[0], 1.0), (names[1], 2.0)), 1.0, -1.0)
+    with RewardPool(names, workers=1, timeout_seconds=1.0) as pool:
+        tasks = [Task(names, text, "12345") for text in ("12345", "1", "raise", "hang")]
+        tasks.append(Task(names[1:], "raise", ""))
+        scored = pool.score(tasks)
+    verdicts = [verdict(rubric, s.scores) for s in scored[:4]]
+    assert [v.correct for v in verdicts] == [True, False, False, False]
+    assert [v.reward for v in verdicts] == pytest.approx([1 + 2 * 0.5, -1 + 2 * 0.1, -3, -3])
+    assert [v.note[:5] for v in verdicts] == ["", "", "error", "timeo"]
+    assert scored[4].scores == (Score(True, reward=0.5),), "a scorer of its own is another task"
+
+
+@pytest.mark.parametrize(
+    "name, wanted",
+    [
+        ("of_three", r"takes \(response, answer, metadata\); a scorer takes \(text, answer\) or"),
+        ("of_any_number", r"takes \(\); a scorer takes \(text, answer\) or \(texts, token_ids, "),
+    ],
+)
+def test_a_scorer_of_another_number_is_the_users_mistake(name, wanted):
+    with pytest.raises(
+        UserError, match=rf"config\.reward\.scorer: 'tests.scorers:{name}' {wanted}"
+    ):
+        Pool(f"tests.scorers:{name}")
+
+
+def test_a_parameter_with_a_default_is_not_counted():
+    with Pool("tests.scorers:with_default", workers=1) as pool:
+        assert pool.verdicts(["a"], ["b"])[0].correct
 
 
 def test_workers_do_not_load_jax():

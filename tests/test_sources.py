@@ -243,11 +243,12 @@ def test_what_the_hub_does_not_give_is_told(tmp_path):
         assert isinstance(message, str) and message.startswith("config.data.train.sums: "), path
         if "own/data" not in path:
             repository = DATASETS[path].path if path in DATASETS else path
-            assert f"the data set {repository} could not be fetched from the hub (" in message
+            absent = "" if path in DATASETS else f"there is no file {ROOT}/{path}, and "
+            told = f"{FIELD}: {absent}the data set {repository} could not be fetched from the hub ("
+            assert message.startswith(told) and ".)" not in message
             for remedy in ("Check its name", "the network", "HF_TOKEN", "the path of a file"):
                 assert remedy in message
             assert "\n" not in message and len(message) < 600
-            assert (f"there is no file {ROOT}/{path}, and" in message) == (path not in DATASETS)
     none, gated, private, broken, named, invalid, split, place, readme = messages
     assert "Repository Not Found" in none and "Repository Not Found" in named
     assert "gated" in gated and "403" in gated
