@@ -1,5 +1,6 @@
 """What a config must satisfy beyond names and types: ranges, and relations between fields."""
 
+import math
 import re
 from typing import Any
 
@@ -336,14 +337,14 @@ def _check_data(config: Any) -> None:
 
 def _check_source(source: Any, side: str, name: str) -> None:
     field = f"data.{side}.{name}"
-    if not re.fullmatch(r"[\w-]+", name):
+    if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name):
         raise UserError(
             f"config.data.{side}: {name!r} cannot be the name of a source, which is part of the "
             "names of metrics: use letters, digits, '_' and '-'."
         )
     if side == "train":
-        ok = source.weight is not None and source.weight > 0
-        _require(ok, f"{field}.weight", source.weight, "greater than 0")
+        ok = source.weight is not None and 0 < source.weight < math.inf
+        _require(ok, f"{field}.weight", source.weight, "greater than 0, and finite")
     else:
         _require(
             source.weight is None, f"{field}.weight", source.weight, "None: all problems are tried"
