@@ -172,6 +172,84 @@ def test_a_wrong_field_is_named(change, message):
         Config.from_dict(values)
 
 
+FILE = source_dict("problems.jsonl")
+
+
+@pytest.mark.parametrize(
+    "place, value, message",
+    [
+        ("data.train", {}, r"^config\.data\.train names no source; give at least one"),
+        ("data.heldout", {}, r"^config\.data\.heldout names no source"),
+        ("data.train", None, r"data\.train must be a group of named fields, not None"),
+        ("data.train.sums", None, r"data\.train\.sums must be a group of fields, not None"),
+        ("data.train.a/b", FILE | {"weight": 1.0}, r"data\.train: 'a/b' cannot be the name of a"),
+        ("data.train.", FILE | {"weight": 1.0}, r"data\.train: '' cannot be the name of a source"),
+        ("data.heldout", {3: FILE}, r"data\.heldout: 3 cannot be the name of a source"),
+        ("data.train.sums.weight", None, r"train\.sums\.weight must be greater than 0.* got None"),
+        ("data.train.sums.weight", 0.0, r"train\.sums\.weight must be greater than 0.* got 0\.0"),
+        ("data.train.sums.weight", -1, r"train\.sums\.weight must be greater than 0.* got -1"),
+        ("data.train.sums.weight", float("inf"), r"weight must be .* and finite; got inf"),
+        ("data.train.sums.weight", float("nan"), r"weight must be .* and finite; got nan"),
+        ("data.heldout.sums.weight", 1.0, r"heldout\.sums\.weight must be None: all problems are"),
+        ("data.train.sums.num_terms", None, r"train\.sums\.num_terms must be a non-empty tuple"),
+        ("data.train.sums.num_terms", (1,), r"train\.sums\.num_terms must be .* from 2 to 11"),
+        ("data.train.sums.num_problems", None, r"num_problems must be given for arithmetic"),
+        ("data.train.sums.num_problems", 0, r"train\.sums\.num_problems must be above 0; got 0"),
+        ("data.train.sums.split", "test", r"sums\.split must be 'train' or 'heldout'; got 'test'"),
+        ("data.train.sums.answer_key", "x", r"sums\.answer_key is not read when .* 'arithmetic'"),
+        ("data.train.sums.answer_in", "text", r"sums\.answer_in is not read when .* 'arithmetic'"),
+        (
+            "data.train.sums.answer_in",
+            "box",
+            r"sums\.answer_in must be one of 'text', 'boxed', '##",
+        ),
+        ("data.train.sums.path", "gsm8k", r"sums\.num_terms is not read when .*path is 'gsm8k'"),
+        (
+            "data.train.sums.prompt_template",
+            "Q: ",
+            r"train\.sums\.prompt_template must be .*contains",
+        ),
+        ("data.prompt_template", "Q: ", r"data\.prompt_template must be .*contains \{prompt\}"),
+        (
+            "data.system_prompt",
+            "Think.",
+            r"system_prompt is not read when config\.data\.chat is Fa",
+        ),
+        (
+            "data.train.sums.scorer",
+            "boxed + ",
+            r"train\.sums\.scorer \('boxed \+ '\) must be a scor",
+        ),
+        ("data.heldout.sums.scorer", "0 * boxed", r"heldout\.sums\.scorer .*'0 \* boxed' is not"),
+        (
+            "reward.scorer",
+            "x * boxed",
+            r"^config\.reward\.scorer \('x \* boxed'\) must be a scorer",
+        ),
+    ],
+)
+def test_a_wrong_source_is_named(place, value, message):
+    values = tiny_dict()
+    *groups, field = place.split(".")
+    inner = values
+    for group in groups:
+        inner = inner[group]
+    inner[field] = value
+    with pytest.raises(UserError, match=message):
+        Config.from_dict(values)
+
+
+def test_sources_of_every_kind_are_right():
+    train = {
+        "a-1": FILE | {"weight": 1, "scorer": "boxed + 0.5 * gsm8k"},
+        "ü_2": FILE | {"weight": 1e-3},
+    }
+    values = tiny_dict(data__train=train, data__chat=True, data__system_prompt="Think.")
+    values["data"]["train"]["ü_2"]["prompt_template"] = "{prompt} = {{}}"
+    config = Config.from_dict(values)
+    assert list(config.data.train) == ["a-1", "ü_2"] and config.data.train["a-1"].weight == 1.0
+
+
 @pytest.mark.parametrize("group, field", [("train", "row_tokens"), ("objective", "clip_high")])
 def test_a_missing_field_is_named(group, field):
     values = tiny_dict()
