@@ -11,7 +11,7 @@ import pytest
 
 from dapo_jax.reward import Rubric, Score, Task, verdict
 from dapo_jax.reward_pool import RewardPool
-from dapo_jax.types import UserError
+from dapo_jax.types import UserError, Verdict
 from tests.conftest import ROOT
 
 
@@ -51,6 +51,13 @@ def test_slow_responses_each_have_the_whole_limit():
     with Pool(workers=1) as pool:
         verdicts = pool.verdicts(["slow"] * 12, ["slow"] * 12)
     assert all(v.correct and not v.note for v in verdicts)
+
+
+def test_the_first_response_has_the_whole_limit():
+    """math-verify is imported before, which takes longer than the limit here."""
+    with Pool("math_verify", workers=1, timeout_seconds=0.5) as pool:
+        verdicts = pool.verdicts(["\\boxed{0.25}"], ["\\frac{1}{4}"])
+    assert verdicts[0] == Verdict(True, 1.0, "0.25")
 
 
 def test_what_was_scored_before_is_not_scored_again():
