@@ -73,10 +73,17 @@ class SourceConfig:
     scorer: str | None  # None: config.reward.scorer
 
 
+class Sources(dict[str, SourceConfig]):
+    """Sources by their names; not to be changed, and so with a hash as the rest of the config."""
+
+    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return hash(tuple(self.items()))
+
+
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    train: dict[str, SourceConfig]
-    heldout: dict[str, SourceConfig]
+    train: Sources
+    heldout: Sources
     prompt_template: str | None  # around prompts that are texts: str.format with {prompt}
     chat: bool  # put prompts into the tokenizer's chat template
     system_prompt: str | None  # chat: of prompts that bring none; None: the template's own
@@ -343,10 +350,12 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     if type(None) in args:
         (inner,) = (arg for arg in args if arg is not type(None))
         return None if value is None else _convert(inner, value, path)
-    if origin is dict:
+    if hint is Sources:
         if not isinstance(value, Mapping):
             raise UserError(f"{path} must be a group of named fields, not {value!r}.")
-        return {name: _convert(args[1], v, f"{path}.{name}") for name, v in value.items()}
+        return Sources(
+            {name: _convert(SourceConfig, v, f"{path}.{name}") for name, v in value.items()}
+        )
     if origin is tuple:
         if not isinstance(value, (tuple, list)):
             raise UserError(f"{path} must be a tuple; got {value!r}.")

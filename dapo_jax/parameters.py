@@ -56,7 +56,7 @@ def parse_scorers(text: str) -> tuple[tuple[str, float], ...]:
     found = []
     for term in text.split(" + "):
         weight, times, name = term.rpartition("*")
-        value = float(weight) if times else 1.0  # float raises with what it was given
+        value = float(weight.strip()) if times else 1.0  # float raises with what it was given
         if not name.strip() or not math.isfinite(value) or value == 0:
             raise ValueError(f"{term.strip()!r} is not a scorer, nor weight * scorer")
         found.append((name.strip(), value))

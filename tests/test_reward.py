@@ -219,7 +219,7 @@ def test_a_verdict_holds_what_the_scorers_say():
         Score(True, "third", ((9, -1.0),), 0.0, None),
     ]
     found = verdict(RUBRIC, scores)
-    assert found == Verdict(False, -1.0, None, "", ((2, 1.0),), {"a": 1, "b": 2})
+    assert found == Verdict(False, -1.0, None, "", ((2, 1.0),), {"a": 1, "b": 2}, (-1.0, 0.0, 0.0))
     assert verdict(RUBRIC, [Score(True, "x")] * 3).extracted == "x"
     assert verdict(RUBRIC, [Score(True)] * 3).extra is None
     with pytest.raises(ValueError):
@@ -228,7 +228,9 @@ def test_a_verdict_holds_what_the_scorers_say():
 
 def test_a_response_without_scores_earns_the_least():
     """As if every scorer that can take something away had done so."""
-    assert verdict(RUBRIC, "timeout") == Verdict(False, -1.5, note="timeout")
+    assert verdict(RUBRIC, "timeout") == Verdict(
+        False, -1.5, note="timeout", rewards=(-1.0, -0.5, 0.0)
+    )
     assert verdict(Rubric((("only", 1.0),), 1.0, -1.0), "error: x").reward == -1.0
     assert RUBRIC.names == ("first", "second", "third")
 
