@@ -25,7 +25,7 @@ def get_config() -> ml_collections.ConfigDict:
         dict(
             seed=0,
             model=dict(  # config.json of Qwen/Qwen2.5-32B, the base model
-                pretrained="Qwen/Qwen2.5-32B",
+                path="Qwen/Qwen2.5-32B",
                 tokenizer="Qwen/Qwen2.5-32B",
                 vocab_size=152_064,
                 num_layers=64,
@@ -35,8 +35,13 @@ def get_config() -> ml_collections.ConfigDict:
                 head_dim=128,
                 ff_width=27_648,
                 rope_theta=1_000_000.0,
+                rope_scaling=None,
                 rms_norm_eps=1e-5,
+                qkv_bias=True,
+                qk_norm=False,
                 tie_embeddings=False,
+                sliding_window=ml_collections.config_dict.placeholder(int),
+                sliding_layers=(),
                 param_dtype="float32",
                 compute_dtype="bfloat16",
                 remat="full",

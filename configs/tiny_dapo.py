@@ -19,7 +19,7 @@ def get_config() -> ml_collections.ConfigDict:
         dict(
             seed=0,
             model=dict(
-                pretrained=ml_collections.config_dict.placeholder(str),
+                path=ml_collections.config_dict.placeholder(str),
                 tokenizer=ml_collections.config_dict.placeholder(str),
                 vocab_size=32,
                 num_layers=2,
@@ -29,8 +29,13 @@ def get_config() -> ml_collections.ConfigDict:
                 head_dim=32,
                 ff_width=384,
                 rope_theta=10_000.0,
+                rope_scaling=None,
                 rms_norm_eps=1e-6,
+                qkv_bias=True,
+                qk_norm=False,
                 tie_embeddings=True,
+                sliding_window=ml_collections.config_dict.placeholder(int),
+                sliding_layers=(),
                 param_dtype="float32",
                 compute_dtype="float32",
                 remat="none",

@@ -1,4 +1,4 @@
-"""How queries find keys: the three `attend` functions of the decoder.
+"""How queries find keys: the three `attend` functions of the decoder, see `model.Attend`.
 
 Softmax and its sum are float32 whatever the compute dtype. Each returns the attended values
 [B, T, N, H] and the cache. Cache layout: (k, v), each [L, slots, S, K, H].
@@ -37,13 +37,19 @@ def dot_product_attention(
 def packed(segments_BT: jax.Array) -> Attend:
     """Attention within the segments of packed rows, causal; leaves the cache alone."""
     T = segments_BT.shape[1]
-    causal_TT = jnp.arange(T)[:, None] >= jnp.arange(T)[None, :]
-    mask_BTT = (segments_BT[:, :, None] == segments_BT[:, None, :]) & causal_TT[None]
+    back_TT = jnp.arange(T)[:, None] - jnp.arange(T)[None, :]
+    mask_BTT = (segments_BT[:, :, None] == segments_BT[:, None, :]) & (back_TT >= 0)[None]
 
     def attend(
-        layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, cache: Any
+        layer: jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: Any,
+        window: jax.Array | None,
     ) -> tuple[jax.Array, Any]:
-        return dot_product_attention(q, k, v, mask_BTT), cache
+        seen_BTT = mask_BTT if window is None else mask_BTT & (back_TT < window)[None]
+        return dot_product_attention(q, k, v, seen_BTT), cache
 
     return attend
 
@@ -53,11 +59,16 @@ def prefilling(segments_BT: jax.Array) -> Attend:
     attend_packed = packed(segments_BT)
 
     def attend(
-        layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, cache: Cache
+        layer: jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: Cache,
+        window: jax.Array | None,
     ) -> tuple[jax.Array, Cache]:
         cache_k, cache_v = cache
         cache = cache_k.at[layer].set(k), cache_v.at[layer].set(v)
-        return attend_packed(layer, q, k, v, None)[0], cache
+        return attend_packed(layer, q, k, v, None, window)[0], cache
 
     return attend
 
@@ -67,13 +78,20 @@ def decoding(lengths_B: jax.Array) -> Attend:
     everything up to itself."""
 
     def attend(
-        layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, cache: Cache
+        layer: jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: Cache,
+        window: jax.Array | None,
     ) -> tuple[jax.Array, Cache]:
         cache_k, cache_v = cache
         slots, S = jnp.arange(cache_k.shape[1]), cache_k.shape[2]
         cache_k = cache_k.at[layer, slots, lengths_B].set(k[:, 0])
         cache_v = cache_v.at[layer, slots, lengths_B].set(v[:, 0])
-        mask_B1S = (jnp.arange(S)[None] <= lengths_B[:, None])[:, None]
+        back_BS = lengths_B[:, None] - jnp.arange(S)[None]
+        mask_BS = back_BS >= 0 if window is None else (back_BS >= 0) & (back_BS < window)
+        mask_B1S = mask_BS[:, None]
         k_BSKH = jax.lax.dynamic_index_in_dim(cache_k, layer, keepdims=False)
         v_BSKH = jax.lax.dynamic_index_in_dim(cache_v, layer, keepdims=False)
         return dot_product_attention(q, k_BSKH, v_BSKH, mask_B1S), (cache_k, cache_v)

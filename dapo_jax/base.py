@@ -18,14 +18,24 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from dapo_jax import arithmetic, attention, batching, log_probs, model, pretrain, tokenizer
+from dapo_jax import (
+    arithmetic,
+    attention,
+    batching,
+    log_probs,
+    model,
+    pretrain,
+    rotary,
+    tokenizer,
+    weights,
+)
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.config import Config
 from dapo_jax.sharding import param_shardings, replicated
 from dapo_jax.types import RunError, UserError
 
 REPORT_EVERY_STEPS = 50
-CODE = (arithmetic, attention, batching, log_probs, model, pretrain, tokenizer)
+CODE = (arithmetic, attention, batching, log_probs, model, pretrain, rotary, tokenizer)
 
 
 def fingerprint(config: Config) -> str:
@@ -62,15 +72,13 @@ def load_or_make(
         check_stop: called between steps; raises to abandon the fit.
 
     Raises:
-        UserError: the config wants pretrained weights.
+        UserError: the checkpoint of `config.model.path` does not fit or cannot be read.
     """
-    if config.model.pretrained is not None:
-        raise UserError(
-            f"config.model.pretrained ({config.model.pretrained!r}): loading pretrained weights is "
-            "not there yet. --dry_run shows the plan of this config; configs/tiny_dapo.py trains a "
-            "base model of its own."
-        )
     shardings = param_shardings(config.model, config.mesh, mesh)
+    if config.model.path is not None:
+        start = time.monotonic()
+        params = weights.load(config.model, shardings, say=say, check_stop=check_stop)
+        return params, {"seconds": time.monotonic() - start}
     if config.pretrain is None:
         say("base model: random parameters, from config.seed")
         init = jax.jit(lambda key: model.init_params(config.model, key), out_shardings=shardings)

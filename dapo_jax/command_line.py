@@ -10,6 +10,7 @@ from typing import Any
 from absl import flags
 from ml_collections import config_flags
 
+from dapo_jax import hf_config
 from dapo_jax.config import Config
 from dapo_jax.types import RunError, UserError
 
@@ -62,8 +63,11 @@ def parse(
         raise UserError("--config is needed, for example --config=configs/tiny_dapo.py.")
     fields = values.config.to_dict()
     if "model" in texts and values.model is not None:
-        fields["model"] |= {"pretrained": values.model, "tokenizer": values.model}
+        # Everything that its config.json says is taken from there.
+        fields["model"] |= dict.fromkeys(hf_config.FIELDS)
+        fields["model"] |= {"path": values.model, "tokenizer": values.model}
         fields["pretrain"] = None
+    fields["model"] = hf_config.filled(fields["model"])
     return Config.from_dict(fields), values
 
 

@@ -21,11 +21,28 @@ from dapo_jax.types import UserError
 
 
 @dataclasses.dataclass(frozen=True)
+class RopeScalingConfig:
+    """Rotary positions beyond the length of the first training: see `dapo_jax.rotary`."""
+
+    kind: Literal["linear", "llama3", "yarn"]
+    factor: float
+    original_max_positions: int | None  # llama3, yarn
+    low_freq_factor: float | None  # llama3
+    high_freq_factor: float | None
+    beta_fast: float | None  # yarn
+    beta_slow: float | None
+    attention_factor: float | None
+    truncate: bool | None
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A Qwen2-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+    """A decoder with RMSNorm, rotary positions, grouped-query attention and SwiGLU: Qwen2, Qwen3
+    and Llama 3. Sizes that are None in a config file with a `path` are read from its config.json
+    (see `dapo_jax.hf_config`)."""
 
     # Hugging Face directory or hub id; None: made by `pretrain`, or without that, random.
-    pretrained: str | None
+    path: str | None
     tokenizer: str | None  # the same for the tokenizer; None: the arithmetic one is built
     vocab_size: int
     num_layers: int
@@ -35,8 +52,13 @@ class ModelConfig:
     head_dim: int
     ff_width: int
     rope_theta: float
+    rope_scaling: RopeScalingConfig | None
     rms_norm_eps: float
+    qkv_bias: bool  # Qwen2
+    qk_norm: bool  # Qwen3: queries and keys of each head are normalised before they are rotated
     tie_embeddings: bool
+    sliding_window: int | None  # positions that the layers in sliding_layers see
+    sliding_layers: tuple[int, ...]
     param_dtype: Literal["float32", "bfloat16"]  # of master weights and optimiser moments
     compute_dtype: Literal["float32", "bfloat16"]  # of activations, matmul inputs and the KV cache
     remat: Literal["none", "full"]  # what the backward pass recomputes: nothing, or each layer

@@ -396,10 +396,10 @@ def _check_num_terms(levels: Any, field: str) -> None:
 
 def _check_pretrain(config: Any) -> None:
     model, pretrain = config.model, config.pretrain
-    if model.pretrained is not None and pretrain is not None:
+    if model.path is not None and pretrain is not None:
         raise UserError(
-            "config.pretrain makes a base model when config.model.pretrained is None, and must be "
-            f"None otherwise; got pretrained={model.pretrained!r} and pretrain given."
+            "config.pretrain makes a base model when config.model.path is None, and must be "
+            f"None otherwise; got path={model.path!r} and pretrain given."
         )
     if pretrain is None:
         if model.tokenizer is None:

@@ -237,7 +237,7 @@ def _load(
     params, _ = base.load_or_make(
         config, mesh, tokenizer, None, say=progress.say, check_stop=signals.check
     )
-    return f"base model {config.model.pretrained or ''}".strip(), params
+    return f"base model {config.model.path or ''}".strip(), params
 
 
 def _check_model(config: Config, workdir: Path) -> None:

@@ -1,7 +1,8 @@
 """The decoder: one flax module that trains on packed rows and decodes against a cache.
 
-Architecture: Qwen2 (arXiv:2407.10671) — RMSNorm before attention and MLP, rotary positions,
-grouped-query attention with biases on q, k and v, SwiGLU. Layers are stacked and scanned.
+Architecture: RMSNorm before attention and MLP, rotary positions, grouped-query attention, SwiGLU;
+with biases on q, k and v it is Qwen2's (arXiv:2407.10671), with norms on q and k Qwen3's
+(arXiv:2505.09388), with neither Llama's (arXiv:2407.21783). Layers are stacked and scanned.
 
 What differs between training, prefill and decoding is only how a query finds its keys. That is the
 `attend` argument, a function of `dapo_jax.attention`; weights, precision and log-probabilities are
@@ -14,13 +15,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from dapo_jax.config import ModelConfig
+from dapo_jax.rotary import rotary_angles
 
 Params = dict[str, Any]
-# (layer index, q_BTNH, k_BTKH, v_BTKH, cache) -> (attended values BTNH, cache)
-Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+NO_WINDOW = 2**30  # positions: more than there are
+# (layer index, q_BTNH, k_BTKH, v_BTKH, cache, window) -> (attended values BTNH, cache). The window
+# is how many positions a query sees, itself included; None: all before it, in every layer.
+Attend = Callable[
+    [jax.Array, jax.Array, jax.Array, jax.Array, Any, jax.Array | None], tuple[jax.Array, Any]
+]
 
 
 class Decoder(nnx.Module):
@@ -48,15 +55,24 @@ class Decoder(nnx.Module):
             self.unembed = normal((c.vocab_size, D), ("vocab", "embed"), D)
         self.final_norm = constant(1.0, (D,), (None,))
         heads, kv_heads = ("layers", "heads", None), ("layers", "kv_heads", None)
+        biases = {
+            "q_bias": constant(0.0, (L, N, H), heads),
+            "k_bias": constant(0.0, (L, K, H), kv_heads),
+            "v_bias": constant(0.0, (L, K, H), kv_heads),
+        }
+        norms = {
+            "q_norm": constant(1.0, (L, H), ("layers", None)),
+            "k_norm": constant(1.0, (L, H), ("layers", None)),
+        }
+        biases, norms = biases if c.qkv_bias else {}, norms if c.qk_norm else {}
         self.layers = nnx.data(
             {
                 "attention_norm": constant(1.0, (L, D), ("layers", None)),
                 "q": normal((L, D, N, H), ("layers", "embed", "heads", None), D),
                 "k": normal((L, D, K, H), ("layers", "embed", "kv_heads", None), D),
                 "v": normal((L, D, K, H), ("layers", "embed", "kv_heads", None), D),
-                "q_bias": constant(0.0, (L, N, H), heads),
-                "k_bias": constant(0.0, (L, K, H), kv_heads),
-                "v_bias": constant(0.0, (L, K, H), kv_heads),
+                **biases,
+                **norms,
                 "o": normal((L, N, H, D), ("layers", "heads", None, "embed"), N * H * 2 * L),
                 "mlp_norm": constant(1.0, (L, D), ("layers", None)),
                 "gate": normal((L, D, F), ("layers", "embed", "ff"), D),
@@ -72,23 +88,33 @@ class Decoder(nnx.Module):
         c, dtype = self.config, jnp.dtype(self.config.compute_dtype)
         B, T = tokens_BT.shape
         L, N, K, H = c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim
-        sin_cos = rotary_angles(positions_BT, head_dim=H, theta=c.rope_theta)
+        sin_cos = rotary_angles(positions_BT, c.head_dim, c.rope_theta, c.rope_scaling)
+        windows_L = np.full(L, NO_WINDOW, np.int32)
+        windows_L[list(c.sliding_layers)] = c.sliding_window or NO_WINDOW
 
         # X = B * T tokens: products with weights are plain matrix products, forward and backward.
         # With B and T apart XLA's CPU backend transposes activations for the weight gradients,
         # which made the backward pass 1.7 times as slow.
         def layer(carry, weights_and_index):
             x_XD, cache = carry
-            weights, index = weights_and_index
+            weights, index, window = weights_and_index
+            window = window if c.sliding_layers else None
             w = {name: value.astype(dtype) for name, value in weights.items()}
             y_XD = rms_norm(x_XD, weights["attention_norm"], c.rms_norm_eps)
-            q_XNH = jnp.einsum("XD,DNH->XNH", y_XD, w["q"]) + w["q_bias"][None]
-            k_XKH = jnp.einsum("XD,DKH->XKH", y_XD, w["k"]) + w["k_bias"][None]
-            v_XKH = jnp.einsum("XD,DKH->XKH", y_XD, w["v"]) + w["v_bias"][None]
+            q_XNH = jnp.einsum("XD,DNH->XNH", y_XD, w["q"])
+            k_XKH = jnp.einsum("XD,DKH->XKH", y_XD, w["k"])
+            v_XKH = jnp.einsum("XD,DKH->XKH", y_XD, w["v"])
+            if c.qkv_bias:
+                q_XNH = q_XNH + w["q_bias"][None]
+                k_XKH = k_XKH + w["k_bias"][None]
+                v_XKH = v_XKH + w["v_bias"][None]
+            if c.qk_norm:
+                q_XNH = rms_norm(q_XNH, weights["q_norm"], c.rms_norm_eps)
+                k_XKH = rms_norm(k_XKH, weights["k_norm"], c.rms_norm_eps)
             q_BTNH = rotate(q_XNH.reshape(B, T, N, H), sin_cos)
             k_BTKH = rotate(k_XKH.reshape(B, T, K, H), sin_cos)
             v_BTKH = v_XKH.reshape(B, T, K, H)
-            a_BTNH, cache = attend(index, q_BTNH, k_BTKH, v_BTKH, cache)
+            a_BTNH, cache = attend(index, q_BTNH, k_BTKH, v_BTKH, cache, window)
             x_XD = x_XD + jnp.einsum("XNH,NHD->XD", a_BTNH.reshape(-1, N, H), w["o"])
             y_XD = rms_norm(x_XD, weights["mlp_norm"], c.rms_norm_eps)
             gate_XF = jnp.einsum("XD,DF->XF", y_XD, w["gate"])
@@ -100,25 +126,19 @@ class Decoder(nnx.Module):
             layer = jax.checkpoint(layer, prevent_cse=False)
         weights = {name: param[...] for name, param in self.layers.items()}
         x_XD = self.embed[...].astype(dtype)[tokens_BT.reshape(-1)]
-        (x_XD, cache), _ = jax.lax.scan(layer, (x_XD, cache), (weights, jnp.arange(L)))
+        (x_XD, cache), _ = jax.lax.scan(
+            layer, (x_XD, cache), (weights, jnp.arange(L), jnp.asarray(windows_L))
+        )
         x_XD = rms_norm(x_XD, self.final_norm[...], c.rms_norm_eps)
         return x_XD.reshape(B, T, c.width), cache
 
 
-def rms_norm(x_XD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) * scale, computed in float32, in the dtype of x."""
-    x = x_XD.astype(jnp.float32)
-    x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-    return (x * scale_D.astype(jnp.float32)[None]).astype(x_XD.dtype)
-
-
-def rotary_angles(
-    positions_BT: jax.Array, *, head_dim: int, theta: float
-) -> tuple[jax.Array, jax.Array]:
-    """(sin, cos), each float32 [B, T, 1, head_dim / 2], of position / theta^(2i / head_dim)."""
-    frequency = theta ** -(jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    angle_BTH = positions_BT.astype(jnp.float32)[..., None] * frequency[None, None]
-    return jnp.sin(angle_BTH)[:, :, None], jnp.cos(angle_BTH)[:, :, None]
+def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
+    """x / rms(x) * scale over the last axis of x [..., D], in float32, in the dtype of x."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    scale = scale_D.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+    return (y * scale).astype(x.dtype)
 
 
 def rotate(x_BTNH: jax.Array, sin_cos: tuple[jax.Array, jax.Array]) -> jax.Array:

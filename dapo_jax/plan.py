@@ -55,7 +55,7 @@ def num_params(config: Config) -> int:
 def _model_lines(config: Config) -> list[tuple[str, str]]:
     m = config.model
     return [
-        ("weights", m.pretrained or ("random" if config.pretrain is None else "made by this run")),
+        ("weights", m.path or ("random" if config.pretrain is None else "made by this run")),
         ("parameters", f"{num_params(config):,}"),
         ("layers x width", f"{m.num_layers} x {m.width}, feed-forward {m.ff_width}"),
         ("heads", f"{m.num_heads} query, {m.num_kv_heads} key-value, of {m.head_dim}"),

@@ -1,15 +1,11 @@
 """Where problems come from: data sets of the hub, by name or id, and files."""
 
-import contextlib
-import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import huggingface_hub
-from huggingface_hub.errors import LocalEntryNotFoundError
-
+from dapo_jax import hub
 from dapo_jax.types import UserError
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -67,27 +63,28 @@ def find_files(path: str, split: str | None, field: str) -> list[Path]:
     dataset = DATASETS.get(path)
     if dataset is not None and split is None and len(dataset.splits) > 1:
         raise UserError(f"{field}.split: {path!r} has {' and '.join(dataset.splits)}; say which.")
-    place = None if dataset is not None else _on_disk(path, split, field)
+    split = split or None  # "" is how a command line says None
+    place = None if dataset is not None else _on_disk(path, field)
     if place is not None:
-        return _chosen(place, place, split, field)
+        return _chosen(place, place.parent if place.is_file() else place, split, field)
     owner, name, *inside = (path if dataset is None else dataset.path).split("/", 2)
     repository, inside = f"{owner}/{name}", inside[0].rstrip("/") if inside else ""
     try:
-        snapshot = _download(repository, inside)
+        below = f"{inside}/" if inside else ""
+        patterns = [inside, *(f"{below}*{suffix}" for suffix in SUFFIXES)]
+        snapshot = hub.snapshot(repository, "dataset", patterns)
     # Whatever comes out of the client: its HTTP and its transfer library have errors of their own.
     except Exception as error:
         absent = "" if dataset is not None else f"there is no file {Path(path).absolute()}, and "
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = f"{type(error).__name__}: {' '.join(lines[:2])}".rstrip(".")
         raise UserError(
             f"{field}: {absent}the data set {repository} could not be fetched from the hub "
-            f"({reason}). Check its name and the network, set HF_TOKEN if it is gated or private, "
-            "or give the path of a file."
+            f"({hub.reason(error)}). Check its name and the network, set HF_TOKEN if it is gated "
+            "or private, or give the path of a file."
         ) from error
     return _chosen(snapshot / inside, snapshot, split, field)
 
 
-def _on_disk(path: str, split: str | None, field: str) -> Path | None:
+def _on_disk(path: str, field: str) -> Path | None:
     """The data file or directory of that name; None where it can only be one of the hub."""
     try:
         place = Path(path).expanduser()
@@ -99,10 +96,6 @@ def _on_disk(path: str, split: str | None, field: str) -> Path | None:
         raise UserError(
             f"{field}: {place} is neither .jsonl nor .parquet; convert it, or rename it."
         )
-    if is_file and split is not None:
-        raise UserError(
-            f"{field}.split ({split!r}) is not read when {field}.path is one file: set it to None."
-        )
     if is_file or is_directory:
         return place
     if HUB_ID.fullmatch(path) and not (place.suffix in SUFFIXES and path.count("/") < 2):
@@ -112,26 +105,6 @@ def _on_disk(path: str, split: str | None, field: str) -> Path | None:
         f"jsonl or parquet, the id of a data set on the hub (owner/name), or one of "
         f"{', '.join(DATASETS)}."
     )
-
-
-def _download(repository: str, inside: str) -> Path:
-    """The directory of the data set in the cache, its files brought up to date if the hub can be
-    asked."""
-    below = f"{inside}/" if inside else ""
-    fetch = functools.partial(
-        huggingface_hub.snapshot_download,
-        repository,
-        repo_type="dataset",
-        allow_patterns=[inside, *(f"{below}*{suffix}" for suffix in SUFFIXES)],
-    )
-    limit = huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT
-    try:  # first a question with a time limit: those of snapshot_download have none
-        huggingface_hub.HfApi().dataset_info(repository, timeout=limit)
-    except Exception:
-        with contextlib.suppress(LocalEntryNotFoundError):
-            return Path(fetch(local_files_only=True))
-        raise
-    return Path(fetch())
 
 
 def _chosen(place: Path, root: Path, split: str | None, field: str) -> list[Path]:
@@ -148,7 +121,11 @@ def _chosen(place: Path, root: Path, split: str | None, field: str) -> list[Path
     if not chosen:
         raise UserError(
             f"{field}: {_among(files, root)}"
-            + ("" if split is None else f", and none has {split!r} in its name ({field}.split)")
+            + (
+                ""
+                if split is None
+                else f", and none has {split!r} in its name ({field}.split='' takes them all)"
+            )
             + f". Looked in {place} for {' and '.join(SUFFIXES)}."
         )
     return chosen

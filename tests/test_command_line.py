@@ -48,7 +48,7 @@ def call(capsys, *arguments, main=train):
         ([TINY, "--config.train.row_tokens=50"], r"row_tokens \(50\) is shorter .* Set it to 96"),
         ([TINY, "--config.reward.overlong_penalty=0.0"], "both 0 .* or both positive"),
         ([TINY, "--config.reward.overlong_buffer_tokens=72"], "must be less"),
-        ([TINY, "--config.model.pretrained=here"], r"config\.pretrain makes a base model when"),
+        ([TINY, "--config.model.path=here"], r"config\.pretrain makes a base model when"),
         ([TINY, "--config.data.train.sums.prompt_key=x"], r"sums\.prompt_key is not read when"),
         (
             [TINY, "--config.mesh.data=3", "--dry_run"],
@@ -78,10 +78,10 @@ def test_a_mesh_that_does_not_match_the_devices(capsys, tmp_path):
     assert "config.mesh (data=16, fsdp=1, tensor=1) does not fit 8 device(s)" in err
 
 
-def test_pretrained_weights_are_said_to_be_missing(capsys, tmp_path):
+def test_weights_that_are_not_there(capsys, tmp_path):
     file = write_config(
         tmp_path / "config",
-        model__pretrained="somewhere",
+        model__path=str(tmp_path / "nowhere"),
         model__tokenizer=str(tokenizer_directory(tmp_path)),
         pretrain=None,
         **{
@@ -90,7 +90,7 @@ def test_pretrained_weights_are_said_to_be_missing(capsys, tmp_path):
         },
     )
     status, out, err = call(capsys, f"--config={file}", f"--workdir={tmp_path / 'run'}")
-    assert status == 2 and "loading pretrained weights is not there yet" in err
+    assert status == 2 and "config.model.path: there is no directory" in err
     assert "train.sums: 3 problems" in out
 
 

@@ -13,13 +13,14 @@ LAYERS = [
     ["config"],
     # pure, and hosts' small tools
     ["objective", "policy_losses", "aggregation", "advantage", "corrections", "covariance",
-     "batching", "reward", "scorers", "rows", "sources", "prompts", "estimators", "arithmetic",
-     "progress", "compilations"],
+     "batching", "reward", "scorers", "rows", "hub", "sources", "prompts", "estimators",
+     "arithmetic", "progress", "compilations", "hf_config", "rotary"],
     ["model", "attention", "log_probs", "sharding", "samples", "data", "tokenizer", "checkpoint",
      "reward_pool", "scoring", "votes", "run_directory", "report", "benchmark_page",
      "report_data", "report_plots", "paper_curves"],
     ["rollout.jetstream", "rollout.sampling", "rollout.engine", "rollout.scheduler", "rollout"],
     ["train_step", "critic", "dynamic_sampling", "pretrain", "problems", "plan"],
+    ["weights"],
     ["base", "evaluate", "metrics", "score_file"],
     ["benchmarks"],
     ["learner"],
@@ -35,7 +36,8 @@ PLACES = {
     "grain": {"data"},
     "transformers": {"tokenizer"},
     "tokenizers": {"tokenizer"},
-    "huggingface_hub": {"sources"},
+    "huggingface_hub": {"hub"},
+    "safetensors": {"weights"},
     "pyarrow": {"rows", "problems"},
     "jinja2": {"prompts"},
     "matplotlib": {"report_plots", "benchmark_page"},
@@ -48,7 +50,7 @@ PLACES = {
 }
 WITHOUT_JAX = {
     "types", "parameters", "config_checks", "config", "reward", "scorers", "reward_pool",
-    "estimators", "rows", "sources", "prompts", "problems", "votes", "scoring",
+    "estimators", "rows", "hub", "hf_config", "sources", "prompts", "problems", "votes", "scoring",
     "arithmetic", "data", "aggregation", "advantage", "corrections", "covariance", "batching",
     "samples", "report", "report_data", "report_plots", "paper_curves",
 }  # fmt: skip

@@ -98,10 +98,10 @@ def test_a_link_to_nothing_is_not_passed_over(tmp_path):
         ("some/" + 300 * "x", None, r"'some/xx+' cannot be looked up: .*File name too long"),
         ("~no_such_user/a.jsonl", None, "'~no_such_user/a.jsonl' cannot be looked up"),
         ("notes.txt", None, r"notes\.txt is neither \.jsonl nor \.parquet; convert it, or"),
-        ("a.jsonl", "train", r"sums\.split \('train'\) is not read when .*\.path is one file"),
+        ("a.jsonl", "train", r"none has 'train' in its name \(.*split='' takes them all"),
         ("empty", None, r"there is no data file\. Looked in empty for \.jsonl and \.parquet"),
         ("some", "test", r"there are 2 data files \(a\.jsonl, sub/b\.parquet\), and none has 'test'"
-                         r" in its name \(config\.data\.train\.sums\.split\)"),
+                         r" in its name \(config\.data\.train\.sums\.split='' takes them all"),
         ("many", "test", r"there are 9 data files \(0\.jsonl, .*, 7\.jsonl, \.\.\.\), and none"),
     ],
 )  # fmt: skip

@@ -1,0 +1,273 @@
+"""config.json of a Hugging Face checkpoint, as the fields of `ModelConfig`, and back.
+
+What a checkpoint asks for and the decoder does not do is refused by the name of its key: a model
+that is nearly right gives numbers that are nearly right.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from dapo_jax import hub
+from dapo_jax.config import ModelConfig, RopeScalingConfig
+from dapo_jax.types import UserError
+
+# Of our fields: the key of each that is named otherwise than here.
+SIZES = {
+    "vocab_size": "vocab_size",
+    "num_layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "ff_width": "intermediate_size",
+    "rms_norm_eps": "rms_norm_eps",
+}
+FIELDS = (
+    *SIZES, "num_kv_heads", "head_dim", "rope_theta", "rope_scaling", "qkv_bias", "qk_norm",
+    "tie_embeddings", "sliding_window", "sliding_layers",
+)  # fmt: skip
+# By model_type: what the family has that its config.json does not say, and its class.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {"qkv_bias": True, "qk_norm": False, "class": "Qwen2ForCausalLM"},
+    "qwen3": {"qkv_bias": False, "qk_norm": True, "class": "Qwen3ForCausalLM"},
+    "llama": {"qkv_bias": False, "qk_norm": False, "class": "LlamaForCausalLM"},
+    "mistral": {"qkv_bias": False, "qk_norm": False, "class": "MistralForCausalLM"},
+}
+READ = {
+    *SIZES.values(), "model_type", "num_key_value_heads", "head_dim", "rope_theta", "rope_scaling",
+    "rope_parameters", "tie_word_embeddings", "hidden_act", "attention_bias", "mlp_bias",
+    "sliding_window", "use_sliding_window", "max_window_layers", "layer_types",
+    "max_position_embeddings",
+}  # fmt: skip
+# What changes nothing that is computed here.
+HARMLESS = {
+    "architectures", "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id",
+    "unk_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id", "initializer_range",
+    "torch_dtype", "dtype", "transformers_version", "use_cache", "pretraining_tp", "_name_or_path",
+    "name_or_path", "output_attentions", "output_hidden_states", "return_dict", "id2label",
+    "label2id", "problem_type", "chunk_size_feed_forward", "is_encoder_decoder", "is_decoder",
+    "_attn_implementation", "attn_implementation", "_attn_implementation_autoset", "use_mrope",
+    "hidden_dropout", "resid_pdrop", "embd_pdrop", "bos_token", "eos_token", "unsloth_version",
+    "unsloth_fixed", "add_cross_attention", "cross_attention_hidden_size", "finetuning_task",
+    "task_specific_params", "tokenizer_class", "prefix", "auto_map",
+}  # fmt: skip
+# Refused where they are set to something else than this.
+REQUIRED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_mrope": False}
+
+
+def read(path: str) -> dict[str, Any]:
+    """config.json of a local directory or of a repository on the hub.
+
+    Raises:
+        UserError: there is none, or it is not JSON.
+    """
+    file = hub.model_directory(path, ["config.json"]) / "config.json"
+    try:
+        values = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"config.model.path ({path}): {file} cannot be read: {error}.") from error
+    if not isinstance(values, dict):
+        raise UserError(f"config.model.path ({path}): {file} must hold a JSON object.")
+    return values
+
+
+def filled(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `config.model` with those that are None read from the config.json of its
+    `path`; those that are given must agree with it. Where all are given nothing is read.
+
+    Raises:
+        UserError: they differ, or the checkpoint asks for what is not there.
+    """
+    path = fields.get("path")
+    sizes = (*SIZES, "num_kv_heads", "head_dim", "rope_theta")
+    needed = [name for name in sizes if fields.get(name) is None]
+    if path is None or not needed:
+        return dict(fields)
+    found = model_fields(read(path), path)
+    for name, value in found.items():
+        given = fields.get(name)
+        if given is not None and _plain(given) != _plain(value):
+            raise UserError(
+                f"config.model.{name} is {given!r}, and {value!r} in the config.json of {path}. "
+                "Set it to None to take what is there."
+            )
+    return dict(fields) | found
+
+
+def check(config: ModelConfig) -> None:
+    """The config must describe the checkpoint of its `path`.
+
+    Raises:
+        UserError: a field differs.
+    """
+    assert config.path is not None
+    for name, value in model_fields(read(config.path), config.path).items():
+        given = getattr(config, name)
+        if _plain(given) != _plain(value):
+            raise UserError(
+                f"config.model.{name} is {given!r}, and {value!r} in the config.json of "
+                f"{config.path}. Correct it, or set the sizes to None to take what is there."
+            )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, RopeScalingConfig):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def model_fields(values: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The fields of `ModelConfig` that a config.json determines.
+
+    Raises:
+        UserError: a key is missing, or asks for what the decoder does not do.
+    """
+
+    def refuse(key: str, why: str) -> UserError:
+        return UserError(
+            f"config.model.path ({path}): config.json has {key} = {values.get(key)!r}; {why}."
+        )
+
+    family = FAMILIES.get(values.get("model_type", ""))
+    if family is None:
+        raise refuse("model_type", f"known are {', '.join(FAMILIES)}")
+    for key, value in values.items():
+        if key not in READ | HARMLESS and value not in (None, False):
+            raise refuse(key, "the decoder here does not know that")
+        if key in REQUIRED and value != REQUIRED[key]:
+            raise refuse(key, f"the decoder here has {REQUIRED[key]!r} only")
+    for key in SIZES.values():
+        if key not in values:
+            raise refuse(key, "it is needed")
+    fields = {name: values[key] for name, key in SIZES.items()}
+    heads = fields["num_heads"]
+    fields["num_kv_heads"] = values.get("num_key_value_heads") or heads
+    fields["head_dim"] = values.get("head_dim") or fields["width"] // heads
+    fields["tie_embeddings"] = bool(values.get("tie_word_embeddings", False))
+    fields |= {"qkv_bias": family["qkv_bias"], "qk_norm": family["qk_norm"]}
+    fields["rms_norm_eps"] = float(fields["rms_norm_eps"])
+    return fields | _rope(values, refuse) | _windows(values, refuse)
+
+
+def _rope(values: Mapping[str, Any], refuse: Any) -> dict[str, Any]:
+    """rope_theta and rope_scaling, from the keys of transformers 4 or those of 5."""
+    key = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
+    scaling = dict(values.get(key) or {})
+    theta = float(scaling.pop("rope_theta", None) or values.get("rope_theta") or 10_000.0)
+    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
+    scaling.pop("type", None)
+    if kind == "default":
+        return {"rope_theta": theta, "rope_scaling": None}
+    if kind not in ("linear", "llama3", "yarn"):
+        raise refuse(key, "its rope type must be default, linear, llama3 or yarn")
+    longest = values.get("max_position_embeddings") or 0
+    original = scaling.pop("original_max_position_embeddings", None) or longest
+    factor = scaling.pop("factor", None)
+    if factor is None:
+        if kind != "yarn":
+            raise refuse(key, "its factor is needed")
+        factor = longest / original
+    factor = float(factor)
+    yarn, llama3 = kind == "yarn", kind == "llama3"
+    truncate = scaling.pop("truncate", True)
+    attention_factor = scaling.pop("attention_factor", None)
+    mscale, all_dim = scaling.pop("mscale", None), scaling.pop("mscale_all_dim", None)
+    if yarn and attention_factor is None and mscale and all_dim:
+        by = lambda m: 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
+        attention_factor = by(mscale) / by(all_dim)
+    found = {
+        "kind": kind,
+        "factor": factor,
+        "original_max_positions": None if kind == "linear" else original,
+        "low_freq_factor": float(scaling.pop("low_freq_factor")) if llama3 else None,
+        "high_freq_factor": float(scaling.pop("high_freq_factor")) if llama3 else None,
+        "beta_fast": float(scaling.pop("beta_fast", None) or 32) if yarn else None,
+        "beta_slow": float(scaling.pop("beta_slow", None) or 1) if yarn else None,
+        "attention_factor": attention_factor,
+        "truncate": bool(truncate) if yarn else None,
+    }
+    left = {name for name, value in scaling.items() if value is not None}
+    if left - {"finetuned"}:
+        raise refuse(key, f"{', '.join(sorted(left))} is not known here")
+    return {"rope_theta": theta, "rope_scaling": found}
+
+
+def _windows(values: Mapping[str, Any], refuse: Any) -> dict[str, Any]:
+    """Which layers see a window only."""
+    num, window = values["num_hidden_layers"], values.get("sliding_window")
+    types = values.get("layer_types")
+    if window is None or values["model_type"] == "llama":
+        layers: tuple[int, ...] = ()
+    elif types is not None:
+        unknown = set(types) - {"full_attention", "sliding_attention"}
+        if unknown or len(types) != num:
+            raise refuse("layer_types", f"it must name {num} full or sliding attentions")
+        layers = tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
+    elif values["model_type"] == "mistral":
+        layers = tuple(range(num))
+    elif values.get("use_sliding_window", False):
+        layers = tuple(range(values.get("max_window_layers", num), num))
+    else:
+        layers = ()
+    return {"sliding_window": window if layers else None, "sliding_layers": layers}
+
+
+def to_hf(config: ModelConfig, *, eos: list[int], bos: int | None, dtype: str) -> dict[str, Any]:
+    """config.json of a model: the inverse of `model_fields`, in the keys that every version of
+    transformers reads.
+
+    Raises:
+        UserError: no family of transformers has these options together.
+    """
+    for name in ("qwen2", "qwen3", "mistral", "llama"):
+        family = FAMILIES[name]
+        if (family["qkv_bias"], family["qk_norm"]) != (config.qkv_bias, config.qk_norm):
+            continue
+        every = config.sliding_layers == tuple(range(config.num_layers))
+        if name == "mistral" and not (config.sliding_layers and every):
+            continue
+        if name == "llama" and config.sliding_layers:
+            continue
+        break
+    else:
+        raise UserError(
+            f"config.model: no known family has qkv_bias {config.qkv_bias}, qk_norm "
+            f"{config.qk_norm} and sliding_layers {config.sliding_layers}; it cannot be exported."
+        )
+    s = config.rope_scaling
+    longest = 131_072 if s is None else int((s.original_max_positions or 32_768) * s.factor)
+    values: dict[str, Any] = {
+        "architectures": [family["class"]],
+        "model_type": name,
+        **{key: getattr(config, field) for field, key in SIZES.items()},
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "max_position_embeddings": longest,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None if s is None else _scaling_to_hf(s),
+        "tie_word_embeddings": config.tie_embeddings,
+        "torch_dtype": dtype,
+        "bos_token_id": bos,
+        "eos_token_id": eos[0] if len(eos) == 1 else eos,
+        "use_cache": True,
+    }
+    if name == "qwen2":
+        del values["attention_bias"]
+    if config.sliding_layers:
+        sliding = set(config.sliding_layers)
+        values["sliding_window"] = config.sliding_window
+        if name != "mistral":
+            kinds = ("full_attention", "sliding_attention")
+            values["layer_types"] = [kinds[i in sliding] for i in range(config.num_layers)]
+            values |= {"use_sliding_window": True, "max_window_layers": min(sliding)}
+    return values
+
+
+def _scaling_to_hf(s: RopeScalingConfig) -> dict[str, Any]:
+    keys = {"original_max_positions": "original_max_position_embeddings", "kind": "rope_type"}
+    return {keys.get(n, n): value for n, value in vars(s).items() if value is not None}

@@ -1,0 +1,71 @@
+"""Repositories of the Hugging Face hub, in its own cache on this machine."""
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import huggingface_hub
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from dapo_jax.types import UserError
+
+
+def snapshot(
+    repository: str, repo_type: Literal["dataset", "model"], patterns: Sequence[str]
+) -> Path:
+    """The directory of a repository in the cache, its files brought up to date if the hub can be
+    asked. Downloads show their progress, and go on where they were stopped.
+
+    Args:
+        patterns: of the files that are needed.
+
+    Raises:
+        Exception: whatever comes out of the client, whose HTTP and transfer libraries have errors
+            of their own.
+    """
+    fetch = functools.partial(
+        huggingface_hub.snapshot_download,
+        repository,
+        repo_type=repo_type,
+        allow_patterns=list(patterns),
+    )
+    limit = huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT
+    try:  # first a question with a time limit: those of snapshot_download have none
+        huggingface_hub.HfApi().repo_info(repository, repo_type=repo_type, timeout=limit)
+    except Exception:
+        with contextlib.suppress(LocalEntryNotFoundError):
+            return Path(fetch(local_files_only=True))
+        raise
+    return Path(fetch())
+
+
+def reason(error: Exception) -> str:
+    """What the client said, on one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])}".rstrip(".")
+
+
+def model_directory(path: str, patterns: Sequence[str]) -> Path:
+    """The directory of a model: `path` itself, or what the hub has under that id.
+
+    Raises:
+        UserError: there is neither such a directory nor such a repository.
+    """
+    place = Path(path).expanduser()
+    if place.is_dir():
+        return place
+    if path.count("/") != 1 or path.startswith((".", "/", "~")):
+        raise UserError(
+            f"config.model.path: there is no directory {place.absolute()}. Give a directory in "
+            "Hugging Face format or the id of a repository on the hub (owner/name)."
+        )
+    try:
+        return snapshot(path, "model", patterns)
+    except Exception as error:
+        raise UserError(
+            f"config.model.path: there is no directory {place.absolute()}, and {path} could not be "
+            f"fetched from the hub ({reason(error)}). Check its name and the network, set HF_TOKEN "
+            "if it is gated or private, or give a directory."
+        ) from error

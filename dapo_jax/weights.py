@@ -1,0 +1,346 @@
+"""Weights of Hugging Face checkpoints: safetensors in, straight into sharded arrays, and out.
+
+A tensor is read slice by slice: each process reads what its own devices hold. Our layers lie
+stacked in one array, so a layer at a time is read, put on the devices in the layout of the file and
+written into its place there; what the host holds at any moment is at most one tensor's slices.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes  # noqa: F401  (lets NumPy read bfloat16)
+import numpy as np
+import safetensors
+from jax.sharding import NamedSharding, PartitionSpec
+from safetensors.numpy import save_file
+
+from dapo_jax import hf_config, hub, model
+from dapo_jax.config import ModelConfig
+from dapo_jax.progress import duration
+from dapo_jax.types import UserError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+REPORT_EVERY_SECONDS = 10.0
+MAX_SHARD_BYTES = 5 * 2**30
+# Present in some checkpoints and a function of the config.
+COMPUTED = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
+
+
+class Tensor(NamedTuple):
+    """How one of our arrays, or a layer of it, lies in a checkpoint."""
+
+    name: str  # with {i} for the number of the layer
+    shape: tuple[int, ...]  # there
+    order: tuple[int, ...]  # axes there, in the order in which they are ours
+    axes: tuple[int, ...]  # which of our axes each axis there begins with, for the sharding
+
+
+def tensors(c: ModelConfig) -> dict[str, Tensor]:
+    """Where each of our arrays comes from, by its name; those of layers as `layers.name`."""
+    D, N, K, H, F, V = c.width, c.num_heads, c.num_kv_heads, c.head_dim, c.ff_width, c.vocab_size
+    layer, attention, mlp = "model.layers.{i}.", "self_attn.", "mlp."
+
+    def linear(name: str, out: int, into: int, ours: tuple[int, int]) -> Tensor:
+        # A linear layer is [out, in] there and in, out here; `ours` are our axes of (out, in).
+        return Tensor(f"{layer}{name}.weight", (out, into), (1, 0), ours)
+
+    def vector(name: str, size: int) -> Tensor:
+        return Tensor(f"{layer}{name}", (size,), (0,), (0,))
+
+    found = {
+        "embed": Tensor("model.embed_tokens.weight", (V, D), (0, 1), (0, 1)),
+        "final_norm": Tensor("model.norm.weight", (D,), (0,), (0,)),
+        "layers.attention_norm": vector("input_layernorm.weight", D),
+        "layers.mlp_norm": vector("post_attention_layernorm.weight", D),
+        "layers.q": linear(f"{attention}q_proj", N * H, D, (1, 0)),
+        "layers.k": linear(f"{attention}k_proj", K * H, D, (1, 0)),
+        "layers.v": linear(f"{attention}v_proj", K * H, D, (1, 0)),
+        "layers.o": linear(f"{attention}o_proj", D, N * H, (2, 0)),
+        "layers.gate": linear(f"{mlp}gate_proj", F, D, (1, 0)),
+        "layers.up": linear(f"{mlp}up_proj", F, D, (1, 0)),
+        "layers.down": linear(f"{mlp}down_proj", D, F, (1, 0)),
+    }
+    if c.qkv_bias:
+        for name, size in (("q", N * H), ("k", K * H), ("v", K * H)):
+            found[f"layers.{name}_bias"] = vector(f"{attention}{name}_proj.bias", size)
+    if c.qk_norm:
+        for name in ("q", "k"):
+            found[f"layers.{name}_norm"] = vector(f"{attention}{name}_norm.weight", H)
+    if not c.tie_embeddings:
+        found["unembed"] = Tensor("lm_head.weight", (V, D), (0, 1), (0, 1))
+    return found
+
+
+def expected_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor that a checkpoint of the model must hold."""
+    shapes = {}
+    for ours, tensor in tensors(c).items():
+        for i in range(c.num_layers if ours.startswith("layers.") else 1):
+            shapes[tensor.name.format(i=i)] = tensor.shape
+    return shapes
+
+
+def check_tensors(c: ModelConfig, found: Mapping[str, tuple[int, ...]], place: Any) -> None:
+    """Every tensor must be used and every parameter filled.
+
+    Args:
+        found: shape of each tensor of the checkpoint.
+
+    Raises:
+        UserError: lists what is missing, surplus or of another shape.
+    """
+    wanted = expected_shapes(c)
+    ignored = {n for n in found if n.endswith(COMPUTED)}
+    # A tied checkpoint may hold its one matrix under both names.
+    ignored |= {"lm_head.weight"} if c.tie_embeddings else set()
+    problems = {
+        "missing": sorted(wanted.keys() - found.keys()),
+        "not known": sorted(found.keys() - wanted.keys() - ignored),
+        "of another shape": [
+            f"{name} ({list(found[name])}, {list(shape)} is wanted)"
+            for name, shape in wanted.items()
+            if name in found and tuple(found[name]) != shape
+        ],
+    }
+    told = [
+        f"{len(names)} {what}: {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}"
+        for what, names in problems.items()
+        if names
+    ]
+    if told:
+        raise UserError(
+            f"config.model.path: {place} does not hold the tensors of its config.json: "
+            + "; ".join(told)
+            + ". Is the download complete, and config.json its own?"
+        )
+
+
+class _Files:
+    """The safetensors files of a directory, opened when they are read."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.opened: dict[str, Any] = {}
+        index = directory / INDEX
+        if index.exists():
+            try:
+                self.file_of = dict(json.loads(index.read_text())["weight_map"])
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                raise UserError(f"config.model.path: {index} cannot be read: {error}.") from error
+        elif (directory / SINGLE).exists():
+            self.file_of = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
+        else:
+            raise UserError(
+                f"config.model.path: {directory} has neither {INDEX} nor {SINGLE}: there are no "
+                "weights in it (only safetensors are read)."
+            )
+
+    def _open(self, file: str) -> Any:
+        if file not in self.opened:
+            place = self.directory / file
+            try:
+                self.opened[file] = safetensors.safe_open(place, "np").__enter__()
+            except (OSError, safetensors.SafetensorError) as error:
+                raise UserError(
+                    f"config.model.path: the shard {place} is missing, cut short or damaged: "
+                    f"{error}. Fetch it again."
+                ) from error
+        return self.opened[file]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every tensor."""
+        found = {}
+        for name, file in self.file_of.items():
+            opened = self._open(file)
+            if name not in opened.keys():
+                raise UserError(
+                    f"config.model.path: {self.directory / file} lacks {name}, which {INDEX} puts "
+                    "there. Fetch both again."
+                )
+            found[name] = tuple(opened.get_slice(name).get_shape())
+        return found
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """A slice of a tensor."""
+        try:
+            return np.asarray(self._open(self.file_of[name]).get_slice(name)[index])
+        except safetensors.SafetensorError as error:
+            raise UserError(
+                f"config.model.path: {name} cannot be read from "
+                f"{self.directory / self.file_of[name]}: {error}. Fetch it again."
+            ) from error
+
+
+def load(
+    c: ModelConfig,
+    shardings: model.Params,
+    *,
+    say: Callable[[str], None] = lambda _: None,
+    check_stop: Callable[[], None] = lambda: None,
+) -> model.Params:
+    """The parameters of the checkpoint of `c.path`, in `c.param_dtype`, laid out as asked.
+
+    Args:
+        shardings: of every parameter, see `sharding.param_shardings`.
+
+    Raises:
+        UserError: config.json, index or files do not fit the model or cannot be read.
+    """
+    assert c.path is not None
+    hf_config.check(c)
+    directory = hub.model_directory(c.path, ["*.json", "*.safetensors"])
+    files = _Files(directory)
+    check_tensors(c, files.shapes(), directory)
+    shapes, table = model.param_shapes(c), tensors(c)
+    loader = _Loader(c, files, say, check_stop)
+    params: model.Params = {
+        name: loader.one(table[name], shape, shardings[name])
+        for name, shape in shapes.items()
+        if name != "layers"
+    }
+    params["layers"] = {
+        name: loader.stack(table[f"layers.{name}"], shape, shardings["layers"][name])
+        for name, shape in shapes["layers"].items()
+    }
+    jax.block_until_ready(params)
+    say(f"{c.path}: {loader.bytes / 1e9:.1f} GB in {duration(time.monotonic() - loader.begun)}")
+    return params
+
+
+class _Loader:
+    def __init__(
+        self,
+        c: ModelConfig,
+        files: _Files,
+        say: Callable[[str], None],
+        check_stop: Callable[[], None],
+    ):
+        self.c, self.files, self.say, self.check_stop = c, files, say, check_stop
+        self.bytes = 0  # read so far
+        self.begun = self.reported = time.monotonic()
+        wanted = [tensor.shape for tensor in _every(c)]
+        self.total = sum(int(np.prod(shape)) for shape in wanted)
+        self.done = 0
+
+    def one(self, tensor: Tensor, like: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.Array:
+        """An array that is one tensor."""
+        there = self._there(tensor, tensor.name, sharding, 0)
+        ours = lambda x: jnp.transpose(x, tensor.order).reshape(like.shape).astype(like.dtype)
+        return jax.jit(ours, out_shardings=sharding)(there)
+
+    def stack(
+        self, tensor: Tensor, like: jax.ShapeDtypeStruct, sharding: NamedSharding
+    ) -> jax.Array:
+        """An array of all layers, of which each is a tensor."""
+
+        def put(stack: jax.Array, layer: jax.Array, i: jax.Array) -> jax.Array:
+            ours = jnp.transpose(layer, tensor.order).reshape(like.shape[1:]).astype(like.dtype)
+            return jax.lax.dynamic_update_index_in_dim(stack, ours, i, 0)
+
+        put = jax.jit(put, donate_argnums=0, out_shardings=sharding)
+        stack = jax.jit(lambda: jnp.zeros(like.shape, like.dtype), out_shardings=sharding)()
+        for i in range(self.c.num_layers):
+            layer = self._there(tensor, tensor.name.format(i=i), sharding, 1)
+            stack = put(stack, layer, np.int32(i))
+            # Or the host would read ahead, and hold what the devices have not taken yet.
+            jax.block_until_ready(stack)
+        return stack
+
+    def _there(self, tensor: Tensor, name: str, ours: NamedSharding, skip: int) -> jax.Array:
+        """The tensor on the devices, in the shape it has in the file.
+
+        Args:
+            ours: the sharding of the array that it is for.
+            skip: axes of that array that the tensor lacks: 1 for the layers.
+        """
+        self.check_stop()
+        parts = [*ours.spec, *[None] * 8]
+        spec = PartitionSpec(*(parts[axis + skip] for axis in tensor.axes))
+
+        def read(index: Any) -> np.ndarray:
+            value = self.files.read(name, index)
+            self.bytes += value.nbytes
+            return value
+
+        sharding = NamedSharding(ours.mesh, spec)
+        there = jax.make_array_from_callback(tensor.shape, sharding, read)
+        self.done += int(np.prod(tensor.shape))
+        now = time.monotonic()
+        if now - self.reported > REPORT_EVERY_SECONDS:
+            self.reported = now
+            left = (now - self.begun) * (self.total - self.done) / self.done
+            self.say(f"  {100 * self.done / self.total:.0f} % of the weights read, about "
+                     f"{duration(left)} left")  # fmt: skip
+        return there
+
+
+def _every(c: ModelConfig) -> Iterator[Tensor]:
+    """Each tensor of the checkpoint."""
+    for name, tensor in tensors(c).items():
+        for i in range(c.num_layers if name.startswith("layers.") else 1):
+            yield tensor._replace(name=tensor.name.format(i=i))
+
+
+def save(c: ModelConfig, params: model.Params, directory: Path, dtype: str) -> None:
+    """Writes the parameters as safetensors, in shards of at most 5 GB with their index.
+
+    Args:
+        dtype: of the tensors in the files: "float32" or "bfloat16".
+    """
+    shards: list[list[Tensor]] = [[]]
+    size, item = 0, jnp.dtype(dtype).itemsize
+    for tensor in _every(c):
+        num_bytes = int(np.prod(tensor.shape)) * item
+        if shards[-1] and size + num_bytes > MAX_SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += num_bytes
+    names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+    names = [SINGLE] if len(shards) == 1 else names
+    ours = {tensor.name: name for name, tensor in tensors(c).items()}
+    for file, shard in zip(names, shards):
+        values = {}
+        for tensor in shard:
+            pattern = _pattern(tensor.name)
+            value = _array(params, ours[pattern], _layer(tensor.name))
+            back = np.argsort(tensor.order)
+            values[tensor.name] = np.ascontiguousarray(
+                _merged(value, tensor).transpose(back).astype(jnp.dtype(dtype))
+            )
+        temporary = directory / f".{file}.tmp"
+        save_file(values, temporary, metadata={"format": "pt"})
+        os.replace(temporary, directory / file)
+    if len(names) > 1:
+        total = sum(int(np.prod(t.shape)) for t in _every(c)) * item
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {t.name: f for f, shard in zip(names, shards) for t in shard},
+        }
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _pattern(name: str) -> str:
+    parts = name.split(".")
+    return ".".join("{i}" if part.isdigit() else part for part in parts)
+
+
+def _layer(name: str) -> int | None:
+    return next((int(part) for part in name.split(".") if part.isdigit()), None)
+
+
+def _array(params: model.Params, name: str, layer: int | None) -> np.ndarray:
+    if layer is None:
+        return np.asarray(jax.device_get(params[name]))
+    return np.asarray(jax.device_get(params["layers"][name.removeprefix("layers.")][layer]))
+
+
+def _merged(value: np.ndarray, tensor: Tensor) -> np.ndarray:
+    """Our axes joined to the two of a matrix there, in our order."""
+    return value.reshape(tuple(tensor.shape[axis] for axis in tensor.order))
