@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from dapo_jax import problems
+from dapo_jax import arithmetic, problems, sources
 from dapo_jax.config import SourceConfig
 from dapo_jax.problems import load, rubrics
 from dapo_jax.reward import Rubric
@@ -269,20 +269,20 @@ def two_sources(tmp_path, config):
     """A config of two files, and the sources."""
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row(c)) + "\n" for c in "aab"))
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(row(c)) + "\n" for c in "ac"))
-    sources = {
+    chosen = {
         name: SourceConfig(**source_dict(str(tmp_path / f"{name}.jsonl"), weight=1.0))
         for name in "ab"
     }
-    data = dataclasses.replace(config.data, train=sources, cache_dir=str(tmp_path / "cache"))
-    return dataclasses.replace(config, data=data), sources
+    data = dataclasses.replace(config.data, train=chosen, cache_dir=str(tmp_path / "cache"))
+    return dataclasses.replace(config, data=data), chosen
 
 
 def test_problems_are_numbered_across_their_sources(two_sources):
-    config, sources = two_sources
+    config, chosen = two_sources
     for _ in range(2):  # made, and from the cache
         said = []
         found = load(
-            config, sources, character_tokenizer(), field="config.data.train", say=said.append
+            config, chosen, character_tokenizer(), field="config.data.train", say=said.append
         )
         assert [(p.id, p.prompt, p.source) for p in found] == [
             (0, "a", "a"), (1, "b", "a"), (2, "a", "b"), (3, "c", "b"),
@@ -291,7 +291,7 @@ def test_problems_are_numbered_across_their_sources(two_sources):
             "train.a: 2 problems of 3 rows (1 rows repeat a prompt: 2 are distinct)",
             "train.b: 2 problems of 2 rows",
         ]
-    renamed = {"other": sources["b"]}
+    renamed = {"other": chosen["b"]}
     found = load(config, renamed, character_tokenizer(), field="--data", say=said.append)
     assert [(p.id, p.source) for p in found] == [(0, "other"), (1, "other")]
     assert said[-1] == "--data.other: 2 problems of 2 rows"
@@ -309,14 +309,14 @@ def test_problems_are_numbered_across_their_sources(two_sources):
     ],
 )
 def test_a_source_without_problems_is_told(two_sources, tmp_path, content, wanted):
-    config, sources = two_sources
+    config, chosen = two_sources
     config = dataclasses.replace(
         config, data=dataclasses.replace(config.data, max_prompt_tokens=20)
     )
     (tmp_path / "b.jsonl").write_text(content + "\n")
     with pytest.raises(UserError, match=wanted):
         load(
-            config, sources, character_tokenizer(), field="config.data.train", say=lambda text: None
+            config, chosen, character_tokenizer(), field="config.data.train", say=lambda text: None
         )
 
 
@@ -330,24 +330,44 @@ def test_several_files_are_one_source(tmp_path):
     assert found.counts["rows"] == 6 and found.counts["conflicting"] == 1
 
 
-def test_generated_problems(tmp_path, config):
-    sources = config.data.train | {"far": config.data.heldout["sums"]}
+def test_the_columns_of_a_named_data_set_are_known(tmp_path, monkeypatch):
+    """And are others if the config says so."""
+    dataset = sources.Dataset("own/data", "x", "y.z", "####")
+    monkeypatch.setitem(sources.DATASETS, "mine", dataset)
+    monkeypatch.setattr(sources, "_download", lambda repository, inside: tmp_path / "data")
+    (tmp_path / "data").mkdir()
+    # None of them by the names that are tried, and each answer in the other's place.
+    rows = [{"x": "X", "v": "V", "y": {"z": "1 #### 2"}, "u": "3 #### \\boxed{4}"}]
+    for changes, prompt, answer in (
+        ({}, "X", "2"),
+        ({"prompt_key": "v"}, "V", "2"),
+        ({"answer_in": "text"}, "X", "1 #### 2"),
+        ({"answer_key": "u", "answer_in": "boxed"}, "X", "4"),
+    ):
+        chosen = {"path": "mine"} | changes
+        found = prepare_rows(tmp_path, rows, file="data/x.jsonl", source=chosen)
+        assert [(p.prompt, p.answer) for p in found.problems] == [(prompt, answer)]
+
+
+def test_generated_problems(config):
+    chosen = config.data.train | {"far": config.data.heldout["sums"]}
     said = []
     tokenizer = arithmetic_tokenizer()
-    found = load(config, sources, tokenizer, field="config.data.train", say=said.append)
-    again = load(config, sources, tokenizer, field="config.data.train", say=said.append)
+    found = load(config, chosen, tokenizer, field="config.data.train", say=said.append)
+    again = load(config, chosen, tokenizer, field="config.data.train", say=said.append)
     assert found == again and said[:2] == [
         "train.sums: 64 problems of 64 rows",
         "train.far: 8 problems of 8 rows",
     ]
-    for problem in found:
-        numbers = [int(word.partition("=")[2]) for word in problem.prompt.split()[1:]]
-        assert sum(numbers) == int(problem.answer) and len(numbers) in (3, 4)
     near, far = ({p.prompt for p in found if p.source == name} for name in ("sums", "far"))
-    assert len(near) == 64 and len(far) == 8 and not near & far
-    other = load(dataclasses.replace(config, seed=1), sources, tokenizer, field="", say=said.append)
+    assert len(near) == 64 and len(far) == 8
+    for problem in found:
+        terms = [int(word.partition("=")[2]) for word in problem.prompt.split()[1:]]
+        assert sum(terms) == int(problem.answer) and len(terms) in (3, 4)
+        assert arithmetic.is_heldout(terms) == (problem.source == "far")
+    other = load(dataclasses.replace(config, seed=1), chosen, tokenizer, field="", say=said.append)
     assert {p.prompt for p in other} != near | far
-    many = {"sums": dataclasses.replace(sources["sums"], num_problems=10**6)}
+    many = {"sums": dataclasses.replace(chosen["sums"], num_problems=10**6)}
     with pytest.raises(
         UserError, match=r"sums\.num_problems \(1000000\) with num_terms \(3, 4\): "
     ):
@@ -356,9 +376,9 @@ def test_generated_problems(tmp_path, config):
 
 def test_the_rubric_of_the_source_comes_before_that_of_the_config():
     own = source_dict("a", scorer="math_dapo + 0.1 * answer_format")
-    sources = {"a": SourceConfig(**own), "b": SourceConfig(**source_dict("b"))}
+    chosen = {"a": SourceConfig(**own), "b": SourceConfig(**source_dict("b"))}
     config = tiny_config(reward__scorer="boxed", reward__correct=2.0, reward__incorrect=0.5)
-    assert rubrics(config, sources) == {
+    assert rubrics(config, chosen) == {
         "a": Rubric((("math_dapo", 1.0), ("answer_format", 0.1)), 2.0, 0.5),
         "b": Rubric((("boxed", 1.0),), 2.0, 0.5),
     }
