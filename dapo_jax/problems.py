@@ -112,7 +112,11 @@ def prepare(
         found = (Row(prompt, answer, {}) for prompt, answer in pairs)
         return _prepare(data, name, source, tokenizer, found, field)
     files = sources.find_files(source.path, source.split, field)
-    cache = _cache_directory(data) / f"{_fingerprint(data, source, tokenizer, files)}.parquet"
+    try:
+        fingerprint = _fingerprint(data, source, tokenizer, files)
+    except OSError as error:
+        raise UserError(f"{field}: a data file cannot be read: {error}.") from error
+    cache = _cache_directory(data) / f"{fingerprint}.parquet"
     cached = _read_cache(cache, name)
     if cached is not None:
         return cached
