@@ -330,6 +330,15 @@ def test_several_files_are_one_source(tmp_path):
     assert found.counts["rows"] == 6 and found.counts["conflicting"] == 1
 
 
+def test_a_file_that_cannot_be_read_is_told(tmp_path):
+    """As what remains in a hub's cache of a file that was deleted."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "1.jsonl").symlink_to(tmp_path / "gone")
+    source = {"path": str(tmp_path / "data")}
+    with pytest.raises(UserError, match=r"sums: a data file cannot be read: .*/data/1\.jsonl"):
+        prepare_rows(tmp_path, [row()], source=source)
+
+
 def test_the_columns_of_a_named_data_set_are_known(tmp_path, monkeypatch):
     """And are others if the config says so."""
     dataset = sources.Dataset("own/data", "x", "y.z", "####")
