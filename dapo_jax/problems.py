@@ -317,7 +317,7 @@ def _read_cache(cache: Path, name: str) -> Prepared | None:
     """What `_write_cache` wrote; None if there is nothing usable."""
     try:
         table = pyarrow.parquet.read_table(cache)
-        about = json.loads((table.schema.metadata or {})[b"about"])
+        about = json.loads(table.schema.metadata[b"about"])
         columns = [table[column].to_pylist() for column in table.column_names]
         problems = [
             Problem(i, prompt, tuple(tokens), answer, name, metadata=json.loads(metadata))
