@@ -2,8 +2,7 @@
 
 Command:   python launch/train.py --config=configs/qwen32b_dapo.py --workdir=DIR
 Plan only: python launch/train.py --config=configs/qwen32b_dapo.py --dry_run
-Hardware:  laid out for 64 TPU v5p chips (4x4x4). Not yet run: loading pretrained weights is not
-           there, and training stops with an error that says so. The plan runs anywhere.
+Hardware:  laid out for 64 TPU v5p chips (4x4x4). Not yet run. The plan runs anywhere.
 
 Values are those of the paper, arXiv:2503.14476, section 4.1. Where the published script (verl,
 recipe/dapo, commit 4f80e465) differs or the paper is silent, the line says so.

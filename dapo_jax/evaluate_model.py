@@ -121,7 +121,9 @@ def evaluate_model(config: Config, request: Request) -> int | None:
         ) as pool,
     ):
         try:
-            label, params = _load(config, request, mesh, tokenizer, progress, signals)
+            label, params = load_params(
+                config, request.workdir, request.step, mesh, tokenizer, progress, signals
+            )
             output = _output(request, label)
             settings = _settings(config, request, label, params)
             benchmarks.open_directory(output, settings)
@@ -213,27 +215,31 @@ def _source(config: Config, path: str) -> SourceConfig:
     return SourceConfig(**(empty | {"path": path, "split": split}))  # pyright: ignore
 
 
-def _load(
+def load_params(
     config: Config,
-    request: Request,
+    workdir: Path | None,
+    step: int | None,
     mesh: jax.sharding.Mesh,
     tokenizer: Any,
     progress: Progress,
     signals: StopSignals,
 ) -> tuple[str, model.Params]:
-    """(what the model is called, its parameters)."""
-    if request.workdir is not None:
-        _check_model(config, request.workdir)
+    """(what the model is called, its parameters): of a checkpoint of a run, the newest if no step
+    is given; without a run the base model of the config.
+
+    Raises:
+        UserError: there is no such run or checkpoint, or it is of another model.
+    """
+    if workdir is not None:
+        _check_model(config, workdir)
         shardings = param_shardings(config.model, config.mesh, mesh)
         shapes = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
             model.param_shapes(config.model),
             shardings,
         )
-        step, params = restore_part(
-            request.workdir / "checkpoints", request.step, ("policy", "params"), shapes
-        )
-        return f"{request.workdir.name}, step {step}", params
+        step, params = restore_part(workdir / "checkpoints", step, ("policy", "params"), shapes)
+        return f"{workdir.name}, step {step}", params
     params, _ = base.load_or_make(
         config, mesh, tokenizer, None, say=progress.say, check_stop=signals.check
     )
@@ -246,7 +252,8 @@ def _check_model(config: Config, workdir: Path) -> None:
         frozen = json.loads((workdir / "config.json").read_text())["config"]["model"]
     except (OSError, ValueError, LookupError) as error:
         raise UserError(f"--workdir={workdir} holds no run: {error}.") from error
-    for name, value in dataclasses.asdict(config.model).items():
+    # As JSON has it, where tuples are lists.
+    for name, value in json.loads(json.dumps(dataclasses.asdict(config.model))).items():
         if frozen.get(name) != value:
             raise UserError(
                 f"config.model.{name} is {value!r}, and {frozen.get(name)!r} in {workdir}. Give "

@@ -316,6 +316,7 @@ def save(c: ModelConfig, params: model.Params, directory: Path, dtype: str) -> N
             )
         temporary = directory / f".{file}.tmp"
         save_file(values, temporary, metadata={"format": "pt"})
+        temporary.chmod(0o644)  # or only its owner could read it
         os.replace(temporary, directory / file)
     if len(names) > 1:
         total = sum(int(np.prod(t.shape)) for t in _every(c)) * item

@@ -11,18 +11,20 @@ import time
 import jax
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
-from dapo_jax import model, train_step
+from dapo_jax import model, train_step, weights
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.config import Config
 from dapo_jax.learner import RunState
-from dapo_jax.sharding import make_mesh
+from dapo_jax.sharding import make_mesh, param_shardings
 from tests.conftest import ROOT
 from tests.helpers import tiny_config
 from tests.runs import environment, finish, load_launcher, metrics_of, run, start
+from tests.test_weights import config_of
 
 STEPS = 12
-evaluation = load_launcher("evaluate")
+evaluation, exporting = load_launcher("evaluate"), load_launcher("export")
 RUN = {"train__num_steps": STEPS, "checkpoint__every_steps": 3, "checkpoint__keep_newest": 20}
 
 
@@ -243,6 +245,25 @@ def test_a_wrong_evaluation_is_told(finished, tmp_path, capsys, argument, messag
     assert evaluation(["program", *arguments]) == 2
     err = capsys.readouterr().err
     assert "Traceback" not in err and re.search(message, err), err
+
+
+def test_an_exported_checkpoint_is_read_again(finished, tmp_path, capsys):
+    """The run's own parameters, bit for bit, and what every tool needs beside them."""
+    out = tmp_path / "hf"
+    arguments = ["program", f"--workdir={finished[0]}", f"--output={out}", "--step=3"]
+    assert exporting(arguments) == 0
+    assert "step 3: 0.1 MB in float32" in capsys.readouterr().out
+    names = {file.name for file in out.iterdir()}
+    assert names >= {"config.json", "generation_config.json", "model.safetensors"}
+    assert AutoTokenizer.from_pretrained(out).eos_token == "<eos>"
+    config = config_of(out)
+    mesh = make_mesh(config.mesh, jax.devices()[:1])
+    loaded = weights.load(config.model, param_shardings(config.model, config.mesh, mesh))
+    ours = params_at(finished[0], 3, **RUN)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(loaded), ours)
+    assert exporting(arguments) == 2 and "is not empty" in capsys.readouterr().err
+    arguments = ["program", f"--workdir={tmp_path}", f"--output={tmp_path / 'x'}"]
+    assert exporting(arguments) == 2 and "holds no run" in capsys.readouterr().err
 
 
 def test_the_damaged_newest_checkpoint_is_told_and_the_run_repeats(finished, tmp_path, home):

@@ -26,6 +26,7 @@ LAYERS = [
     ["learner"],
     ["trainer"],
     ["train", "evaluate_model"],
+    ["export"],
     ["command_line"],
 ]  # fmt: skip
 

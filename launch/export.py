@@ -1,0 +1,41 @@
+"""Exports: python launch/export.py --workdir=DIR --output=HFDIR [--step=N] [--dtype=bfloat16]
+
+Writes a checkpoint of a run as a complete Hugging Face directory: config.json, safetensors with
+their index, tokenizer and generation_config.json.
+
+--workdir  of the run
+--output   a directory that is not there yet
+--step     of the run's checkpoints; the newest if not given
+--dtype    of the tensors, float32 or bfloat16; that in which the run computes if not given
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main(argv: list[str]) -> int:
+    """The exit status: 0 done, 2 the user's mistake, 1 a failure."""
+    sys.path.insert(0, str(ROOT))
+    from dapo_jax.command_line import fail, parse_flags
+
+    try:
+        flags = parse_flags(
+            argv,
+            __doc__ or "",
+            text={"workdir": None, "output": None, "dtype": ""},
+            numbers={"step": -1.0},
+        )
+        from dapo_jax.export import export
+
+        place = lambda name: Path(flags[name]).expanduser().resolve()
+        step = None if flags["step"] < 0 else int(flags["step"])
+        print(export(place("workdir"), step, place("output"), flags["dtype"] or None))
+    except Exception as error:
+        return fail(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
