@@ -11,9 +11,9 @@ from safetensors.numpy import load_file, save_file
 
 from dapo_jax import attention, hf_config, log_probs, model, weights
 from dapo_jax.config import Config
-from dapo_jax.sharding import param_shardings
 from dapo_jax.types import UserError
-from tests.helpers import SHARED, make_mesh, tiny_dict
+from tests.checkpoints import config_of, load
+from tests.helpers import SHARED, tiny_dict
 
 BASE = {
     "model_type": "qwen2", "vocab_size": 37, "hidden_size": 24, "num_hidden_layers": 3,
@@ -37,14 +37,6 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def config_of(path, **changes):
-    """The config of a run on the checkpoint in `path`, with everything read from there."""
-    values = tiny_dict(pretrain=None, model__path=str(path), model__tokenizer="none", **changes)
-    values["model"] |= dict.fromkeys(hf_config.FIELDS)
-    values["model"] = hf_config.filled(values["model"])
-    return Config.from_dict(values)
-
-
 def checkpoint(place, family, *, seed=0, dtype=np.float32):
     """A random checkpoint of a family, as its own library would write it."""
     place.mkdir()
@@ -55,11 +47,6 @@ def checkpoint(place, family, *, seed=0, dtype=np.float32):
     tensors = {name: (0.2 * rng.standard_normal(s)).astype(dtype) for name, s in shapes.items()}
     save_file(tensors, place / "model.safetensors")
     return tensors
-
-
-def load(config, devices=1):
-    mesh = make_mesh(config, devices)
-    return weights.load(config.model, param_shardings(config.model, config.mesh, mesh))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,103 @@
+"""Logits are those of transformers (torch, float32), family by family: goldens/make_logits.py."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dapo_jax import attention, log_probs, model
+from dapo_jax.rollout.engine import DecoderEngine, EngineSpec
+from tests import checkpoints
+from tests.helpers import make_mesh
+
+ATOL = 1e-4
+# What each of these models is there for, and the same model without it.
+WITHOUT = {
+    "qwen2-window": {"sliding_layers": (), "sliding_window": None},
+    "mistral-window": {"sliding_layers": (), "sliding_window": None},
+    "qwen2-yarn": {"rope_scaling": None},
+    "qwen2-yarn-factors": {"rope_scaling": None},
+    "llama-llama3": {"rope_scaling": None},
+    "llama-linear": {"rope_scaling": None},
+    "qwen2-tied": {"rms_norm_eps": 1e-6},
+    "qwen3": {"rms_norm_eps": 1e-2},
+    "llama": {"rope_theta": 1e4},
+}
+
+
+def opened(tmp_path, family):
+    """(golden, config, parameters) by way of a checkpoint directory."""
+    golden = checkpoints.golden(family)
+    checkpoints.write(tmp_path / "in", golden.config, golden.weights)
+    config = checkpoints.config_of(tmp_path / "in")
+    assert config.model.param_dtype == config.model.compute_dtype == "float32"
+    return golden, config, checkpoints.load(config)
+
+
+def training_logits(c, params, tokens_T):
+    """Of every position [T, V], by the forward pass of the update."""
+    T = len(tokens_T)
+    hidden_BTD, _ = jax.jit(
+        lambda params, tokens_BT: model.hidden_states(
+            c,
+            params,
+            tokens_BT,
+            jnp.arange(T)[None],
+            attention.packed(jnp.ones((1, T), jnp.int32)),
+        )
+    )(params, tokens_T[None])
+    return np.asarray(log_probs.logits(hidden_BTD[0], model.unembedding(params), temperature=1.0))
+
+
+@pytest.mark.parametrize("family", checkpoints.golden_families())
+def test_logits_are_those_of_transformers(tmp_path, family):
+    golden, config, params = opened(tmp_path, family)
+    found_XV = training_logits(config.model, params, golden.tokens_T)[golden.positions_X]
+    assert golden.logits_XV.std() > 1, "large enough for the tolerance to mean something"
+    worst = np.abs(found_XV - golden.logits_XV).max()
+    print(f"{family}: worst {worst:.1e}")
+    assert worst < ATOL, f"the worst of {family} is {worst:.1e}"
+    if family in WITHOUT:
+        without = dataclasses.replace(config.model, **WITHOUT[family])
+        other_XV = training_logits(without, params, golden.tokens_T)[golden.positions_X]
+        assert np.abs(other_XV - golden.logits_XV).max() > 100 * ATOL, "or this test cannot fail"
+
+
+@pytest.mark.parametrize(
+    "family, prompt", [("qwen2-window", 9), ("mistral-window", 1), ("qwen2-yarn", 1), ("qwen3", 9)]
+)
+def test_the_engines_logits_are_those_of_transformers(tmp_path, family, prompt):
+    """A prompt is prefilled, the rest is fed token by token against the cache."""
+    golden, config, params = opened(tmp_path, family)
+    tokens_T = golden.tokens_T
+    T = len(tokens_T)
+    spec = EngineSpec(
+        model=config.model,
+        layout=config.mesh,
+        slots=2,
+        prefill_prompts=1,
+        max_prompt_tokens=12,
+        max_response_tokens=T,
+        stop_tokens=(),
+        temperature=0.0,
+        top_p=1.0,
+    )
+    engine = DecoderEngine(spec, make_mesh(config, 1))
+    params = engine.load_params(params)
+    prefix = engine.prefill(params=params, padded_tokens=tokens_T[:prompt], true_length=prompt)
+    state = engine.insert(prefix, engine.init_decode_state(), slot=1)
+    found = {prompt - 1: np.asarray(state.logits_BV)[1]}
+    for t in range(prompt, T):
+        # The greedy sampler takes what is to be fed.
+        forced_BV = jnp.zeros_like(state.logits_BV).at[:, tokens_T[t]].set(1.0)
+        state, _ = engine.generate(params, state._replace(logits_BV=forced_BV))
+        found[t] = np.asarray(state.logits_BV)[1]
+    expected_TV = training_logits(config.model, params, tokens_T)
+    for t, logits_V in found.items():
+        np.testing.assert_allclose(logits_V, expected_TV[t], rtol=0, atol=ATOL, err_msg=f"at {t}")
+    compared = [(x, t) for x, t in enumerate(golden.positions_X.tolist()) if t in found]
+    assert len(compared) >= 4
+    for x, t in compared:
+        np.testing.assert_allclose(found[t], golden.logits_XV[x], rtol=0, atol=ATOL)
