@@ -33,6 +33,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"qkv_bias": False, "qk_norm": False, "class": "LlamaForCausalLM"},
     "mistral": {"qkv_bias": False, "qk_norm": False, "class": "MistralForCausalLM"},
 }
+# By model_type: what transformers takes where a key is left out, which is not the same as null.
+QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+ABSENT: dict[str, dict[str, int]] = {
+    "qwen2": QWEN,
+    "qwen3": QWEN | {"head_dim": 128},
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+}
 READ = {
     *SIZES.values(), "model_type", "num_key_value_heads", "head_dim", "rope_theta", "rope_scaling",
     "rope_parameters", "tie_word_embeddings", "hidden_act", "attention_bias", "mlp_bias",
@@ -141,6 +149,7 @@ def model_fields(values: Mapping[str, Any], path: str) -> dict[str, Any]:
     for key in SIZES.values():
         if key not in values:
             raise refuse(key, "it is needed")
+    values = ABSENT[values["model_type"]] | dict(values)
     fields = {name: values[key] for name, key in SIZES.items()}
     heads = fields["num_heads"]
     fields["num_kv_heads"] = values.get("num_key_value_heads") or heads
@@ -185,7 +194,7 @@ def _rope(values: Mapping[str, Any], refuse: Any) -> dict[str, Any]:
         "high_freq_factor": float(scaling.pop("high_freq_factor")) if llama3 else None,
         "beta_fast": float(scaling.pop("beta_fast", None) or 32) if yarn else None,
         "beta_slow": float(scaling.pop("beta_slow", None) or 1) if yarn else None,
-        "attention_factor": attention_factor,
+        "attention_factor": None if attention_factor is None else float(attention_factor),
         "truncate": bool(truncate) if yarn else None,
     }
     left = {name for name, value in scaling.items() if value is not None}
@@ -197,18 +206,21 @@ def _rope(values: Mapping[str, Any], refuse: Any) -> dict[str, Any]:
 def _windows(values: Mapping[str, Any], refuse: Any) -> dict[str, Any]:
     """Which layers see a window only."""
     num, window = values["num_hidden_layers"], values.get("sliding_window")
-    types = values.get("layer_types")
-    if window is None or values["model_type"] == "llama":
+    types, family = values.get("layer_types"), values["model_type"]
+    wanted = family == "mistral" or values.get("use_sliding_window", False)
+    if family != "llama" and "sliding_attention" in (types or ()) and not (wanted and window):
+        raise refuse("layer_types", "without a window (sliding_window, use_sliding_window)")
+    if window is None or family == "llama":
         layers: tuple[int, ...] = ()
     elif types is not None:
         unknown = set(types) - {"full_attention", "sliding_attention"}
         if unknown or len(types) != num:
             raise refuse("layer_types", f"it must name {num} full or sliding attentions")
         layers = tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
-    elif values["model_type"] == "mistral":
+    elif family == "mistral":
         layers = tuple(range(num))
-    elif values.get("use_sliding_window", False):
-        layers = tuple(range(values.get("max_window_layers", num), num))
+    elif wanted:
+        layers = tuple(range(values["max_window_layers"], num))
     else:
         layers = ()
     return {"sliding_window": window if layers else None, "sliding_layers": layers}

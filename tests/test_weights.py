@@ -180,12 +180,33 @@ def test_a_damaged_checkpoint_is_told(tmp_path, damage, message):
         ({"rope_scaling": {"type": "linear"}}, "its factor is needed"),
         ({"hidden_size": None}, "hidden_size"),
         ({"sliding_window": 4, "layer_types": ["linear"] * 3}, "layer_types"),
+        ({"sliding_window": 4, "layer_types": ["sliding_attention"] * 3}, "without a window"),
     ],
 )
 def test_what_the_decoder_does_not_do_is_refused(change, message):
     values = {name: v for name, v in (BASE | change).items() if v is not None}
     with pytest.raises(UserError, match=message):
         hf_config.model_fields(values, "here")
+
+
+@pytest.mark.parametrize(
+    "family, given, expected",
+    [
+        ("qwen2", {}, dict(num_kv_heads=32, head_dim=16, sliding_layers=())),
+        ("qwen2", {"use_sliding_window": True}, dict(sliding_window=4096, sliding_layers=(28, 29))),
+        ("qwen3", {}, dict(num_kv_heads=32, head_dim=128, sliding_window=None)),
+        ("qwen3", {"num_key_value_heads": None}, dict(num_kv_heads=4)),
+        ("llama", {}, dict(num_kv_heads=4, head_dim=16, sliding_window=None)),
+        ("mistral", {}, dict(num_kv_heads=8, sliding_window=4096, sliding_layers=(*range(30),))),
+        ("mistral", {"sliding_window": None}, dict(sliding_window=None, sliding_layers=())),
+    ],
+)
+def test_a_key_that_is_left_out_is_what_transformers_takes(family, given, expected):
+    """Found with AutoConfig.from_pretrained of transformers 5.23.0 on the same files."""
+    sizes = dict(hidden_size=64, num_hidden_layers=30, num_attention_heads=4, intermediate_size=8)
+    values = {"model_type": family, "vocab_size": 37, "rms_norm_eps": 1e-6} | sizes | given
+    found = hf_config.model_fields(values, "here")
+    assert {name: found[name] for name in expected} == expected
 
 
 def test_a_field_that_contradicts_the_checkpoint_is_told(tmp_path):
