@@ -241,11 +241,11 @@ def test_a_wrong_source_is_named(place, value, message):
 
 def test_sources_of_every_kind_are_right():
     train = {
-        "a-1": FILE | {"weight": 1, "scorer": "boxed + 0.5 * gsm8k"},
-        "ü_2": FILE | {"weight": 1e-3},
+        "a-1": FILE | {"weight": 1, "scorer": "boxed + 0.5 * gsm8k", "num_problems": 1},
+        "ü_2": FILE | {"weight": 1e-3, "prompt_template": "{prompt} = {{}}"},
     }
-    values = tiny_dict(data__train=train, data__chat=True, data__system_prompt="Think.")
-    values["data"]["train"]["ü_2"]["prompt_template"] = "{prompt} = {{}}"
+    settings = {"chat": True, "system_prompt": "Think.", "prompt_template": "Q: {prompt}"}
+    values = tiny_dict(data__train=train, **{f"data__{k}": v for k, v in settings.items()})
     config = Config.from_dict(values)
     assert list(config.data.train) == ["a-1", "ü_2"] and config.data.train["a-1"].weight == 1.0
 
