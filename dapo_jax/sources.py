@@ -60,10 +60,10 @@ def find_files(path: str, split: str | None, field: str) -> list[Path]:
     Raises:
         UserError: there are no such files, or the hub cannot be reached.
     """
+    split = split or None  # "" is how a command line says None
     dataset = DATASETS.get(path)
     if dataset is not None and split is None and len(dataset.splits) > 1:
         raise UserError(f"{field}.split: {path!r} has {' and '.join(dataset.splits)}; say which.")
-    split = split or None  # "" is how a command line says None
     place = None if dataset is not None else _on_disk(path, field)
     if place is not None:
         return _chosen(place, place.parent if place.is_file() else place, split, field)
