@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo_jax import arithmetic, problems, sources
+from dapo_jax import arithmetic, hub, problems, sources
 from dapo_jax.config import SourceConfig
 from dapo_jax.problems import load, rubrics
 from dapo_jax.reward import Rubric
@@ -345,7 +345,7 @@ def test_the_columns_of_a_named_data_set_are_known(tmp_path, monkeypatch):
     """And are others if the config says so."""
     dataset = sources.Dataset("own/data", "x", "y.z", "####")
     monkeypatch.setitem(sources.DATASETS, "mine", dataset)
-    monkeypatch.setattr(sources, "_download", lambda repository, inside: tmp_path / "data")
+    monkeypatch.setattr(hub, "snapshot", lambda *of_the_data_set: tmp_path / "data")
     (tmp_path / "data").mkdir()
     # None of them by the names that are tried, and each answer in the other's place.
     rows = [{"x": "X", "v": "V", "y": {"z": "1 #### 2"}, "u": "3 #### \\boxed{4}"}]

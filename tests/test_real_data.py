@@ -1,6 +1,7 @@
 """Published data sets and a published tokenizer, where they are at hand."""
 
 import dataclasses
+import fnmatch
 import gzip
 import json
 import shutil
@@ -8,7 +9,7 @@ import shutil
 import pytest
 from transformers import AutoTokenizer
 
-from dapo_jax import prompts, sources
+from dapo_jax import hub, prompts, sources
 from dapo_jax.config import SourceConfig
 from dapo_jax.problems import prepare
 from dapo_jax.tokenizer import arithmetic_tokenizer
@@ -131,13 +132,13 @@ def test_data_sets_by_name(
     file.symlink_to(shared_file(*parts))
     asked = []
 
-    def download(repository, inside):
-        asked.append((repository, inside))
+    def snapshot(repository, repo_type, patterns):
+        asked.append((repository, repo_type))
+        assert any(fnmatch.fnmatch(inside, pattern) for pattern in patterns)
         return tmp_path / "snapshot"
 
-    monkeypatch.setattr(sources, "_download", download)
+    monkeypatch.setattr(hub, "snapshot", snapshot)
     found = prepare_real(config, tmp_path, name, split=split, num_problems=num_problems)
     assert len(found.problems) == num_problems and found.counts["unusable"] == 0
     assert found.problems[0].prompt.startswith(prompt) and found.problems[0].answer == answer
-    repository, part = asked[0]
-    assert f"{repository}/{part}".rstrip("/") == sources.DATASETS[name].path
+    assert asked == [("/".join(sources.DATASETS[name].path.split("/")[:2]), "dataset")]

@@ -86,6 +86,7 @@ def test_a_link_to_nothing_is_not_passed_over(tmp_path):
     "path, split, wanted",
     [
         ("gsm8k", None, r"sums\.split: 'gsm8k' has train and test; say which"),
+        ("gsm8k", "", r"sums\.split: 'gsm8k' has train and test; say which"),
         ("absent.jsonl", None, r"there is no file /.*/absent\.jsonl\. .*owner/name.*gsm8k, math"),
         ("absent/absent.parquet", None, r"there is no file /.*/absent/absent\.parquet\. Give"),
         ("absent", None, r"there is no file /.*/absent\. Give the path"),
