@@ -63,6 +63,8 @@ def parse(
         raise UserError("--config is needed, for example --config=configs/tiny_dapo.py.")
     fields = values.config.to_dict()
     if "model" in texts and values.model is not None:
+        if values.workdir is not None:
+            raise UserError("--model and --workdir: give one of them.")
         # Everything that its config.json says is taken from there.
         fields["model"] |= dict.fromkeys(hf_config.FIELDS)
         fields["model"] |= {"path": values.model, "tokenizer": values.model}

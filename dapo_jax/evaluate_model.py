@@ -53,8 +53,6 @@ def request(config: Config, flags: Any) -> Request:
     """
     given = lambda value, default: default if value is None else value
     place = lambda value: None if value is None else Path(value).expanduser().resolve()
-    if flags.model is not None and flags.workdir is not None:
-        raise UserError("--model and --workdir: give one of them.")
     if flags.step is not None and flags.workdir is None:
         raise UserError(f"--step={flags.step} is that of a run: give its --workdir.")
     asked = Request(
