@@ -10,12 +10,7 @@ recipe/dapo, commit 4f80e465) differs or the paper is silent, the line says so.
 
 import ml_collections
 
-# The published data set writes its training prompts so; here for the problems of AIME.
-PROMPT_TEMPLATE = (
-    "Solve the following math problem step by step. The last line of your response should be of "
-    "the form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
-    '{prompt}\n\nRemember to put your answer on its own line after "Answer:".'
-)
+from dapo_jax.prompts import DAPO_TEMPLATE
 
 
 def get_config() -> ml_collections.ConfigDict:
@@ -41,6 +36,7 @@ def get_config() -> ml_collections.ConfigDict:
                 tie_embeddings=False,
                 sliding_window=ml_collections.config_dict.placeholder(int),
                 sliding_layers=(),
+                stop_token_ids=(151_643,),  # its generation_config.json
                 param_dtype="float32",
                 compute_dtype="bfloat16",
                 remat="full",
@@ -88,11 +84,11 @@ def get_config() -> ml_collections.ConfigDict:
                         scorer=ml_collections.config_dict.placeholder(str),
                     ),
                 ),
-                prompt_template=PROMPT_TEMPLATE,
+                prompt_template=DAPO_TEMPLATE,  # of AIME: the training prompts hold it already
                 chat=True,
                 system_prompt=ml_collections.config_dict.placeholder(str),  # the template's own
                 max_prompt_tokens=2048,
-                overlong_prompts="drop",  # script: cut from the left
+                overlong_prompts="truncate",  # script
                 cache_dir="",
             ),
             pretrain=None,

@@ -36,6 +36,7 @@ def get_config() -> ml_collections.ConfigDict:
                 tie_embeddings=True,
                 sliding_window=ml_collections.config_dict.placeholder(int),
                 sliding_layers=(),
+                stop_token_ids=(),
                 param_dtype="float32",
                 compute_dtype="float32",
                 remat="none",

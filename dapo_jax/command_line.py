@@ -63,8 +63,6 @@ def parse(
         raise UserError("--config is needed, for example --config=configs/tiny_dapo.py.")
     fields = values.config.to_dict()
     if "model" in texts and values.model is not None:
-        if values.workdir is not None:
-            raise UserError("--model and --workdir: give one of them.")
         # Everything that its config.json says is taken from there.
         fields["model"] |= dict.fromkeys(hf_config.FIELDS)
         fields["model"] |= {"path": values.model, "tokenizer": values.model}
@@ -74,13 +72,19 @@ def parse(
 
 
 def parse_flags(
-    argv: list[str], usage: str, *, text: dict[str, str | None], numbers: dict[str, float]
+    argv: list[str],
+    usage: str,
+    *,
+    text: dict[str, str | None],
+    numbers: dict[str, float],
+    switches: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The values of --name=value flags, for the programs without a config.
 
     Args:
         text: default of each flag that is text; None: it has to be given.
-        numbers: default of each flag that is a number.
+        numbers: default of each flag that is a number, an integer where that is one.
+        switches: names of the flags that are True where they are given.
 
     Raises:
         UserError: an unknown, missing or malformed flag.
@@ -92,8 +96,13 @@ def parse_flags(
     for name, default in text.items():
         flags.DEFINE_string(name, default, name, flag_values=values)
     for name, default in numbers.items():
-        flags.DEFINE_float(name, default, name, flag_values=values)
-    known = ", ".join(f"--{name}" for name in [*text, *numbers])
+        if isinstance(default, int):
+            flags.DEFINE_integer(name, default, name, flag_values=values)
+        else:
+            flags.DEFINE_float(name, default, name, flag_values=values)
+    for name in switches:
+        flags.DEFINE_bool(name, False, name, flag_values=values)
+    known = ", ".join(f"--{name}" for name in [*text, *numbers, *switches])
     try:
         rest = values(argv)[1:]
     except flags.Error as error:
@@ -103,7 +112,7 @@ def parse_flags(
     missing = [name for name, default in text.items() if default is None and not values[name].value]
     if missing:
         raise UserError(f"--{missing[0]} is needed. Flags: {known}.")
-    return {name: values[name].value for name in [*text, *numbers]}
+    return {name: values[name].value for name in [*text, *numbers, *switches]}
 
 
 def _find_config(argument: str) -> str:

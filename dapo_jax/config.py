@@ -6,6 +6,7 @@ or read by nothing raises a `UserError` that names the field, the value and the 
 """
 
 import dataclasses
+import types
 import typing
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -43,7 +44,8 @@ class ModelConfig:
 
     # Hugging Face directory or hub id; None: made by `pretrain`, or without that, random.
     path: str | None
-    tokenizer: str | None  # the same for the tokenizer; None: the arithmetic one is built
+    # The same for the tokenizer; None: that of `path`, or without a path the arithmetic one.
+    tokenizer: str | None
     vocab_size: int
     num_layers: int
     width: int
@@ -59,6 +61,9 @@ class ModelConfig:
     tie_embeddings: bool
     sliding_window: int | None  # positions that the layers in sliding_layers see
     sliding_layers: tuple[int, ...]
+    # Tokens that end a response, beside the tokenizer's end of sequence; None in a config file
+    # with a `path`: those of its generation_config.json.
+    stop_token_ids: tuple[int, ...]
     param_dtype: Literal["float32", "bfloat16"]  # of master weights and optimiser moments
     compute_dtype: Literal["float32", "bfloat16"]  # of activations, matmul inputs and the KV cache
     remat: Literal["none", "full"]  # what the backward pass recomputes: nothing, or each layer
@@ -107,10 +112,11 @@ class DataConfig:
     train: Sources
     heldout: Sources
     prompt_template: str | None  # around prompts that are texts: str.format with {prompt}
-    chat: bool  # put prompts into the tokenizer's chat template
+    # Put prompts into the tokenizer's chat template; where it has none, into DAPO's own prompt.
+    chat: bool
     system_prompt: str | None  # chat: of prompts that bring none; None: the template's own
     max_prompt_tokens: int
-    overlong_prompts: Literal["drop", "error"]
+    overlong_prompts: Literal["drop", "truncate", "error"]  # truncate: the beginning is cut off
     cache_dir: str  # of tokenised problems; "": the user's cache directory
 
 
@@ -337,6 +343,17 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values: what config.json holds."""
         return dataclasses.asdict(self)
+
+
+def model_config(values: Mapping[str, Any]) -> ModelConfig:
+    """A checked model by itself, for programs that have no config of a run.
+
+    Raises:
+        UserError: as `Config.from_dict`.
+    """
+    model = _build(ModelConfig, values, "config.model")
+    config_checks.check_model(types.SimpleNamespace(model=model))
+    return model
 
 
 def _build(cls: type, values: Any, path: str) -> Any:

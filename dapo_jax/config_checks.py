@@ -46,18 +46,36 @@ def _divides(config: Any, small: str, large: str) -> None:
         )
 
 
+def check_model(config: Any) -> None:
+    """Checks the model of a config.
+
+    Raises:
+        UserError: as `check`.
+    """
+    model = config.model
+    _positive(
+        config,
+        *(f"model.{n}" for n in ("vocab_size", "num_layers", "width", "num_heads", "num_kv_heads")),
+        *(f"model.{n}" for n in ("head_dim", "ff_width", "rope_theta", "rms_norm_eps")),
+        "model.log_prob_chunk_tokens",
+    )
+    for token in model.stop_token_ids:
+        wanted = f"in the vocabulary: from 0 to {model.vocab_size - 1}"
+        _require(0 <= token < model.vocab_size, "model.stop_token_ids", token, wanted)
+    _divides(config, "model.num_kv_heads", "model.num_heads")
+    _require(model.head_dim % 2 == 0, "model.head_dim", model.head_dim, "even (rotary pairs)")
+
+
 def check(config: Any) -> None:
     """Checks ranges and relations between the fields of a `Config`.
 
     Raises:
         UserError: names the field, the value and the remedy.
     """
-    model, rollout, train = config.model, config.rollout, config.train
+    rollout, train = config.rollout, config.train
+    check_model(config)
     _positive(
         config,
-        *(f"model.{n}" for n in ("vocab_size", "num_layers", "width", "num_heads", "num_kv_heads")),
-        *(f"model.{n}" for n in ("head_dim", "ff_width", "rope_theta", "rms_norm_eps")),
-        "model.log_prob_chunk_tokens",
         "data.max_prompt_tokens",
         *(f"rollout.{n}" for n in ("group_size", "max_response_tokens", "temperature", "slots")),
         "rollout.prefill_prompts",
@@ -96,8 +114,6 @@ def check(config: Any) -> None:
         )
     if final is not None:
         _require(0 <= final <= 1, "optimizer.final_rate_share", final, "in [0, 1]")
-    _divides(config, "model.num_kv_heads", "model.num_heads")
-    _require(model.head_dim % 2 == 0, "model.head_dim", model.head_dim, "even (rotary pairs)")
     _divides(config, "train.prompts_per_update", "train.prompts_per_step")
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     if train.row_tokens < longest:
@@ -402,8 +418,11 @@ def _check_pretrain(config: Any) -> None:
             f"None otherwise; got path={model.path!r} and pretrain given."
         )
     if pretrain is None:
-        if model.tokenizer is None:
-            raise UserError("config.model.tokenizer is needed when config.pretrain is None.")
+        if model.tokenizer is None and model.path is None:
+            raise UserError(
+                "config.model.tokenizer is needed when config.pretrain and config.model.path are "
+                "None."
+            )
         return
     if model.tokenizer is not None:
         raise UserError(

@@ -255,7 +255,7 @@ def _check_model(config: Config, workdir: Path) -> None:
         if frozen.get(name) != value:
             raise UserError(
                 f"config.model.{name} is {value!r}, and {frozen.get(name)!r} in {workdir}. Give "
-                "the --config that the run was made with."
+                "the --config and the --model that the run was made with."
             )
 
 

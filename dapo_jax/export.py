@@ -5,12 +5,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from dapo_jax import hf_config, weights
 from dapo_jax.config import Config
 from dapo_jax.evaluate_model import load_params
 from dapo_jax.progress import Progress, StopSignals
-from dapo_jax.sharding import make_mesh
-from dapo_jax.tokenizer import load_tokenizer
+from dapo_jax.sharding import fitting, make_mesh
+from dapo_jax.tokenizer import load_tokenizer, stop_tokens
 from dapo_jax.types import UserError
 
 
@@ -40,14 +42,12 @@ def export(workdir: Path, step: int | None, output: Path, dtype: str | None) -> 
         dataclasses.replace(config.model, tokenizer=str(workdir / "tokenizer"))
     )
     # Spread over the devices that are here, whatever those of the run were.
-    config = dataclasses.replace(
-        config, mesh=dataclasses.replace(config.mesh, data=1, fsdp=-1, tensor=1)
-    )
+    config = dataclasses.replace(config, mesh=fitting(config.model, jax.device_count()))
     progress = Progress(0, 0)
     mesh = make_mesh(config.mesh)
     with StopSignals(progress) as signals:
         label, params = load_params(config, workdir, step, mesh, tokenizer, progress, signals)
-    eos = [tokenizer.eos_token_id]
+    eos = list(stop_tokens(config.model, tokenizer))
     values = hf_config.to_hf(config.model, eos=eos, bos=tokenizer.bos_token_id, dtype=dtype)
     weights.save(config.model, params, output, dtype)
     tokenizer.save_pretrained(str(output))

@@ -7,12 +7,14 @@ that is nearly right gives numbers that are nearly right.
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from dapo_jax import hub
 from dapo_jax.config import ModelConfig, RopeScalingConfig
 from dapo_jax.types import UserError
 
+CONFIG, GENERATION = "config.json", "generation_config.json"
 # Of our fields: the key of each that is named otherwise than here.
 SIZES = {
     "vocab_size": "vocab_size",
@@ -24,7 +26,7 @@ SIZES = {
 }
 FIELDS = (
     *SIZES, "num_kv_heads", "head_dim", "rope_theta", "rope_scaling", "qkv_bias", "qk_norm",
-    "tie_embeddings", "sliding_window", "sliding_layers",
+    "tie_embeddings", "sliding_window", "sliding_layers", "stop_token_ids",
 )  # fmt: skip
 # By model_type: what the family has that its config.json does not say, and its class.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -69,7 +71,10 @@ def read(path: str) -> dict[str, Any]:
     Raises:
         UserError: there is none, or it is not JSON.
     """
-    file = hub.model_directory(path, ["config.json"]) / "config.json"
+    return _read_json(hub.model_directory(path, [CONFIG, GENERATION]) / CONFIG, path)
+
+
+def _read_json(file: Path, path: str) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text())
     except (OSError, ValueError) as error:
@@ -87,11 +92,13 @@ def filled(fields: Mapping[str, Any]) -> dict[str, Any]:
         UserError: they differ, or the checkpoint asks for what is not there.
     """
     path = fields.get("path")
-    sizes = (*SIZES, "num_kv_heads", "head_dim", "rope_theta")
+    sizes = (*SIZES, "num_kv_heads", "head_dim", "rope_theta", "stop_token_ids")
     needed = [name for name in sizes if fields.get(name) is None]
     if path is None or not needed:
         return dict(fields)
     found = model_fields(read(path), path)
+    if fields.get("stop_token_ids") is None:
+        found["stop_token_ids"] = stop_token_ids(path)
     for name, value in found.items():
         given = fields.get(name)
         if given is not None and _plain(given) != _plain(value):
@@ -100,6 +107,38 @@ def filled(fields: Mapping[str, Any]) -> dict[str, Any]:
                 "Set it to None to take what is there."
             )
     return dict(fields) | found
+
+
+def stop_token_ids(path: str) -> tuple[int, ...]:
+    """The tokens that end what a model writes: eos_token_id of its generation_config.json, or where
+    that has none, as in transformers, of its config.json.
+
+    Raises:
+        UserError: it is neither a token nor a list of tokens.
+    """
+    directory = hub.model_directory(path, [CONFIG, GENERATION])
+    values = _read_json(directory / GENERATION, path) if (directory / GENERATION).exists() else {}
+    file, found = GENERATION, values.get("eos_token_id")
+    if found is None:
+        file, found = CONFIG, read(path).get("eos_token_id")
+    tokens = tuple(found) if isinstance(found, list) else () if found is None else (found,)
+    if not all(isinstance(token, int) and token >= 0 for token in tokens):
+        raise UserError(
+            f"config.model.path ({path}): {file} has eos_token_id = {found!r}; a token id or a "
+            "list of them is wanted."
+        )
+    return tokens
+
+
+def stored_dtype(path: str) -> Literal["float32", "bfloat16"]:
+    """That in which a checkpoint is to be computed by its config.json; float16 counts as bfloat16,
+    which is as wide."""
+    values = read(path)
+    return (
+        "float32"
+        if (values.get("dtype") or values.get("torch_dtype")) in (None, "float32")
+        else "bfloat16"
+    )
 
 
 def check(config: ModelConfig) -> None:

@@ -3,7 +3,7 @@
 import signal
 import sys
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from dapo_jax.types import StopRequested
 
@@ -25,10 +25,11 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """One line per step on standard output; on a terminal, also what is being done right now."""
+    """One line per step on standard output, or on `out`; on a terminal, also what is being done
+    right now."""
 
-    def __init__(self, num_steps: int, last_step: int):
-        self.num_steps = num_steps
+    def __init__(self, num_steps: int, last_step: int, out: TextIO | None = None):
+        self.num_steps, self.out = num_steps, out
         self.first_step = last_step
         self.seconds = 0.0
         self.lines = 0
@@ -37,7 +38,7 @@ class Progress:
     def say(self, text: str) -> None:
         """Prints a line."""
         self.doing("")
-        print(text, flush=True)
+        print(text, file=self.out, flush=True)
 
     def doing(self, text: str) -> None:
         """Shows on a terminal, until the next output, what is being done."""

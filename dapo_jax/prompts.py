@@ -10,6 +10,13 @@ import jinja2
 from dapo_jax.rows import Message
 from dapo_jax.types import UserError
 
+# How the published data set, DAPO-Math-17k, puts its problems.
+DAPO_TEMPLATE = (
+    "Solve the following math problem step by step. The last line of your response should be of "
+    "the form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+    '{prompt}\n\nRemember to put your answer on its own line after "Answer:".'
+)
+
 
 def check_template(template: str | None, field: str) -> None:
     """A template must have a place for the prompt.
@@ -43,26 +50,31 @@ def render(
     Args:
         prompt: a text, or the (role, content) messages of a chat, which are taken as they are.
         template: `str.format` template with {prompt} around a text; None: the text itself.
-        chat: whether to put the prompt into the tokenizer's chat template.
+        chat: whether to put the prompt into the tokenizer's chat template. Where that has none, as
+            of some base models, a text without a template is put into DAPO_TEMPLATE, and the one
+            message of a chat taken as it is: those of DAPO-Math-17k hold the same.
         system_prompt: of a prompt that brings none; None: what the chat template says.
 
     Raises:
-        UserError: the tokenizer has no chat template, or the prompt does not fit it.
+        UserError: the prompt does not fit the tokenizer's chat template, or needs one.
     """
+    if chat and not tokenizer.chat_template:
+        if system_prompt is not None:
+            raise UserError(
+                "config.data.system_prompt is given, but the tokenizer has no chat template to put "
+                "it into. Set it to None, or add chat_template to its tokenizer_config.json."
+            )
+        chat, template = False, template or DAPO_TEMPLATE
     if isinstance(prompt, str):
         prompt = (("user", prompt if template is None else template.format(prompt=prompt)),)
     if not chat:
         if len(prompt) != 1:
             raise UserError(
-                f"config.data.chat is False, but a prompt is a chat of {len(prompt)} messages "
-                f"({prompt[0][1][:40]!r}...). Set it to True."
+                f"a prompt is a chat of {len(prompt)} messages ({prompt[0][1][:40]!r}...), which "
+                "needs a chat template. Set config.data.chat to True, and add chat_template to the "
+                "tokenizer_config.json of config.model.tokenizer where there is none."
             )
         return prompt[0][1]
-    if not tokenizer.chat_template:
-        raise UserError(
-            "config.data.chat is True, but the tokenizer of config.model.tokenizer has no chat "
-            "template. Set it to False, or add chat_template to its tokenizer_config.json."
-        )
     if system_prompt is not None and prompt[0][0] != "system":
         prompt = (("system", system_prompt), *prompt)
     messages = [{"role": role, "content": content} for role, content in prompt]
@@ -77,7 +89,8 @@ def render(
 
 def encode(tokenizer: Any, texts: Sequence[str], *, chat: bool) -> list[tuple[int, ...]]:
     """The tokens of each text. A chat template writes its special tokens itself."""
-    found = tokenizer(list(texts), add_special_tokens=not chat)["input_ids"]
+    special = not (chat and tokenizer.chat_template)
+    found = tokenizer(list(texts), add_special_tokens=special)["input_ids"]
     return [tuple(tokens) for tokens in found]
 
 

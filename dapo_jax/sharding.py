@@ -41,6 +41,16 @@ def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, int, int]:
     return sizes[0], sizes[1], sizes[2]
 
 
+def fitting(model: ModelConfig, num_devices: int) -> MeshConfig:
+    """A layout of the model over the devices that always divides, for programs that have no config
+    to say: as many as possible over the heads, then over the width, the rest replicated."""
+    tensor = math.gcd(num_devices, model.num_kv_heads, model.ff_width, model.vocab_size)
+    fsdp = math.gcd(num_devices // tensor, model.width)
+    rules = {"embed": "fsdp"} | dict.fromkeys(("vocab", "heads", "kv_heads", "ff"), "tensor")
+    rules |= {"layers": None}
+    return MeshConfig(num_devices // tensor // fsdp, fsdp, tensor, tuple(rules.items()))
+
+
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh of `config` over the given devices (default: all of them)."""
     devices = jax.devices() if devices is None else devices

@@ -1,6 +1,7 @@
 """Tokenizers: `transformers` fast tokenizers, loaded, or built for generated arithmetic."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,18 @@ def arithmetic_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def stop_tokens(config: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end a response, the tokenizer's end of sequence first."""
+    return tuple(dict.fromkeys((tokenizer.eos_token_id, *config.stop_token_ids)))
+
+
+def text_stream(tokenizer: Any) -> Callable[[int], str]:
+    """A function that takes the tokens of one text in turn and returns what each adds to it, ""
+    while a character is incomplete; special tokens are left out."""
+    stream = decoders.DecodeStream(skip_special_tokens=True)
+    return lambda token: stream.step(tokenizer.backend_tokenizer, token) or ""
+
+
 def load_tokenizer(config: ModelConfig, save_to: Path | None = None) -> Any:
     """The tokenizer of the config, checked against the model's vocabulary.
 
@@ -40,19 +53,20 @@ def load_tokenizer(config: ModelConfig, save_to: Path | None = None) -> Any:
     Raises:
         UserError: it cannot be loaded, has no end-of-sequence token, or more tokens than the model.
     """
-    if config.tokenizer is None:
+    place = config.tokenizer or config.path
+    if place is None:
         tokenizer = arithmetic_tokenizer()
     else:
         try:
-            tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
+            tokenizer = AutoTokenizer.from_pretrained(Path(place).expanduser())
         except (OSError, ValueError) as error:
             raise UserError(
-                f"config.model.tokenizer ({config.tokenizer!r}) could not be loaded: {error} "
+                f"config.model.tokenizer ({place!r}) could not be loaded: {error} "
                 "Give a directory in Hugging Face format or the id of a repository on the hub."
             ) from error
     if tokenizer.eos_token_id is None:
         raise UserError(
-            f"config.model.tokenizer ({config.tokenizer!r}) has no end-of-sequence token: "
+            f"config.model.tokenizer ({place!r}) has no end-of-sequence token: "
             "responses could not end. Set eos_token in its tokenizer_config.json."
         )
     if len(tokenizer) > config.vocab_size:

@@ -16,7 +16,7 @@ from dapo_jax.problems import load, rubrics
 from dapo_jax.progress import Progress
 from dapo_jax.rollout.engine import DecoderEngine, EngineSpec
 from dapo_jax.sharding import check_batch_shapes, make_mesh
-from dapo_jax.tokenizer import load_tokenizer
+from dapo_jax.tokenizer import load_tokenizer, stop_tokens
 
 
 class Trainer:
@@ -77,7 +77,7 @@ def make_engine(
         prefill_prompts=config.rollout.prefill_prompts,
         max_prompt_tokens=max_prompt_tokens,
         max_response_tokens=config.rollout.max_response_tokens,
-        stop_tokens=(tokenizer.eos_token_id,),
+        stop_tokens=stop_tokens(config.model, tokenizer),
         temperature=temperature,
         top_p=top_p,
     )

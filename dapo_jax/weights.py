@@ -5,6 +5,7 @@ stacked in one array, so a layer at a time is read, put on the devices in the la
 written into its place there; what the host holds at any moment is at most one tensor's slices.
 """
 
+import functools
 import json
 import os
 import time
@@ -231,20 +232,14 @@ class _Loader:
     def one(self, tensor: Tensor, like: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.Array:
         """An array that is one tensor."""
         there = self._there(tensor, tensor.name, sharding, 0)
-        ours = lambda x: jnp.transpose(x, tensor.order).reshape(like.shape).astype(like.dtype)
-        return jax.jit(ours, out_shardings=sharding)(there)
+        return _as_ours(tensor.order, like.shape, like.dtype, sharding)(there)
 
     def stack(
         self, tensor: Tensor, like: jax.ShapeDtypeStruct, sharding: NamedSharding
     ) -> jax.Array:
         """An array of all layers, of which each is a tensor."""
-
-        def put(stack: jax.Array, layer: jax.Array, i: jax.Array) -> jax.Array:
-            ours = jnp.transpose(layer, tensor.order).reshape(like.shape[1:]).astype(like.dtype)
-            return jax.lax.dynamic_update_index_in_dim(stack, ours, i, 0)
-
-        put = jax.jit(put, donate_argnums=0, out_shardings=sharding)
-        stack = jax.jit(lambda: jnp.zeros(like.shape, like.dtype), out_shardings=sharding)()
+        empty, put = _stacking(tensor.order, like.shape, like.dtype, sharding)
+        stack = empty()
         for i in range(self.c.num_layers):
             layer = self._there(tensor, tensor.name.format(i=i), sharding, 1)
             stack = put(stack, layer, np.int32(i))
@@ -278,6 +273,30 @@ class _Loader:
             self.say(f"  {100 * self.done / self.total:.0f} % of the weights read, about "
                      f"{duration(left)} left")  # fmt: skip
         return there
+
+
+# The programs are kept, so that a second checkpoint of the same shapes compiles nothing.
+@functools.cache
+def _as_ours(order: tuple[int, ...], shape: tuple[int, ...], dtype: Any, to: NamedSharding) -> Any:
+    """The program that turns a tensor as it is in the file into ours."""
+    ours = lambda x: jnp.transpose(x, order).reshape(shape).astype(dtype)
+    return jax.jit(ours, out_shardings=to)
+
+
+@functools.cache
+def _stacking(
+    order: tuple[int, ...], shape: tuple[int, ...], dtype: Any, to: NamedSharding
+) -> tuple[Any, Any]:
+    """The programs that make an empty stack of layers, and put one into it."""
+
+    def put(stack: jax.Array, layer: jax.Array, i: jax.Array) -> jax.Array:
+        ours = jnp.transpose(layer, order).reshape(shape[1:]).astype(dtype)
+        return jax.lax.dynamic_update_index_in_dim(stack, ours, i, 0)
+
+    return (
+        jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=to),
+        jax.jit(put, donate_argnums=0, out_shardings=to),
+    )
 
 
 def _every(c: ModelConfig) -> Iterator[Tensor]:

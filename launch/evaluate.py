@@ -7,7 +7,8 @@ Stopped anywhere, the same command goes on.
 
 --config        of the model; --config.FIELD=VALUE as in launch/train.py
 --workdir       of a run; --step: of its checkpoints, the newest if not given
---model         a Hugging Face directory or hub id in the place of a run; with neither, the base
+--model         a Hugging Face directory or hub id in the place of a run, with neither the base; or
+                beside --workdir what the run was given so
 --benchmarks    aime24, aime25, amc23, math500, gsm8k, ..., hub ids or files, with commas between
                 them; the held-out problems of the config if not given
 --num_samples   n, 32 if not given; --num_problems: the first so many of each benchmark

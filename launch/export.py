@@ -25,12 +25,12 @@ def main(argv: list[str]) -> int:
             argv,
             __doc__ or "",
             text={"workdir": None, "output": None, "dtype": ""},
-            numbers={"step": -1.0},
+            numbers={"step": -1},
         )
         from dapo_jax.export import export
 
         place = lambda name: Path(flags[name]).expanduser().resolve()
-        step = None if flags["step"] < 0 else int(flags["step"])
+        step = None if flags["step"] < 0 else flags["step"]
         print(export(place("workdir"), step, place("output"), flags["dtype"] or None))
     except Exception as error:
         return fail(error)

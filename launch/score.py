@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
             argv,
             __doc__ or "",
             text={"scorer": None, "input": None, "output": None},
-            numbers={"timeout_seconds": 5.0, "workers": 2.0},
+            numbers={"timeout_seconds": 5.0, "workers": 2},
         )
         from dapo_jax.score_file import score_file
 
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
                 Path(flags["input"]).expanduser(),
                 Path(flags["output"]).expanduser(),
                 timeout_seconds=flags["timeout_seconds"],
-                workers=int(flags["workers"]),
+                workers=flags["workers"],
                 say=lambda line: print(line, file=sys.stderr),
             )
         )

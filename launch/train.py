@@ -1,7 +1,8 @@
 """Trains: python launch/train.py --config=configs/tiny_dapo.py --workdir=runs/tiny
 
-Config fields are overridden as --config.optimizer.learning_rate=2e-4. --dry_run prints the plan of
-the run (sizes, mesh, batch arithmetic, memory) and touches nothing.
+Config fields are overridden as --config.optimizer.learning_rate=2e-4. --model=HFDIR takes a Hugging
+Face directory or hub id in the place of the config's model and tokenizer. --dry_run prints the plan
+of the run (sizes, mesh, batch arithmetic, memory) and touches nothing.
 """
 
 import sys
@@ -16,7 +17,7 @@ def main(argv: list[str]) -> int:
     from dapo_jax.command_line import fail, parse
 
     try:
-        config, flags = parse(argv, __doc__ or "", switches=("dry_run",))
+        config, flags = parse(argv, __doc__ or "", switches=("dry_run",), texts=("model",))
         if flags.dry_run:
             from dapo_jax.plan import describe
 

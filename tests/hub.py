@@ -1,4 +1,4 @@
-"""A hub of data sets on loopback: what `huggingface_hub` asks, with files that a test makes."""
+"""A hub on loopback: what `huggingface_hub` asks, with files that a test makes."""
 
 import hashlib
 import http.server
@@ -16,6 +16,7 @@ class Hub(http.server.ThreadingHTTPServer):
 
     Args:
         datasets: content of each file, by the id of its data set and its path there.
+        models: the same of models.
         gated: ids whose list of files is public and whose files are not, as on the real hub.
         private: ids of which nothing is said without a token.
         broken: ids for which the server fails.
@@ -25,11 +26,13 @@ class Hub(http.server.ThreadingHTTPServer):
         self,
         datasets: Mapping[str, Mapping[str, bytes]],
         *,
+        models: Mapping[str, Mapping[str, bytes]] | None = None,
         gated: str = "",
         private: str = "",
         broken: str = "",
     ):
         super().__init__(("127.0.0.1", 0), _Handler)
+        self.models = models or {}
         self.datasets, self.gated, self.private, self.broken = datasets, gated, private, broken
         self.asked: list[str] = []  # method and path of every request
         self.thread = threading.Thread(target=self.serve_forever, args=(0.05,))
@@ -41,12 +44,10 @@ class Hub(http.server.ThreadingHTTPServer):
 
     @property
     def downloads(self) -> list[str]:
-        """The files that were fetched: data set, colon, path."""
-        fetched = [asked for asked in self.asked if asked.startswith("GET /datasets/")]
-        return [
-            asked.removeprefix("GET /datasets/").replace(f"/resolve/{COMMIT}/", ":")
-            for asked in fetched
-        ]
+        """The files that were fetched: repository, colon, path."""
+        asked = [a.removeprefix("GET /") for a in self.asked if a.startswith("GET /")]
+        fetched = [path.removeprefix("datasets/") for path in asked if not path.startswith("api/")]
+        return [path.replace(f"/resolve/{COMMIT}/", ":") for path in fetched]
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
@@ -71,9 +72,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
         self.server.asked.append(f"{self.command} {path}")
         is_api = path.startswith("/api/")
-        owner, name, *rest = path.removeprefix("/api").removeprefix("/datasets/").split("/")
+        path = path.removeprefix("/api")
+        known = self.server.datasets if path.startswith("/datasets/") else self.server.models
+        path = path.removeprefix("/datasets/").removeprefix("/models/").removeprefix("/")
+        owner, name, *rest = path.split("/")
         repository = f"{owner}/{name}"
-        files = self.server.datasets.get(repository)
+        files = known.get(repository)
         if repository == self.server.broken:
             self._send(501, b"")
         elif files is None:
@@ -92,6 +96,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send(200, json.dumps(about).encode())
         elif repository == self.server.gated:
             self._send(403, b"{}", {"X-Error-Code": "GatedRepo"})
+        elif "/".join(rest[2:]) not in files:
+            self._send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
         else:  # resolve/<commit>/<file>
             content = files["/".join(rest[2:])]
             self._send(200, content, {"ETag": f'"{_sha1(content)}"', "X-Repo-Commit": COMMIT})

@@ -231,7 +231,7 @@ def test_an_evaluation_by_itself(finished, tmp_path, home):
         ("--step=6", "model was '.*, step 3' and is '.*, step 6' now. Choose another --output"),
         ("--benchmarks=nope", "there is no file .*nope.* one of dapo-math-17k, aime24"),
         ("--top_p=0", r"--top_p must be in \(0, 1\]; got 0"),
-        ("--model=x", "--model and --workdir: give one"),
+        ("--model=x", "config.model.path: there is no directory .*x. Give a directory"),
         ("--config.model.width=64", "config.model.width is 64, and 32 in"),
         ("--scorer=5 * ", "--scorer=5 . : .* is not a scorer"),
         ("--num_samples=0", "--num_samples must be above 0; got 0"),

@@ -26,7 +26,8 @@ LAYERS = [
     ["learner"],
     ["trainer"],
     ["train", "evaluate_model"],
-    ["export"],
+    ["export", "generate"],
+    ["bench.memory", "bench.load", "bench"],
     ["command_line"],
 ]  # fmt: skip
 
@@ -38,7 +39,7 @@ PLACES = {
     "transformers": {"tokenizer"},
     "tokenizers": {"tokenizer"},
     "huggingface_hub": {"hub"},
-    "safetensors": {"weights"},
+    "safetensors": {"weights", "bench.load"},
     "pyarrow": {"rows", "problems"},
     "jinja2": {"prompts"},
     "matplotlib": {"report_plots", "benchmark_page"},
@@ -71,7 +72,7 @@ def imports_of(file):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module, "imports are absolute"
-            if node.module in ("dapo_jax", "dapo_jax.rollout"):
+            if node.module in ("dapo_jax", "dapo_jax.rollout", "dapo_jax.bench"):
                 yield from (f"{node.module}.{alias.name}" for alias in node.names)
             else:
                 yield node.module

@@ -39,7 +39,8 @@ def test_every_row_is_counted_once(tmp_path):
     found = prepare_rows(tmp_path, rows, max_prompt_tokens=8)
     assert [(p.id, p.prompt) for p in found.problems] == [(0, "a"), (1, "x" * 7), (2, "c")]
     assert found.counts == {
-        "rows": 11, "unusable": 2, "repeated": 4, "conflicting": 1, "overlong": 1, "problems": 3,
+        "rows": 11, "unusable": 2, "repeated": 4, "conflicting": 1, "overlong": 1, "truncated": 0,
+        "problems": 3,
     }  # fmt: skip
     assert found.first_unusable.endswith("line 4: 'prompt' is empty")
     assert found.describe() == (
@@ -72,6 +73,7 @@ def test_the_counts_of_random_rows_are_those_of_a_plain_count(tmp_path, seed):
         "repeated": len(usable) - len(distinct),
         "conflicting": len(distinct) - len(clear),
         "overlong": len(clear) - len(kept),
+        "truncated": 0,
         "problems": len(kept),
     }
     assert found.counts["rows"] == sum(found.counts.values()) - found.counts["rows"]
@@ -184,19 +186,46 @@ def test_a_prompt_as_a_chat(tmp_path, prompt, system_prompt, wanted):
 def test_messages_without_a_chat_template(tmp_path):
     (problem,) = prepare_rows(tmp_path, [row(CHAT[1:])], prompt_template="<{prompt}>").problems
     assert problem.prompt == "1+1?"
-    with pytest.raises(UserError, match=r"config\.data\.chat is False, .* 2 messages \('Be brief"):
-        prepare_rows(tmp_path, [row(CHAT)])
+    message = (
+        r"a prompt is a chat of 2 messages \('Be brief.*needs a chat template.*data\.chat to True"
+    )
+    for chat in (False, True):
+        with pytest.raises(UserError, match=message):
+            prepare_rows(tmp_path, [row(CHAT)], chat=chat)
+
+
+def test_a_base_model_without_a_chat_template_gets_dapos_own_prompt(tmp_path):
+    ask = lambda prompt, **settings: prepare_rows(tmp_path, [row(prompt)], chat=True, **settings)
+    (problem,) = ask("1+1?", max_prompt_tokens=400).problems
+    assert problem.prompt.startswith("Solve the following math problem step by step. The last line")
+    assert "\n\n1+1?\n\nRemember to put your answer" in problem.prompt
+    # Nothing else writes the special tokens then.
+    assert problem.prompt_tokens == tokens_of("^" + problem.prompt)
+    (problem,) = ask("1+1?", prompt_template="<{prompt}>").problems
+    assert problem.prompt == "<1+1?>", "the config's own comes before it"
+    (problem,) = ask(CHAT[1:]).problems
+    assert problem.prompt == "1+1?", "as the rows of DAPO-Math-17k, which hold it already"
+    with pytest.raises(UserError, match=r"data\.system_prompt is given, but the tokenizer has no"):
+        ask("1+1?", system_prompt="Think.")
+
+
+def test_that_there_is_no_chat_template_is_said(tmp_path):
+    config = tiny_config(data__chat=True, data__max_prompt_tokens=500, train__row_tokens=600,
+                         pretrain=None, model__tokenizer="x")  # fmt: skip
+    for template, said in ((None, 1), (CHAT_TEMPLATE, 0)):
+        lines = []
+        chosen = {"sums": config.data.heldout["sums"]}
+        load(config, chosen, character_tokenizer(template), field="f", say=lines.append)
+        assert sum("no chat template: problems" in line for line in lines) == said
 
 
 def test_what_does_not_fit_the_chat_template_is_told(tmp_path):
-    with pytest.raises(UserError, match=r"config\.data\.chat is True, but .* has no chat template"):
-        prepare_rows(tmp_path, [row()], chat=True)
     tool = [row([{"role": "tool", "content": "6 * 7"}])]
     with pytest.raises(UserError, match=r"does not take the prompt '6 \* 7': no tools here\. Set"):
         prepare_rows(tmp_path, tool, chat=True, tokenizer=character_tokenizer(CHAT_TEMPLATE))
 
 
-def test_an_overlong_prompt_is_an_error_or_left_out(tmp_path):
+def test_an_overlong_prompt_is_an_error_left_out_or_cut(tmp_path):
     rows = [row("a"), row("a"), row("123456"), row("b")]
     message = (
         r"max_prompt_tokens is 6, but row 3 of config\.data\.train\.sums \('123456'\.\.\.\) has 7"
@@ -205,7 +234,12 @@ def test_an_overlong_prompt_is_an_error_or_left_out(tmp_path):
         prepare_rows(tmp_path, rows, overlong_prompts="error", max_prompt_tokens=6)
     found = prepare_rows(tmp_path, rows, overlong_prompts="drop", max_prompt_tokens=6)
     assert [p.prompt for p in found.problems] == ["a", "b"] and found.counts["overlong"] == 1
-    for overlong in ("error", "drop"):
+    found = prepare_rows(tmp_path, rows, overlong_prompts="truncate", max_prompt_tokens=6)
+    assert [p.prompt for p in found.problems] == ["a", "123456", "b"]
+    assert found.problems[1].prompt_tokens == tokens_of("123456"), "the end, which asks, is kept"
+    assert (found.counts["overlong"], found.counts["truncated"]) == (0, 1)
+    assert "(1 rows repeat" in found.describe() and "1 longer than" in found.describe()
+    for overlong in ("error", "drop", "truncate"):
         settings = {"overlong_prompts": overlong, "max_prompt_tokens": 7}
         assert len(prepare_rows(tmp_path, rows, **settings).problems) == 3
 

@@ -53,7 +53,7 @@ def test_the_published_training_data(config, tmp_path):
     found = prepare_real(config, tmp_path, file)
     assert found.counts == {
         "rows": 17_917, "unusable": 0, "repeated": 627, "conflicting": 11, "overlong": 0,
-        "problems": 17_279,
+        "truncated": 0, "problems": 17_279,
     }  # fmt: skip
     first = found.problems[0]
     assert first.prompt.startswith("Solve the following math problem step by step. The last line")
@@ -142,3 +142,12 @@ def test_data_sets_by_name(
     assert len(found.problems) == num_problems and found.counts["unusable"] == 0
     assert found.problems[0].prompt.startswith(prompt) and found.problems[0].answer == answer
     assert asked == [("/".join(sources.DATASETS[name].path.split("/")[:2]), "dataset")]
+
+
+def test_the_prompt_of_the_published_data_is_ours():
+    """What base models without a chat template are given is what every row holds."""
+    head, tail = prompts.DAPO_TEMPLATE.split("{prompt}")
+    file = shared_file("dapo_math", "dapo_math_17k_sample14_true_uuid.jsonl")
+    for line in file.read_text().splitlines():
+        ((_, content),) = [(m["role"], m["content"]) for m in json.loads(line)["prompt"]]
+        assert content.startswith(head) and content.endswith(tail)

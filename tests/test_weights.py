@@ -236,6 +236,34 @@ def test_published_checkpoints_are_mapped_whole(model_name, shapes_of, num):
     weights.check_tensors(config, {name: tuple(shape) for name, shape in found.items()}, "index")
 
 
+def test_a_narrow_checkpoint_with_all_names_of_qwen2_5_32b(tmp_path):
+    """Its 64 layers and 771 tensors in the files of its own index: in, sharded, and out again."""
+    index = json.loads(
+        data("configs", "index", "Qwen2.5-32B.model.safetensors.index.json").read_text()
+    )["weight_map"]
+    values = json.loads(data("configs", "qwen2.5", "Qwen2.5-32B.config.json").read_text())
+    values |= {"hidden_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2,
+               "intermediate_size": 54, "vocab_size": 38, "eos_token_id": 2}  # fmt: skip
+    place = tmp_path / "in"
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps(values))
+    (place / weights.INDEX).write_text(json.dumps({"weight_map": index}))
+    rng = np.random.default_rng(0)
+    shapes = weights.expected_shapes(config_of(place).model)
+    assert shapes.keys() == index.keys() and len(shapes) == 771
+    tensors = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    for file in set(index.values()):
+        save_file({n: x for n, x in tensors.items() if index[n] == file}, place / file)
+    config = config_of(place, mesh__data=1, mesh__fsdp=4, mesh__tensor=2)
+    params = load(config, 8)
+    assert len(set(index.values())) == 17
+    weights.save(config.model, params, tmp_path, "float32")
+    again = load_file(tmp_path / "model.safetensors")
+    assert again.keys() == tensors.keys()
+    for name, value in tensors.items():
+        np.testing.assert_array_equal(again[name], value, err_msg=name)
+
+
 def test_qwen3_32b_is_mapped_whole():
     index = data("configs", "index", "Qwen3-32B.model.safetensors.index.json")
     names = json.loads(index.read_text())["weight_map"].keys()

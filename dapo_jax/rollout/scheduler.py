@@ -16,6 +16,10 @@ from dapo_jax.types import Problem, Response
 
 # Decodes many token sequences to text at once, special tokens left out.
 Detokenize = Callable[[Sequence[np.ndarray]], list[str]]
+# Takes (problem, sample, response) of responses that have ended.
+Finished = Callable[[list[tuple[int, int, Response]]], None]
+# Takes (problem, sample, tokens just drawn, whether they are the last).
+Drawn = Callable[[list[tuple[int, int, list[int], bool]]], None]
 
 
 class RolloutStats(NamedTuple):
@@ -44,7 +48,8 @@ def generate(
     *,
     num_samples: int,
     key: jax.Array,
-    finished: Callable[[list[tuple[int, int, Response]]], None] = lambda _: None,
+    finished: Finished = lambda _: None,
+    drawn: Drawn | None = None,
     check_stop: Callable[[], None] = lambda: None,
 ) -> tuple[list[list[Response]], RolloutStats]:
     """`num_samples` responses to every problem, in order, and what it took.
@@ -55,6 +60,7 @@ def generate(
             and on nothing that happens here.
         finished: called between decode steps with (problem, sample, response) of the responses that
             have just ended, the problem as an index into `problems`.
+        drawn: called between decode steps with what each of them drew.
         check_stop: called between decode steps; raises to abandon the call.
     """
     spec = engine.spec
@@ -101,9 +107,13 @@ def generate(
             log_probs_BT[slots, length_B[slots] - 1] = results.log_prob[slots]
             stats += RolloutStats(len(slots), len(slots) * waiting, spec.slots * waiting)
             ended: list[tuple[_Work, np.ndarray, np.ndarray]] = []
+            over_B = (length_B == spec.max_response_tokens) | np.isin(token_B, spec.stop_tokens)
+            if drawn is not None:
+                news = ((owners[s], [int(token_B[s])], bool(over_B[s])) for s in slots)
+                drawn([(w.problem, w.sample, tokens, over) for w, tokens, over in news if w])
             for slot in slots:
                 n = length_B[slot]
-                if n == spec.max_response_tokens or token_B[slot] in stop_tokens:
+                if over_B[slot]:
                     work = owners[slot]
                     assert work is not None
                     ended.append((work, tokens_BT[slot, :n].copy(), log_probs_BT[slot, :n].copy()))

@@ -1,0 +1,1 @@
+"""Measurements: what launch/bench.py runs."""
