@@ -98,7 +98,11 @@ def get_config() -> ml_collections.ConfigDict:
                 temperature=1.0,
                 top_p=1.0,
                 slots=256,  # ours: memory for the KV cache decides
-                prefill_prompts=16,  # ours
+                prefill_prompts=16,  # ours, as the four below
+                prefill_chunk_tokens=512,
+                decode_steps=16,
+                page_tokens=128,
+                cache_gib=ml_collections.config_dict.placeholder(float),
                 # Script: recomputed by the training program, whose numerics differ from vLLM's.
                 # Here rollout and training are one program.
                 log_prob_source="rollout",

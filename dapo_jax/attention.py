@@ -1,7 +1,8 @@
-"""How queries find keys: the three `attend` functions of the decoder, see `model.Attend`.
+"""How queries find keys: `attend` functions of the decoder, see `model.Attend`; that of decoding is
+in `rollout.paged`.
 
 Softmax and its sum are float32 whatever the compute dtype. Each returns the attended values
-[B, T, N, H] and the cache. Cache layout: (k, v), each [L, slots, S, K, H].
+[B, T, N, H] and the cache.
 """
 
 from typing import Any
@@ -41,12 +42,12 @@ def packed(segments_BT: jax.Array) -> Attend:
     mask_BTT = (segments_BT[:, :, None] == segments_BT[:, None, :]) & (back_TT >= 0)[None]
 
     def attend(
-        layer: jax.Array,
+        layer: jax.Array | int,
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
         cache: Any,
-        window: jax.Array | None,
+        window: jax.Array | int | None,
     ) -> tuple[jax.Array, Any]:
         seen_BTT = mask_BTT if window is None else mask_BTT & (back_TT < window)[None]
         return dot_product_attention(q, k, v, seen_BTT), cache
@@ -54,46 +55,27 @@ def packed(segments_BT: jax.Array) -> Attend:
     return attend
 
 
-def prefilling(segments_BT: jax.Array) -> Attend:
-    """Packed attention that keeps every layer's keys and values in the cache [L, B, T, K, H]."""
-    attend_packed = packed(segments_BT)
+def prefilling(start: jax.Array, num: int) -> Attend:
+    """Part of prompts, tokens `start` to `start + num`: its keys and values enter the cache
+    [L, B, T, K, H], then it attends to everything up to itself."""
 
     def attend(
-        layer: jax.Array,
+        layer: jax.Array | int,
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
         cache: Cache,
-        window: jax.Array | None,
+        window: jax.Array | int | None,
     ) -> tuple[jax.Array, Cache]:
-        cache_k, cache_v = cache
-        cache = cache_k.at[layer].set(k), cache_v.at[layer].set(v)
-        return attend_packed(layer, q, k, v, None, window)[0], cache
-
-    return attend
-
-
-def decoding(lengths_B: jax.Array) -> Attend:
-    """One new token per slot: its key and value enter the cache at `lengths_B`, then it attends to
-    everything up to itself."""
-
-    def attend(
-        layer: jax.Array,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        cache: Cache,
-        window: jax.Array | None,
-    ) -> tuple[jax.Array, Cache]:
-        cache_k, cache_v = cache
-        slots, S = jnp.arange(cache_k.shape[1]), cache_k.shape[2]
-        cache_k = cache_k.at[layer, slots, lengths_B].set(k[:, 0])
-        cache_v = cache_v.at[layer, slots, lengths_B].set(v[:, 0])
-        back_BS = lengths_B[:, None] - jnp.arange(S)[None]
-        mask_BS = back_BS >= 0 if window is None else (back_BS >= 0) & (back_BS < window)
-        mask_B1S = mask_BS[:, None]
-        k_BSKH = jax.lax.dynamic_index_in_dim(cache_k, layer, keepdims=False)
-        v_BSKH = jax.lax.dynamic_index_in_dim(cache_v, layer, keepdims=False)
-        return dot_product_attention(q, k_BSKH, v_BSKH, mask_B1S), (cache_k, cache_v)
+        B, T = q.shape[0], cache[0].shape[2]
+        zero = jnp.int32(0)
+        at = (jnp.asarray(layer, jnp.int32), zero, start.astype(jnp.int32), zero, zero)
+        put = lambda x, new: jax.lax.dynamic_update_slice(x, new[None].astype(x.dtype), at)
+        cache = put(cache[0], k), put(cache[1], v)
+        k_BTKH, v_BTKH = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in cache)
+        back_CT = start + jnp.arange(num)[:, None] - jnp.arange(T)[None]
+        mask_CT = back_CT >= 0 if window is None else (back_CT >= 0) & (back_CT < window)
+        mask_BCT = jnp.broadcast_to(mask_CT[None], (B, num, T))
+        return dot_product_attention(q, k_BTKH, v_BTKH, mask_BCT), cache
 
     return attend

@@ -145,6 +145,12 @@ class RolloutConfig:
     top_p: float
     slots: int  # sequences decoded at once, over all devices
     prefill_prompts: int  # prompts per prefill call
+    prefill_chunk_tokens: int  # of a prompt, at most, that are prefilled at once
+    decode_steps: int  # tokens that one call of the device program draws in every slot
+    page_tokens: int  # of one page of the KV cache
+    # Memory of a device for the KV cache; None: enough for every slot at its longest. Where pages
+    # run short, the youngest sequences wait, and are continued.
+    cache_gib: float | None
     log_prob_source: Literal["rollout", "recompute"]  # where the ratio's old log-probs come from
 
 

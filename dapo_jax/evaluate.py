@@ -11,6 +11,7 @@ from dapo_jax.reward import Rubric
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.scoring import Scoring
 from dapo_jax.types import Attempt, Attempts, Problem
 from dapo_jax.votes import votes
@@ -25,6 +26,7 @@ def evaluate(
     rubrics: Mapping[str, Rubric],
     *,
     num_samples: int,
+    sampling: SamplingParams,
     key: jax.Array,
     check_stop: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
@@ -37,6 +39,7 @@ def evaluate(
         problems,
         detokenize,
         num_samples=num_samples,
+        sampling=sampling,
         key=key,
         finished=scoring.submit,
         check_stop=check_stop,

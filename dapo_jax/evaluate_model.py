@@ -20,6 +20,7 @@ from dapo_jax.parameters import parse_scorers
 from dapo_jax.progress import Progress, StopSignals, duration
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout import scheduler
+from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.sharding import make_mesh, param_shardings
 from dapo_jax.sources import DATASETS
 from dapo_jax.tokenizer import load_tokenizer
@@ -165,9 +166,8 @@ def _drawing(
         mesh,
         tokenizer,
         max_prompt_tokens=longest + -longest % PROMPT_TOKENS_MULTIPLE,
-        temperature=request.temperature,
-        top_p=request.top_p,
     )
+    params = engine.load_params(params)
     name = problems[0].source
     key = jax.random.fold_in(jax.random.key(request.seed), zlib.crc32(name.encode()))
 
@@ -178,6 +178,7 @@ def _drawing(
             left,
             lambda tokens: tokenizer.batch_decode(tokens, skip_special_tokens=True),
             num_samples=request.num_samples,
+            sampling=SamplingParams(request.temperature, request.top_p),
             key=key,
             finished=finished,
             check_stop=signals.check,

@@ -20,6 +20,7 @@ from dapo_jax.tokenizer import load_tokenizer, stop_tokens, text_stream
 from dapo_jax.types import Problem, Response, StopRequested, UserError
 
 PROMPT_TOKENS_MULTIPLE = 16  # of the longest prompt, so that like prompts share programs
+DECODE_STEPS = 4  # few, so that text comes in short pieces
 PREFILL_PROMPTS = 8  # at most, on each shard of the batch
 REPORT_EVERY_SECONDS = 10.0
 
@@ -209,6 +210,8 @@ class _Writer:
             else stop_tokens(c, self.tokenizer),
             temperature=request.temperature,
             top_p=request.top_p,
+            samples=request.num_samples,
+            decode_steps=DECODE_STEPS,
         )
         with StopSignals(self.progress) as signals:
             try:
@@ -218,9 +221,10 @@ class _Writer:
                     say=self.progress.say,
                     check_stop=signals.check,
                 )
+                engine = DecoderEngine(spec, mesh)
                 scheduler.generate(
-                    DecoderEngine(spec, mesh),
-                    params,
+                    engine,
+                    engine.load_params(params),
                     problems,
                     self._detokenize,
                     num_samples=request.num_samples,

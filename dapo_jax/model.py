@@ -1,4 +1,4 @@
-"""The decoder: one flax module that trains on packed rows and decodes against a cache.
+"""The decoder: flax holds its parameters, one pure function trains on packed rows and decodes.
 
 Architecture: RMSNorm before attention and MLP, rotary positions, grouped-query attention, SwiGLU;
 with biases on q, k and v it is Qwen2's (arXiv:2407.10671), with norms on q and k Qwen3's
@@ -26,15 +26,15 @@ NO_WINDOW = 2**30  # positions: more than there are
 # (layer index, q_BTNH, k_BTKH, v_BTKH, cache, window) -> (attended values BTNH, cache). The window
 # is how many positions a query sees, itself included; None: all before it, in every layer.
 Attend = Callable[
-    [jax.Array, jax.Array, jax.Array, jax.Array, Any, jax.Array | None], tuple[jax.Array, Any]
+    [jax.Array | int, jax.Array, jax.Array, jax.Array, Any, jax.Array | int | None],
+    tuple[jax.Array, Any],
 ]
 
 
 class Decoder(nnx.Module):
-    """A stack of decoder layers. Every parameter names its logical axes for `sharding`."""
+    """The parameters of a stack of decoder layers. Each names its logical axes for `sharding`."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.config = config
         c, dtype = config, jnp.dtype(config.param_dtype)
 
         def normal(shape: tuple[int, ...], axes: tuple[str | None, ...], fan_in: int) -> nnx.Param:
@@ -81,57 +81,6 @@ class Decoder(nnx.Module):
             }
         )
 
-    def __call__(
-        self, tokens_BT: jax.Array, positions_BT: jax.Array, attend: Attend, cache: Any
-    ) -> tuple[jax.Array, Any]:
-        """Final hidden states [B, T, D] after the last norm, and the cache as `attend` left it."""
-        c, dtype = self.config, jnp.dtype(self.config.compute_dtype)
-        B, T = tokens_BT.shape
-        L, N, K, H = c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim
-        sin_cos = rotary_angles(positions_BT, c.head_dim, c.rope_theta, c.rope_scaling)
-        windows_L = np.full(L, NO_WINDOW, np.int32)
-        windows_L[list(c.sliding_layers)] = c.sliding_window or NO_WINDOW
-
-        # X = B * T tokens: products with weights are plain matrix products, forward and backward.
-        # With B and T apart XLA's CPU backend transposes activations for the weight gradients,
-        # which made the backward pass 1.7 times as slow.
-        def layer(carry, weights_and_index):
-            x_XD, cache = carry
-            weights, index, window = weights_and_index
-            window = window if c.sliding_layers else None
-            w = {name: value.astype(dtype) for name, value in weights.items()}
-            y_XD = rms_norm(x_XD, weights["attention_norm"], c.rms_norm_eps)
-            q_XNH = jnp.einsum("XD,DNH->XNH", y_XD, w["q"])
-            k_XKH = jnp.einsum("XD,DKH->XKH", y_XD, w["k"])
-            v_XKH = jnp.einsum("XD,DKH->XKH", y_XD, w["v"])
-            if c.qkv_bias:
-                q_XNH = q_XNH + w["q_bias"][None]
-                k_XKH = k_XKH + w["k_bias"][None]
-                v_XKH = v_XKH + w["v_bias"][None]
-            if c.qk_norm:
-                q_XNH = rms_norm(q_XNH, weights["q_norm"], c.rms_norm_eps)
-                k_XKH = rms_norm(k_XKH, weights["k_norm"], c.rms_norm_eps)
-            q_BTNH = rotate(q_XNH.reshape(B, T, N, H), sin_cos)
-            k_BTKH = rotate(k_XKH.reshape(B, T, K, H), sin_cos)
-            v_BTKH = v_XKH.reshape(B, T, K, H)
-            a_BTNH, cache = attend(index, q_BTNH, k_BTKH, v_BTKH, cache, window)
-            x_XD = x_XD + jnp.einsum("XNH,NHD->XD", a_BTNH.reshape(-1, N, H), w["o"])
-            y_XD = rms_norm(x_XD, weights["mlp_norm"], c.rms_norm_eps)
-            gate_XF = jnp.einsum("XD,DF->XF", y_XD, w["gate"])
-            up_XF = jnp.einsum("XD,DF->XF", y_XD, w["up"])
-            x_XD = x_XD + jnp.einsum("XF,FD->XD", jax.nn.silu(gate_XF) * up_XF, w["down"])
-            return (x_XD, cache), None
-
-        if c.remat == "full":
-            layer = jax.checkpoint(layer, prevent_cse=False)
-        weights = {name: param[...] for name, param in self.layers.items()}
-        x_XD = self.embed[...].astype(dtype)[tokens_BT.reshape(-1)]
-        (x_XD, cache), _ = jax.lax.scan(
-            layer, (x_XD, cache), (weights, jnp.arange(L), jnp.asarray(windows_L))
-        )
-        x_XD = rms_norm(x_XD, self.final_norm[...], c.rms_norm_eps)
-        return x_XD.reshape(B, T, c.width), cache
-
 
 def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
     """x / rms(x) * scale over the last axis of x [..., D], in float32, in the dtype of x."""
@@ -172,6 +121,14 @@ def param_axes(config: ModelConfig) -> Params:
     return nnx.to_pure_dict(axes)
 
 
+def unstacked(params: Params) -> Params:
+    """The parameters with a tuple of layers in the place of stacked ones: `hidden_states` then
+    writes the layers out one after another instead of scanning over them."""
+    stacked = params["layers"]
+    num = len(next(iter(stacked.values())))
+    return params | {"layers": tuple({n: x[i] for n, x in stacked.items()} for i in range(num))}
+
+
 def hidden_states(
     config: ModelConfig,
     params: Params,
@@ -183,16 +140,62 @@ def hidden_states(
     """Final hidden states [B, T, D] in the compute dtype, and the cache as `attend` left it.
 
     Args:
-        params: from `init_params` or a checkpoint.
+        params: from `init_params` or a checkpoint; or `unstacked`.
         tokens_BT: int32 token ids.
         positions_BT: int32 positions, restarting at 0 in each packed segment.
         attend: how queries find keys: see `dapo_jax.attention`.
         cache: any pytree that `attend` reads and returns.
     """
-    graph, state = _abstract(config)
-    state = jax.tree.map(lambda leaf: leaf, state)
-    nnx.replace_by_pure_dict(state, params)
-    return nnx.merge(graph, state)(tokens_BT, positions_BT, attend, cache)
+    c, dtype = config, jnp.dtype(config.compute_dtype)
+    B, T = tokens_BT.shape
+    L, N, K, H = c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim
+    sin_cos = rotary_angles(positions_BT, c.head_dim, c.rope_theta, c.rope_scaling)
+    windows_L = np.full(L, NO_WINDOW, np.int32)
+    windows_L[list(c.sliding_layers)] = c.sliding_window or NO_WINDOW
+
+    # X = B * T tokens: products with weights are plain matrix products, forward and backward.
+    # With B and T apart XLA's CPU backend transposes activations for the weight gradients,
+    # which made the backward pass 1.7 times as slow.
+    def layer(carry, weights_and_index):
+        x_XD, cache = carry
+        weights, index, window = weights_and_index
+        window = window if c.sliding_layers else None
+        w = {name: value.astype(dtype) for name, value in weights.items()}
+        y_XD = rms_norm(x_XD, weights["attention_norm"], c.rms_norm_eps)
+        q_XNH = jnp.einsum("XD,DNH->XNH", y_XD, w["q"])
+        k_XKH = jnp.einsum("XD,DKH->XKH", y_XD, w["k"])
+        v_XKH = jnp.einsum("XD,DKH->XKH", y_XD, w["v"])
+        if c.qkv_bias:
+            q_XNH = q_XNH + w["q_bias"][None]
+            k_XKH = k_XKH + w["k_bias"][None]
+            v_XKH = v_XKH + w["v_bias"][None]
+        if c.qk_norm:
+            q_XNH = rms_norm(q_XNH, weights["q_norm"], c.rms_norm_eps)
+            k_XKH = rms_norm(k_XKH, weights["k_norm"], c.rms_norm_eps)
+        q_BTNH = rotate(q_XNH.reshape(B, T, N, H), sin_cos)
+        k_BTKH = rotate(k_XKH.reshape(B, T, K, H), sin_cos)
+        v_BTKH = v_XKH.reshape(B, T, K, H)
+        a_BTNH, cache = attend(index, q_BTNH, k_BTKH, v_BTKH, cache, window)
+        x_XD = x_XD + jnp.einsum("XNH,NHD->XD", a_BTNH.reshape(-1, N, H), w["o"])
+        y_XD = rms_norm(x_XD, weights["mlp_norm"], c.rms_norm_eps)
+        gate_XF = jnp.einsum("XD,DF->XF", y_XD, w["gate"])
+        up_XF = jnp.einsum("XD,DF->XF", y_XD, w["up"])
+        x_XD = x_XD + jnp.einsum("XF,FD->XD", jax.nn.silu(gate_XF) * up_XF, w["down"])
+        return (x_XD, cache), None
+
+    x_XD = params["embed"].astype(dtype)[tokens_BT.reshape(-1)]
+    layers = params["layers"]
+    if isinstance(layers, tuple):
+        for i, weights in enumerate(layers):
+            (x_XD, cache), _ = layer((x_XD, cache), (weights, i, int(windows_L[i])))
+    else:
+        if c.remat == "full":
+            layer = jax.checkpoint(layer, prevent_cse=False)
+        (x_XD, cache), _ = jax.lax.scan(
+            layer, (x_XD, cache), (layers, jnp.arange(L), jnp.asarray(windows_L))
+        )
+    x_XD = rms_norm(x_XD, params["final_norm"], c.rms_norm_eps)
+    return x_XD.reshape(B, T, c.width), cache
 
 
 def unembedding(params: Params) -> jax.Array:

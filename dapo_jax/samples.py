@@ -53,7 +53,13 @@ def make_samples(
     o = config.objective
     responses = [(q, group, r) for q, group in enumerate(groups) for r in group.responses]
     verdicts = [verdict for group in groups for verdict in group.verdicts]
-    trained_R = np.array([not (o.overlong_filter and r.truncated) for _, _, r in responses], bool)
+    trained_R = np.array(
+        [
+            r.finish_reason != "invalid" and not (o.overlong_filter and r.truncated)
+            for _, _, r in responses
+        ],
+        bool,
+    )
     joined = lambda arrays, dtype: np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype)
     components = [reward_components(config, group) for group in groups]
     steps: tuple[Any, ...] = ((),) * len(responses)

@@ -28,6 +28,7 @@ from dapo_jax.problems import rubrics
 from dapo_jax.progress import Progress, StopSignals, duration
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout import scheduler
+from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.run_directory import RunDirectory
 from dapo_jax.samples import adapted_kl_coefficient, shaped_rewards
 from dapo_jax.scoring import Scoring
@@ -182,10 +183,10 @@ class _Run:
         """One rollout step: sample until the batch is full, update, evaluate, log, save."""
         assert self.state is not None and self.host is not None
         trainer, config, step = self.trainer, self.config, self.step + 1
-        params = self.state.policy.params
         begun, compiled = time.monotonic(), self.compilations.count
+        params = trainer.engine.load_params(self.state.policy.params)
         clock = {"rollout": 0.0, "reward": 0.0}
-        stats = scheduler.RolloutStats(0, 0, 0)
+        stats = scheduler.RolloutStats()
         key = jax.random.fold_in(jax.random.fold_in(trainer.key, ROLLOUT_KEY), step)
         rounds = 0
 
@@ -326,11 +327,12 @@ class _Run:
         problems = [group.problem for group in groups]
         scoring = Scoring(self.pool, problems, self.trainer.train_rubrics)
         responses_Q1, _ = scheduler.generate(
-            self.trainer.greedy_engine,
-            self.state.policy.params,
+            self.trainer.engine,
+            self.trainer.engine.load_params(self.state.policy.params),
             problems,
             self.trainer.detokenize,
             num_samples=1,
+            sampling=SamplingParams(temperature_X=0.0),
             key=jax.random.fold_in(jax.random.fold_in(self.trainer.key, BASELINE_KEY), step),
             finished=scoring.submit,
             check_stop=self.signals.check,
@@ -379,13 +381,16 @@ class _Run:
         self.progress.doing(f"step {step}: evaluating on {len(self.trainer.heldout)} problems")
         key = jax.random.fold_in(jax.random.fold_in(self.trainer.key, EVALUATION_KEY), step)
         return evaluate(
-            self.trainer.evaluation_engine,
-            self.state.policy.params,
+            self.trainer.engine,
+            self.trainer.engine.load_params(self.state.policy.params),
             self.trainer.heldout,
             self.trainer.detokenize,
             self.pool,
             self.trainer.heldout_rubrics,
             num_samples=self.config.evaluation.num_samples,
+            sampling=SamplingParams(
+                self.config.evaluation.temperature, self.config.evaluation.top_p
+            ),
             key=key,
             # After an update there is no way back to the step before: a stop waits for the end of
             # the evaluation. The base can be evaluated again.

@@ -1,6 +1,6 @@
 """The compiled programs of a run and what they need: data, engines, learner."""
 
-import functools
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ from dapo_jax.learner import Learner
 from dapo_jax.problems import load, rubrics
 from dapo_jax.progress import Progress
 from dapo_jax.rollout.engine import DecoderEngine, EngineSpec
+from dapo_jax.rollout.paged import page_bytes
 from dapo_jax.sharding import check_batch_shapes, make_mesh
 from dapo_jax.tokenizer import load_tokenizer, stop_tokens
+from dapo_jax.types import UserError
 
 
 class Trainer:
@@ -42,18 +44,9 @@ class Trainer:
         weights = {name: source.weight or 0.0 for name, source in d.train.items()}
         self.stream = ProblemStream(problems["train"], config.seed, weights)
         self.key = jax.random.key(config.seed)
-        engine = functools.partial(
-            make_engine,
-            config,
-            self.mesh,
-            self.tokenizer,
-            max_prompt_tokens=config.data.max_prompt_tokens,
+        self.engine = make_engine(
+            config, self.mesh, self.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens
         )
-        r, e = config.rollout, config.evaluation
-        self.engine = engine(temperature=r.temperature, top_p=r.top_p)
-        self.evaluation_engine = engine(temperature=e.temperature, top_p=e.top_p)
-        if config.objective.advantage == "remax":
-            self.greedy_engine = engine(temperature=0.0, top_p=1.0)
         self.learner = Learner(config, self.mesh, self.detokenize, progress.say)
 
     def detokenize(self, sequences: Sequence[np.ndarray]) -> list[str]:
@@ -66,19 +59,46 @@ def make_engine(
     tokenizer: Any,
     *,
     max_prompt_tokens: int,
-    temperature: float,
-    top_p: float,
 ) -> DecoderEngine:
-    """The engine that draws responses of the config's model."""
+    """The engine that draws responses of the config's model, as `config.rollout` says unless a
+    request says otherwise.
+
+    Raises:
+        UserError: the KV cache of `config.rollout.cache_gib` does not hold one sequence.
+    """
+    r = config.rollout
     spec = EngineSpec(
         model=config.model,
-        layout=config.mesh,
-        slots=config.rollout.slots,
-        prefill_prompts=config.rollout.prefill_prompts,
+        layout=dataclasses.replace(config.mesh, data=mesh.shape["data"], fsdp=mesh.shape["fsdp"]),
+        slots=r.slots,
+        prefill_prompts=r.prefill_prompts,
         max_prompt_tokens=max_prompt_tokens,
-        max_response_tokens=config.rollout.max_response_tokens,
+        max_response_tokens=r.max_response_tokens,
         stop_tokens=stop_tokens(config.model, tokenizer),
-        temperature=temperature,
-        top_p=top_p,
+        temperature=r.temperature,
+        top_p=r.top_p,
+        samples=r.group_size,
+        page_tokens=r.page_tokens,
+        decode_steps=r.decode_steps,
+        prefill_chunk_tokens=r.prefill_chunk_tokens,
     )
+    if r.cache_gib is not None:
+        spec = dataclasses.replace(spec, num_pages=_num_pages(spec, mesh, r.cache_gib))
     return DecoderEngine(spec, mesh)
+
+
+def _num_pages(spec: EngineSpec, mesh: Mesh, cache_gib: float) -> int | None:
+    """Pages over all shards that the memory of each device holds; None if that is enough anyway."""
+    kv_axis = dict(spec.layout.rules)["kv_heads"]
+    page = page_bytes(spec.model, spec.pool_layout) // (mesh.shape[kv_axis] if kv_axis else 1)
+    pages = int(cache_gib * 2**30 / page)
+    prompt = -(-spec.max_prompt_tokens // spec.page_tokens)
+    least = 1 + prompt + spec.table_pages + 2
+    if pages < least:
+        raise UserError(
+            f"config.rollout.cache_gib ({cache_gib:g}) holds {pages} pages of "
+            f"{spec.page_tokens} tokens, {page:,} bytes each on a device. One prompt of "
+            f"{spec.max_prompt_tokens} tokens and one sequence of {spec.max_tokens} need {least}: "
+            f"set it to {least * page / 2**30:.3g} or more, or make them shorter."
+        )
+    return None if pages >= spec.shard_pages else pages * spec.shards

@@ -43,7 +43,9 @@ class Response(NamedTuple):
 
     tokens: np.ndarray  # int32 [length]
     log_probs: np.ndarray  # float32 [length], under the distribution sampled from
-    finish_reason: str  # "stop": drew a stop token; "length": cut at max_response_tokens
+    # "stop": drew a stop token; "length": cut at max_response_tokens; "invalid": the logits were
+    # not finite, never trained on.
+    finish_reason: str
     text: str  # decoded, special tokens left out
 
     @property

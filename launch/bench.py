@@ -1,7 +1,17 @@
-"""Measures: python launch/bench.py load [--gigabytes=2 --devices=8] [--json]
+"""Measures: python launch/bench.py rollout | load [flags] [--json]
 
-load  a made checkpoint of that size onto that many virtual CPU devices, and onto one: seconds, and
-      the memory that was needed besides the arrays
+rollout  random weights, tied embeddings: tokens per second, occupancy of the decode slots while
+         responses wait, compilations after the first run, peak memory, and the share of what the
+         matrix products alone allow on this machine
+  --layers 4 --width 256 --heads 4 --kv_heads 2 --d_ff 1024 --vocab 512 --dtype float32   the model
+  --prompts 4 --group 8 --prompt_len 32 --gen_len 128                                     the work
+  --lengths uniform|longtail   of the responses: all gen_len; or log-normal with sigma 1, mean
+                               gen_len / 4, at most gen_len
+  --slots 0                    sequences decoded at once; 0: as many as responses, at most 64
+  --decode_steps 8 --page_tokens 32 --temperature 1 --top_p 1 --runs 7
+load     a made checkpoint onto virtual CPU devices, and onto one: seconds, and the memory that was
+         needed besides the arrays
+  --gigabytes 2 --devices 8
 """
 
 import json
@@ -14,26 +24,49 @@ ROOT = Path(__file__).resolve().parent.parent
 def main(argv: list[str]) -> int:
     """The exit status: 0 done, 2 the user's mistake, 1 a failure."""
     sys.path.insert(0, str(ROOT))
-    from dapo_jax.command_line import fail, parse_flags
-    from dapo_jax.types import UserError
+    from dapo_jax.command_line import fail
 
     try:
-        flags = parse_flags(
-            [argv[0], *argv[2:]] if argv[1:2] == ["load"] else argv,
-            __doc__ or "",
-            text={},
-            numbers={"gigabytes": 2.0, "devices": 8},
-            switches=("json",),
-        )
-        if argv[1:2] != ["load"]:
-            raise UserError("what is to be measured? Known are: load.")
-        from dapo_jax.bench.load import bench_load
-
-        found = bench_load(flags["gigabytes"], flags["devices"])
-        print(json.dumps(found) if flags["json"] else json.dumps(found, indent=2))
+        found = measure(argv)
+        print(json.dumps(found) if "--json" in argv else json.dumps(found, indent=2))
     except Exception as error:
         return fail(error)
     return 0
+
+
+def measure(argv: list[str]) -> dict:
+    """The figures of what the command line asks for."""
+    from dapo_jax.command_line import parse_flags
+    from dapo_jax.types import UserError
+
+    kinds = {
+        "rollout": {
+            "text": {"dtype": "float32", "lengths": "uniform"},
+            "numbers": {
+                "layers": 4, "width": 256, "heads": 4, "kv_heads": 2, "d_ff": 1024, "vocab": 512,
+                "prompts": 4, "group": 8, "prompt_len": 32, "gen_len": 128, "slots": 0,
+                "decode_steps": 8, "page_tokens": 32, "temperature": 1.0, "top_p": 1.0, "runs": 7,
+            },
+        },
+        "load": {"text": {}, "numbers": {"gigabytes": 2.0, "devices": 8}},
+    }  # fmt: skip
+    kind = argv[1] if len(argv) > 1 else ""
+    if kind not in kinds and not {"--help", "-h"} & set(argv):
+        raise UserError(f"what is to be measured? Known are {' and '.join(kinds)}; got {kind!r}.")
+    flags = parse_flags(
+        [argv[0], *argv[2:]] if kind in kinds else argv,
+        __doc__ or "",
+        switches=("json",),
+        **kinds.get(kind, {"text": {}, "numbers": {}}),
+    )
+    del flags["json"]
+    if kind == "load":
+        from dapo_jax.bench.load import bench_load
+
+        return bench_load(**flags)
+    from dapo_jax.bench.rollout import Shape, bench_rollout
+
+    return bench_rollout(Shape(**flags))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ LAYERS = [
     ["model", "attention", "log_probs", "sharding", "samples", "data", "tokenizer", "checkpoint",
      "reward_pool", "scoring", "votes", "run_directory", "report", "benchmark_page",
      "report_data", "report_plots", "paper_curves"],
-    ["rollout.jetstream", "rollout.sampling", "rollout.engine", "rollout.scheduler", "rollout"],
+    ["rollout.jetstream", "rollout.sampling", "rollout.paged", "rollout.slots", "rollout.engine",
+     "rollout.scheduler", "rollout"],
     ["train_step", "critic", "dynamic_sampling", "pretrain", "problems", "plan"],
     ["weights"],
     ["base", "evaluate", "metrics", "score_file"],
@@ -27,7 +28,7 @@ LAYERS = [
     ["trainer"],
     ["train", "evaluate_model"],
     ["export", "generate"],
-    ["bench.memory", "bench.load", "bench"],
+    ["bench.memory", "bench.load", "bench.rollout", "bench"],
     ["command_line"],
 ]  # fmt: skip
 

@@ -12,7 +12,7 @@ from dapo_jax import log_probs
 from dapo_jax.compilations import CompilationCounter
 from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.engine import DecoderEngine, EngineSpec
-from dapo_jax.rollout.sampling import keep_top_p, sample
+from dapo_jax.rollout.sampling import SamplingParams, _invert, sample, truncate
 from dapo_jax.types import Problem
 from tests.helpers import Sample, make_mesh, make_params, rows_of, tiny_config
 
@@ -21,7 +21,10 @@ EOS = 1
 KEY = jax.random.key(7)
 
 
-def make_engine(*, slots=16, prefill=8, temperature=1.0, top_p=1.0, num_devices=1, **mesh):
+def make_engine(
+    *, slots=16, prefill=8, temperature=1.0, top_p=1.0, num_devices=1, samples=1, page_tokens=32,
+    num_pages=None, decode_steps=8, prefill_chunk_tokens=512, **mesh,
+):  # fmt: skip
     layout = dataclasses.replace(CONFIG.mesh, **mesh)
     spec = EngineSpec(
         model=CONFIG.model,
@@ -33,6 +36,11 @@ def make_engine(*, slots=16, prefill=8, temperature=1.0, top_p=1.0, num_devices=
         stop_tokens=(EOS,),
         temperature=temperature,
         top_p=top_p,
+        samples=samples,
+        page_tokens=page_tokens,
+        num_pages=num_pages,
+        decode_steps=decode_steps,
+        prefill_chunk_tokens=prefill_chunk_tokens,
     )
     return DecoderEngine(spec, make_mesh(dataclasses.replace(CONFIG, mesh=layout), num_devices))
 
@@ -109,11 +117,12 @@ def test_temperature_zero_takes_the_most_probable_token(params, problems):
     assert tokens_of(first) == tokens_of(again), "no key is used"
     assert all(len({tuple(tokens) for tokens in row}) == 1 for row in tokens_of(first))
     logits = jnp.asarray([[0.0, 2.0, 2.0, -1.0]])
-    tokens, log_probs = sample(
-        logits, jnp.zeros((1, 2), jnp.uint32), jnp.zeros(1, jnp.int32), top_p=1.0, greedy=True
+    params = SamplingParams(temperature_X=0.0)
+    drawn = sample(
+        logits, jnp.zeros((1, 2), jnp.uint32), jnp.zeros(1, jnp.int32), params, params.mode
     )
-    assert tokens.tolist() == [1]
-    np.testing.assert_allclose(log_probs, jax.nn.log_softmax(logits)[0, 1], rtol=1e-6)
+    assert drawn.token_B.tolist() == [1]
+    np.testing.assert_allclose(drawn.log_prob_B, jax.nn.log_softmax(logits)[0, 1], rtol=1e-6)
 
 
 def test_finish_reasons(params, problems):
@@ -149,7 +158,9 @@ def test_samples_problems_epochs_and_steps_draw_differently(params, problems):
     first = tokens_of(draw(make_engine(), params, same)[0])
     other = tokens_of(draw(make_engine(), params, same, key=jax.random.key(8))[0])
     drawn = [tuple(tokens) for row in first + other for tokens in row]
-    assert len(set(drawn)) == len(drawn) == 24
+    assert len(drawn) == 24
+    long = [tokens for tokens in drawn if len(tokens) > 2]  # an end at once may come twice
+    assert len(set(long)) == len(long) > 15
     # Not only whole responses: first tokens must not be shared by all samples of a prompt either.
     assert all(len({tokens[0] for tokens in row}) > 1 for row in first)
 
@@ -203,18 +214,122 @@ def test_sampling_frequencies_and_log_probs():
     keys = jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(KEY, i)))(jnp.arange(B))
     for top_p, expected in ((1.0, [0.5, 0.25, 0.15, 0.1]), (0.7, [2 / 3, 1 / 3, 0, 0])):
         logits_BV = jnp.broadcast_to(logits, (B, 4))
-        tokens, logp = sample(logits_BV, keys, jnp.zeros(B, jnp.int32), top_p=top_p)
+        params = SamplingParams(top_p_X=top_p)
+        drawn = sample(logits_BV, keys, jnp.zeros(B, jnp.int32), params, params.mode)
+        tokens = np.asarray(drawn.token_B)
         np.testing.assert_allclose(np.bincount(tokens, minlength=4) / B, expected, atol=0.03)
-        np.testing.assert_allclose(np.exp(logp), np.array(expected)[np.asarray(tokens)], rtol=1e-5)
+        np.testing.assert_allclose(np.exp(drawn.log_prob_B), np.array(expected)[tokens], rtol=1e-5)
+        model_probs = np.array([0.5, 0.25, 0.15, 0.1])[tokens]
+        np.testing.assert_allclose(np.exp(drawn.model_log_prob_B), model_probs, rtol=1e-5)
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.75, 0.9, 0.999])
 def test_nucleus_is_the_smallest_set(top_p):
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((50, 11)).astype(np.float32) * 2
-    kept = np.isfinite(keep_top_p(jnp.asarray(logits), top_p))
+    kept = np.isfinite(truncate(jnp.asarray(logits), SamplingParams(top_p_X=top_p)))
     for row, keep in zip(logits, kept, strict=True):
         p = np.exp(row.astype(np.float64)) / np.exp(row.astype(np.float64)).sum()
         order = np.argsort(-p)
         n = int(np.searchsorted(np.cumsum(p[order]), top_p)) + 1
         assert set(np.flatnonzero(keep)) == set(order[:n])
+
+
+def complete(run):
+    while run.has_work():
+        run.one_call()
+    return [[done[s].tokens.tolist() for s in range(len(done))] for done in run.done]
+
+
+@pytest.mark.parametrize("mesh", [{}, dict(data=2)])
+def test_where_pages_are_short_sequences_wait_and_go_on_with_the_same_tokens(
+    params, problems, mesh
+):
+    """And every page comes back."""
+    roomy = make_engine(page_tokens=4, samples=4)
+    expected = tokens_of(draw(roomy, params, problems)[0])
+    shards = mesh.get("data", 1)
+    least = 1 + 6 + roomy.spec.table_pages + 2
+    engine = make_engine(
+        page_tokens=4, samples=4, num_pages=(least + 6) * shards, num_devices=shards, **mesh
+    )
+    assert engine.spec.shard_pages == least + 6 < roomy.spec.shard_pages / 3
+    run = scheduler._Run(
+        engine, engine.load_params(params), iter(problems), lambda x: [""] * len(x), 4, KEY,
+        None, None,
+    )  # fmt: skip
+    assert complete(run) == expected
+    assert run.stats.preempted > 0
+    assert np.asarray(run.state.num_free).tolist() == [engine.spec.shard_pages - 1] * shards
+    pages = np.sort(np.asarray(run.state.free_N)[:, : engine.spec.shard_pages - 1], axis=1)
+    assert (pages == np.arange(1, engine.spec.shard_pages)).all(), "each of them once"
+
+
+def test_long_prompts_in_chunks_are_the_same(params, problems):
+    expected = tokens_of(draw(make_engine(), params, problems)[0])
+    chunked = make_engine(page_tokens=8, prefill_chunk_tokens=8)
+    assert tokens_of(draw(chunked, params, problems)[0]) == expected
+
+
+def test_limits_and_problems_that_come_later(params, problems):
+    engine = make_engine(samples=2, decode_steps=3)
+    expected = tokens_of(draw(make_engine(), params, problems)[0])
+    source = (p for problem in problems for p in (None, problem, None))
+    responses, stats = scheduler.generate(
+        engine, engine.load_params(params), source, lambda x: [""] * len(x), num_samples=4,
+        key=KEY, limits=lambda problem, sample: 1 + (problem + sample) % 9,
+    )  # fmt: skip
+    for q, row in enumerate(tokens_of(responses)):
+        for s, tokens in enumerate(row):
+            assert tokens == expected[q][s][: 1 + (q + s) % 9]
+    assert stats.tokens == sum(len(t) for row in tokens_of(responses) for t in row)
+
+
+def test_when_it_is_enough_the_rest_is_left(params, problems):
+    engine, told = make_engine(), []
+    responses, _ = scheduler.generate(
+        engine, engine.load_params(params), problems, lambda x: [""] * len(x), num_samples=4,
+        key=KEY, finished=told.extend, enough=lambda: len(told) > 20,
+    )  # fmt: skip
+    expected = tokens_of(draw(engine, params, problems)[0])
+    assert 20 < len(told) < 80
+    complete = [q for q, row in enumerate(responses) if row]
+    assert 0 < len(complete) < 20
+    for q in complete:
+        assert tokens_of(responses)[q] == expected[q]
+
+
+def test_logits_that_are_not_numbers_end_the_response(params, problems):
+    broken = params | {"embed": params["embed"].at[31].set(jnp.nan)}
+    responses, stats = draw(make_engine(), broken, problems[:3])
+    every = [response for row in responses for response in row]
+    assert [r.finish_reason for r in every] == ["invalid"] * 12 and stats.invalid == 12
+    assert all(len(r.tokens) == 1 and r.log_probs[0] == 0 for r in every)
+
+
+@pytest.mark.parametrize("top_k, top_p, min_p", [(3, 1.0, 0.0), (1, 1.0, 0.0), (0, 1.0, 0.2),
+                                                (5, 0.8, 0.0), (4, 0.9, 0.3)])  # fmt: skip
+def test_what_is_left_out(top_k, top_p, min_p):
+    """Written from the definitions: top-k, of the rest the nucleus, of that min-p."""
+    logits = np.random.default_rng(0).standard_normal((50, 11)).astype(np.float32) * 2
+    column = lambda x: jnp.full(50, x)
+    params = SamplingParams(1.0, column(top_p), column(top_k), column(min_p))
+    kept = np.isfinite(truncate(jnp.asarray(logits), params))
+    for row, keep in zip(logits.astype(np.float64), kept, strict=True):
+        order = np.argsort(-row)[: top_k or None]
+        p = np.exp(row[order]) / np.exp(row[order]).sum()
+        n = len(p) if top_p == 1 else int(np.searchsorted(np.cumsum(p), top_p)) + 1
+        expected = {v for v, x in zip(order[:n], p[:n]) if x >= min_p * p[0]}
+        assert set(np.flatnonzero(keep)) == expected
+
+
+def test_a_token_without_probability_is_never_drawn():
+    """Whatever the random number: at both ends of its range, and where sums round."""
+    logits = np.full((6, 300), -np.inf, np.float32)
+    logits[0, 299] = logits[1, 0] = logits[2, 128] = logits[3, 127] = 0
+    logits[4, [5, 140, 299]] = [0, -20, -40]
+    logits[5] = np.where(np.arange(300) % 7 == 3, np.arange(300) * 0.1, -np.inf)
+    for uniform in (0.0, 1e-30, 0.3, 0.999999, 1 - 2.0**-24, 1.0):
+        tokens, lse = _invert(jnp.asarray(logits), jnp.full(6, uniform, jnp.float32))
+        assert np.isfinite(logits[np.arange(6), np.asarray(tokens)]).all(), uniform
+    np.testing.assert_allclose(lse, np.log(np.exp(logits).sum(1)), rtol=1e-5, atol=1e-6)

@@ -1,15 +1,18 @@
 """A JetStream `Engine` over the decoder: prefill, insert, generate.
 
-JetStream brings the interface; model, cache and sampler are ours. A decode state holds a fixed
-number of slots. `generate` draws one token in every occupied slot from the logits stored there and
-runs the decoder on it, so that a prompt is prefilled once however many samples are drawn from it.
+JetStream brings the interface; model, cache and sampler are ours. What the scheduler calls is
+`prefill_many`, `enqueue` and `decode`: prompts are prefilled in batches and handed over with the
+number of samples wanted, and a call of `decode` draws several tokens in every slot, giving slots
+that become free to samples that wait (see `slots`). JetStream's own `prefill`, `insert` and
+`generate` work on the same state: one prompt, one slot, one token.
 
-`prefill_many` and `insert_many` are what the scheduler calls; JetStream's own `prefill` and
-`insert` are their one-prompt, one-slot case.
+Every shard of the batch (the data and fsdp axes) keeps slots, pages and prompts of its own, and
+decodes by itself; the tensor axis splits heads within a shard.
 """
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -20,12 +23,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax import attention, log_probs, model
 from dapo_jax.config import MeshConfig, ModelConfig
-from dapo_jax.rollout import jetstream
-from dapo_jax.rollout.sampling import sample
-from dapo_jax.sharding import BATCH_AXES, batch_sharding, param_shardings, replicated
+from dapo_jax.rollout import jetstream, paged, slots
+from dapo_jax.rollout.sampling import Mode, SamplingParams, sample
+from dapo_jax.rollout.slots import Arrivals, DecodeState
+from dapo_jax.sharding import BATCH_AXES, param_shardings, replicated
 from dapo_jax.types import Array
 
-INSERT_WIDTH = 16  # slots filled per insert call; a fixed number, so that nothing recompiles
+UNROLLED_LAYERS = 32  # at most, on CPUs: there a scan copies each layer's weights at each token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,37 +38,89 @@ class EngineSpec:
 
     model: ModelConfig
     layout: MeshConfig
-    slots: int
-    prefill_prompts: int
+    slots: int  # over all shards
+    prefill_prompts: int  # over all shards
     max_prompt_tokens: int
     max_response_tokens: int
     stop_tokens: tuple[int, ...]
-    temperature: float  # 0: greedy
-    top_p: float
+    temperature: float = 1.0  # 0: greedy; of requests that do not say
+    top_p: float = 1.0
+    samples: int = 1  # of one prompt that share its pages
+    page_tokens: int = 32
+    num_pages: int | None = None  # over all shards; None: no sequence ever waits for one
+    decode_steps: int = 8  # tokens a call
+    prefill_chunk_tokens: int = 512
+    kernel: paged.Kernel = "xla"
 
     @property
-    def cache_tokens(self) -> int:
+    def shards(self) -> int:
+        return math.prod((self.layout.data, self.layout.fsdp))
+
+    @property
+    def max_tokens(self) -> int:
         return self.max_prompt_tokens + self.max_response_tokens
+
+    @property
+    def table_pages(self) -> int:
+        """Of one sequence at its longest."""
+        return -(-self.max_tokens // self.page_tokens)
+
+    @property
+    def entries(self) -> int:
+        """Of one shard: enough that no slot waits for a prompt while results are on their way."""
+        B, P = self.slots // self.shards, self.prefill_prompts // self.shards
+        return 2 * -(-B // self.samples) + P
+
+    @property
+    def shard_pages(self) -> int:
+        """Of one shard, page 0 included."""
+        if self.num_pages is not None:
+            return self.num_pages // self.shards
+        B, prompt = self.slots // self.shards, -(-self.max_prompt_tokens // self.page_tokens)
+        # A sample that comes asks for two more than it needs, see `slots.refill`.
+        return 1 + B * (self.table_pages + 2) + self.entries * prompt
+
+    @property
+    def pool_layout(self) -> paged.Layout:
+        return paged.Layout(self.kernel, self.page_tokens, self.model.compute_dtype)
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(self.temperature, self.top_p)
+
+
+def buckets(most: int, ratio: float) -> tuple[int, ...]:
+    """Sizes up to `most`, each at least one and at most about `ratio` times the one before."""
+    sizes, size = [], 1
+    while size < most:
+        sizes.append(size)
+        size = max(size + 1, int(size * ratio))
+    return (*sizes, most)
 
 
 class Prefix(NamedTuple):
-    """Prefilled prompts: keys and values, logits of the next token, random keys."""
+    """Prefilled prompts; a leading axis for the shards."""
 
-    cache: tuple[Array, Array]  # each [L, P, max_prompt_tokens, K, H]
-    logits_PV: Array
-    lengths_P: Array
-    keys_P2: Array  # of the prompt; a sample's key is folded from it
+    pages: Array  # [R, L, P * pages, ...]: see `paged`
+    hidden_RPD: Array  # after the last token
+    length_RP: Array
+    key_RP2: Array  # uint32: random keys of the prompts, from which those of samples are folded
 
 
-class DecodeState(NamedTuple):
-    """What a slot holds. B slots."""
+class Step(NamedTuple):
+    """What a call of `decode` drew: R shards, at most k tokens in each of B slots."""
 
-    cache: tuple[Array, Array]  # each [L, B, cache_tokens, K, H]
-    logits_BV: Array  # float32, of the next token, divided by the temperature
-    lengths_B: Array  # tokens in the cache
-    generated_B: Array  # response tokens drawn
-    keys_B2: Array  # of the sample
-    active_B: Array  # bool
+    token_RkB: Any
+    log_prob_RkB: Any  # under the distribution that it was drawn from
+    model_log_prob_RkB: Any  # under the untempered model
+    flags_RkB: Any  # VALID, OVER, NOT_FINITE
+    entry_RkB: Any  # of the sample
+    column_RkB: Any
+    waiting_Rk: Any  # samples that had found no slot when the token was drawn
+    free_R: Any  # pages left
+
+
+VALID, OVER, NOT_FINITE = 1, 2, 4
 
 
 @struct.dataclass
@@ -86,27 +142,49 @@ class DecoderEngine(jetstream.Engine):
     """The engine the trainer samples from, and evaluates with."""
 
     def __init__(self, spec: EngineSpec, mesh: Mesh):
-        self.spec = spec
+        layout = dataclasses.replace(spec.layout, data=mesh.shape["data"], fsdp=mesh.shape["fsdp"])
+        self.spec = spec = dataclasses.replace(spec, layout=layout)
         self._mesh = mesh
-        self._prefill, self._insert, self._generate, self._init = _programs(spec, mesh)
+        self._programs = _Programs(spec, mesh)
+        prompt = -(-spec.max_prompt_tokens // spec.page_tokens)
+        # Longer ones are prompts with what was drawn before their pages were taken away.
+        longer = buckets(spec.table_pages, 2.0) if spec.num_pages is not None else ()
+        self.prompt_pages = (*buckets(prompt, 2.0), *(n for n in longer if n > prompt))
+        self.table_pages = buckets(spec.table_pages, 1.5) if spec.kernel == "xla" else (
+            spec.table_pages,
+        )  # fmt: skip
 
     def prefill_many(
-        self, params: model.Params, tokens_PT: np.ndarray, lengths_P: np.ndarray, keys_P2: Any
-    ) -> Prefix:
-        """Keys, values and next-token logits of `prefill_prompts` prompts, padded on the right."""
-        return self._prefill(params, tokens_PT, lengths_P, keys_P2)
-
-    def insert_many(
         self,
-        prefix: Prefix,
-        state: DecodeState,
-        slots_W: np.ndarray,
-        prompts_W: np.ndarray,
-        samples_W: np.ndarray,
+        params: model.Params,
+        tokens_RPT: np.ndarray,
+        length_RP: np.ndarray,
+        key_RP2: Any,
+    ) -> Prefix:
+        """Keys, values and last hidden states of prompts padded on the right to whole pages."""
+        return self._programs.prefill(params, tokens_RPT, length_RP, key_RP2)
+
+    def enqueue(self, state: DecodeState, prefix: Prefix, arrivals: Arrivals) -> DecodeState:
+        """The state with prompts whose samples wait for slots; every array of `arrivals` has a
+        leading axis for the shards. The state is donated."""
+        return self._programs.enqueue(state, prefix, arrivals)
+
+    def decode(
+        self, params: model.Params, state: DecodeState, table_pages: int, mode: Mode
+    ) -> tuple[DecodeState, Step]:
+        """Up to `decode_steps` tokens in every slot; the state is donated.
+
+        Args:
+            table_pages: one of `self.table_pages`; no sequence may outgrow it in this call.
+            mode: what the requests need, see `sampling`.
+        """
+        return self._programs.decode(table_pages, mode, self.spec.decode_steps)(params, state)
+
+    def cancel(
+        self, state: DecodeState, entry_RW: np.ndarray, column_RW: np.ndarray
     ) -> DecodeState:
-        """The state with sample `samples_W[i]` of prompt `prompts_W[i]` of the prefix put into slot
-        `slots_W[i]`, for INSERT_WIDTH entries; a slot number of `spec.slots` skips its entry."""
-        return self._insert(prefix, state, slots_W, prompts_W, samples_W)
+        """The state without these samples; it is donated."""
+        return self._programs.cancel(state, entry_RW, column_RW)
 
     def prefill(
         self,
@@ -117,29 +195,30 @@ class DecoderEngine(jetstream.Engine):
         true_length: int,
         key_2: Any = (0, 0),
     ) -> Prefix:
-        """One prompt. JetStream's interface has no place for its random key: `key_2` is key data,
-        the same for every prompt unless given."""
+        """One prompt, on every shard. JetStream's interface has no place for its random key:
+        `key_2` is key data, the same for every prompt unless given."""
         if existing_prefix is not None:
             raise ValueError("existing_prefix is not supported: prompts are prefilled whole")
-        P, T = self.spec.prefill_prompts, self.spec.max_prompt_tokens
-        tokens_PT = np.zeros((P, T), np.int32)
-        tokens_PT[0, : len(padded_tokens)] = np.asarray(padded_tokens)[:T]
-        lengths_P = np.ones(P, np.int32)
-        lengths_P[0] = true_length
-        keys_P2 = np.broadcast_to(np.asarray(key_2, np.uint32), (P, 2))
-        return self.prefill_many(params, tokens_PT, lengths_P, keys_P2)
+        A, R = self.spec.page_tokens, self.spec.shards
+        tokens = np.asarray(padded_tokens)[: self.spec.max_prompt_tokens]
+        pages = next(n for n in self.prompt_pages if n * A >= len(tokens))
+        tokens_RPT = np.zeros((R, 1, pages * A), np.int32)
+        tokens_RPT[:, 0, : len(tokens)] = tokens
+        keys_RP2 = np.broadcast_to(np.asarray(key_2, np.uint32), (R, 1, 2))
+        return self.prefill_many(
+            params, tokens_RPT, np.full((R, 1), true_length, np.int32), keys_RP2
+        )
 
     def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
-        """The first prompt of the prefix into one slot; its sample number is the slot's."""
-        slots_W = np.full(INSERT_WIDTH, self.spec.slots, np.int32)
-        slots_W[0] = slot
-        return self.insert_many(prefix, decode_state, slots_W, np.zeros_like(slots_W), slots_W)
+        """The prompt of the prefix into one slot; its sample number is the slot's."""
+        return self._programs.place(decode_state, prefix, np.int32(slot))
 
     def generate(
         self, params: model.Params, decode_state: DecodeState
     ) -> tuple[DecodeState, Results]:
         """One more token in every slot; the state is donated. Invalid where a slot is empty."""
-        state, data, log_prob = self._generate(params, decode_state)
+        one = self._programs.one(self.spec.table_pages, self.spec.params.mode)
+        state, data, log_prob = one(params, decode_state)
         return state, Results(
             data=data,
             tokens_idx=(0, 1),
@@ -151,13 +230,12 @@ class DecoderEngine(jetstream.Engine):
 
     def init_decode_state(self) -> DecodeState:
         """All slots empty."""
-        return self._init()
+        return self._programs.init()
 
     def load_params(self, params: model.Params) -> model.Params:
-        """The parameters in the engine's layout: the trainer's, so nothing is copied."""
-        return jax.device_put(
-            params, param_shardings(self.spec.model, self.spec.layout, self._mesh)
-        )
+        """The parameters as decoding reads them: split over the tensor axis only, matrices in the
+        compute dtype. Where that is how they are, they are shared and nothing is copied."""
+        return self._programs.load(params)
 
     def get_prefix_destination_sharding(self) -> Any:
         return None  # prefill and decode share one mesh
@@ -186,130 +264,259 @@ class DecoderEngine(jetstream.Engine):
         return None
 
 
+def rollout_layout(layout: MeshConfig) -> MeshConfig:
+    """The mesh with parameters whole on every shard of the batch: decoding reads all of them for
+    every token, and would gather them every time."""
+    rules = tuple((name, None if axis in BATCH_AXES else axis) for name, axis in layout.rules)
+    return dataclasses.replace(layout, rules=rules)
+
+
 @functools.cache
-def _programs(spec: EngineSpec, mesh: Mesh) -> tuple[Any, Any, Any, Any]:
-    """The jitted prefill, insert, generate and init programs, with their layouts and donations."""
-    c, dtype = spec.model, jnp.dtype(spec.model.compute_dtype)
-    params_at = param_shardings(c, spec.layout, mesh)
-    kv_axis = dict(spec.layout.rules)["kv_heads"]
-    cache_at = NamedSharding(mesh, PartitionSpec(None, BATCH_AXES, None, kv_axis))
-    slots_at, everywhere = batch_sharding(mesh), replicated(mesh)
-    state_at = DecodeState((cache_at, cache_at), *[slots_at] * 5)
-    prefix_at = Prefix((cache_at, cache_at), *[slots_at] * 3)
+class _Programs:
+    """The compiled programs, with their layouts and donations."""
 
-    def empty_cache(rows: int, tokens: int) -> attention.Cache:
-        shape = (c.num_layers, rows, tokens, c.num_kv_heads, c.head_dim)
-        return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+    def __init__(self, spec: EngineSpec, mesh: Mesh):
+        self.spec, self.mesh, c = spec, mesh, spec.model
+        platform = mesh.devices.flat[0].platform
+        self.unroll = platform == "cpu" and c.num_layers <= UNROLLED_LAYERS
+        self.params_at = param_shardings(c, rollout_layout(spec.layout), mesh)
+        kv = dict(spec.layout.rules)["kv_heads"]
+        batch = PartitionSpec(BATCH_AXES)
+        self.rows_at = NamedSharding(mesh, batch)
+        pool = [BATCH_AXES, *[None] * 6]
+        pool[1 + spec.pool_layout.kv_axis()] = kv
+        pool_at = NamedSharding(mesh, PartitionSpec(*pool[: 1 + len(self._pool_shape())]))
+        shapes = jax.eval_shape(lambda: self._empty())
+        state_at = jax.tree.map(lambda _: self.rows_at, shapes)._replace(pool=pool_at)
+        prefix_at = Prefix(pool_at, self.rows_at, self.rows_at, self.rows_at)
+        everywhere, rows, params = replicated(mesh), self.rows_at, self.params_at
 
-    def next_logits(params: model.Params, hidden_BD: jax.Array) -> jax.Array:
-        unembed_VD = model.unembedding(params)
-        return log_probs.logits(hidden_BD, unembed_VD, temperature=spec.temperature or 1.0)
+        def on_shards(function: Any, *specs: PartitionSpec) -> Any:
+            """The function of one shard, on all; an argument with the spec of the batch has a
+            leading axis for the shards."""
 
-    def init() -> DecodeState:
-        B = spec.slots
-        zeros_B = lambda: jnp.zeros(B, jnp.int32)
-        return DecodeState(
-            empty_cache(B, spec.cache_tokens),
-            jnp.zeros((B, c.vocab_size), jnp.float32),
-            zeros_B(),
-            zeros_B(),
-            jnp.zeros((B, 2), jnp.uint32),
-            jnp.zeros(B, bool),
+            def local(*arguments: Any) -> Any:
+                own = lambda x, spec: jax.tree.map(lambda a: a[0], x) if spec == batch else x
+                found = function(*map(own, arguments, specs))
+                return jax.tree.map(lambda a: a[None], found)
+
+            return jax.shard_map(
+                local, mesh=mesh, in_specs=specs, out_specs=batch, axis_names=set(BATCH_AXES),
+                check_vma=False,
+            )  # fmt: skip
+
+        whole = PartitionSpec()
+        jit = functools.partial(jax.jit, donate_argnums=0)
+        self.init = jax.jit(on_shards(lambda _: self._empty(), whole), out_shardings=state_at)
+        self.init = functools.partial(self.init, np.int32(0))
+        self.prefill = jax.jit(
+            on_shards(self._prefill, whole, batch, batch, batch),
+            in_shardings=(params, rows, rows, rows),
+            out_shardings=prefix_at,
         )
-
-    def prefill(
-        params: model.Params, tokens_PT: jax.Array, lengths_P: jax.Array, keys_P2: jax.Array
-    ) -> Prefix:
-        P, T = tokens_PT.shape
-        positions_PT = jnp.broadcast_to(jnp.arange(T)[None], (P, T))
-        segments_PT = (positions_PT < lengths_P[:, None]).astype(jnp.int32)
-        hidden_PTD, cache = model.hidden_states(
-            c,
-            params,
-            tokens_PT,
-            positions_PT,
-            attention.prefilling(segments_PT),
-            empty_cache(P, T),
-        )
-        last_PD = jnp.take_along_axis(hidden_PTD, lengths_P[:, None, None] - 1, axis=1)[:, 0]
-        return Prefix(cache, next_logits(params, last_PD), lengths_P, keys_P2)
-
-    def insert(
-        prefix: Prefix,
-        state: DecodeState,
-        slots_W: jax.Array,
-        prompts_W: jax.Array,
-        samples_W: jax.Array,
-    ) -> DecodeState:
-        def put(into: jax.Array, values: jax.Array) -> jax.Array:
-            return into.at[slots_W].set(values, mode="drop")
-
-        def put_cache(into: jax.Array, values: jax.Array) -> jax.Array:
-            tokens = slice(0, values.shape[2])
-            return into.at[:, slots_W, tokens].set(values[:, prompts_W], mode="drop")
-
-        def sample_key(key_2: jax.Array, sample: jax.Array) -> jax.Array:
-            return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key_2), sample))
-
-        return DecodeState(
-            jax.tree.map(put_cache, state.cache, prefix.cache),
-            put(state.logits_BV, prefix.logits_PV[prompts_W]),
-            put(state.lengths_B, prefix.lengths_P[prompts_W]),
-            put(state.generated_B, jnp.zeros_like(slots_W)),
-            put(state.keys_B2, jax.vmap(sample_key)(prefix.keys_P2[prompts_W], samples_W)),
-            put(state.active_B, jnp.ones(slots_W.shape, bool)),
-        )
-
-    def generate(
-        params: model.Params, state: DecodeState
-    ) -> tuple[DecodeState, jax.Array, jax.Array]:
-        token_B, log_prob_B = sample(
-            state.logits_BV,
-            state.keys_B2,
-            state.generated_B,
-            top_p=spec.top_p,
-            greedy=spec.temperature == 0,
-        )
-        generated_B = state.generated_B + state.active_B.astype(jnp.int32)
-        stop_B = jnp.isin(token_B, jnp.asarray(spec.stop_tokens, jnp.int32))
-        stop_B = stop_B | (generated_B == spec.max_response_tokens)
-        # An empty slot writes where nothing is read before an insert overwrites or masks it.
-        lengths_B = jnp.minimum(state.lengths_B, spec.cache_tokens - 1)
-        hidden_BTD, cache = model.hidden_states(
-            c,
-            params,
-            token_B[:, None],
-            lengths_B[:, None],
-            attention.decoding(lengths_B),
-            state.cache,
-        )
-        data_B3 = jnp.stack([token_B, state.active_B.astype(jnp.int32), generated_B], axis=1)
-        state = DecodeState(
-            cache,
-            next_logits(params, hidden_BTD[:, 0]),
-            state.lengths_B + state.active_B.astype(jnp.int32),
-            generated_B,
-            state.keys_B2,
-            state.active_B & ~stop_B,
-        )
-        return state, data_B3, log_prob_B
-
-    rows_at = batch_sharding(mesh)
-    return (
-        jax.jit(
-            prefill, in_shardings=(params_at, rows_at, rows_at, rows_at), out_shardings=prefix_at
-        ),
-        jax.jit(
-            insert,
-            in_shardings=(prefix_at, state_at, everywhere, everywhere, everywhere),
+        self.enqueue = jit(
+            on_shards(self._enqueue, batch, batch, batch),
+            in_shardings=(state_at, prefix_at, rows),
             out_shardings=state_at,
+        )
+        self.place = jit(
+            on_shards(self._place, batch, batch, batch, whole),
+            in_shardings=(state_at, prefix_at, rows, everywhere),
+            out_shardings=state_at,
+        )
+        shard_R = np.arange(spec.shards, dtype=np.int32)
+        placing = self.place
+        self.place = lambda state, prefix, slot: placing(state, prefix, shard_R, slot)
+        self.cancel = jit(
+            on_shards(self._cancel, batch, batch, batch),
+            in_shardings=(state_at, rows, rows),
+            out_shardings=state_at,
+        )
+
+        self.on_shards, self.state_at, self.everywhere = on_shards, state_at, everywhere
+        # One program for each size of the table and each mode.
+        self.decode, self.one = functools.cache(self._decode_of), functools.cache(self._one_of)
+
+    def _decode_of(self, table_pages: int, mode: Mode, steps: int) -> Any:
+        decode = self.on_shards(
+            functools.partial(self._decode, table_pages=table_pages, mode=mode, steps=steps),
+            PartitionSpec(),
+            PartitionSpec(BATCH_AXES),
+        )
+        return jax.jit(
+            decode,
             donate_argnums=1,
-        ),
-        jax.jit(
-            generate,
-            in_shardings=(params_at, state_at),
-            out_shardings=(state_at, everywhere, everywhere),
+            in_shardings=(self.params_at, self.state_at),
+            out_shardings=(self.state_at, self.rows_at),
+        )
+
+    def _one_of(self, table_pages: int, mode: Mode) -> Any:
+        decode = self._decode_of(table_pages, mode, 1)
+
+        def one(params: Any, state: Any) -> Any:
+            state, step = decode(params, state)
+            flat = lambda x_RkB: x_RkB[:, 0].reshape(-1)
+            valid_B = flat(step.flags_RkB) & VALID
+            data_B3 = jnp.stack([flat(step.token_RkB), valid_B, state.drawn_B.reshape(-1)], axis=1)
+            return state, data_B3, flat(step.log_prob_RkB)
+
+        return jax.jit(
+            one,
             donate_argnums=1,
-        ),
-        jax.jit(init, out_shardings=state_at),
+            in_shardings=(self.params_at, self.state_at),
+            out_shardings=(self.state_at, self.everywhere, self.everywhere),
+        )
+
+    def load(self, params: model.Params) -> model.Params:
+        """See `DecoderEngine.load_params`."""
+        dtype = jnp.dtype(self.spec.model.compute_dtype)
+        if all(x.dtype == dtype for x in jax.tree.leaves(params)):
+            return jax.device_put(params, self.params_at)
+        return _cast(params, dtype, self.params_at)
+
+    def _pool_shape(self) -> tuple[int, ...]:
+        return self.spec.pool_layout.pool_shape(self.spec.model, self.spec.shard_pages)
+
+    def _empty(self) -> DecodeState:
+        spec, c = self.spec, self.spec.model
+        dtype = jnp.dtype(c.compute_dtype)
+        return slots.empty(
+            jnp.zeros(self._pool_shape(), dtype),
+            slots=spec.slots // spec.shards,
+            entries=spec.entries,
+            samples=spec.samples,
+            pages=spec.shard_pages,
+            table=spec.table_pages,
+            width=c.width,
+            dtype=dtype,
+        )
+
+    def _prefill(
+        self, params: model.Params, tokens_PT: jax.Array, length_P: jax.Array, key_P2: jax.Array
+    ) -> Prefix:
+        c, (P, T) = self.spec.model, tokens_PT.shape
+        dtype = jnp.dtype(c.compute_dtype)
+        shape = (c.num_layers, P, T, c.num_kv_heads, c.head_dim)
+        A = self.spec.page_tokens
+        # In chunks, so that scores of a long prompt are chunk x prompt at most.
+        chunk = next(
+            n * A for n in range(max(1, self.spec.prefill_chunk_tokens // A), 0, -1)
+            if T % (n * A) == 0
+        )  # fmt: skip
+
+        def one(carry: Any, start: jax.Array) -> tuple[Any, None]:
+            cache, last_PD = carry
+            position_PC = jnp.broadcast_to(start + jnp.arange(chunk)[None], (P, chunk))
+            hidden_PCD, cache = model.hidden_states(
+                c,
+                params,
+                jax.lax.dynamic_slice_in_dim(tokens_PT, start, chunk, axis=1),
+                position_PC,
+                attention.prefilling(start, chunk),
+                cache,
+            )
+            at_P = jnp.clip(length_P - 1 - start, 0, chunk - 1)
+            here_PD = jnp.take_along_axis(hidden_PCD, at_P[:, None, None], axis=1)[:, 0]
+            inside_P = (length_P > start) & (length_P <= start + chunk)
+            return (cache, jnp.where(inside_P[:, None], here_PD, last_PD)), None
+
+        first = (
+            (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)),
+            jnp.zeros((P, c.width), dtype),
+        )
+        starts = jnp.arange(0, T, chunk, dtype=jnp.int32)
+        ((k, v), last_PD), _ = jax.lax.scan(one, first, starts)
+        return Prefix(paged.from_dense(self.spec.pool_layout, k, v), last_PD, length_P, key_P2)
+
+    def _enqueue(self, state: DecodeState, prefix: Prefix, arrivals: Arrivals) -> DecodeState:
+        return slots.enqueue(state, *prefix, arrivals, self.spec.page_tokens)
+
+    def _place(self, state: DecodeState, prefix: Prefix, shard: Any, slot: Any) -> DecodeState:
+        B = self.spec.slots // self.spec.shards
+        key = jax.random.fold_in(jax.random.wrap_key_data(prefix.key_RP2[0]), slot)
+        return slots.place(
+            state,
+            prefix.pages,
+            prefix.hidden_RPD[0],
+            prefix.length_RP[0],
+            jax.random.key_data(key),
+            jnp.where(slot // B == shard, slot % B, B),
+            self.spec.params,
+            self.spec.max_response_tokens,
+            self.spec.page_tokens,
+        )
+
+    def _cancel(self, state: DecodeState, entry_W: Any, column_W: Any) -> DecodeState:
+        return slots.cancel(state, entry_W, column_W, self.spec.page_tokens)
+
+    def _decode(
+        self,
+        params: model.Params,
+        state: DecodeState,
+        *,
+        table_pages: int,
+        mode: Mode,
+        steps: int,
+    ) -> tuple[DecodeState, Step]:
+        spec, c = self.spec, self.spec.model
+        A, B = spec.page_tokens, len(state.active_B)
+        stops = jnp.asarray(spec.stop_tokens, jnp.int32)
+        unembed_VD = model.unembedding(params)
+        params = model.unstacked(params) if self.unroll else params
+        integer = jnp.zeros((steps, B), jnp.int32)
+        real = jnp.zeros((steps, B), jnp.float32)
+        empty = Step(
+            integer, real, real, integer, integer, integer, jnp.zeros(steps, jnp.int32),
+            state.num_free,
+        )  # fmt: skip
+
+        def more(carry: Any) -> jax.Array:
+            i, state, _, moved = carry
+            has_work = jnp.any(state.active_B) | jnp.any(state.entries.left_E > 0)
+            return (i < steps) & has_work & moved
+
+        def one(carry: Any) -> Any:
+            i, state, out, _ = carry
+            state = slots.refill(state, A)
+            state, goes_B = slots.grow(state, A)
+            logits_BV = log_probs.logits(state.hidden_BD, unembed_VD, temperature=1.0)
+            drawn = sample(logits_BV, state.key_B2, state.drawn_B, state.params, mode)
+            hidden_BTD, pool = model.hidden_states(
+                c,
+                params,
+                drawn.token_B[:, None],
+                state.length_B[:, None],
+                paged.decoding(
+                    spec.pool_layout, state.table_BP[:, :table_pages], state.length_B, goes_B
+                ),
+                state.pool,
+            )
+            entry_B, column_B = state.entry_B, state.column_B
+            state, over_B = slots.advance(
+                state._replace(pool=pool), goes_B, drawn, hidden_BTD[:, 0], stops
+            )
+            state = slots.close(state, A)
+            bits = ((goes_B, VALID), (over_B, OVER), (goes_B & ~drawn.finite_B, NOT_FINITE))
+            flags_B = sum(bit * mask_B.astype(jnp.int32) for mask_B, bit in bits)
+            row = (
+                drawn.token_B, drawn.log_prob_B, drawn.model_log_prob_B, flags_B, entry_B,
+                column_B, jnp.sum(state.entries.left_E),
+            )  # fmt: skip
+            filled = (x.at[i].set(value) for x, value in zip(out, row))
+            return i + 1, state, out._make((*filled, state.num_free)), jnp.any(goes_B)
+
+        start = (jnp.int32(0), state, empty, jnp.asarray(True))
+        _, state, out, _ = jax.lax.while_loop(more, one, start)
+        return state, out
+
+
+@functools.partial(jax.jit, static_argnames="dtype", donate_argnums=())
+def _as_dtype(params: model.Params, dtype: Any) -> model.Params:
+    # Norms stay: they scale in float32.
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: x if "norm" in jax.tree_util.keystr(path) else x.astype(dtype), params
     )
+
+
+def _cast(params: model.Params, dtype: Any, shardings: Any) -> model.Params:
+    return jax.device_put(_as_dtype(params, dtype), shardings)

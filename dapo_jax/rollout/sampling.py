@@ -1,30 +1,81 @@
 """Drawing tokens, with the log-prob of each under the distribution it was drawn from."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 
+CHUNK = 128  # neighbouring tokens summed first, see `draw`
 
-def keep_top_p(logits_BV: jax.Array, top_p: float) -> jax.Array:
-    """Logits outside the nucleus set to -inf.
 
-    The nucleus is the smallest set of most probable tokens whose probabilities sum to `top_p` or
-    more; a token exactly as probable as the last one in it is kept too.
+class Mode(NamedTuple):
+    """What the requests of a call need: what none of them needs is not compiled."""
 
-    Source: arXiv:1904.09751, section 3.1.
+    greedy: bool = False  # some temperature is 0
+    tempered: bool = False  # some temperature is neither 0 nor 1
+    truncated: bool = False  # some top_k, top_p or min_p leaves tokens out
+
+
+class SamplingParams(NamedTuple):
+    """Of each of X requests; arrays, or numbers for all."""
+
+    temperature_X: Any = 1.0  # 0: greedy
+    top_p_X: Any = 1.0  # 1: all
+    top_k_X: Any = 0  # 0: all
+    min_p_X: Any = 0.0  # 0: all
+
+    @property
+    def mode(self) -> Mode:
+        """Of numbers."""
+        t, truncating = self.temperature_X, (self.top_p_X, self.top_k_X, self.min_p_X)
+        greedy = t == 0
+        truncated = not greedy and truncating != (1.0, 0, 0.0)
+        return Mode(bool(greedy), not greedy and bool(t != 1), truncated)
+
+
+class Drawn(NamedTuple):
+    """B tokens."""
+
+    token_B: jax.Array  # int32
+    log_prob_B: jax.Array  # float32, under the distribution that the token was drawn from
+    model_log_prob_B: jax.Array  # under softmax(logits)
+    finite_B: jax.Array  # bool: whether the logits were numbers
+
+
+def truncate(logits_BV: jax.Array, params: SamplingParams) -> jax.Array:
+    """Logits of the tokens that a request leaves out set to -inf: top-k, of what it keeps the
+    nucleus, of what that keeps min-p.
+
+    top-k keeps the k most probable tokens. The nucleus (arXiv:1904.09751, section 3.1) is the
+    smallest set of most probable tokens whose probabilities sum to `top_p` or more. min-p
+    (arXiv:2407.01082) keeps the tokens at least `min_p` times as probable as the most probable
+    one. A token exactly as probable as the last one kept is kept too.
     """
-    # The least probable token of the nucleus is found bit by bit, which takes 32 passes over the
-    # vocabulary; to sort 152k logits takes many times as long.
-    probs_BV = jax.nn.softmax(logits_BV, axis=-1)
+    column = lambda x: jnp.broadcast_to(jnp.asarray(x), logits_BV.shape[:1])[:, None]
     order_BV = _in_order(logits_BV)
 
-    def refine(i: jax.Array, threshold_B: jax.Array) -> jax.Array:
-        candidate_B = threshold_B | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
-        above_BV = jnp.where(order_BV >= candidate_B[:, None], probs_BV, 0.0)
-        return jnp.where(jnp.sum(above_BV, axis=-1) >= top_p, candidate_B, threshold_B)
+    def threshold(enough, weights_BV: jax.Array) -> jax.Array:
+        # The least probable token that is kept is found bit by bit, which takes 32 passes over the
+        # vocabulary; to sort 152k logits takes many times as long.
+        def refine(i: jax.Array, found_B1: jax.Array) -> jax.Array:
+            candidate_B1 = found_B1 | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+            above_BV = jnp.where(order_BV >= candidate_B1, weights_BV, 0)
+            return jnp.where(
+                enough(jnp.sum(above_BV, axis=-1, keepdims=True)), candidate_B1, found_B1
+            )
 
-    zeros_B = jnp.zeros(logits_BV.shape[0], jnp.uint32)
-    threshold_B = jax.lax.fori_loop(0, 32, refine, zeros_B)
-    return jnp.where(order_BV >= threshold_B[:, None], logits_BV, -jnp.inf)
+        return jax.lax.fori_loop(0, 32, refine, jnp.zeros_like(order_BV[:, :1]))
+
+    top_k_B1 = column(params.top_k_X)
+    one_BV = jnp.ones(logits_BV.shape, jnp.int32)
+    kept_BV = order_BV >= threshold(lambda count: count >= top_k_B1, one_BV)
+    kept_BV = kept_BV | (top_k_B1 <= 0)
+    probs_BV = jax.nn.softmax(jnp.where(kept_BV, logits_BV, -jnp.inf), axis=-1)
+    top_p_B1 = column(params.top_p_X)
+    nucleus_BV = order_BV >= threshold(lambda share: share >= top_p_B1, probs_BV)
+    kept_BV = kept_BV & (nucleus_BV | (top_p_B1 >= 1))
+    least_B1 = column(params.min_p_X) * jnp.max(probs_BV, axis=-1, keepdims=True)
+    return jnp.where(kept_BV & (probs_BV >= least_B1), logits_BV, -jnp.inf)
 
 
 def _in_order(x: jax.Array) -> jax.Array:
@@ -38,32 +89,70 @@ def sample(
     logits_BV: jax.Array,
     keys_B2: jax.Array,
     positions_B: jax.Array,
-    *,
-    top_p: float,
-    greedy: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """(tokens int32 [B], their float32 log-probs [B]) drawn from softmax(logits), nucleus kept.
+    params: SamplingParams,
+    mode: Mode,
+) -> Drawn:
+    """A token of each row, drawn from softmax(logits / temperature) without what is left out.
 
     Args:
-        logits_BV: float32, already divided by the temperature.
+        logits_BV: float32, of the model itself.
         keys_B2: uint32 key data of each sample.
         positions_B: index of the token in its response; the key of the draw is
             fold_in(sample key, position), whichever slot and moment it happens in.
-        top_p: in (0, 1]; 1 keeps every token.
-        greedy: take the most probable token, the first of equals; no key is used, and the log-prob
-            is the one under softmax(logits).
+        params: of each row.
+        mode: what `params` need at least; static.
     """
-    if greedy:
-        tokens_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-        log_probs_BV = jax.nn.log_softmax(logits_BV, axis=-1)
-        return tokens_B, jnp.take_along_axis(log_probs_BV, tokens_B[:, None], axis=-1)[:, 0]
-    if top_p < 1.0:
-        logits_BV = keep_top_p(logits_BV, top_p)
-    log_probs_BV = jax.nn.log_softmax(logits_BV, axis=-1)
+    B = logits_BV.shape[0]
+    temperature_B = jnp.broadcast_to(jnp.asarray(params.temperature_X, jnp.float32), (B,))
+    shaped_BV = logits_BV
+    if mode.tempered:
+        shaped_BV = logits_BV / jnp.where(temperature_B > 0, temperature_B, 1.0)[:, None]
+    if mode.truncated:
+        shaped_BV = truncate(shaped_BV, params)
 
-    def draw(key_2: jax.Array, position: jax.Array, log_probs_V: jax.Array) -> jax.Array:
+    def uniform(key_2: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(key_2), position)
-        return jax.random.categorical(key, log_probs_V)
+        return jax.random.uniform(key)
 
-    tokens_B = jax.vmap(draw)(keys_B2, positions_B, log_probs_BV).astype(jnp.int32)
-    return tokens_B, jnp.take_along_axis(log_probs_BV, tokens_B[:, None], axis=-1)[:, 0]
+    uniform_B = jax.vmap(uniform)(keys_B2, positions_B)
+    token_B, lse_B = _invert(shaped_BV, uniform_B)
+    plain = not (mode.tempered or mode.truncated)
+    model_lse_B = lse_B if plain else jax.nn.logsumexp(logits_BV, axis=-1)
+    if mode.greedy:
+        best_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+        greedy_B = temperature_B == 0
+        token_B = jnp.where(greedy_B, best_B, token_B)
+        shaped_BV = jnp.where(greedy_B[:, None], logits_BV, shaped_BV)
+        lse_B = jnp.where(greedy_B, model_lse_B, lse_B)
+    taken = lambda x_BV: jnp.take_along_axis(x_BV, token_B[:, None], axis=-1)[:, 0]
+    log_prob_B = taken(shaped_BV) - lse_B
+    model_log_prob_B = log_prob_B if plain else taken(logits_BV) - model_lse_B
+    return Drawn(token_B, log_prob_B, model_log_prob_B, jnp.isfinite(model_lse_B))
+
+
+def _invert(logits_BV: jax.Array, uniform_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(tokens int32 [B], logsumexp [B]): the first token whose cumulative probability passes a
+    uniform number.
+
+    One random number a token, where the maximum of V noisy logits takes V. Sums of CHUNK
+    neighbours say in which of them it lies, so that no sum runs over the whole vocabulary.
+    """
+    B, V = logits_BV.shape
+    highest_B1 = jnp.max(logits_BV, axis=-1, keepdims=True)
+    weights_BV = jnp.exp(logits_BV - highest_B1)
+    weights_BXC = jnp.pad(weights_BV, ((0, 0), (0, -V % CHUNK))).reshape(B, -1, CHUNK)
+    sums_BX = jnp.sum(weights_BXC, axis=-1)
+
+    def first_above(cumulative_BX: jax.Array, at_B: jax.Array) -> jax.Array:
+        # Below the last of them, whatever rounding did: a token of weight 0 is never the first.
+        below_B = jnp.minimum(at_B, cumulative_BX[:, -1] * (1 - 2.0**-23))
+        return jnp.argmax(cumulative_BX > below_B[:, None], axis=-1)
+
+    until_BX = jnp.cumsum(sums_BX, axis=-1)
+    total_B = until_BX[:, -1]
+    at_B = uniform_B * total_B
+    chunk_B = first_above(until_BX, at_B)
+    before_B = jnp.take_along_axis(until_BX - sums_BX, chunk_B[:, None], axis=-1)[:, 0]
+    inside_BC = jnp.take_along_axis(weights_BXC, chunk_B[:, None, None], axis=1)[:, 0]
+    token_B = chunk_B * CHUNK + first_above(jnp.cumsum(inside_BC, axis=-1), at_B - before_B)
+    return token_B.astype(jnp.int32), highest_B1[:, 0] + jnp.log(total_B)

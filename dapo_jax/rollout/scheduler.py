@@ -1,17 +1,20 @@
-"""Continuous batching: keeps the engine's slots full until every response is drawn.
+"""Keeps the engine supplied with prompts until every response is drawn.
 
 The interface to the rest is `generate`: prompts, parameters and a key in, responses with log-probs
 out. Another engine can take its place.
 """
 
-from collections.abc import Callable, Sequence
+import collections
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from dapo_jax import model
-from dapo_jax.rollout.engine import INSERT_WIDTH, DecoderEngine, Prefix, Results
+from dapo_jax.rollout.engine import NOT_FINITE, OVER, VALID, DecoderEngine, Step
+from dapo_jax.rollout.sampling import Mode, SamplingParams
+from dapo_jax.rollout.slots import Arrivals, DecodeState
 from dapo_jax.types import Problem, Response
 
 # Decodes many token sequences to text at once, special tokens left out.
@@ -25,160 +28,388 @@ Drawn = Callable[[list[tuple[int, int, list[int], bool]]], None]
 class RolloutStats(NamedTuple):
     """What a call of `generate` did."""
 
-    tokens: int
-    busy_slots: int  # sum over the calls made while responses waited for a slot
-    slots_offered: int  # the same calls times the number of slots
+    tokens: int = 0
+    busy_slots: int = 0  # sum over the decode steps taken while responses waited for a slot
+    slots_offered: int = 0  # the same steps times the number of slots
+    preempted: int = 0  # sequences that gave their pages up and were continued later
+    invalid: int = 0  # responses that ended because the logits were not finite
 
     def __add__(self, other: tuple) -> "RolloutStats":
         return RolloutStats(*(a + b for a, b in zip(self, other)))
 
 
-class _Work(NamedTuple):
-    """A response waiting for a slot or in one."""
-
-    problem: int  # index into the problems of the call
-    sample: int
-
-
 def generate(
     engine: DecoderEngine,
     params: model.Params,
-    problems: Sequence[Problem],
+    problems: Iterable[Problem | None],
     detokenize: Detokenize,
     *,
     num_samples: int,
     key: jax.Array,
+    sampling: SamplingParams | None = None,
+    limits: Callable[[int, int], int] | None = None,
     finished: Finished = lambda _: None,
     drawn: Drawn | None = None,
+    enough: Callable[[], bool] = lambda: False,
     check_stop: Callable[[], None] = lambda: None,
 ) -> tuple[list[list[Response]], RolloutStats]:
     """`num_samples` responses to every problem, in order, and what it took.
 
     Args:
-        params: in the engine's layout.
+        params: in the engine's layout, see `DecoderEngine.load_params`.
+        problems: taken one after another when there is room for them; None: not now, ask again.
         key: of the rollout step. A response depends on it, its problem's id and its sample number,
             and on nothing that happens here.
-        finished: called between decode steps with (problem, sample, response) of the responses that
+        sampling: temperature and what is left out; None: the engine's own.
+        limits: most tokens of a response, by problem and sample; None: the engine's own.
+        finished: called between decode calls with (problem, sample, response) of the responses that
             have just ended, the problem as an index into `problems`.
-        drawn: called between decode steps with what each of them drew.
-        check_stop: called between decode steps; raises to abandon the call.
+        drawn: called between decode calls with what each of them drew.
+        enough: asked between decode calls; True leaves the rest undrawn. Problems without all their
+            responses have an empty list then.
+        check_stop: called between decode calls; raises to abandon the call.
     """
-    spec = engine.spec
-    prompts = _Prompts(engine, params, problems, key)
-    queue = [_Work(p, s) for p in range(len(problems)) for s in range(num_samples)]
-    queue.reverse()  # taken from the end
-    owners: list[_Work | None] = [None] * spec.slots
-    tokens_BT = np.zeros((spec.slots, spec.max_response_tokens), np.int32)
-    log_probs_BT = np.zeros((spec.slots, spec.max_response_tokens), np.float32)
-    done: dict[_Work, Response] = {}
-    stop_tokens = set(spec.stop_tokens)
-    state = engine.init_decode_state()
-    stats = RolloutStats(0, 0, 0)
-    free = list(range(spec.slots))
-    # Results are read one call late: the device never waits for the host. With them goes whether
-    # responses were waiting for a slot.
-    late: tuple[Results, bool] | None = None
-
-    while queue or late is not None or len(free) < spec.slots:
+    run = _Run(engine, params, iter(problems), detokenize, num_samples, key, sampling, limits)
+    run.finished, run.drawn = finished, drawn
+    while run.has_work():
         check_stop()
-        while free and queue:
-            prefix, prompts_W, works = prompts.next_inserts(queue, min(len(free), INSERT_WIDTH))
-            slots = [free.pop() for _ in works]
-            for slot, work in zip(slots, works):
-                owners[slot] = work
-            fill = INSERT_WIDTH - len(works)
-            state = engine.insert_many(
-                prefix,
-                state,
-                np.asarray(slots + [spec.slots] * fill, np.int32),
-                np.asarray(prompts_W + [0] * fill, np.int32),
-                np.asarray([work.sample for work in works] + [0] * fill, np.int32),
-            )
-        now = None
-        if len(free) < spec.slots:
-            state, results = engine.generate(params, state)
-            results.copy_to_host_async()
-            now = results, bool(queue)
-        if late is not None:
-            results, waiting = late[0].convert_to_numpy(), late[1]
-            token_B, valid_B, length_B = np.asarray(results.data).T
-            slots = np.flatnonzero(valid_B)
-            tokens_BT[slots, length_B[slots] - 1] = token_B[slots]
-            log_probs_BT[slots, length_B[slots] - 1] = results.log_prob[slots]
-            stats += RolloutStats(len(slots), len(slots) * waiting, spec.slots * waiting)
-            ended: list[tuple[_Work, np.ndarray, np.ndarray]] = []
-            over_B = (length_B == spec.max_response_tokens) | np.isin(token_B, spec.stop_tokens)
-            if drawn is not None:
-                news = ((owners[s], [int(token_B[s])], bool(over_B[s])) for s in slots)
-                drawn([(w.problem, w.sample, tokens, over) for w, tokens, over in news if w])
-            for slot in slots:
-                n = length_B[slot]
-                if over_B[slot]:
-                    work = owners[slot]
-                    assert work is not None
-                    ended.append((work, tokens_BT[slot, :n].copy(), log_probs_BT[slot, :n].copy()))
-                    owners[slot] = None
-                    free.append(int(slot))
-            if ended:
-                texts = detokenize([tokens for _, tokens, _ in ended])
-                new = {
-                    work: Response(
-                        tokens,
-                        log_probs,
-                        "stop" if int(tokens[-1]) in stop_tokens else "length",
-                        text,
-                    )
-                    for (work, tokens, log_probs), text in zip(ended, texts)
-                }
-                done |= new
-                finished([(work.problem, work.sample, response) for work, response in new.items()])
-        late = now
-
+        if enough():
+            break
+        run.one_call()
     responses = [
-        [done[_Work(problem, sample)] for sample in range(num_samples)]
-        for problem in range(len(problems))
+        [done[sample] for sample in range(num_samples)] if len(done) == num_samples else []
+        for done in run.done
     ]
-    return responses, stats
+    return responses, run.stats
 
 
-class _Prompts:
-    """Prefills prompts a batch at a time, when the first of them is wanted."""
+class _Call(NamedTuple):
+    """A call of `decode`."""
+
+    step: Step
+    had_work_R: np.ndarray  # bool: whether there was anything to do for the shard
+    arrivals: int  # requests handed over before it
+
+
+class _Request(NamedTuple):
+    """Samples of one prompt that become an entry together."""
+
+    number: int  # of the problem
+    problem: Problem
+    first: int  # number of the first sample
+    samples: int
+    # Tokens and log-probs of the one sample that goes on after it was preempted.
+    begun: tuple[np.ndarray, np.ndarray] | None = None
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        begun = () if self.begun is None else tuple(self.begun[0].tolist())
+        return self.problem.prompt_tokens + begun
+
+
+class _Run:
+    """One call of `generate`."""
 
     def __init__(
         self,
         engine: DecoderEngine,
         params: model.Params,
-        problems: Sequence[Problem],
+        problems: Iterator[Problem | None],
+        detokenize: Detokenize,
+        num_samples: int,
         key: jax.Array,
+        sampling: SamplingParams | None,
+        limits: Callable[[int, int], int] | None,
     ):
+        spec = engine.spec
         self.engine, self.params, self.problems = engine, params, problems
+        self.detokenize, self.num_samples = detokenize, num_samples
+        self.sampling = spec.params if sampling is None else sampling
+        self.mode: Mode = self.sampling.mode
+        self.limits = limits
         self.key_data = np.asarray(jax.random.key_data(key))
-        self.first = -1
-        self.prefix: Prefix | None = None
+        self.finished: Finished = lambda _: None
+        self.drawn: Drawn | None = None
+        self.stats = RolloutStats()
+        self.done: list[dict[int, Response]] = []  # of each problem taken, by sample
+        self.exhausted = False  # no more problems will come
+        self.queue: collections.deque[_Request] = collections.deque()
+        self.state: DecodeState = engine.init_decode_state()
+        R, E, G, T = spec.shards, spec.entries, spec.samples, spec.max_response_tokens
+        self.requests: list[list[_Request | None]] = [[None] * E for _ in range(R)]
+        self.order = np.zeros((R, E), np.int64)
+        self.arrivals = 0
+        self.waiting = np.zeros((R, E, G), bool)  # responses that have not ended
+        self.count = np.zeros((R, E, G), np.int32)  # tokens drawn
+        self.tokens = np.zeros((R, E, G, T), np.int32)
+        self.log_probs = np.zeros((R, E, G, T), np.float32)
+        # Results are read one call late: the device never waits for the host. With them goes which
+        # shards had work, and how many requests had arrived.
+        self.late: _Call | None = None
+        self.calls_to_pass = 0  # that were made before a sequence was preempted
+        self.free = np.full(R, spec.shard_pages - 1)  # pages, at least, when the next call begins
+        # A call takes at most so many pages: each slot's own, and those of samples that come.
+        steps = spec.decode_steps
+        per_slot = -(-steps // spec.page_tokens) + 2
+        self.pages_a_call = spec.slots // R * per_slot
+        self.since_late = np.zeros(R, int)  # pages of prompts handed over since the late call
 
-    def next_inserts(self, queue: list[_Work], most: int) -> tuple[Prefix, list[int], list[_Work]]:
-        """(prefix, rows in it, work) of up to `most` of the next responses, all of one prefix."""
-        P = self.engine.spec.prefill_prompts
-        first = queue[-1].problem // P * P
-        if first != self.first:
-            self.first, self.prefix = first, self._prefill(first)
-        assert self.prefix is not None
-        works: list[_Work] = []
-        while queue and len(works) < most and queue[-1].problem < first + P:
-            works.append(queue.pop())
-        return self.prefix, [work.problem - first for work in works], works
+    def has_work(self) -> bool:
+        """Whether responses are still to come."""
+        if self.late is not None or self.waiting.any() or self.queue:
+            return True
+        if not self.exhausted:
+            self._take(1)
+        return bool(self.queue) or not self.exhausted
 
-    def _prefill(self, first: int) -> Prefix:
+    def one_call(self) -> None:
+        """Hands prompts over, calls `decode`, reads the results of the call before."""
+        self._admit()
+        now = None
+        if self.waiting.any():
+            pages = self._table_pages()
+            self.state, now = self.engine.decode(self.params, self.state, pages, self.mode)
+            jax.tree.map(lambda x: x.copy_to_host_async(), now)
+        late, self.late = self.late, None
+        if now is not None:
+            self.late = _Call(now, np.asarray(self.waiting.any(axis=(1, 2))), self.arrivals)
+        if late is not None:
+            self._read(late._replace(step=Step(*map(np.asarray, late.step))))
+
+    def _take(self, num: int) -> None:
+        """Makes requests of up to so many problems, if they are to be had."""
+        for _ in range(num):
+            try:
+                problem = next(self.problems)
+            except StopIteration:
+                self.exhausted = True
+                return
+            if problem is None:
+                return
+            index = len(self.done)
+            self.done.append({})
+            G = self.engine.spec.samples
+            for first in range(0, self.num_samples, G):
+                samples = min(G, self.num_samples - first)
+                self.queue.append(_Request(index, problem, first, samples))
+
+    def _admit(self) -> None:
+        """Prefills prompts for the entries that are free, a batch at a time."""
         spec = self.engine.spec
-        tokens_PT = np.zeros((spec.prefill_prompts, spec.max_prompt_tokens), np.int32)
-        lengths_P = np.ones(spec.prefill_prompts, np.int32)
-        ids_P2 = np.zeros((spec.prefill_prompts, 2), np.uint32)
-        for row, problem in enumerate(self.problems[first : first + spec.prefill_prompts]):
-            tokens_PT[row, : len(problem.prompt_tokens)] = problem.prompt_tokens
-            lengths_P[row] = len(problem.prompt_tokens)
-            ids_P2[row] = problem.id, problem.epoch
-        keys_P2 = _problem_keys(self.key_data, ids_P2)
-        return self.engine.prefill_many(self.params, tokens_PT, lengths_P, keys_P2)
+        P = spec.prefill_prompts // spec.shards
+        while True:
+            free = [[e for e, r in enumerate(rs) if r is None] for rs in self.requests]
+            room = sum(map(len, free))
+            if len(self.queue) < min(room, spec.prefill_prompts):
+                self._take(min(room, spec.prefill_prompts) - len(self.queue))
+            # Part of a batch only when there is no whole one to come, or the slots run dry.
+            whole = min(spec.prefill_prompts, spec.shards * P)
+            starving = self.waiting.sum() < spec.slots
+            if not self.queue or room == 0:
+                return
+            if min(len(self.queue), room) < whole and not (starving or self.exhausted):
+                return
+            batch = self._batch(free, P)
+            if not batch:
+                return
+            self._hand_over(batch)
+
+    def _batch(self, free: list[list[int]], P: int) -> list[tuple[int, int, _Request]]:
+        """(shard, entry, request) of the next prompts: to the shard that has least to do."""
+        spec = self.engine.spec
+        load = self.waiting.sum(axis=(1, 2))
+        batch: list[tuple[int, int, _Request]] = []
+        taken = [0] * spec.shards
+        while self.queue:
+            shards = [r for r in range(spec.shards) if free[r] and taken[r] < P]
+            if not shards:
+                break
+            r = min(shards, key=lambda r: load[r])
+            request = self.queue[0]
+            if not self._fits(r, request, alone=not any(r == other for other, *_ in batch)):
+                break
+            self.queue.popleft()
+            batch.append((r, free[r].pop(0), request))
+            taken[r] += 1
+            load[r] += request.samples
+            pages = -(-len(request.tokens) // spec.page_tokens)
+            self.free[r] -= pages
+            self.since_late[r] += pages
+        return batch
+
+    def _fits(self, r: int, request: _Request, *, alone: bool) -> bool:
+        """Whether there are pages for the prompt, and for one sequence to go on to its end.
+
+        Args:
+            alone: whether no other is handed over to the shard with it.
+        """
+        spec = self.engine.spec
+        if spec.num_pages is None:
+            return True
+        unread = 0 if self.late is None else self.pages_a_call
+        need = -(-len(request.tokens) // spec.page_tokens)
+        alone = alone and not self.waiting[r].any() and self.late is None
+        reserve = 0 if alone else spec.table_pages + 2
+        return self.free[r] - unread >= need + reserve
+
+    def _hand_over(self, batch: list[tuple[int, int, _Request]]) -> None:
+        spec = self.engine.spec
+        R, P = spec.shards, spec.prefill_prompts // spec.shards
+        longest = max(len(request.tokens) for _, _, request in batch)
+        A = spec.page_tokens
+        T = A * next(n for n in self.engine.prompt_pages if n * A >= longest)
+        tokens_RPT = np.zeros((R, P, T), np.int32)
+        length_RP = np.ones((R, P), np.int32)
+        ids_RP2 = np.zeros((R, P, 2), np.uint32)
+        zeros = lambda: np.zeros((R, P), np.int32)
+        entry_RP, samples_RP, first_RP, drawn_RP = zeros() + spec.entries, zeros(), zeros(), zeros()
+        limit_RPG = np.full((R, P, spec.samples), spec.max_response_tokens, np.int32)
+        row = [0] * R
+        for r, e, request in batch:
+            p, row[r] = row[r], row[r] + 1
+            tokens = request.tokens
+            tokens_RPT[r, p, : len(tokens)], length_RP[r, p] = tokens, len(tokens)
+            ids_RP2[r, p] = request.problem.id, request.problem.epoch
+            entry_RP[r, p], samples_RP[r, p], first_RP[r, p] = e, request.samples, request.first
+            if self.limits is not None:
+                numbers = range(request.first, request.first + request.samples)
+                limit_RPG[r, p, : request.samples] = [
+                    self.limits(request.number, s) for s in numbers
+                ]
+            self.requests[r][e] = request
+            self.order[r, e] = self.arrivals
+            self.arrivals += 1
+            self.waiting[r, e, : request.samples] = True
+            self.count[r, e] = 0
+            if request.begun is not None:
+                drawn_RP[r, p] = n = len(request.begun[0])
+                self.count[r, e, 0] = n
+                self.tokens[r, e, 0, :n], self.log_probs[r, e, 0, :n] = request.begun
+        keys_RP2 = _problem_keys(self.key_data, ids_RP2.reshape(-1, 2)).reshape(R, P, 2)
+        prefix = self.engine.prefill_many(self.params, tokens_RPT, length_RP, np.asarray(keys_RP2))
+        full = lambda value, dtype: np.full((R, P), value, dtype)
+        t, p, k, m = self.sampling
+        params = SamplingParams(
+            full(t, np.float32), full(p, np.float32), full(k, np.int32), full(m, np.float32)
+        )
+        arrivals = Arrivals(entry_RP, samples_RP, first_RP, drawn_RP, limit_RPG, params)
+        self.state = self.engine.enqueue(self.state, prefix, arrivals)
+
+    def _table_pages(self) -> int:
+        """Enough for every sequence in the next call, as far as it is known here."""
+        spec = self.engine.spec
+        unread = spec.decode_steps * (1 if self.late is None else 2)
+        longest = 0
+        for r, requests in enumerate(self.requests):
+            for e, request in enumerate(requests):
+                if request is not None:
+                    most = self.count[r, e][self.waiting[r, e]].max(initial=0)
+                    longest = max(longest, len(request.problem.prompt_tokens) + int(most))
+        longest = min(longest + unread, spec.max_tokens)
+        A = spec.page_tokens
+        return next(n for n in self.engine.table_pages if n * A >= longest)
+
+    def _read(self, call: "_Call") -> None:
+        """Takes the tokens of a call, and ends responses."""
+        spec, step = self.engine.spec, call.step
+        self.free = step.free_R - self.since_late
+        self.since_late = np.zeros_like(self.since_late)
+        valid_RkB = step.flags_RkB & VALID > 0
+        ended: list[tuple[int, int, int, bool]] = []
+        news: dict[tuple[int, int, int], list[int]] = {}
+        for i in range(valid_RkB.shape[1]):
+            shard, slot = np.nonzero(valid_RkB[:, i])
+            if not len(shard):
+                break
+            at = shard, step.entry_RkB[shard, i, slot], step.column_RkB[shard, i, slot]
+            place = self.count[at]
+            self.tokens[(*at, place)] = step.token_RkB[shard, i, slot]
+            self.log_probs[(*at, place)] = step.log_prob_RkB[shard, i, slot]
+            self.count[at] += 1
+            offered = step.waiting_Rk[:, i] > 0
+            if self.queue or not self.exhausted:
+                offered[:] = True
+            busy = valid_RkB[:, i].sum(axis=1)[offered].sum()
+            self.stats += RolloutStats(
+                len(shard), int(busy), int(offered.sum()) * (spec.slots // spec.shards)
+            )
+            flags = step.flags_RkB[shard, i, slot]
+            if self.drawn is not None:
+                tokens = step.token_RkB[shard, i, slot].tolist()
+                for r, e, c, token in zip(*(x.tolist() for x in at), tokens):
+                    news.setdefault((r, e, c), []).append(token)
+            over = flags & OVER > 0
+            finite = flags & NOT_FINITE == 0
+            ended += zip(*(x[over].tolist() for x in at), finite[over].tolist())
+        if self.drawn is not None and news:
+            last = {work[:3] for work in ended}
+            self.drawn([(*self._who(*work), t, work in last) for work, t in news.items()])
+        if ended:
+            self._end(ended)
+        stuck_R = call.had_work_R & ~valid_RkB.any(axis=(1, 2)) & self.waiting.any(axis=(1, 2))
+        if self.calls_to_pass:
+            self.calls_to_pass -= 1
+        elif stuck_R.any():
+            self._preempt(stuck_R, step.waiting_Rk[:, 0], call.arrivals)
+
+    def _who(self, r: int, e: int, column: int) -> tuple[int, int]:
+        request = self.requests[r][e]
+        assert request is not None
+        return request.number, request.first + column
+
+    def _end(self, ended: list[tuple[int, int, int, bool]]) -> None:
+        stops = set(self.engine.spec.stop_tokens)
+        tokens = [self.tokens[r, e, c, : self.count[r, e, c]].copy() for r, e, c, _ in ended]
+        texts = self.detokenize(tokens)
+        told = []
+        for (r, e, c, finite), tokens_T, text in zip(ended, tokens, texts):
+            log_probs = self.log_probs[r, e, c, : len(tokens_T)].copy()
+            reason = "stop" if int(tokens_T[-1]) in stops else "length"
+            if not finite:
+                # Of what was drawn last nothing is known.
+                log_probs[-1] = 0.0
+                reason = "invalid"
+                self.stats += RolloutStats(invalid=1)
+            index, sample = self._who(r, e, c)
+            response = Response(tokens_T, log_probs, reason, text)
+            self.done[index][sample] = response
+            told.append((index, sample, response))
+            self._close(r, e, c)
+        self.finished(told)
+
+    def _close(self, r: int, e: int, column: int) -> None:
+        self.waiting[r, e, column] = False
+        if not self.waiting[r, e].any():
+            self.requests[r][e] = None
+
+    def _preempt(self, stuck_R: np.ndarray, waiting_R: np.ndarray, arrivals: int) -> None:
+        """Where nothing moves every sequence waits for a page. The youngest gives up its own, and
+        is continued when there are pages again: its tokens are those it would have had anyway."""
+        spec = self.engine.spec
+        self.calls_to_pass = 0 if self.late is None else 1
+        entry_R1 = np.full((spec.shards, 1), -1, np.int32)
+        column_R1 = np.full((spec.shards, 1), -1, np.int32)
+        for r in np.flatnonzero(stuck_R).tolist():
+            in_order = sorted(
+                (self.order[r, e], e)
+                for e, request in enumerate(self.requests[r])
+                if request is not None and self.order[r, e] < arrivals
+            )
+            works = [(e, int(c)) for _, e in in_order for c in np.flatnonzero(self.waiting[r, e])]
+            in_slots = works[: len(works) - int(waiting_R[r])]
+            if len(in_slots) < 2:
+                continue
+            e, c = in_slots[-1]
+            entry_R1[r], column_R1[r] = e, c
+            request, n = self.requests[r][e], self.count[r, e, c]
+            assert request is not None
+            begun = self.tokens[r, e, c, :n].copy(), self.log_probs[r, e, c, :n].copy()
+            self.queue.appendleft(
+                _Request(request.number, request.problem, request.first + c, 1, begun)
+            )
+            self._close(r, e, c)
+            self.stats += RolloutStats(preempted=1)
+        self.state = self.engine.cancel(self.state, entry_R1, column_R1)
 
 
 @jax.jit

@@ -1,0 +1,122 @@
+"""The KV cache in pages: its layout, and attention over it.
+
+A pool holds pages of `page_tokens` tokens; a sequence owns the pages that its row of the page table
+names, in order. Page 0 belongs to nobody: what is to be read by nothing is written there.
+
+The pool is laid out for who reads it: [L, pages, 2, K, page, H] for XLA, which gathers the pages of
+each sequence; [L, pages, page, 2 K, H], keys and values in turn, for JAX's TPU kernel (ragged paged
+attention), which fetches them itself.
+"""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dapo_jax.attention import dot_product_attention
+from dapo_jax.config import ModelConfig
+from dapo_jax.model import NO_WINDOW, Attend
+
+Kernel = Literal["xla", "tpu"]
+
+
+class Layout(NamedTuple):
+    """What the programs need to know of a pool."""
+
+    kernel: Kernel
+    page_tokens: int
+    dtype: str
+
+    def pool_shape(self, c: ModelConfig, num_pages: int) -> tuple[int, ...]:
+        """Of all layers."""
+        L, K, H, A = c.num_layers, c.num_kv_heads, c.head_dim, self.page_tokens
+        if self.kernel == "tpu":
+            return (L, num_pages, A, 2 * K, H)
+        return (L, num_pages, 2, K, A, H)
+
+    def kv_axis(self) -> int:
+        """The axis of the pool over which the kv heads lie."""
+        return 3
+
+
+def page_bytes(c: ModelConfig, layout: Layout) -> int:
+    """Bytes of one page in all layers."""
+    per_token = 2 * c.num_kv_heads * c.head_dim * jnp.dtype(layout.dtype).itemsize
+    return c.num_layers * layout.page_tokens * per_token
+
+
+def from_dense(layout: Layout, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Keys and values [L, P, T, K, H], T a multiple of the page, as pages of the pool."""
+    L, P, T, K, H = k.shape
+    A = layout.page_tokens
+    k, v = (x.reshape(L, P * T // A, A, K, H) for x in (k, v))
+    if layout.kernel == "tpu":
+        return jnp.stack([k, v], axis=4).reshape(L, P * T // A, A, 2 * K, H).astype(layout.dtype)
+    return jnp.stack([k, v], axis=2).swapaxes(3, 4).astype(layout.dtype)
+
+
+def decoding(
+    layout: Layout, table_BP: jax.Array, lengths_B: jax.Array, writes_B: jax.Array
+) -> Attend:
+    """One new token per slot: its key and value enter the pool at `lengths_B`, then it attends to
+    everything up to itself.
+
+    Args:
+        table_BP: the pages of each slot that its tokens up to the new one lie in, and others.
+        writes_B: whether the slot's token is one; else it is kept nowhere.
+    """
+    A = layout.page_tokens
+    page_B = jnp.take_along_axis(table_BP, (lengths_B // A)[:, None], axis=1)[:, 0]
+    page_B = jnp.where(writes_B, page_B, 0)
+    offset_B = lengths_B % A
+
+    def attend(
+        layer: jax.Array | int,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: jax.Array,
+        window: jax.Array | int | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        B, _, K, H = k.shape
+        k, v = k[:, 0].astype(cache.dtype), v[:, 0].astype(cache.dtype)
+        if layout.kernel == "tpu":
+            cache = cache.at[layer, page_B, offset_B].set(jnp.stack([k, v], 2).reshape(B, -1, H))
+            pages = jax.lax.dynamic_index_in_dim(cache, layer, keepdims=False)
+            return _ragged(q[:, 0], pages, table_BP, lengths_B + 1, window)[:, None], cache
+        sides, heads = jnp.arange(2)[None, :, None], jnp.arange(K)[None, None]
+        at = (layer, page_B[:, None, None], sides, heads, offset_B[:, None, None])
+        cache = cache.at[at].set(jnp.stack([k, v], axis=1))
+        # Keys and values apart, [B, P, K, page, H] each: XLA's CPU backend copies less so.
+        own = (cache[layer, table_BP, side].transpose(0, 1, 3, 2, 4) for side in (0, 1))
+        k_BSKH, v_BSKH = (x.reshape(B, -1, K, H).astype(q.dtype) for x in own)
+        S = k_BSKH.shape[1]
+        back_BS = lengths_B[:, None] - jnp.arange(S)[None]
+        mask_BS = back_BS >= 0 if window is None else (back_BS >= 0) & (back_BS < window)
+        return dot_product_attention(q, k_BSKH, v_BSKH, mask_BS[:, None]), cache
+
+    return attend
+
+
+def _ragged(
+    q_BNH: jax.Array,
+    pages: jax.Array,
+    table_BP: jax.Array,
+    lengths_B: jax.Array,
+    window: jax.Array | int | None,
+) -> jax.Array:
+    """JAX's TPU kernel, a query a sequence."""
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+    assert window is None or isinstance(window, int), "the kernel's window is static"
+    B, _, H = q_BNH.shape
+    return ragged_paged_attention(
+        q_BNH,
+        pages,
+        lengths_B,
+        table_BP,
+        jnp.arange(B + 1, dtype=jnp.int32),
+        jnp.full(1, B, jnp.int32),
+        sm_scale=H**-0.5,
+        sliding_window=None if window in (None, NO_WINDOW) else window,
+    )
