@@ -120,7 +120,7 @@ def get_config() -> ml_collections.ConfigDict:
                 enabled=True,
                 max_rounds=10,  # script; the paper is silent
                 max_round_prompts=1536,  # script: three times the batch
-                surplus="drop",  # script
+                surplus="return",  # script: rounds, and drop
                 exhausted="train",  # script: the run ends with an error
             ),
             objective=dict(

@@ -130,7 +130,7 @@ def get_config() -> ml_collections.ConfigDict:
                 enabled=True,
                 max_rounds=10,
                 max_round_prompts=96,
-                surplus="carry",
+                surplus="return",
                 exhausted="train",
             ),
             objective=dict(

@@ -171,8 +171,11 @@ class RewardConfig:
 class DynamicSamplingConfig:
     enabled: bool
     max_rounds: int  # sampling rounds per step
-    max_round_prompts: int  # prompts per sampling round at most
-    surplus: Literal["carry", "drop"]  # informative groups beyond the batch
+    max_round_prompts: int  # prompts per sampling round at most; return: of max_rounds together
+    # What becomes of prompts sampled beyond the batch. carry, drop: sampling goes in rounds, and
+    # informative groups beyond the batch are trained on first in the next step, or not at all.
+    # return: sampling stops when the batch is full, and the prompts go back to the data.
+    surplus: Literal["carry", "drop", "return"]
     exhausted: Literal[
         "train", "skip", "stop"
     ]  # what to do with a batch that max_rounds left short

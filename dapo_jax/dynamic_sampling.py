@@ -4,11 +4,15 @@ Source: DAPO, arXiv:2503.14476, section 3.2 and the constraint of eq. 11. The fi
 correctness, never at the shaped reward, which lets all-wrong groups of unequal length through.
 Groups are accepted in prompt order, never in completion order: taking whoever finishes first would
 favour short answers and depend on timing.
+
+`stream_batch` scores groups while others are being drawn and stops when the batch is full; prompts
+begun beyond it go back to the data. `sample_batch` samples in rounds, and keeps or drops what a
+round finds beyond the batch. Neither depends on the order in which responses end.
 """
 
 import base64
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +39,7 @@ class Batch(NamedTuple):
     rounds: int
     carried_in: int
     surplus: int  # informative groups that found no room
+    returned: int = 0  # prompts begun that went back to the data
 
 
 def sample_batch(
@@ -80,6 +85,77 @@ def sample_batch(
     carried = tuple(surplus) if config.surplus == "carry" else ()
     batch = Batch(accepted[:num_prompts], sampled, rounds, carried_in, len(surplus))
     return batch, SamplingState(carried, share)
+
+
+class Stream:
+    """What of a stream of groups is known so far."""
+
+    def __init__(self, config: DynamicSamplingConfig, share: float, num_prompts: int):
+        self.num_prompts, self.share = num_prompts, share
+        self.most = config.max_rounds * config.max_round_prompts  # prompts begun
+        self.taken: list[Problem] = []
+        self.groups: dict[int, Group] = {}  # by the number of their prompt
+        self.decided = 0  # the first so many prompts have their groups
+        self.accepted = 0  # informative ones among those
+
+    def problems(self, take: Callable[[int], list[Problem]]) -> Iterator[Problem | None]:
+        """The prompts to begin with, as many as should be needed; None while those begun should
+        do."""
+        while len(self.taken) < self.most:
+            open_prompts = len(self.taken) - self.decided
+            # Of those whose turn has not come some are known already.
+            known = sum(group.informative for i, group in self.groups.items() if i >= self.decided)
+            unknown = open_prompts - sum(i >= self.decided for i in self.groups)
+            expected = self.accepted + known + unknown * max(self.share, 1 / self.most)
+            if expected >= self.num_prompts:
+                yield None
+            else:
+                self.taken += take(1)
+                yield self.taken[-1]
+
+    def scored(self, number: int, group: Group) -> None:
+        """Takes the group of a prompt."""
+        self.groups[number] = group
+        while self.decided in self.groups and not self.full:
+            self.accepted += self.groups[self.decided].informative
+            self.decided += 1
+
+    @property
+    def full(self) -> bool:
+        """Whether the batch is."""
+        return self.accepted >= self.num_prompts
+
+
+def stream_batch(
+    config: DynamicSamplingConfig,
+    state: SamplingState,
+    *,
+    num_prompts: int,
+    take: Callable[[int], list[Problem]],
+    position: Callable[[], Any],
+    go_back: Callable[[Any], None],
+    draw: Callable[[Stream, Iterator[Problem | None]], None],
+) -> tuple[Batch, SamplingState]:
+    """A batch of `num_prompts` informative groups, the first of the data in their order; or fewer
+    when max_rounds x max_round_prompts prompts have been tried.
+
+    Args:
+        take: gives the next prompts of the data.
+        position: of the data; go_back: returns there.
+        draw: draws and scores groups of the prompts that the iterator gives, and hands them to the
+            stream, until that is full or the prompts are at their end.
+    """
+    before = position()
+    stream = Stream(config, state.kept_share, num_prompts)
+    draw(stream, stream.problems(take))
+    sampled = [stream.groups[i] for i in range(stream.decided)]
+    go_back(before)
+    take(len(sampled))
+    found = sum(group.informative for group in sampled) / max(1, len(sampled))
+    share = NEW_WEIGHT * found + (1 - NEW_WEIGHT) * state.kept_share
+    kept = [group for group in sampled if group.informative]
+    batch = Batch(kept, sampled, 1, 0, 0, len(stream.taken) - len(sampled))
+    return batch, SamplingState((), share if sampled else state.kept_share)
 
 
 def round_size(missing: int, kept_share: float, multiple: int, most: int) -> int:

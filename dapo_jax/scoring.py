@@ -1,6 +1,6 @@
 """Scoring while decoding goes on: responses go to the workers as they end."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from dapo_jax.reward import Rubric, Task, verdict
 from dapo_jax.reward_pool import Pending, RewardPool
@@ -43,14 +43,23 @@ class Scoring:
         token_ids = tuple(response.tokens.tolist())
         return Task(scorers, response.text, problem.answer, token_ids, problem.metadata)
 
-    def verdicts(self) -> dict[tuple[int, int], Verdict]:
-        """The verdict on each (problem, sample); waits for those that are not there yet."""
-        self._hand_over()
-        found = {}
+    def verdicts(self, *, wait: bool = True) -> dict[tuple[int, int], Verdict]:
+        """The verdict on each (problem, sample) that was not told before.
+
+        Args:
+            wait: for those that are not there yet; else they are left for another call.
+        """
+        if self.waiting:
+            self._hand_over()
+        found, left = {}, []
         for places, pending in self.pending:
+            if not wait and not self.pool.ready(pending):
+                left.append((places, pending))
+                continue
             for (problem, sample), scored in zip(places, self.pool.collect(pending)):
                 rubric = self.rubrics[self.problems[problem].source]
                 found[problem, sample] = verdict(rubric, scored.scores)
+        self.pending = left
         return found
 
     def groups(self, responses_QG: Sequence[Sequence[Response]], step: int) -> list[Group]:
@@ -65,3 +74,43 @@ class Scoring:
             )
             for q, (problem, responses) in enumerate(zip(self.problems, responses_QG))
         ]
+
+
+class Grouping:
+    """Puts responses and verdicts, in whatever order they come, together to groups.
+
+    Args:
+        problems: numbered as the responses say; may grow.
+        told: called with each problem's number and its group when that is complete.
+    """
+
+    def __init__(
+        self,
+        problems: Sequence[Problem],
+        group_size: int,
+        step: int,
+        told: Callable[[int, Group], None],
+    ):
+        self.problems, self.group_size, self.step, self.told = problems, group_size, step, told
+        self.drawn: dict[int, dict[int, Response]] = {}
+        self.scored: dict[int, dict[int, Verdict]] = {}
+
+    def responses(self, news: Sequence[tuple[int, int, Response]]) -> None:
+        """Takes responses, before their verdicts."""
+        for problem, sample, response in news:
+            self.drawn.setdefault(problem, {})[sample] = response
+
+    def verdicts(self, news: Mapping[tuple[int, int], Verdict]) -> None:
+        """Takes verdicts, and tells of the groups that they complete."""
+        for (problem, sample), found in news.items():
+            of_problem = self.scored.setdefault(problem, {})
+            of_problem[sample] = found
+            if len(of_problem) == self.group_size:
+                responses = self.drawn.pop(problem)
+                group = Group(
+                    self.problems[problem],
+                    tuple(responses[g] for g in range(self.group_size)),
+                    tuple(of_problem[g] for g in range(self.group_size)),
+                    self.step,
+                )
+                self.told(problem, group)

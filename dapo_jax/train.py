@@ -5,7 +5,7 @@ stopped anywhere and started again goes on as if it had never stopped.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +18,11 @@ from dapo_jax.compilations import CompilationCounter
 from dapo_jax.config import Config
 from dapo_jax.dynamic_sampling import (
     SamplingState,
+    Stream,
     sample_batch,
     state_from_json,
     state_to_json,
+    stream_batch,
 )
 from dapo_jax.evaluate import evaluate
 from dapo_jax.learner import RunState
@@ -31,9 +33,9 @@ from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.run_directory import RunDirectory
 from dapo_jax.samples import adapted_kl_coefficient, shaped_rewards
-from dapo_jax.scoring import Scoring
+from dapo_jax.scoring import Grouping, Scoring
 from dapo_jax.trainer import Trainer
-from dapo_jax.types import Group, Problem, RunError, StopRequested
+from dapo_jax.types import Group, Problem, Response, RunError, StopRequested
 from dapo_jax.votes import equivalences
 
 # Names of the streams of randomness, folded into the seed's key.
@@ -213,14 +215,59 @@ class _Run:
             clock["reward"] += time.monotonic() - start
             return groups
 
-        batch, sampling = sample_batch(
-            config.dynamic_sampling,
-            self.host.sampling,
-            num_prompts=config.train.prompts_per_step,
-            round_multiple=config.rollout.prefill_prompts,
-            take=trainer.stream.take,
-            sample=sample,
-        )
+        def draw(stream: Stream, problems: Iterator[Problem | None]) -> None:
+            nonlocal stats
+            self.progress.doing(f"step {step}: sampling")
+            start = time.monotonic()
+            scoring = Scoring(self.pool, stream.taken, trainer.train_rubrics)
+            grouping = Grouping(stream.taken, config.rollout.group_size, step, stream.scored)
+
+            def ended(news: list[tuple[int, int, Response]]) -> None:
+                grouping.responses(news)
+                scoring.submit(news)
+
+            def full() -> bool:
+                grouping.verdicts(scoring.verdicts(wait=False))
+                return stream.full
+
+            _, more = scheduler.generate(
+                trainer.engine,
+                params,
+                problems,
+                trainer.detokenize,
+                num_samples=config.rollout.group_size,
+                key=key,
+                finished=ended,
+                enough=full,
+                check_stop=self.signals.check,
+            )
+            stats += more
+            clock["rollout"] += time.monotonic() - start
+            start = time.monotonic()
+            if not stream.full:
+                grouping.verdicts(scoring.verdicts())
+            clock["reward"] += time.monotonic() - start
+
+        d = config.dynamic_sampling
+        if d.enabled and d.surplus == "return":
+            batch, sampling = stream_batch(
+                d,
+                self.host.sampling,
+                num_prompts=config.train.prompts_per_step,
+                take=trainer.stream.take,
+                position=trainer.stream.get_state,
+                go_back=trainer.stream.set_state,
+                draw=draw,
+            )
+        else:
+            batch, sampling = sample_batch(
+                d,
+                self.host.sampling,
+                num_prompts=config.train.prompts_per_step,
+                round_multiple=config.rollout.prefill_prompts,
+                take=trainer.stream.take,
+                sample=sample,
+            )
         numbers: dict[str, Any] = {"step": step} | metrics.sampling_metrics(batch)
         groups = self._groups_to_train(batch.groups, step)
         start = time.monotonic()

@@ -12,12 +12,15 @@ from dapo_jax.dynamic_sampling import (
     sample_batch,
     state_from_json,
     state_to_json,
+    stream_batch,
 )
 from dapo_jax.types import Problem
 from tests.helpers import make_group, tiny_config
 
 CONFIG = tiny_config(
-    dynamic_sampling__max_rounds=5, dynamic_sampling__max_round_prompts=8
+    dynamic_sampling__max_rounds=5,
+    dynamic_sampling__max_round_prompts=8,
+    dynamic_sampling__surplus="carry",
 ).dynamic_sampling
 
 
@@ -109,3 +112,53 @@ def test_state_survives_json_bit_for_bit():
     assert back.carried[0].problem == group.problem and back.carried[0].verdicts == group.verdicts
     assert back.carried[0].responses[0].log_probs.tobytes() == odd.tobytes()
     assert back.carried[0].responses[0].tokens.tolist() == response.tokens.tolist()
+
+
+def stream(kinds, seed, state=None, *, num=4):
+    """A batch of a stream whose groups end in an order of their own, up to six at once."""
+    world, rng = World(kinds), np.random.default_rng(seed)
+    config = dataclasses.replace(CONFIG, surplus="return")
+    begun = []
+
+    def draw(stream, problems):
+        drawing, over = [], False
+        while not stream.full and not (over and not drawing):
+            while len(drawing) < 6 and not over:
+                problem = next(problems, "over")
+                if problem in (None, "over"):
+                    over = problem == "over"
+                    break
+                begun.append(problem.id)
+                drawing.append((len(begun) - 1, problem))
+            number, problem = drawing.pop(rng.integers(len(drawing)))
+            (group,) = world.sample([problem])
+            stream.scored(number, group)
+
+    batch, state = stream_batch(
+        config, state or SamplingState(), num_prompts=num, take=world.take,
+        position=lambda: world.next, go_back=lambda place: setattr(world, "next", place), draw=draw,
+    )  # fmt: skip
+    return batch, state, world, begun
+
+
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_a_stream_takes_the_first_informative_groups_whatever_ends_first(share):
+    expected = [2, 3, 4, 8]
+    for seed in range(20):
+        batch, state, world, begun = stream("rwmmmwwrmmmm", seed, SamplingState((), share))
+        assert ids(batch.groups) == expected and ids(batch.sampled) == list(range(9))
+        assert world.next == 9, "the next step begins after the last prompt of this one"
+        assert begun == list(range(len(begun))) and batch.returned == len(begun) - 9
+        assert state == SamplingState((), 0.5 * 4 / 9 + 0.5 * share)
+
+
+def test_a_stream_begins_no_more_prompts_than_should_be_needed():
+    _, _, _, begun = stream("m", 0)
+    assert begun == [0, 1, 2, 3]
+    _, _, _, begun = stream("mw", 0, SamplingState((), 0.5))
+    assert len(begun) <= 10
+
+
+def test_a_stream_without_informative_groups_ends():
+    batch, _, world, begun = stream("wr", 0)
+    assert batch.groups == [] and len(batch.sampled) == world.next == len(begun) == 40

@@ -5,6 +5,7 @@ out. Another engine can take its place.
 """
 
 import collections
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from dapo_jax.rollout.sampling import Mode, SamplingParams
 from dapo_jax.rollout.slots import Arrivals, DecodeState
 from dapo_jax.types import Problem, Response
 
+IDLE_SECONDS = 0.002
 # Decodes many token sequences to text at once, special tokens left out.
 Detokenize = Callable[[Sequence[np.ndarray]], list[str]]
 # Takes (problem, sample, response) of responses that have ended.
@@ -173,6 +175,8 @@ class _Run:
         late, self.late = self.late, None
         if now is not None:
             self.late = _Call(now, np.asarray(self.waiting.any(axis=(1, 2))), self.arrivals)
+        if late is None and now is None:
+            time.sleep(IDLE_SECONDS)  # for problems that are to come later
         if late is not None:
             self._read(late._replace(step=Step(*map(np.asarray, late.step))))
 
