@@ -148,6 +148,9 @@ class _Run:
             check_stop=self.signals.check,
         )
         self.base_seconds = about["seconds"]
+        self.progress.doing("compiling the programs of the rollout")
+        modes = dict.fromkeys(sampling.mode for sampling in self._samplings())
+        trainer.engine.warm_up(trainer.engine.load_params(params), modes)
         if trainer.learner.needs_reference:
             trainer.learner.reference = params
         state = trainer.learner.init_state(params)
@@ -180,6 +183,13 @@ class _Run:
             seconds=0.0,
         )
         self._complete(0, numbers)
+
+    def _samplings(self) -> list[SamplingParams]:
+        """Of training, of evaluation, and of baselines where the advantage has them."""
+        r, e = self.config.rollout, self.config.evaluation
+        found = [SamplingParams(r.temperature, r.top_p), SamplingParams(e.temperature, e.top_p)]
+        greedy = self.config.objective.advantage == "remax"
+        return [*found, SamplingParams(temperature_X=0.0)] if greedy else found
 
     def one_step(self) -> None:
         """One rollout step: sample until the batch is full, update, evaluate, log, save."""
@@ -379,7 +389,7 @@ class _Run:
             problems,
             self.trainer.detokenize,
             num_samples=1,
-            sampling=SamplingParams(temperature_X=0.0),
+            sampling=self._samplings()[2],
             key=jax.random.fold_in(jax.random.fold_in(self.trainer.key, BASELINE_KEY), step),
             finished=scoring.submit,
             check_stop=self.signals.check,
@@ -435,9 +445,7 @@ class _Run:
             self.pool,
             self.trainer.heldout_rubrics,
             num_samples=self.config.evaluation.num_samples,
-            sampling=SamplingParams(
-                self.config.evaluation.temperature, self.config.evaluation.top_p
-            ),
+            sampling=self._samplings()[1],
             key=key,
             # After an update there is no way back to the step before: a stop waits for the end of
             # the evaluation. The base can be evaluated again.

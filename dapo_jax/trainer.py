@@ -66,6 +66,18 @@ def make_engine(
     Raises:
         UserError: the KV cache of `config.rollout.cache_gib` does not hold one sequence.
     """
+    stops = stop_tokens(config.model, tokenizer)
+    return DecoderEngine(engine_spec(config, mesh, max_prompt_tokens, stops), mesh)
+
+
+def engine_spec(
+    config: Config, mesh: Mesh, max_prompt_tokens: int, stop_tokens: tuple[int, ...]
+) -> EngineSpec:
+    """What the engine of a config is like on a mesh.
+
+    Raises:
+        UserError: the KV cache of `config.rollout.cache_gib` does not hold one sequence.
+    """
     r = config.rollout
     spec = EngineSpec(
         model=config.model,
@@ -74,17 +86,18 @@ def make_engine(
         prefill_prompts=r.prefill_prompts,
         max_prompt_tokens=max_prompt_tokens,
         max_response_tokens=r.max_response_tokens,
-        stop_tokens=stop_tokens(config.model, tokenizer),
+        stop_tokens=stop_tokens,
         temperature=r.temperature,
         top_p=r.top_p,
         samples=r.group_size,
         page_tokens=r.page_tokens,
         decode_steps=r.decode_steps,
         prefill_chunk_tokens=r.prefill_chunk_tokens,
+        kernel="tpu" if mesh.devices.flat[0].platform == "tpu" else "xla",
     )
     if r.cache_gib is not None:
         spec = dataclasses.replace(spec, num_pages=_num_pages(spec, mesh, r.cache_gib))
-    return DecoderEngine(spec, mesh)
+    return spec
 
 
 def _num_pages(spec: EngineSpec, mesh: Mesh, cache_gib: float) -> int | None:

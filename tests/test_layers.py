@@ -26,7 +26,7 @@ LAYERS = [
     ["benchmarks"],
     ["learner"],
     ["trainer"],
-    ["train", "evaluate_model"],
+    ["train", "evaluate_model", "ahead_of_time"],
     ["export", "generate"],
     ["bench.memory", "bench.load", "bench.rollout", "bench"],
     ["command_line"],

@@ -13,6 +13,7 @@ decodes by itself; the tensor axis splits heads within a shard.
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -82,7 +83,8 @@ class EngineSpec:
 
     @property
     def pool_layout(self) -> paged.Layout:
-        return paged.Layout(self.kernel, self.page_tokens, self.model.compute_dtype)
+        heads_axis = dict(self.layout.rules)["kv_heads"]
+        return paged.Layout(self.kernel, self.page_tokens, self.model.compute_dtype, heads_axis)
 
     @property
     def params(self) -> SamplingParams:
@@ -180,6 +182,26 @@ class DecoderEngine(jetstream.Engine):
         """
         return self._programs.decode(table_pages, mode, self.spec.decode_steps)(params, state)
 
+    def warm_up(self, params: model.Params, modes: Iterable[Mode]) -> None:
+        """Compiles all that requests of these modes can need, whatever their lengths."""
+        spec = self.spec
+        shape = spec.shards, spec.prefill_prompts // spec.shards
+        state = self.init_decode_state()
+        for pages in self.prompt_pages:
+            tokens = np.zeros((*shape, pages * spec.page_tokens), np.int32)
+            ones, keys = np.ones(shape, np.int32), np.zeros((*shape, 2), np.uint32)
+            prefix = self.prefill_many(params, tokens, ones, keys)
+            # Entries that there are not: nothing comes of it.
+            nowhere = np.full(shape, spec.entries, np.int32)
+            zeros = lambda *more: np.zeros((*shape, *more), np.int32)
+            real = np.ones(shape, np.float32)
+            asked = SamplingParams(real, real, zeros(), real)
+            arrivals = Arrivals(nowhere, zeros(), zeros(), zeros(), zeros(spec.samples), asked)
+            state = self.enqueue(state, prefix, arrivals)
+        for mode in modes:
+            for pages in self.table_pages:
+                state, _ = self.decode(params, state, pages, mode)
+
     def cancel(
         self, state: DecodeState, entry_RW: np.ndarray, column_RW: np.ndarray
     ) -> DecodeState:
@@ -236,6 +258,23 @@ class DecoderEngine(jetstream.Engine):
         """The parameters as decoding reads them: split over the tensor axis only, matrices in the
         compute dtype. Where that is how they are, they are shared and nothing is copied."""
         return self._programs.load(params)
+
+    def lower(self, params: model.Params, program: str, mode: Mode) -> Any:
+        """ "decode" or "prefill" of the longest prompts, for shapes of the parameters: lowered, to
+        be compiled ahead of time."""
+        p, spec = self._programs, self.spec
+        sharded = lambda shapes, at: jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, at
+        )
+        params = sharded(params, p.params_at)
+        if program == "decode":
+            state = sharded(jax.eval_shape(p.init), p.state_at)
+            return p.decode(self.table_pages[-1], mode, spec.decode_steps).lower(params, state)
+        R, P = spec.shards, spec.prefill_prompts // spec.shards
+        T = next(n for n in self.prompt_pages if n * spec.page_tokens >= spec.max_prompt_tokens)
+        rows = lambda *shape: jax.ShapeDtypeStruct((R, P, *shape), jnp.int32)
+        keys = jax.ShapeDtypeStruct((R, P, 2), jnp.uint32)
+        return p.prefill.lower(params, rows(T * spec.page_tokens), rows(), keys)
 
     def get_prefix_destination_sharding(self) -> Any:
         return None  # prefill and decode share one mesh
@@ -334,6 +373,10 @@ class _Programs:
         )
 
         self.on_shards, self.state_at, self.everywhere = on_shards, state_at, everywhere
+        self._to_dtype = jax.jit(
+            lambda params: rollout_dtypes(params, jnp.dtype(c.compute_dtype)),
+            out_shardings=self.params_at,
+        )
         # One program for each size of the table and each mode.
         self.decode, self.one = functools.cache(self._decode_of), functools.cache(self._one_of)
 
@@ -369,10 +412,9 @@ class _Programs:
 
     def load(self, params: model.Params) -> model.Params:
         """See `DecoderEngine.load_params`."""
-        dtype = jnp.dtype(self.spec.model.compute_dtype)
-        if all(x.dtype == dtype for x in jax.tree.leaves(params)):
-            return jax.device_put(params, self.params_at)
-        return _cast(params, dtype, self.params_at)
+        if self.spec.model.compute_dtype != self.spec.model.param_dtype:
+            params = self._to_dtype(params)
+        return jax.device_put(params, self.params_at)
 
     def _pool_shape(self) -> tuple[int, ...]:
         return self.spec.pool_layout.pool_shape(self.spec.model, self.spec.shard_pages)
@@ -510,13 +552,9 @@ class _Programs:
         return state, out
 
 
-@functools.partial(jax.jit, static_argnames="dtype", donate_argnums=())
-def _as_dtype(params: model.Params, dtype: Any) -> model.Params:
-    # Norms stay: they scale in float32.
+def rollout_dtypes(params: model.Params, dtype: Any) -> model.Params:
+    """The parameters as decoding reads them: matrices and biases in the compute dtype; norms stay,
+    because they scale in float32."""
     return jax.tree_util.tree_map_with_path(
         lambda path, x: x if "norm" in jax.tree_util.keystr(path) else x.astype(dtype), params
     )
-
-
-def _cast(params: model.Params, dtype: Any, shardings: Any) -> model.Params:
-    return jax.device_put(_as_dtype(params, dtype), shardings)

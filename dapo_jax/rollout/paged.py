@@ -12,12 +12,15 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from dapo_jax.attention import dot_product_attention
 from dapo_jax.config import ModelConfig
 from dapo_jax.model import NO_WINDOW, Attend
 
 Kernel = Literal["xla", "tpu"]
+KEYS_PER_BLOCK, QUERIES_PER_BLOCK = 1024, 32  # of the TPU kernel; not tuned, see docs/rollout.md
+_WHOLE = PartitionSpec()
 
 
 class Layout(NamedTuple):
@@ -26,6 +29,7 @@ class Layout(NamedTuple):
     kernel: Kernel
     page_tokens: int
     dtype: str
+    heads_axis: str | None = None  # mesh axis over which the kv heads lie
 
     def pool_shape(self, c: ModelConfig, num_pages: int) -> tuple[int, ...]:
         """Of all layers."""
@@ -83,7 +87,8 @@ def decoding(
         if layout.kernel == "tpu":
             cache = cache.at[layer, page_B, offset_B].set(jnp.stack([k, v], 2).reshape(B, -1, H))
             pages = jax.lax.dynamic_index_in_dim(cache, layer, keepdims=False)
-            return _ragged(q[:, 0], pages, table_BP, lengths_B + 1, window)[:, None], cache
+            out_BNH = _ragged(layout, q[:, 0], pages, table_BP, lengths_B + 1, window)
+            return out_BNH[:, None], cache
         sides, heads = jnp.arange(2)[None, :, None], jnp.arange(K)[None, None]
         at = (layer, page_B[:, None, None], sides, heads, offset_B[:, None, None])
         cache = cache.at[at].set(jnp.stack([k, v], axis=1))
@@ -99,24 +104,43 @@ def decoding(
 
 
 def _ragged(
+    layout: Layout,
     q_BNH: jax.Array,
     pages: jax.Array,
     table_BP: jax.Array,
     lengths_B: jax.Array,
     window: jax.Array | int | None,
 ) -> jax.Array:
-    """JAX's TPU kernel, a query a sequence."""
+    """JAX's TPU kernel, a query a sequence; the heads of each device by themselves."""
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
     assert window is None or isinstance(window, int), "the kernel's window is static"
     B, _, H = q_BNH.shape
-    return ragged_paged_attention(
-        q_BNH,
-        pages,
-        lengths_B,
-        table_BP,
-        jnp.arange(B + 1, dtype=jnp.int32),
-        jnp.full(1, B, jnp.int32),
-        sm_scale=H**-0.5,
-        sliding_window=None if window in (None, NO_WINDOW) else window,
-    )
+
+    def local(q: jax.Array, pages: jax.Array, lengths: jax.Array, table: jax.Array) -> jax.Array:
+        return ragged_paged_attention(
+            q,
+            pages,
+            lengths,
+            table,
+            jnp.arange(B + 1, dtype=jnp.int32),
+            jnp.full(1, B, jnp.int32),
+            sm_scale=H**-0.5,
+            sliding_window=None if window in (None, NO_WINDOW) else window,
+            # Given, because the kernel would look them up by the device that this process has.
+            num_kv_pages_per_block=max(
+                1, min(table.shape[1], KEYS_PER_BLOCK // layout.page_tokens)
+            ),
+            num_queries_per_block=min(B, QUERIES_PER_BLOCK),
+        )
+
+    if layout.heads_axis is not None:
+        heads = PartitionSpec(None, layout.heads_axis)
+        local = jax.shard_map(
+            local,
+            in_specs=(heads, PartitionSpec(None, None, layout.heads_axis), _WHOLE, _WHOLE),
+            out_specs=heads,
+            axis_names={layout.heads_axis},
+            check_vma=False,
+        )
+    return local(q_BNH, pages, lengths_B, table_BP)
