@@ -69,10 +69,10 @@ def test_logits_are_those_of_transformers(tmp_path, family):
     "family, prompt", [("qwen2-window", 9), ("mistral-window", 1), ("qwen2-yarn", 1), ("qwen3", 9)]
 )
 def test_the_engines_logits_are_those_of_transformers(tmp_path, family, prompt):
-    """A prompt is prefilled, the rest is fed token by token against the cache."""
+    """A prompt is prefilled, and what is drawn greedily goes through the paged cache: at every step
+    the whole row of logits is that of the training forward, which is that of transformers."""
     golden, config, params = opened(tmp_path, family)
-    tokens_T = golden.tokens_T
-    T = len(tokens_T)
+    T = len(golden.tokens_T)
     spec = EngineSpec(
         model=config.model,
         layout=config.mesh,
@@ -82,22 +82,22 @@ def test_the_engines_logits_are_those_of_transformers(tmp_path, family, prompt):
         max_response_tokens=T,
         stop_tokens=(),
         temperature=0.0,
-        top_p=1.0,
+        page_tokens=8,
     )
     engine = DecoderEngine(spec, make_mesh(config, 1))
     params = engine.load_params(params)
-    prefix = engine.prefill(params=params, padded_tokens=tokens_T[:prompt], true_length=prompt)
+    tokens = golden.tokens_T[:prompt].tolist()
+    prefix = engine.prefill(params=params, padded_tokens=np.array(tokens), true_length=prompt)
     state = engine.insert(prefix, engine.init_decode_state(), slot=1)
-    found = {prompt - 1: np.asarray(state.logits_BV)[1]}
-    for t in range(prompt, T):
-        # The greedy sampler takes what is to be fed.
-        forced_BV = jnp.zeros_like(state.logits_BV).at[:, tokens_T[t]].set(1.0)
-        state, _ = engine.generate(params, state._replace(logits_BV=forced_BV))
-        found[t] = np.asarray(state.logits_BV)[1]
-    expected_TV = training_logits(config.model, params, tokens_T)
-    for t, logits_V in found.items():
-        np.testing.assert_allclose(logits_V, expected_TV[t], rtol=0, atol=ATOL, err_msg=f"at {t}")
-    compared = [(x, t) for x, t in enumerate(golden.positions_X.tolist()) if t in found]
-    assert len(compared) >= 4
-    for x, t in compared:
-        np.testing.assert_allclose(found[t], golden.logits_XV[x], rtol=0, atol=ATOL)
+    logits = lambda: np.asarray(state.hidden_BD[0, 1] @ model.unembedding(params).T)
+    found = [logits()]
+    while len(tokens) < T:
+        state, results = engine.generate(params, state)
+        tokens.append(int(results.convert_to_numpy().get_result_at_slot(1).tokens[0, 0]))
+        assert tokens[-1] == np.argmax(found[-1])
+        found.append(logits())
+    expected_TV = training_logits(config.model, params, np.array(tokens, np.int32))
+    np.testing.assert_allclose(found, expected_TV[prompt - 1 :], rtol=0, atol=ATOL)
+    at = [i for i, t in enumerate(golden.positions_X.tolist()) if t == prompt - 1]
+    if at:  # the prompt is the golden's own beginning
+        np.testing.assert_allclose(found[0], golden.logits_XV[at[0]], rtol=0, atol=ATOL)

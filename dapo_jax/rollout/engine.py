@@ -91,13 +91,13 @@ class EngineSpec:
         return SamplingParams(self.temperature, self.top_p)
 
 
-def buckets(most: int, ratio: float) -> tuple[int, ...]:
-    """Sizes up to `most`, each at least one and at most about `ratio` times the one before."""
-    sizes, size = [], 1
-    while size < most:
-        sizes.append(size)
-        size = max(size + 1, int(size * ratio))
-    return (*sizes, most)
+def halvings(most: int) -> tuple[int, ...]:
+    """Numbers of pages up to `most`, each about half of the next. Each has its program, so
+    that below three there is no other: it would save little."""
+    sizes = [most]
+    while -(-sizes[0] // 2) >= 3:
+        sizes.insert(0, -(-sizes[0] // 2))
+    return tuple(sizes)
 
 
 class Prefix(NamedTuple):
@@ -150,11 +150,10 @@ class DecoderEngine(jetstream.Engine):
         self._programs = _Programs(spec, mesh)
         prompt = -(-spec.max_prompt_tokens // spec.page_tokens)
         # Longer ones are prompts with what was drawn before their pages were taken away.
-        longer = buckets(spec.table_pages, 2.0) if spec.num_pages is not None else ()
-        self.prompt_pages = (*buckets(prompt, 2.0), *(n for n in longer if n > prompt))
-        self.table_pages = buckets(spec.table_pages, 1.5) if spec.kernel == "xla" else (
-            spec.table_pages,
-        )  # fmt: skip
+        longer = halvings(spec.table_pages) if spec.num_pages is not None else ()
+        self.prompt_pages = (*halvings(prompt), *(n for n in longer if n > prompt))
+        xla = spec.kernel == "xla"  # the TPU kernel reads no more pages than a sequence has
+        self.table_pages = halvings(spec.table_pages) if xla else (spec.table_pages,)
 
     def prefill_many(
         self,
