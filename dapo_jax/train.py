@@ -315,6 +315,7 @@ class _Run:
         numbers["perf/tokens_per_second"] = stats.tokens / max(clock["rollout"], 1e-9)
         if stats.slots_offered:
             numbers["perf/slot_occupancy"] = stats.busy_slots / stats.slots_offered
+        numbers |= {"rollout/preempted": stats.preempted, "rollout/invalid": stats.invalid}
         numbers["perf/compilations"] = self.compilations.count - compiled
         numbers["time/step"] = time.monotonic() - begun
         self._complete(step, numbers)

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from dapo_jax.attention import dot_product_attention
 from dapo_jax.config import ModelConfig
 from dapo_jax.model import NO_WINDOW, Attend
 
@@ -93,14 +92,27 @@ def decoding(
         at = (layer, page_B[:, None, None], sides, heads, offset_B[:, None, None])
         cache = cache.at[at].set(jnp.stack([k, v], axis=1))
         # Keys and values apart, [B, P, K, page, H] each: XLA's CPU backend copies less so.
-        own = (cache[layer, table_BP, side].transpose(0, 1, 3, 2, 4) for side in (0, 1))
-        k_BSKH, v_BSKH = (x.reshape(B, -1, K, H).astype(q.dtype) for x in own)
-        S = k_BSKH.shape[1]
+        own = (cache[layer, table_BP, side].swapaxes(1, 2) for side in (0, 1))
+        k_BKSH, v_BKSH = (x.reshape(B, K, -1, H).astype(q.dtype) for x in own)
+        S = k_BKSH.shape[2]
         back_BS = lengths_B[:, None] - jnp.arange(S)[None]
         mask_BS = back_BS >= 0 if window is None else (back_BS >= 0) & (back_BS < window)
-        return dot_product_attention(q, k_BSKH, v_BSKH, mask_BS[:, None]), cache
+        out_BKGH = _one_query(q.reshape(B, K, -1, H), k_BKSH, v_BKSH, mask_BS)
+        return out_BKGH.reshape(q.shape), cache
 
     return attend
+
+
+def _one_query(
+    q_BKGH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, mask_BS: jax.Array
+) -> jax.Array:
+    """`attention.dot_product_attention` of one query a sequence, heads before positions as they lie
+    in the pages: nothing is transposed."""
+    H = q_BKGH.shape[-1]
+    scores_BKGS = jnp.einsum("BKGH,BKSH->BKGS", q_BKGH, k_BKSH, preferred_element_type=jnp.float32)
+    scores_BKGS = jnp.where(mask_BS[:, None, None], scores_BKGS * H**-0.5, -1e30)
+    weights_BKGS = jax.nn.softmax(scores_BKGS, axis=-1).astype(v_BKSH.dtype)
+    return jnp.einsum("BKGS,BKSH->BKGH", weights_BKGS, v_BKSH)
 
 
 def _ragged(
