@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from tests.conftest import ROOT
+from tests.conftest import FAST_COMPILATION, ROOT
 from tests.helpers import tiny_dict
 
 
@@ -45,7 +45,7 @@ def environment(home, *, devices=1, optimise=False):
     """Of a process that keeps its caches in `home`."""
     flags = f"--xla_force_host_platform_device_count={devices}"
     if not optimise:
-        flags += " --xla_backend_optimization_level=0"
+        flags += f" {FAST_COMPILATION}"
     return os.environ | {
         "XDG_CACHE_HOME": str(home),
         "XLA_FLAGS": flags,
