@@ -1,5 +1,6 @@
 """Families of the loss: policy losses, aggregations, KL, entropy, value loss."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -57,16 +58,11 @@ def policy(name: str, **settings: str) -> Callable[[Case], Compared | Differs]:
         w = weights(kept, aggregation, shared) * correction
         selected = []
         if name in policy_losses.COVARIANCE_LOSSES:
-            selected = [jnp.asarray(_selected(name, case, arguments))]
-
-        def loss(logp: jax.Array) -> jax.Array:
-            terms = policy_losses.LOSSES[name](
-                logp, jnp.asarray(a["old_log_prob"]), jnp.asarray(a["advantages"]),
-                jnp.asarray(kept), jnp.ones(mask.shape, jnp.int32), *selected, **arguments,
-            )  # fmt: skip
-            return -jnp.sum(jnp.where(kept, jnp.asarray(w) * terms.objective_BT, 0.0))
-
-        value, gradient = jax.value_and_grad(loss)(jnp.asarray(a["log_prob"]))
+            selected = [_selected(name, case, arguments)]
+        value, gradient = _loss_and_gradient(
+            name, tuple(arguments.items()), a["log_prob"], a["old_log_prob"], a["advantages"],
+            kept, w, *selected,
+        )  # fmt: skip
         theirs = case.outputs["loss"], case.outputs["grad_log_prob"]
         log_ratio = np.abs(a["log_prob"] - a["old_log_prob"])[mask].max()
         if name == "gmpo" and "rollout_is_weights" in a:
@@ -81,6 +77,27 @@ def policy(name: str, **settings: str) -> Callable[[Case], Compared | Differs]:
         return Compared([(value, theirs[0]), (gradient, theirs[1])])
 
     return compare
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))  # compiled once for cases of one shape
+def _loss_and_gradient(
+    name: str,
+    arguments: tuple[tuple[str, float], ...],
+    logp: jax.Array,
+    old: jax.Array,
+    advantages: jax.Array,
+    kept: jax.Array,
+    w: jax.Array,
+    *selected: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    def loss(logp: jax.Array) -> jax.Array:
+        terms = policy_losses.LOSSES[name](
+            logp, old, advantages, kept, jnp.ones(kept.shape, jnp.int32), *selected,
+            **dict(arguments),
+        )  # fmt: skip
+        return -jnp.sum(jnp.where(kept, w * terms.objective_BT, 0.0))
+
+    return jax.value_and_grad(loss)(logp)
 
 
 def _corrected(case: Case, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
