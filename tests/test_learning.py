@@ -15,8 +15,9 @@ LEARNING = {
     "data__heldout__sums__num_terms": (3,),
     "data__heldout__sums__num_problems": 16,
     "pretrain__num_terms": (3,),
-    "pretrain__num_steps": 400,
-    "pretrain__rows_per_step": 24,
+    "pretrain__num_steps": 800,
+    "pretrain__rows_per_step": 12,
+    "pretrain__row_tokens": 64,
     "pretrain__warmup_steps": 20,
     "pretrain__learning_rate": 5e-3,
     "pretrain__share_guess": 0.7,
@@ -29,11 +30,11 @@ LEARNING = {
     "dynamic_sampling__max_rounds": 4,
     "train__prompts_per_step": 16,
     "train__prompts_per_update": 4,
-    "train__num_steps": 16,
+    "train__num_steps": 24,
     "optimizer__learning_rate": 5e-4,
-    "evaluation__every_steps": 16,
+    "evaluation__every_steps": 24,
     "evaluation__num_samples": 8,
-    "checkpoint__every_steps": 16,
+    "checkpoint__every_steps": 24,
 }
 
 
