@@ -25,7 +25,12 @@ from tests.test_weights import config_of
 
 STEPS = 12
 evaluation, exporting = load_launcher("evaluate"), load_launcher("export")
-RUN = {"train__num_steps": STEPS, "checkpoint__every_steps": 3, "checkpoint__keep_newest": 20}
+RUN = {
+    "train__num_steps": STEPS,
+    "evaluation__every_steps": 4,
+    "checkpoint__every_steps": 3,
+    "checkpoint__keep_newest": 20,
+}
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +118,7 @@ def test_every_step_with_an_update_has_every_metric(finished):
     for numbers in trained:
         assert not set(REQUIRED_METRICS) - set(numbers)
         assert numbers["rollout/log_prob_gap_max"] < 1e-5
-    assert "time/evaluation" in steps[1]
+    assert ["time/evaluation" in numbers for numbers in steps] == 3 * [False, False, False, True]
     assert_documented(steps)
 
 
@@ -122,12 +127,6 @@ def test_nothing_compiles_after_two_steps(finished):
     counts = [numbers.get("perf/compilations", 0) for numbers in steps]
     assert sum(counts[1:3]) > 0, "the counter counts nothing"
     assert counts[3:] == [0] * (STEPS - 2)
-
-
-def test_two_runs_of_one_seed_are_the_same(finished, tmp_path, home):
-    run(tmp_path / "again", home, **RUN)
-    assert metrics_of(tmp_path / "again") == metrics_of(finished[0])
-    assert rollouts_of(tmp_path / "again") == rollouts_of(finished[0])
 
 
 def wait_for_step(process, workdir, step):
@@ -139,7 +138,8 @@ def wait_for_step(process, workdir, step):
     pytest.fail(f"the run ended by itself: {finish(process)}")
 
 
-def test_a_run_stopped_three_times_goes_on_bit_for_bit(finished, tmp_path, home):
+def test_a_second_run_stopped_three_times_is_the_same_bit_for_bit(finished, tmp_path, home):
+    """Two runs of one seed are the same, and a run that goes on is one that was never stopped."""
     workdir = tmp_path / "stopped"
     for number, step, code in (
         (signal.SIGTERM, 3, 143),
@@ -153,6 +153,7 @@ def test_a_run_stopped_three_times_goes_on_bit_for_bit(finished, tmp_path, home)
         assert returncode == code, (out, err)
         done = len(metrics_of(workdir)) - 1
         assert step <= done < STEPS and not (workdir / "summary.json").exists()
+        assert metrics_of(workdir) == metrics_of(finished[0])[: done + 1]
         assert ("resuming after step" in out) == (step > 3)
         if number != signal.SIGKILL:
             assert "the same command goes on from there" in out
@@ -266,15 +267,17 @@ def test_an_exported_checkpoint_is_read_again(finished, tmp_path, capsys):
     assert exporting(arguments) == 2 and "holds no run" in capsys.readouterr().err
 
 
-def test_the_damaged_newest_checkpoint_is_told_and_the_run_repeats(finished, tmp_path, home):
-    workdir = tmp_path / "damaged"
+def test_a_damaged_newest_checkpoint_is_told_and_more_steps_go_on(finished, tmp_path, home):
+    """From the checkpoint before it. 12 steps, then 14, is a run of 14: num_steps may change."""
+    workdir = tmp_path / "longer"
     shutil.copytree(finished[0], workdir)
     for file in (workdir / "checkpoints" / str(STEPS) / "arrays").rglob("d/*"):
         file.write_bytes(b"\0" * file.stat().st_size)
-    out = run(workdir, home, **RUN)
+    out = run(workdir, home, **RUN | {"train__num_steps": STEPS + 2})
     assert f"checkpoint {STEPS}" in out and "is damaged" in out
-    assert f"resuming after step {STEPS - 3}" in out
-    assert metrics_of(workdir) == metrics_of(finished[0])
+    assert f"resuming after step {STEPS - 3} of {STEPS + 2}" in out
+    assert metrics_of(workdir)[: STEPS + 1] == metrics_of(finished[0])
+    assert len(metrics_of(workdir)) == STEPS + 3
 
 
 def test_another_config_is_refused_and_nothing_changes(finished, home):
@@ -284,16 +287,6 @@ def test_another_config_is_refused_and_nothing_changes(finished, home):
     assert code == 2
     assert "config.optimizer.learning_rate: 0.0001 there, 0.5 now" in err and "Traceback" not in err
     assert (finished[0] / "metrics.jsonl").read_bytes() == before
-
-
-def test_more_steps_are_a_continuation(finished, tmp_path, home):
-    """12 steps, then 14, is a run of 14: num_steps may change when a run goes on."""
-    workdir = tmp_path / "longer"
-    shutil.copytree(finished[0], workdir)
-    out = run(workdir, home, **RUN | {"train__num_steps": STEPS + 2})
-    assert f"resuming after step {STEPS} of {STEPS + 2}" in out
-    assert metrics_of(workdir)[: STEPS + 1] == metrics_of(finished[0])
-    assert len(metrics_of(workdir)) == STEPS + 3
 
 
 def test_recomputed_log_probs_reference_and_filter(tmp_path, home):
