@@ -1,0 +1,63 @@
+"""launch/bench.py and launch/plan.py: what they print, and what they say of a wrong command."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from dapo_jax.bench.rollout import Shape, draw_lengths
+from tests.runs import load_launcher
+
+bench, plan = load_launcher("bench"), load_launcher("plan")
+SMALL = ("--layers=1", "--width=16", "--heads=2", "--kv_heads=1", "--d_ff=16", "--vocab=40",
+         "--prompts=5", "--group=4", "--prompt_len=5", "--gen_len=12", "--runs=1")  # fmt: skip
+
+
+def test_the_rollout_bench(capsys):
+    arguments = ["program", "rollout", *SMALL, "--slots=8", "--lengths=longtail", "--json"]
+    assert bench(arguments) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["compilations"] == 0 and found["tokens_per_second"] > 0
+    assert found["occupancy"] > 0.95, "slots are refilled on the device"
+    assert 0 < found["fraction_of_limit"] and found["peak_rss_mb"] > 100
+    assert 20 <= found["tokens"] <= 20 * 12 and found["slots"] == 8
+
+
+@pytest.mark.parametrize("gen_len", [8, 128, 4096])
+def test_long_tailed_lengths_are_as_stated(gen_len):
+    shape = Shape(1, 16, 2, 1, 16, 40, "float32", 64, 16, 5, gen_len, "longtail", 0, 8, 32, 1, 1, 1)
+    lengths = draw_lengths(shape)
+    assert lengths.shape == (64, 16) and 1 <= lengths.min() and lengths.max() == gen_len
+    assert abs(lengths.mean() / gen_len - 0.25) < 0.02
+    assert np.median(lengths) < 0.8 * lengths.mean(), "a tail"
+    assert (draw_lengths(shape._replace(lengths="uniform")) == gen_len).all()
+
+
+@pytest.mark.parametrize(
+    "main, arguments, message",
+    [
+        (bench, [], "what is to be measured. Known are rollout and load"),
+        (bench, ["walk"], "got 'walk'"),
+        (bench, ["rollout", "--lengths=short"], "--lengths must be uniform or longtail"),
+        (bench, ["rollout", "--heads=3"], r"--heads \(3\) must divide --width \(256\)"),
+        (bench, ["rollout", "--runs=0"], "--runs must be above 0; got 0"),
+        (bench, ["rollout", "--gigabytes=1"], "gigabytes.*Flags: --dtype"),
+        (bench, ["load", "--gigabytes=0"], "--gigabytes must be above 0"),
+        (plan, ["--config=configs/qwen32b_dapo.py"], "--topology is needed"),
+        (
+            plan,
+            ["--config=configs/qwen32b_dapo.py", "--topology=v5p:4x4x4", "--program=sing"],
+            "--program must be one of decode, prefill, all; got 'sing'",
+        ),
+        (
+            plan,
+            ["--config=configs/qwen32b_dapo.py", "--topology=v9:1"],
+            r"--topology=v9:1 cannot be compiled for.*pip install libtpu.*v5p:4x4x4",
+        ),
+    ],
+)
+def test_a_wrong_command_is_told(capsys, main, arguments, message):
+    assert main(["program", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "Traceback" not in err and re.search(message, err), err
