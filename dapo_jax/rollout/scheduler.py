@@ -331,7 +331,7 @@ class _Run:
             self.log_probs[(*at, place)] = step.log_prob_RkB[shard, i, slot]
             self.count[at] += 1
             offered = step.waiting_Rk[:, i] > 0
-            if self.queue or not self.exhausted:
+            if self.queue:
                 offered[:] = True
             busy = valid_RkB[:, i].sum(axis=1)[offered].sum()
             self.stats += RolloutStats(
