@@ -23,7 +23,7 @@ def sampling_metrics(batch: Batch) -> dict[str, float]:
         "sampling/prompts_all_wrong": sum(g.num_correct == 0 for g in sampled),
         "sampling/carried_in": batch.carried_in,
         "sampling/surplus": batch.surplus,
-        "sampling/prompts_returned": batch.returned,
+        "perf/prompts_returned": batch.returned,
         "sampling/scorer_faults": sum(bool(v.note) for g in sampled for v in g.verdicts),
         **_of_sources(sampled),
         **_extras(sampled),
