@@ -43,8 +43,9 @@ DEFECTS = (
     Defect(
         "end of sequence left out of the response",
         "dapo_jax/rollout/scheduler.py",
-        "                n = length_B[slot]\n",
-        "                n = length_B[slot] - (token_B[slot] in stop_tokens)\n",
+        "        texts = self.detokenize(tokens)\n",
+        "        tokens = [t[:-1] if t[-1] in stops else t for t in tokens]\n"
+        "        texts = self.detokenize(tokens)\n",
         "tests/test_rollout.py::test_finish_reasons",
     ),
     Defect(
@@ -77,10 +78,17 @@ DEFECTS = (
     ),
     Defect(
         "one random key for all samples of a prompt",
-        "dapo_jax/rollout/engine.py",
+        "dapo_jax/rollout/slots.py",
         "jax.random.fold_in(jax.random.wrap_key_data(key_2), sample)",
         "jax.random.fold_in(jax.random.wrap_key_data(key_2), 0 * sample)",
         "tests/test_rollout.py -k draw_differently",
+    ),
+    Defect(
+        "samples of a prompt write into one page",
+        "dapo_jax/rollout/slots.py",
+        "table_BP = jnp.where(own_BP, page_B[:, None], table_BP)",
+        "table_BP = jnp.where(own_BP, table_BP, table_BP)",
+        "tests/test_rollout.py -k log_probs_are_the_trainers",
     ),
     Defect(
         "log-probs of the untempered distribution",
@@ -92,8 +100,8 @@ DEFECTS = (
     Defect(
         "untempered log-probs stored by the rollout",
         "dapo_jax/rollout/engine.py",
-        "return log_probs.logits(hidden_BD, unembed_VD, temperature=spec.temperature or 1.0)",
-        "return log_probs.logits(hidden_BD, unembed_VD, temperature=1.0)",
+        "drawn.token_B, drawn.log_prob_B, drawn.model_log_prob_B, flags_B, entry_B,",
+        "drawn.token_B, drawn.model_log_prob_B, drawn.model_log_prob_B, flags_B, entry_B,",
         "tests/test_rollout.py -k log_probs_are_the_trainers",
     ),
     Defect(
