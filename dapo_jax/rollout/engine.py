@@ -345,8 +345,8 @@ class _Programs:
 
         whole = PartitionSpec()
         jit = functools.partial(jax.jit, donate_argnums=0)
-        self.init = jax.jit(on_shards(lambda _: self._empty(), whole), out_shardings=state_at)
-        self.init = functools.partial(self.init, np.int32(0))
+        init = jax.jit(on_shards(lambda _: self._empty(), whole), out_shardings=state_at)
+        self.init = functools.partial(init, np.int32(0))  # shard_map wants an argument
         self.prefill = jax.jit(
             on_shards(self._prefill, whole, batch, batch, batch),
             in_shardings=(params, rows, rows, rows),
@@ -357,14 +357,13 @@ class _Programs:
             in_shardings=(state_at, prefix_at, rows),
             out_shardings=state_at,
         )
-        self.place = jit(
+        place = jit(
             on_shards(self._place, batch, batch, batch, whole),
             in_shardings=(state_at, prefix_at, rows, everywhere),
             out_shardings=state_at,
         )
         shard_R = np.arange(spec.shards, dtype=np.int32)
-        placing = self.place
-        self.place = lambda state, prefix, slot: placing(state, prefix, shard_R, slot)
+        self.place = lambda state, prefix, slot: place(state, prefix, shard_R, slot)
         self.cancel = jit(
             on_shards(self._cancel, batch, batch, batch),
             in_shardings=(state_at, rows, rows),
