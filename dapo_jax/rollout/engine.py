@@ -501,6 +501,9 @@ class _Programs:
         spec, c = self.spec, self.spec.model
         A, B = spec.page_tokens, len(state.active_B)
         stops = jnp.asarray(spec.stop_tokens, jnp.int32)
+        # Shards whose loops end apart, with collectives of the tensor axis in them, wait for each
+        # other for ever on virtual CPU devices.
+        together = spec.shards > 1 and self.mesh.shape["tensor"] > 1
         unembed_VD = model.unembedding(params)
         params = model.unstacked(params) if self.unroll else params
         integer = jnp.zeros((steps, B), jnp.int32)
@@ -512,6 +515,8 @@ class _Programs:
 
         def more(carry: Any) -> jax.Array:
             i, state, _, moved = carry
+            if together:
+                return i < steps
             has_work = jnp.any(state.active_B) | jnp.any(state.entries.left_E > 0)
             return (i < steps) & has_work & moved
 
