@@ -122,6 +122,17 @@ def get_config() -> ml_collections.ConfigDict:
                 max_round_prompts=1536,  # script: three times the batch
                 surplus="return",  # script: rounds, and drop
                 exhausted="train",  # script: the run ends with an error
+                prefilter=dict(  # not in the paper: GRESO, with the values of its authors
+                    enabled=False,
+                    initial_probability=0.5,
+                    min_probability=0.05,
+                    max_probability=0.95,
+                    probability_step=0.01,
+                    target_easy=1 / 12,
+                    target_hard=1 / 6,
+                    min_sampled=0.01,
+                    max_skips=20_000,  # ours
+                ),
             ),
             objective=dict(
                 loss="ppo-clip",

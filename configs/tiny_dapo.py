@@ -132,6 +132,17 @@ def get_config() -> ml_collections.ConfigDict:
                 max_round_prompts=96,
                 surplus="return",
                 exhausted="train",
+                prefilter=dict(
+                    enabled=False,
+                    initial_probability=0.5,
+                    min_probability=0.05,
+                    max_probability=0.95,
+                    probability_step=0.01,
+                    target_easy=1 / 12,
+                    target_hard=1 / 6,
+                    min_sampled=0.01,
+                    max_skips=2000,
+                ),
             ),
             objective=dict(
                 loss="ppo-clip",

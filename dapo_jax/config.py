@@ -168,6 +168,21 @@ class RewardConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class PrefilterConfig:
+    """Prompts that keep teaching nothing are left out unsampled: see `dapo_jax.prefilter`."""
+
+    enabled: bool
+    initial_probability: float  # p_easy and p_hard of a new run
+    min_probability: float  # bounds of both
+    max_probability: float
+    probability_step: float  # by which they move after a step; 0: fixed
+    target_easy: float  # share of the sampled groups that may be all right
+    target_hard: float  # and all wrong
+    min_sampled: float  # probability with which any prompt is sampled, at least
+    max_skips: int  # prompts left out in a step, at most; those after them are sampled
+
+
+@dataclasses.dataclass(frozen=True)
 class DynamicSamplingConfig:
     enabled: bool
     max_rounds: int  # sampling rounds per step
@@ -179,6 +194,7 @@ class DynamicSamplingConfig:
     exhausted: Literal[
         "train", "skip", "stop"
     ]  # what to do with a batch that max_rounds left short
+    prefilter: PrefilterConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -155,8 +155,31 @@ def check(config: Any) -> None:
             "config.dynamic_sampling.enabled needs config.rollout.group_size of at least 2: a "
             "group of one is always all right or all wrong."
         )
+    _check_prefilter(config.dynamic_sampling)
     _check_pretrain(config)
     _check_mesh(config.mesh)
+
+
+def _check_prefilter(sampling: Any) -> None:
+    p, prefix = sampling.prefilter, "dynamic_sampling.prefilter"
+    if p.enabled and not sampling.enabled:
+        raise UserError(
+            f"config.{prefix}.enabled needs config.dynamic_sampling.enabled: without it a batch "
+            "holds whatever was sampled. Set both to True, or the first to False."
+        )
+    low, high = p.min_probability, p.max_probability
+    _require(0 < low <= 1, f"{prefix}.min_probability", low, "in (0, 1]")
+    wanted = f"from config.{prefix}.min_probability ({low}) to 1"
+    _require(low <= high <= 1, f"{prefix}.max_probability", high, wanted)
+    wanted = f"between the bounds config.{prefix}.min_probability and max_probability"
+    _require(low <= p.initial_probability <= high, f"{prefix}.initial_probability",
+             p.initial_probability, f"{wanted} ({low} and {high})")  # fmt: skip
+    for name in ("probability_step", "target_easy", "target_hard"):
+        value = getattr(p, name)
+        _require(0 <= value <= 1, f"{prefix}.{name}", value, "in [0, 1]")
+    # Above 0, so that no prompt is left out for ever.
+    _require(0 < p.min_sampled <= 1, f"{prefix}.min_sampled", p.min_sampled, "in (0, 1]")
+    _require(p.max_skips > 0, f"{prefix}.max_skips", p.max_skips, "greater than 0")
 
 
 def _check_parameters(objective: Any) -> None:

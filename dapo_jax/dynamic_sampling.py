@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dapo_jax import prefilter
 from dapo_jax.config import DynamicSamplingConfig
+from dapo_jax.prefilter import PrefilterState, Sieve
 from dapo_jax.types import Group, Problem, Response, verdict_from_json
 
 # Weight of a step's share of informative prompts in the running estimate that sizes rounds.
@@ -29,6 +31,7 @@ class SamplingState(NamedTuple):
 
     carried: tuple[Group, ...] = ()  # informative groups that the last batch had no room for
     kept_share: float = 1.0  # running estimate of the share of prompts that are informative
+    prefilter: PrefilterState | None = None  # None: no prompt is left out
 
 
 class Batch(NamedTuple):
@@ -40,6 +43,7 @@ class Batch(NamedTuple):
     carried_in: int
     surplus: int  # informative groups that found no room
     returned: int = 0  # prompts begun that went back to the data
+    skipped: int = 0  # prompts left out by the prefilter, among and before those sampled
 
 
 def sample_batch(
@@ -48,6 +52,7 @@ def sample_batch(
     *,
     num_prompts: int,
     round_multiple: int,
+    seed: int,
     take: Callable[[int], list[Problem]],
     sample: Callable[[Sequence[Problem]], list[Group]],
 ) -> tuple[Batch, SamplingState]:
@@ -58,21 +63,24 @@ def sample_batch(
             sampled and all of them kept.
         round_multiple: rounds are a multiple of this many prompts where that many are allowed, so
             that prefill batches are full.
+        seed: of the prefilter's choices.
         take: gives the next prompts of the data.
         sample: draws and scores the group of each prompt, in order.
     """
-    if not config.enabled:
+    if not config.enabled:  # and no prefilter either: see config_checks
         groups = sample(take(num_prompts))
         return Batch(groups, groups, 1, 0, 0), state
     accepted = list(state.carried)
     carried_in, rounds = len(accepted), 0
     sampled: list[Group] = []
+    sieve = Sieve(config.prefilter, state.prefilter, seed, take)
     while len(accepted) < num_prompts and rounds < config.max_rounds:
         missing = num_prompts - len(accepted)
         share = state.kept_share
         if sampled:  # this step's own share is the better guide once there is one
             share = sum(group.informative for group in sampled) / len(sampled)
-        groups = sample(take(round_size(missing, share, round_multiple, config.max_round_prompts)))
+        size = round_size(missing, share, round_multiple, config.max_round_prompts)
+        groups = sample(sieve.take(size))
         sampled += groups
         accepted += [group for group in groups if group.informative]
         rounds += 1
@@ -83,8 +91,12 @@ def sample_batch(
         share = state.kept_share
     surplus = accepted[num_prompts:]
     carried = tuple(surplus) if config.surplus == "carry" else ()
-    batch = Batch(accepted[:num_prompts], sampled, rounds, carried_in, len(surplus))
-    return batch, SamplingState(carried, share)
+    batch = Batch(
+        accepted[:num_prompts], sampled, rounds, carried_in, len(surplus),
+        skipped=len(sieve.skipped),
+    )  # fmt: skip
+    after = prefilter.next_state(config.prefilter, state.prefilter, sampled, sieve.skipped)
+    return batch, SamplingState(carried, share, after)
 
 
 class Stream:
@@ -131,6 +143,7 @@ def stream_batch(
     state: SamplingState,
     *,
     num_prompts: int,
+    seed: int,
     take: Callable[[int], list[Problem]],
     position: Callable[[], Any],
     go_back: Callable[[Any], None],
@@ -140,22 +153,28 @@ def stream_batch(
     when max_rounds x max_round_prompts prompts have been tried.
 
     Args:
+        seed: of the prefilter's choices.
         take: gives the next prompts of the data.
         position: of the data; go_back: returns there.
         draw: draws and scores groups of the prompts that the iterator gives, and hands them to the
             stream, until that is full or the prompts are at their end.
     """
     before = position()
+    sieve = lambda: Sieve(config.prefilter, state.prefilter, seed, take)
     stream = Stream(config, state.kept_share, num_prompts)
-    draw(stream, stream.problems(take))
+    draw(stream, stream.problems(sieve().take))
     sampled = [stream.groups[i] for i in range(stream.decided)]
+    # Once more as far as the batch goes: what was left out beyond it does not count.
     go_back(before)
-    take(len(sampled))
+    again = sieve()
+    again.take(len(sampled))
     found = sum(group.informative for group in sampled) / max(1, len(sampled))
     share = NEW_WEIGHT * found + (1 - NEW_WEIGHT) * state.kept_share
     kept = [group for group in sampled if group.informative]
-    batch = Batch(kept, sampled, 1, 0, 0, len(stream.taken) - len(sampled))
-    return batch, SamplingState((), share if sampled else state.kept_share)
+    returned = len(stream.taken) - len(sampled)
+    batch = Batch(kept, sampled, 1, 0, 0, returned, len(again.skipped))
+    after = prefilter.next_state(config.prefilter, state.prefilter, sampled, again.skipped)
+    return batch, SamplingState((), share if sampled else state.kept_share, after)
 
 
 def round_size(missing: int, kept_share: float, multiple: int, most: int) -> int:
@@ -167,13 +186,19 @@ def round_size(missing: int, kept_share: float, multiple: int, most: int) -> int
 
 def state_to_json(state: SamplingState) -> dict[str, Any]:
     """The state as JSON values; arrays as base64 of their bytes, so that nothing is rounded."""
-    return {"kept_share": state.kept_share, "carried": [_group_to_json(g) for g in state.carried]}
+    return {
+        "kept_share": state.kept_share,
+        "carried": [_group_to_json(g) for g in state.carried],
+        "prefilter": prefilter.state_to_json(state.prefilter),
+    }
 
 
 def state_from_json(values: dict[str, Any]) -> SamplingState:
     """The inverse of `state_to_json`."""
     return SamplingState(
-        tuple(_group_from_json(group) for group in values["carried"]), values["kept_share"]
+        tuple(_group_from_json(group) for group in values["carried"]),
+        values["kept_share"],
+        prefilter.state_from_json(values["prefilter"]),
     )
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from dapo_jax import corrections
 from dapo_jax.critic import CriticMetrics
 from dapo_jax.dynamic_sampling import Batch
+from dapo_jax.prefilter import PrefilterState
 from dapo_jax.train_step import UpdateMetrics
 from dapo_jax.types import Group, Samples
 
@@ -41,6 +42,20 @@ def sampling_metrics(batch: Batch) -> dict[str, float]:
     if kept:
         metrics["accuracy/trained"] = _accuracy(kept)
     return metrics
+
+
+def prefilter_metrics(batch: Batch, state: PrefilterState) -> dict[str, float]:
+    """What was left out before sampling, and with which probabilities.
+
+    Args:
+        state: before the step.
+    """
+    return {
+        "prefilter/prompts_skipped": batch.skipped,
+        "prefilter/skipped_share": batch.skipped / max(1, batch.skipped + len(batch.sampled)),
+        "prefilter/p_easy": state.p_easy,
+        "prefilter/p_hard": state.p_hard,
+    }
 
 
 def _accuracy(groups: Sequence[Group]) -> float:

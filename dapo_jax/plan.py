@@ -90,6 +90,7 @@ def _batch_lines(config: Config) -> list[tuple[str, str]]:
     t, r, d = config.train, config.rollout, config.dynamic_sampling
     responses = t.prompts_per_step * r.group_size
     updates = t.prompts_per_step // t.prompts_per_update
+    p = d.prefilter
     sampled = (
         f"up to {d.max_rounds} rounds of at most {d.max_round_prompts:,} prompts, until "
         f"{t.prompts_per_step:,} are informative"
@@ -105,6 +106,13 @@ def _batch_lines(config: Config) -> list[tuple[str, str]]:
             f"{responses * r.max_response_tokens:,}",
         ),
         ("dynamic sampling", sampled),
+        (
+            "prefilter",
+            f"up to {p.max_skips:,} prompts left out in a step, at first 1 - "
+            f"{p.initial_probability:g}^z of those that taught nothing z times in a row"
+            if p.enabled
+            else "off",
+        ),
         (
             "mini-batch",
             f"{t.prompts_per_update:,} prompts = {t.prompts_per_update * r.group_size:,} responses",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from dapo_jax import base, metrics
+from dapo_jax import base, metrics, prefilter
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.compilations import CompilationCounter
 from dapo_jax.config import Config
@@ -176,7 +176,9 @@ class _Run:
         accuracy = self._accuracy(numbers)
         self.host = HostState(
             data=trainer.stream.get_state(),
-            sampling=SamplingState(),
+            sampling=SamplingState(
+                prefilter=prefilter.initial_state(self.config.dynamic_sampling.prefilter)
+            ),
             base_accuracy=accuracy,
             accuracy=accuracy,
             reward_kl_coefficient=self.config.objective.reward_kl_coefficient,
@@ -264,6 +266,7 @@ class _Run:
                 d,
                 self.host.sampling,
                 num_prompts=config.train.prompts_per_step,
+                seed=config.seed,
                 take=trainer.stream.take,
                 position=trainer.stream.get_state,
                 go_back=trainer.stream.set_state,
@@ -275,10 +278,13 @@ class _Run:
                 self.host.sampling,
                 num_prompts=config.train.prompts_per_step,
                 round_multiple=config.rollout.prefill_prompts,
+                seed=config.seed,
                 take=trainer.stream.take,
                 sample=sample,
             )
         numbers: dict[str, Any] = {"step": step} | metrics.sampling_metrics(batch)
+        if self.host.sampling.prefilter is not None:
+            numbers |= metrics.prefilter_metrics(batch, self.host.sampling.prefilter)
         groups = self._groups_to_train(batch.groups, step)
         start = time.monotonic()
         baselines = self._greedy_rewards(groups, step) if groups else None

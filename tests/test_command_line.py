@@ -44,6 +44,13 @@ def call(capsys, *arguments, main=train):
         ([TINY, "--config.objective.aggregation=mean"], r"aggregation must be one of 'token-mean'"),
         ([TINY, "--config.rollout.top_p=0.9"], r"log_prob_source to 'recompute', or top_p to 1"),
         ([TINY, "--config.rollout.group_size=1"], "group_size must be at least 2"),
+        (
+            [
+                TINY,
+                *(f"--config.dynamic_sampling.{f}" for f in ("enabled=0", "prefilter.enabled=1")),
+            ],
+            r"prefilter\.enabled needs config\.dynamic_sampling\.enabled",
+        ),
         ([TINY, "--config.train.prompts_per_update=5"], r"prompts_per_update \(5\) must divide"),
         ([TINY, "--config.train.row_tokens=50"], r"row_tokens \(50\) is shorter .* Set it to 96"),
         ([TINY, "--config.reward.overlong_penalty=0.0"], "both 0 .* or both positive"),
@@ -147,11 +154,14 @@ def test_help_says_how_to_call_it(capsys):
     assert "launch/train.py --config=" in capsys.readouterr().out
 
 
+PREFILTER = ("dynamic_sampling", "prefilter")
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
         (("objective", "clip_higher", 0.3), r"config\.objective\.clip_higher is not a field"),
-        (("seed", None, "0"), r"config\.seed must be int"),
+        (("seed", "0"), r"config\.seed must be int"),
         (("objective", "normalise_std", 1), r"normalise_std must be bool"),
         (("objective", "clip_dual", 0.5), r"clip_dual must be above 1"),
         (("mesh", "rules", (("embed", "row"),)), r"rules sends 'embed' to 'row'"),
@@ -159,15 +169,20 @@ def test_help_says_how_to_call_it(capsys):
         (("objective", "overlong_in_baseline", False), "read only with"),
         (("reward", "correct", -1.0), "greater than config.reward.incorrect"),
         (("pretrain", "num_terms", (1,)), "integers from 2 to 11"),
+        ((*PREFILTER, "min_probability", 0.0), r"min_probability must be in \(0, 1\]; got 0\.0"),
+        ((*PREFILTER, "max_probability", 0.01), r"max_probability must be from .*\(0\.05\) to 1"),
+        ((*PREFILTER, "initial_probability", 1.0), r"initial_probability must be between .* 0\.95"),
+        ((*PREFILTER, "target_hard", 1.5), r"prefilter\.target_hard must be in \[0, 1\]; got 1"),
+        ((*PREFILTER, "min_sampled", 0.0), r"prefilter\.min_sampled must be in \(0, 1\]; got 0"),
+        ((*PREFILTER, "max_skips", 0), r"prefilter\.max_skips must be greater than 0; got 0"),
     ],
 )
 def test_a_wrong_field_is_named(change, message):
-    group, field, value = change
-    values = tiny_dict()
-    if field is None:
-        values[group] = value
-    else:
-        values[group][field] = value
+    *groups, field, value = change
+    values = inner = tiny_dict()
+    for group in groups:
+        inner = inner[group]
+    inner[field] = value
     with pytest.raises(UserError, match=message):
         Config.from_dict(values)
 

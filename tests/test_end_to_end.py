@@ -30,6 +30,13 @@ RUN = {
     "evaluation__every_steps": 4,
     "checkpoint__every_steps": 3,
     "checkpoint__keep_newest": 20,
+    # Few enough problems that most are visited again.
+    "data__train__sums__num_problems": 40,
+    "dynamic_sampling__prefilter__enabled": True,
+}
+WITHOUT_FILTERS = {
+    "dynamic_sampling__enabled": False,
+    "dynamic_sampling__prefilter__enabled": False,
 }
 
 
@@ -120,6 +127,14 @@ def test_every_step_with_an_update_has_every_metric(finished):
         assert numbers["rollout/log_prob_gap_max"] < 1e-5
     assert ["time/evaluation" in numbers for numbers in steps] == 3 * [False, False, False, True]
     assert_documented(steps)
+
+
+def test_prompts_that_taught_nothing_are_left_out(finished):
+    """As many in a run that is stopped and goes on: see the next tests."""
+    steps = metrics_of(finished[0])[1:]
+    skipped = [numbers["prefilter/prompts_skipped"] for numbers in steps]
+    assert skipped[0] == 0 and sum(skipped[:8]) > 0 and sum(skipped[8:]) > 0
+    assert steps[0]["prefilter/p_hard"] == 0.5 != steps[-1]["prefilter/p_hard"]
 
 
 def test_nothing_compiles_after_two_steps(finished):
@@ -296,10 +311,9 @@ def test_recomputed_log_probs_reference_and_filter(tmp_path, home):
         "objective__kl_coefficient": 0.1,
         "objective__kl_estimator": "k3",
         "objective__overlong_filter": True,
-        "dynamic_sampling__enabled": False,
         "train__num_steps": 3,
     }
-    run(tmp_path / "run", home, **RUN | switches)
+    run(tmp_path / "run", home, **RUN | WITHOUT_FILTERS | switches)
     steps = metrics_of(tmp_path / "run")[1:]
     assert all(numbers["rollout/log_prob_gap_max"] < 1e-5 for numbers in steps)
     assert all(numbers["policy/kl_ref"] > 0 for numbers in steps)
@@ -307,7 +321,7 @@ def test_recomputed_log_probs_reference_and_filter(tmp_path, home):
 
 
 def test_divergence_ends_the_run_and_keeps_what_was_saved(tmp_path, home):
-    overrides = RUN | {"optimizer__learning_rate": 1e38, "dynamic_sampling__enabled": False}
+    overrides = RUN | WITHOUT_FILTERS | {"optimizer__learning_rate": 1e38}
     code, _, err = finish(start(tmp_path / "run", home, **overrides))
     assert code == 1 and "Traceback" not in err
     assert "not finite in 3 updates in a row, at step" in err and "learning_rate" in err

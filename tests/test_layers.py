@@ -14,7 +14,7 @@ LAYERS = [
     # pure, and hosts' small tools
     ["objective", "policy_losses", "aggregation", "advantage", "corrections", "covariance",
      "batching", "reward", "scorers", "rows", "hub", "sources", "prompts", "estimators",
-     "arithmetic", "progress", "compilations", "hf_config", "rotary"],
+     "arithmetic", "prefilter", "progress", "compilations", "hf_config", "rotary"],
     ["model", "attention", "log_probs", "sharding", "samples", "data", "tokenizer", "checkpoint",
      "reward_pool", "scoring", "votes", "run_directory", "report", "benchmark_page",
      "report_data", "report_plots", "paper_curves"],
@@ -55,7 +55,7 @@ WITHOUT_JAX = {
     "types", "parameters", "config_checks", "config", "reward", "scorers", "reward_pool",
     "estimators", "rows", "hub", "hf_config", "sources", "prompts", "problems", "votes", "scoring",
     "arithmetic", "data", "aggregation", "advantage", "corrections", "covariance", "batching",
-    "samples", "report", "report_data", "report_plots", "paper_curves",
+    "samples", "prefilter", "report", "report_data", "report_plots", "paper_curves",
 }  # fmt: skip
 NEVER = {"torch", "tensorflow", "seqio"}
 
