@@ -103,6 +103,7 @@ def get_config() -> ml_collections.ConfigDict:
                 decode_steps=16,
                 page_tokens=128,
                 cache_gib=ml_collections.config_dict.placeholder(float),
+                stop_strings=(),
                 # Script: recomputed by the training program, whose numerics differ from vLLM's.
                 # Here rollout and training are one program.
                 log_prob_source="rollout",

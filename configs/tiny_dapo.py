@@ -114,6 +114,7 @@ def get_config() -> ml_collections.ConfigDict:
                 decode_steps=8,
                 page_tokens=32,
                 cache_gib=ml_collections.config_dict.placeholder(float),
+                stop_strings=(),
                 prefill_prompts=16,
                 log_prob_source="rollout",
             ),

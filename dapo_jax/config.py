@@ -151,6 +151,8 @@ class RolloutConfig:
     # Memory of a device for the KV cache; None: enough for every slot at its longest. Where pages
     # run short, the youngest sequences wait, and are continued.
     cache_gib: float | None
+    # Texts after which a response ends, beside the stop tokens; of training and evaluation.
+    stop_strings: tuple[str, ...]
     log_prob_source: Literal["rollout", "recompute"]  # where the ratio's old log-probs come from
 
 

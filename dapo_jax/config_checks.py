@@ -101,6 +101,8 @@ def check(config: Any) -> None:
     for field in ("optimizer.beta1", "optimizer.beta2"):
         value = _get(config, field)
         _require(0 <= value < 1, field, value, "in [0, 1)")
+    _require(all(rollout.stop_strings), "rollout.stop_strings", rollout.stop_strings,
+             "texts that are not empty; () for none")  # fmt: skip
     objective = config.objective
     _check_parameters(objective)
     _check_data(config)

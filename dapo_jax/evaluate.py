@@ -27,6 +27,7 @@ def evaluate(
     *,
     num_samples: int,
     sampling: SamplingParams,
+    stop_strings: Sequence[str],
     key: jax.Array,
     check_stop: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
@@ -40,6 +41,7 @@ def evaluate(
         detokenize,
         num_samples=num_samples,
         sampling=sampling,
+        stop_strings=stop_strings,
         key=key,
         finished=scoring.submit,
         check_stop=check_stop,

@@ -180,6 +180,7 @@ def _drawing(
             num_samples=request.num_samples,
             sampling=SamplingParams(request.temperature, request.top_p),
             key=key,
+            stop_strings=config.rollout.stop_strings,
             finished=finished,
             check_stop=signals.check,
         )
@@ -282,5 +283,6 @@ def _settings(
         "top_p": request.top_p,
         "seed": request.seed,
         "max_response_tokens": config.rollout.max_response_tokens,
+        "stop_strings": list(config.rollout.stop_strings),
         "scorer": request.scorer or config.reward.scorer,
     }

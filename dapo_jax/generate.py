@@ -37,6 +37,17 @@ class Request(NamedTuple):
     chat: bool  # put prompts into the tokenizer's chat template
     slots: int  # sequences decoded at once
     dtype: str  # of the computation; "": float32 on CPUs, elsewhere that of the checkpoint
+    stop: str  # text after which a sample ends, or a JSON list of texts; "": none
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """The texts of `stop`."""
+        if not self.stop.startswith("["):
+            return [self.stop] if self.stop else []
+        try:
+            return json.loads(self.stop)
+        except ValueError:
+            return [self.stop]
 
     def check(self) -> None:
         """Raises UserError for what is out of range."""
@@ -48,6 +59,11 @@ class Request(NamedTuple):
             (self.seed >= 0, "seed", "0 or more"),
             (self.slots > 0, "slots", "above 0"),
             (self.dtype in ("", "float32", "bfloat16"), "dtype", "float32 or bfloat16"),
+            (
+                all(isinstance(text, str) and text for text in self.stop_strings),
+                "stop",
+                "a text, or a JSON list of texts that are not empty",
+            ),
         ):
             if not ok:
                 raise UserError(f"--{name} must be {wanted}; got {getattr(self, name)!r}.")
@@ -161,7 +177,7 @@ class _Writer:
         try:
             self.tokenizer = load_tokenizer(self.config)
         except UserError:
-            if needs_text:
+            if needs_text or request.stop:
                 raise
             self.tokenizer = None  # token ids in, token ids out
 
@@ -229,6 +245,7 @@ class _Writer:
                     self._detokenize,
                     num_samples=request.num_samples,
                     key=jax.random.key(request.seed),
+                    stop_strings=request.stop_strings,
                     finished=finished,
                     drawn=drawn,
                     check_stop=signals.check,

@@ -150,7 +150,8 @@ class _Run:
         self.base_seconds = about["seconds"]
         self.progress.doing("compiling the programs of the rollout")
         modes = dict.fromkeys(sampling.mode for sampling in self._samplings())
-        trainer.engine.warm_up(trainer.engine.load_params(params), modes)
+        cancels = bool(self.config.rollout.stop_strings)
+        trainer.engine.warm_up(trainer.engine.load_params(params), modes, cancels=cancels)
         if trainer.learner.needs_reference:
             trainer.learner.reference = params
         state = trainer.learner.init_state(params)
@@ -218,6 +219,7 @@ class _Run:
                 num_samples=config.rollout.group_size,
                 key=key,
                 finished=scoring.submit,
+                stop_strings=config.rollout.stop_strings,
                 check_stop=self.signals.check,
             )
             stats += more
@@ -251,6 +253,7 @@ class _Run:
                 key=key,
                 finished=ended,
                 enough=full,
+                stop_strings=config.rollout.stop_strings,
                 check_stop=self.signals.check,
             )
             stats += more
@@ -398,6 +401,7 @@ class _Run:
             num_samples=1,
             sampling=self._samplings()[2],
             key=jax.random.fold_in(jax.random.fold_in(self.trainer.key, BASELINE_KEY), step),
+            stop_strings=self.config.rollout.stop_strings,
             finished=scoring.submit,
             check_stop=self.signals.check,
         )
@@ -453,6 +457,7 @@ class _Run:
             self.trainer.heldout_rubrics,
             num_samples=self.config.evaluation.num_samples,
             sampling=self._samplings()[1],
+            stop_strings=self.config.rollout.stop_strings,
             key=key,
             # After an update there is no way back to the step before: a stop waits for the end of
             # the evaluation. The base can be evaluated again.

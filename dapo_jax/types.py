@@ -4,11 +4,14 @@ Records that JAX maps over are NamedTuples of arrays; records of the host are Na
 values and NumPy arrays.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 Array = Any  # a jax.Array on the device, an np.ndarray on its way there
+# Decodes many token sequences to text at once, special tokens left out.
+Detokenize = Callable[[Sequence[np.ndarray]], list[str]]
 
 
 class UserError(ValueError):
@@ -39,12 +42,13 @@ class Problem(NamedTuple):
 
 
 class Response(NamedTuple):
-    """One sampled answer. A response that ended by itself holds its end-of-sequence token."""
+    """One sampled answer. A response that ended by itself holds its end-of-sequence token, or the
+    token that completes a stop string."""
 
     tokens: np.ndarray  # int32 [length]
     log_probs: np.ndarray  # float32 [length], under the distribution sampled from
-    # "stop": drew a stop token; "length": cut at max_response_tokens; "invalid": the logits were
-    # not finite, never trained on.
+    # "stop": drew a stop token or completed a stop string; "length": cut at max_response_tokens;
+    # "invalid": the logits were not finite, never trained on.
     finish_reason: str
     text: str  # decoded, special tokens left out
 

@@ -13,6 +13,7 @@ The text of each sample is printed as it comes. With --json one object is printe
 --temperature     1 if not given; 0: greedy
 --top_p           0.7 if not given
 --max_new_tokens  256 if not given
+--stop            text after which a sample ends, or several: --stop='["\\n\\n", "Question:"]'
 --seed            0 if not given
 --chat            put the prompt into the chat template, or where there is none into DAPO's prompt
 --dtype           float32 or bfloat16; if not given that of the checkpoint, on CPUs float32
@@ -35,7 +36,7 @@ def main(argv: list[str]) -> int:
             argv,
             __doc__ or "",
             text={"model": None, "prompt": "", "prompt_token_ids": "", "prompts": "", "output": "",
-                  "dtype": ""},
+                  "dtype": "", "stop": ""},
             numbers={"num_samples": 4, "temperature": 1.0, "top_p": 0.7, "max_new_tokens": 256,
                      "seed": 0, "slots": 64},
             switches=("json", "chat"),

@@ -167,6 +167,7 @@ PREFILTER = ("dynamic_sampling", "prefilter")
         (("mesh", "rules", (("embed", "row"),)), r"rules sends 'embed' to 'row'"),
         (("mesh", "fsdp", -1), "at most one axis may be -1"),
         (("objective", "overlong_in_baseline", False), "read only with"),
+        (("rollout", "stop_strings", ("a", "")), r"rollout\.stop_strings must be texts .* got"),
         (("reward", "correct", -1.0), "greater than config.reward.incorrect"),
         (("pretrain", "num_terms", (1,)), "integers from 2 to 11"),
         ((*PREFILTER, "min_probability", 0.0), r"min_probability must be in \(0, 1\]; got 0\.0"),

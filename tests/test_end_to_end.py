@@ -304,13 +304,15 @@ def test_another_config_is_refused_and_nothing_changes(finished, home):
     assert (finished[0] / "metrics.jsonl").read_bytes() == before
 
 
-def test_recomputed_log_probs_reference_and_filter(tmp_path, home):
-    """The scoring program gives what the rollout gave, and the base model as reference."""
+def test_recomputed_log_probs_reference_filter_and_stop_strings(tmp_path, home):
+    """The scoring program gives what the rollout gave, and the base model as reference; ramblers
+    end where they begin to ramble."""
     switches = {
         "rollout__log_prob_source": "recompute",
         "objective__kl_coefficient": 0.1,
         "objective__kl_estimator": "k3",
         "objective__overlong_filter": True,
+        "rollout__stop_strings": (" wait",),
         "train__num_steps": 3,
     }
     run(tmp_path / "run", home, **RUN | WITHOUT_FILTERS | switches)
@@ -318,6 +320,15 @@ def test_recomputed_log_probs_reference_and_filter(tmp_path, home):
     assert all(numbers["rollout/log_prob_gap_max"] < 1e-5 for numbers in steps)
     assert all(numbers["policy/kl_ref"] > 0 for numbers in steps)
     assert all(numbers["optimizer/updates"] == 2 for numbers in steps)
+    written = [
+        json.loads(line)
+        for text in rollouts_of(tmp_path / "run").values() for line in text.splitlines()
+    ]  # fmt: skip
+    stopped = [record for record in written if " wait" in record["response"]]
+    assert stopped and all(record["finish_reason"] == "stop" for record in stopped)
+    assert all(
+        record["response"].find(" wait") + 5 == len(record["response"]) for record in stopped
+    )
 
 
 def test_divergence_ends_the_run_and_keeps_what_was_saved(tmp_path, home):

@@ -147,6 +147,25 @@ def test_stop_tokens_are_those_of_the_generation_config(capsys, place, tmp_path)
         assert status == 2 and re.search(message, err), err
 
 
+def test_strings_end_a_sample(capsys, place):
+    flags = ("--prompt=What?", "--num_samples=4", "--seed=1")
+    before = drawn(capsys, place, *flags)["samples"]
+    string = before[0]["text"][3:5]
+    assert len(string) == 2
+    for stop in (json.dumps(["never", string]), string):
+        after = drawn(capsys, place, *flags, f"--stop={stop}")["samples"]
+        for old, new in zip(before, after, strict=True):
+            place_in_text = old["text"].find(string)
+            if place_in_text < 0:
+                assert new == old
+                continue
+            assert new["text"] == old["text"][: place_in_text + 2]
+            assert new["token_ids"] == old["token_ids"][: len(new["token_ids"])]
+            assert new["log_probs"] == old["log_probs"][: len(new["token_ids"])]
+            assert new["finish_reason"] == "stop"
+        assert len(after[0]["token_ids"]) < len(before[0]["token_ids"])
+
+
 def test_chat_and_greedy(capsys, place):
     said = drawn(capsys, place, "--prompt=1+1?", "--chat", "--temperature=0", "--num_samples=2")
     assert said["prompt"] == "[system]default[user]1+1?[assistant]~"
@@ -210,6 +229,7 @@ def test_a_file_of_prompts_goes_on_where_it_was_stopped(capsys, place, tmp_path,
         (("--prompt=a", "--max_new_tokens=0"), "--max_new_tokens must be above 0; got 0"),
         (("--prompt=a", "--dtype=float16"), "--dtype must be float32 or bfloat16; got 'float16'"),
         (("--prompt=a", "--samples=3"), "samples.*Flags: --model"),
+        (("--prompt=a", '--stop=["a", ""]'), "--stop must be a text, or a JSON list of texts"),
     ],
 )
 def test_a_wrong_command_is_told(capsys, place, arguments, message):

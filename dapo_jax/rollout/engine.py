@@ -73,6 +73,11 @@ class EngineSpec:
         return 2 * -(-B // self.samples) + P
 
     @property
+    def cancelled(self) -> int:
+        """Samples of one shard that a call of `cancel` names, at most: all that are in slots."""
+        return self.slots // self.shards
+
+    @property
     def shard_pages(self) -> int:
         """Of one shard, page 0 included."""
         if self.num_pages is not None:
@@ -181,8 +186,14 @@ class DecoderEngine(jetstream.Engine):
         """
         return self._programs.decode(table_pages, mode, self.spec.decode_steps)(params, state)
 
-    def warm_up(self, params: model.Params, modes: Iterable[Mode]) -> None:
-        """Compiles all that requests of these modes can need, whatever their lengths."""
+    def warm_up(
+        self, params: model.Params, modes: Iterable[Mode], *, cancels: bool = False
+    ) -> None:
+        """Compiles all that requests of these modes can need, whatever their lengths.
+
+        Args:
+            cancels: whether samples will be cancelled, also where pages never run short.
+        """
         spec = self.spec
         shape = spec.shards, spec.prefill_prompts // spec.shards
         state = self.init_decode_state()
@@ -197,6 +208,9 @@ class DecoderEngine(jetstream.Engine):
             asked = SamplingParams(real, real, zeros(), real)
             arrivals = Arrivals(nowhere, zeros(), zeros(), zeros(), zeros(spec.samples), asked)
             state = self.enqueue(state, prefix, arrivals)
+        if cancels or spec.num_pages is not None:
+            nobody = np.full((spec.shards, spec.cancelled), -1, np.int32)
+            state = self.cancel(state, nobody, nobody)
         for mode in modes:
             for pages in self.table_pages:
                 state, _ = self.decode(params, state, pages, mode)
@@ -204,7 +218,8 @@ class DecoderEngine(jetstream.Engine):
     def cancel(
         self, state: DecodeState, entry_RW: np.ndarray, column_RW: np.ndarray
     ) -> DecodeState:
-        """The state without these samples; it is donated."""
+        """The state without these samples, W of each shard (the scheduler's calls have
+        `EngineSpec.cancelled`), where -1 stands for none; it is donated."""
         return self._programs.cancel(state, entry_RW, column_RW)
 
     def prefill(

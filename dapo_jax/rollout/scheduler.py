@@ -16,11 +16,11 @@ from dapo_jax import model
 from dapo_jax.rollout.engine import NOT_FINITE, OVER, VALID, DecoderEngine, Step
 from dapo_jax.rollout.sampling import Mode, SamplingParams
 from dapo_jax.rollout.slots import Arrivals, DecodeState
-from dapo_jax.types import Problem, Response
+from dapo_jax.rollout.stop_strings import completed_at
+from dapo_jax.types import Detokenize, Problem, Response
 
 IDLE_SECONDS = 0.002
-# Decodes many token sequences to text at once, special tokens left out.
-Detokenize = Callable[[Sequence[np.ndarray]], list[str]]
+Sample = tuple[int, int, int]  # shard, entry, column
 # Takes (problem, sample, response) of responses that have ended.
 Finished = Callable[[list[tuple[int, int, Response]]], None]
 # Takes (problem, sample, tokens just drawn, whether they are the last).
@@ -30,7 +30,7 @@ Drawn = Callable[[list[tuple[int, int, list[int], bool]]], None]
 class RolloutStats(NamedTuple):
     """What a call of `generate` did."""
 
-    tokens: int = 0
+    tokens: int = 0  # of responses; those discarded are not among them
     busy_slots: int = 0  # sum over the decode steps taken while responses waited for a slot
     slots_offered: int = 0  # the same steps times the number of slots
     preempted: int = 0  # sequences that gave their pages up and were continued later
@@ -50,6 +50,7 @@ def generate(
     key: jax.Array,
     sampling: SamplingParams | None = None,
     limits: Callable[[int, int], int] | None = None,
+    stop_strings: Sequence[str] = (),
     finished: Finished = lambda _: None,
     drawn: Drawn | None = None,
     enough: Callable[[], bool] = lambda: False,
@@ -64,6 +65,8 @@ def generate(
             and on nothing that happens here.
         sampling: temperature and what is left out; None: the engine's own.
         limits: most tokens of a response, by problem and sample; None: the engine's own.
+        stop_strings: a response ends with the token that completes one of them in its text, as with
+            the engine's stop tokens.
         finished: called between decode calls with (problem, sample, response) of the responses that
             have just ended, the problem as an index into `problems`.
         drawn: called between decode calls with what each of them drew.
@@ -72,7 +75,7 @@ def generate(
         check_stop: called between decode calls; raises to abandon the call.
     """
     run = _Run(engine, params, iter(problems), detokenize, num_samples, key, sampling, limits)
-    run.finished, run.drawn = finished, drawn
+    run.finished, run.drawn, run.stop_strings = finished, drawn, tuple(stop_strings)
     while run.has_work():
         check_stop()
         if enough():
@@ -132,6 +135,7 @@ class _Run:
         self.key_data = np.asarray(jax.random.key_data(key))
         self.finished: Finished = lambda _: None
         self.drawn: Drawn | None = None
+        self.stop_strings: tuple[str, ...] = ()
         self.stats = RolloutStats()
         self.done: list[dict[int, Response]] = []  # of each problem taken, by sample
         self.exhausted = False  # no more problems will come
@@ -148,7 +152,10 @@ class _Run:
         # Results are read one call late: the device never waits for the host. With them goes which
         # shards had work, and how many requests had arrived.
         self.late: _Call | None = None
-        self.calls_to_pass = 0  # that were made before a sequence was preempted
+        self.calls_to_pass = 0  # that were made before a sample was cancelled
+        # What the unread call drew of samples cancelled since it was made is nobody's, also where
+        # their entry is already another prompt's.
+        self.cancelled = np.zeros((R, E, G), bool)
         self.free = np.full(R, spec.shard_pages - 1)  # pages, at least, when the next call begins
         # A call takes at most so many pages: each slot's own, and those of samples that come.
         steps = spec.decode_steps
@@ -319,12 +326,15 @@ class _Run:
         self.free = step.free_R - self.since_late
         self.since_late = np.zeros_like(self.since_late)
         valid_RkB = step.flags_RkB & VALID > 0
+        ours_RkB = valid_RkB & ~self._discarded(step)
+        self.cancelled[:] = False
+        before_REG = self.count.copy()
         ended: list[tuple[int, int, int, bool]] = []
-        news: dict[tuple[int, int, int], list[int]] = {}
+        news: dict[Sample, list[int]] = {}
         for i in range(valid_RkB.shape[1]):
-            shard, slot = np.nonzero(valid_RkB[:, i])
-            if not len(shard):
+            if not valid_RkB[:, i].any():
                 break
+            shard, slot = np.nonzero(ours_RkB[:, i])
             at = shard, step.entry_RkB[shard, i, slot], step.column_RkB[shard, i, slot]
             place = self.count[at]
             self.tokens[(*at, place)] = step.token_RkB[shard, i, slot]
@@ -342,33 +352,72 @@ class _Run:
                 tokens = step.token_RkB[shard, i, slot].tolist()
                 for r, e, c, token in zip(*(x.tolist() for x in at), tokens):
                     news.setdefault((r, e, c), []).append(token)
-            over = flags & OVER > 0
+            is_last = flags & OVER > 0
             finite = flags & NOT_FINITE == 0
-            ended += zip(*(x[over].tolist() for x in at), finite[over].tolist())
+            ended += zip(*(x[is_last].tolist() for x in at), finite[is_last].tolist())
+        cut: list[Sample] = []
+        if self.stop_strings:
+            cut = self._cut(before_REG, {work[:3] for work in ended if not work[3]}, news)
+        over = {work[:3] for work in ended}
+        gone = [work for work in cut if work not in over]  # the device still goes on with them
+        ended = [work for work in ended if work[:3] not in cut] + [(*work, True) for work in cut]
         if self.drawn is not None and news:
             last = {work[:3] for work in ended}
             self.drawn([(*self._who(*work), t, work in last) for work, t in news.items()])
         if ended:
-            self._end(ended)
+            self._end(ended, cut)
         stuck_R = call.had_work_R & ~valid_RkB.any(axis=(1, 2)) & self.waiting.any(axis=(1, 2))
         if self.calls_to_pass:
             self.calls_to_pass -= 1
         elif stuck_R.any():
-            self._preempt(stuck_R, step.waiting_Rk[:, 0], call.arrivals)
+            gone += self._preempt(stuck_R, step.waiting_Rk[:, 0], call.arrivals)
+        if gone:
+            self._cancel(gone)
+
+    def _discarded(self, step: Step) -> np.ndarray:
+        """bool [R, k, B]: tokens of samples that were cancelled after the call was made."""
+        entry_RkB = np.minimum(step.entry_RkB, self.engine.spec.entries - 1)
+        return self.cancelled[np.arange(len(entry_RkB))[:, None, None], entry_RkB, step.column_RkB]
+
+    def _cut(
+        self, before_REG: np.ndarray, invalid: set[Sample], news: dict[Sample, list[int]]
+    ) -> list[Sample]:
+        """The samples whose text has come to hold a stop string, cut at the token that completes
+        it: those drawn after it never were.
+
+        Args:
+            before_REG: tokens of each sample before the call.
+            invalid: samples of whose last token nothing is known.
+            news: what the call drew, as far as it was kept; cut too.
+        """
+        works: list[Sample] = [
+            (r, e, c) for r, e, c in np.argwhere(self.count > before_REG).tolist()
+        ]
+        known = [self.tokens[work][: self.count[work] - (work in invalid)] for work in works]
+        first_new = [int(before_REG[work]) for work in works]
+        places = completed_at(self.stop_strings, self.detokenize, known, first_new)
+        cut = {work: place for work, place in zip(works, places) if place is not None}
+        for work, place in cut.items():
+            self.stats += RolloutStats(tokens=place - int(self.count[work]))
+            self.count[work] = place
+            if work in news:
+                del news[work][place - int(before_REG[work]) :]
+        return list(cut)
 
     def _who(self, r: int, e: int, column: int) -> tuple[int, int]:
         request = self.requests[r][e]
         assert request is not None
         return request.number, request.first + column
 
-    def _end(self, ended: list[tuple[int, int, int, bool]]) -> None:
+    def _end(self, ended: list[tuple[int, int, int, bool]], cut: list[Sample]) -> None:
         stops = set(self.engine.spec.stop_tokens)
         tokens = [self.tokens[r, e, c, : self.count[r, e, c]].copy() for r, e, c, _ in ended]
         texts = self.detokenize(tokens)
         told = []
         for (r, e, c, finite), tokens_T, text in zip(ended, tokens, texts):
             log_probs = self.log_probs[r, e, c, : len(tokens_T)].copy()
-            reason = "stop" if int(tokens_T[-1]) in stops else "length"
+            by_itself = int(tokens_T[-1]) in stops or (r, e, c) in cut
+            reason = "stop" if by_itself else "length"
             if not finite:
                 # Of what was drawn last nothing is known.
                 log_probs[-1] = 0.0
@@ -386,13 +435,14 @@ class _Run:
         if not self.waiting[r, e].any():
             self.requests[r][e] = None
 
-    def _preempt(self, stuck_R: np.ndarray, waiting_R: np.ndarray, arrivals: int) -> None:
+    def _preempt(self, stuck_R: np.ndarray, waiting_R: np.ndarray, arrivals: int) -> list[Sample]:
         """Where nothing moves every sequence waits for a page. The youngest gives up its own, and
-        is continued when there are pages again: its tokens are those it would have had anyway."""
-        spec = self.engine.spec
-        self.calls_to_pass = 0 if self.late is None else 1
-        entry_R1 = np.full((spec.shards, 1), -1, np.int32)
-        column_R1 = np.full((spec.shards, 1), -1, np.int32)
+        is continued when there are pages again: its tokens are those it would have had anyway.
+
+        Returns:
+            those to be cancelled.
+        """
+        gone: list[Sample] = []
         for r in np.flatnonzero(stuck_R).tolist():
             in_order = sorted(
                 (self.order[r, e], e)
@@ -404,7 +454,7 @@ class _Run:
             if len(in_slots) < 2:
                 continue
             e, c = in_slots[-1]
-            entry_R1[r], column_R1[r] = e, c
+            gone.append((r, e, c))
             request, n = self.requests[r][e], self.count[r, e, c]
             assert request is not None
             begun = self.tokens[r, e, c, :n].copy(), self.log_probs[r, e, c, :n].copy()
@@ -413,7 +463,20 @@ class _Run:
             )
             self._close(r, e, c)
             self.stats += RolloutStats(preempted=1)
-        self.state = self.engine.cancel(self.state, entry_R1, column_R1)
+        return gone
+
+    def _cancel(self, gone: list[Sample]) -> None:
+        """Takes samples off the device; what the unread call draws of them is discarded."""
+        spec = self.engine.spec
+        self.calls_to_pass = 0 if self.late is None else 1
+        entry_RW = np.full((spec.shards, spec.cancelled), -1, np.int32)
+        column_RW = np.full((spec.shards, spec.cancelled), -1, np.int32)
+        row = [0] * spec.shards
+        for r, e, c in gone:
+            entry_RW[r, row[r]], column_RW[r, row[r]] = e, c
+            row[r] += 1
+            self.cancelled[r, e, c] = self.late is not None
+        self.state = self.engine.cancel(self.state, entry_RW, column_RW)
 
 
 @jax.jit
