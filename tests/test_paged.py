@@ -1,5 +1,6 @@
 """Attention over pages: what it reads and writes, and what is handed to the TPU's kernel."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -27,6 +28,26 @@ def problem():
 def pool_of(layout, k, v):
     pages = paged.from_dense(layout, k, v)
     return jnp.concatenate([jnp.zeros_like(pages[:, :1]), pages], axis=1)
+
+
+@pytest.mark.parametrize("kernel", ["xla", "tpu"])
+def test_pages_are_put_and_copied_one_by_one(problem, kernel):
+    k, v, *_ = problem
+    layout = paged.Layout(kernel, A, "float32")
+    pool, new = pool_of(layout, k, v), paged.from_dense(layout, v, k)[:, :3]
+    where, source = jnp.array([5, 0, 9]), jnp.array([2, 0, 1])
+    expected = np.array(pool)
+    expected[:, [5, 0, 9]] = new
+    np.testing.assert_array_equal(paged.put(pool, where, new), expected)
+    expected = np.array(pool)
+    expected[:, [5, 9]] = expected[:, [2, 1]]
+    np.testing.assert_array_equal(paged.copied(pool, source, where), expected)
+    # Either would make XLA lay the pool out another way on TPUs, see `paged.put`.
+    for program in (
+        jax.make_jaxpr(paged.put)(pool, where, new),
+        jax.make_jaxpr(paged.copied)(pool, source, where),
+    ):
+        assert not {"scatter", "gather"} & set(str(program).replace("[", " ").split())
 
 
 @pytest.mark.parametrize("window", [None, 6])

@@ -58,6 +58,29 @@ def from_dense(layout: Layout, k: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.stack([k, v], axis=2).swapaxes(3, 4).astype(layout.dtype)
 
 
+def put(pool: jax.Array, page_X: jax.Array, pages: jax.Array) -> jax.Array:
+    """The pool with `pages` [L, X, ...] as its pages `page_X`.
+
+    One after another: a scatter of whole pages makes XLA lay the pool out another way on TPUs,
+    which is a copy of all of it before and after."""
+
+    def one(x: jax.Array, pool: jax.Array) -> jax.Array:
+        page = jax.lax.dynamic_slice_in_dim(pages, x, 1, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(pool, page, page_X[x], axis=1)
+
+    return jax.lax.fori_loop(0, len(page_X), one, pool)
+
+
+def copied(pool: jax.Array, from_X: jax.Array, to_X: jax.Array) -> jax.Array:
+    """The pool with its pages `to_X` the same as `from_X`, which are others."""
+
+    def one(x: jax.Array, pool: jax.Array) -> jax.Array:
+        page = jax.lax.dynamic_slice_in_dim(pool, from_X[x], 1, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(pool, page, to_X[x], axis=1)
+
+    return jax.lax.fori_loop(0, len(to_X), one, pool)
+
+
 def decoding(
     layout: Layout, table_BP: jax.Array, lengths_B: jax.Array, writes_B: jax.Array
 ) -> Attend:
@@ -85,8 +108,11 @@ def decoding(
         k, v = k[:, 0].astype(cache.dtype), v[:, 0].astype(cache.dtype)
         if layout.kernel == "tpu":
             cache = cache.at[layer, page_B, offset_B].set(jnp.stack([k, v], 2).reshape(B, -1, H))
-            pages = jax.lax.dynamic_index_in_dim(cache, layer, keepdims=False)
-            out_BNH = _ragged(layout, q[:, 0], pages, table_BP, lengths_B + 1, window)
+            # Of all layers, and the table says which: a layer's pages would have to be copied out.
+            own_BP = table_BP + layer * cache.shape[1]
+            out_BNH = _ragged(
+                layout, q[:, 0], cache.reshape(-1, *cache.shape[2:]), own_BP, lengths_B + 1, window
+            )
             return out_BNH[:, None], cache
         sides, heads = jnp.arange(2)[None, :, None], jnp.arange(K)[None, None]
         at = (layer, page_B[:, None, None], sides, heads, offset_B[:, None, None])

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dapo_jax.rollout import paged
 from dapo_jax.rollout.sampling import Drawn, SamplingParams
 from dapo_jax.types import Array
 
@@ -141,7 +142,7 @@ def enqueue(
     kept_P = of.entry_P < len(e.length_E)
     wanted_PX = kept_P[:, None] & (jnp.arange(X)[None] < -(-length_P // A)[:, None])
     page, _, state = _allocate(state, _rank(wanted_PX.reshape(-1)), wanted_PX.reshape(-1))
-    pool = state.pool.at[:, page].set(pages)
+    pool = paged.put(state.pool, page, pages)
     table_PP = jnp.pad(page.reshape(P, X), ((0, 0), (0, e.table_EP.shape[1] - X)))
     put = lambda into, values: into.at[of.entry_P].set(values, mode="drop")
     return state._replace(
@@ -193,7 +194,7 @@ def _refill(state: DecodeState, A: int) -> DecodeState:
     source_B = jnp.take_along_axis(table_BP, last_B1, axis=1)[:, 0]
     own_BP = (jnp.arange(table_BP.shape[1])[None] == last_B1) & partial_B[:, None]
     table_BP = jnp.where(own_BP, page_B[:, None], table_BP)
-    pool = state.pool.at[:, page_B].set(state.pool[:, jnp.where(partial_B, source_B, 0)])
+    pool = paged.copied(state.pool, jnp.where(partial_B, source_B, 0), page_B)
 
     def sample_key(key_2: jax.Array, sample: jax.Array) -> jax.Array:
         return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key_2), sample))
@@ -244,7 +245,7 @@ def place(
         return jnp.where(mine_B.reshape(-1, *[1] * (into.ndim - 1)), values, into)
 
     return state._replace(
-        pool=state.pool.at[:, page_X].set(pages),
+        pool=paged.put(state.pool, page_X, pages),
         table_BP=put(row_P[None], state.table_BP),
         used_B=put(-(-length // A), state.used_B),
         shared_B=put(0, state.shared_B),
