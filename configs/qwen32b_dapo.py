@@ -104,6 +104,8 @@ def get_config() -> ml_collections.ConfigDict:
                 page_tokens=128,
                 cache_gib=ml_collections.config_dict.placeholder(float),
                 stop_strings=(),
+                cache_dtype="auto",
+                kernel="auto",
                 # Script: recomputed by the training program, whose numerics differ from vLLM's.
                 # Here rollout and training are one program.
                 log_prob_source="rollout",

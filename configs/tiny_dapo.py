@@ -116,6 +116,8 @@ def get_config() -> ml_collections.ConfigDict:
                 cache_gib=ml_collections.config_dict.placeholder(float),
                 stop_strings=(),
                 prefill_prompts=16,
+                cache_dtype="auto",
+                kernel="auto",
                 log_prob_source="rollout",
             ),
             reward=dict(

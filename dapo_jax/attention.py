@@ -5,6 +5,7 @@ Softmax and its sum are float32 whatever the compute dtype. Each returns the att
 [B, T, N, H] and the cache.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 
 from dapo_jax.model import Attend
 
-Cache = tuple[jax.Array, jax.Array]
+Arrays = tuple[jax.Array, ...]
 
 
 def dot_product_attention(
@@ -55,24 +56,35 @@ def packed(segments_BT: jax.Array) -> Attend:
     return attend
 
 
-def prefilling(start: jax.Array, num: int) -> Attend:
-    """Part of prompts, tokens `start` to `start + num`: its keys and values enter the cache
-    [L, B, T, K, H], then it attends to everything up to itself."""
+def prefilling(
+    start: jax.Array,
+    num: int,
+    keep: Callable[[jax.Array, jax.Array], Arrays],
+    read: Callable[[Arrays], tuple[jax.Array, jax.Array]],
+) -> Attend:
+    """Part of prompts, tokens `start` to `start + num`: its keys and values enter the cache, arrays
+    of [L, B, T, K, ...], then it attends to everything up to itself.
+
+    Args:
+        keep: keys and values [..., H] as the cache holds them.
+        read: the other way round.
+    """
 
     def attend(
         layer: jax.Array | int,
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        cache: Cache,
+        cache: Arrays,
         window: jax.Array | int | None,
-    ) -> tuple[jax.Array, Cache]:
+    ) -> tuple[jax.Array, Arrays]:
         B, T = q.shape[0], cache[0].shape[2]
         zero = jnp.int32(0)
         at = (jnp.asarray(layer, jnp.int32), zero, start.astype(jnp.int32), zero, zero)
-        put = lambda x, new: jax.lax.dynamic_update_slice(x, new[None].astype(x.dtype), at)
-        cache = put(cache[0], k), put(cache[1], v)
-        k_BTKH, v_BTKH = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in cache)
+        put = lambda x, new: jax.lax.dynamic_update_slice(x, new[None], at[: x.ndim])
+        cache = tuple(map(put, cache, keep(k, v)))
+        own = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in cache)
+        k_BTKH, v_BTKH = read(tuple(own))
         back_CT = start + jnp.arange(num)[:, None] - jnp.arange(T)[None]
         mask_CT = back_CT >= 0 if window is None else (back_CT >= 0) & (back_CT < window)
         mask_BCT = jnp.broadcast_to(mask_CT[None], (B, num, T))

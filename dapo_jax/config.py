@@ -153,6 +153,11 @@ class RolloutConfig:
     cache_gib: float | None
     # Texts after which a response ends, beside the stop tokens; of training and evaluation.
     stop_strings: tuple[str, ...]
+    # Of cached keys and values; auto: model.compute_dtype. int8: one scale a token and head.
+    cache_dtype: Literal["auto", "int8"]
+    # Who attends to the cache: XLA, or JAX's kernel for the platform. auto: the kernel where there
+    # is one that takes the model.
+    kernel: Literal["auto", "xla", "tpu", "gpu"]
     log_prob_source: Literal["rollout", "recompute"]  # where the ratio's old log-probs come from
 
 

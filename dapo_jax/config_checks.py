@@ -147,6 +147,17 @@ def check(config: Any) -> None:
             "of the nucleus, which the trained policy does not have: set "
             "config.rollout.log_prob_source to 'recompute', or top_p to 1."
         )
+    if (
+        rollout.cache_dtype == "int8"
+        and rollout.log_prob_source == "rollout"
+        and config.correction is None
+    ):
+        raise UserError(
+            "config.rollout.cache_dtype 'int8' makes the rollout's log-probs those of rounded keys "
+            "and values, which the trained policy does not have: set "
+            "config.rollout.log_prob_source to 'recompute', or config.correction, or cache_dtype "
+            "to 'auto'."
+        )
     if not objective.overlong_filter and not objective.overlong_in_baseline:
         raise UserError(
             "config.objective.overlong_in_baseline = False is read only with "

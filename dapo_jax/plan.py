@@ -11,6 +11,7 @@ from dapo_jax import model
 from dapo_jax.batching import max_micro_batches
 from dapo_jax.config import Config, SourceConfig
 from dapo_jax.parameters import SELECTION_PARAMETERS
+from dapo_jax.rollout.paged import Layout, page_bytes
 from dapo_jax.sharding import (
     AXES,
     bytes_per_device,
@@ -196,9 +197,7 @@ def _memory_lines(config: Config, axis_sizes: dict[str, int]) -> list[tuple[str,
     gradient_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), shapes)
     per_device = lambda tree: bytes_per_device(tree, specs, axis_sizes)
     cache_tokens = config.data.max_prompt_tokens + r.max_response_tokens
-    token_bytes = (
-        2 * m.num_layers * m.num_kv_heads * m.head_dim * jnp.dtype(m.compute_dtype).itemsize
-    )
+    token_bytes = page_bytes(m, Layout("xla", 1, m.compute_dtype, r.cache_dtype))
     kv_axis = dict(config.mesh.rules)["kv_heads"]
     parts = axis_sizes["data"] * axis_sizes["fsdp"] * (axis_sizes[kv_axis] if kv_axis else 1)
     cache = r.slots * cache_tokens * token_bytes // parts

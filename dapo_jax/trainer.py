@@ -14,6 +14,7 @@ from dapo_jax.data import ProblemStream
 from dapo_jax.learner import Learner
 from dapo_jax.problems import load, rubrics
 from dapo_jax.progress import Progress
+from dapo_jax.rollout import kernels
 from dapo_jax.rollout.engine import DecoderEngine, EngineSpec
 from dapo_jax.rollout.paged import page_bytes
 from dapo_jax.sharding import check_batch_shapes, make_mesh
@@ -76,7 +77,8 @@ def engine_spec(
     """What the engine of a config is like on a mesh.
 
     Raises:
-        UserError: the KV cache of `config.rollout.cache_gib` does not hold one sequence.
+        UserError: the KV cache of `config.rollout.cache_gib` does not hold one sequence, or
+            `config.rollout.kernel` is not for these devices or this model.
     """
     r = config.rollout
     spec = EngineSpec(
@@ -93,7 +95,14 @@ def engine_spec(
         page_tokens=r.page_tokens,
         decode_steps=r.decode_steps,
         prefill_chunk_tokens=r.prefill_chunk_tokens,
-        kernel="tpu" if mesh.devices.flat[0].platform == "tpu" else "xla",
+        kernel=kernels.choose(
+            r.kernel,
+            mesh.devices.flat[0].platform,
+            config.model,
+            page_tokens=r.page_tokens,
+            cache_dtype=r.cache_dtype,
+        ),
+        cache_dtype=r.cache_dtype,
     )
     if r.cache_gib is not None:
         spec = dataclasses.replace(spec, num_pages=_num_pages(spec, mesh, r.cache_gib))

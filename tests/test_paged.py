@@ -1,4 +1,6 @@
-"""Attention over pages: what it reads and writes, and what is handed to the TPU's kernel."""
+"""Attention over pages: what it reads and writes, and what is handed to JAX's kernels."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +12,16 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel import (
 )
 
 from dapo_jax import attention
-from dapo_jax.rollout import paged
+from dapo_jax.config_checks import check
+from dapo_jax.rollout import kernels, paged, scheduler
+from dapo_jax.rollout.engine import DecoderEngine, EngineSpec
+from dapo_jax.types import Problem, UserError
+from tests.helpers import make_mesh, make_params, tiny_config, tiny_dict
 
 B, K, G, H, A, P, N = 3, 2, 3, 16, 4, 5, 16  # N: pages, of which the first is nobody's
 LENGTHS = np.array([0, 9, 18], np.int32)
+LAYOUTS = [("xla", "auto"), ("xla", "int8"), ("tpu", "auto"), ("gpu", "auto"), ("gpu", "int8")]
+CONFIG = tiny_config()
 
 
 @pytest.fixture
@@ -25,23 +33,34 @@ def problem():
     return k, v, jnp.asarray(table), draw(B, 1, K * G, H), draw(B, 1, K, H), draw(B, 1, K, H)
 
 
+def pages_of(layout, k, v):
+    return paged.from_dense(layout, layout.keep(k, v))
+
+
 def pool_of(layout, k, v):
-    pages = paged.from_dense(layout, k, v)
-    return jnp.concatenate([jnp.zeros_like(pages[:, :1]), pages], axis=1)
+    return tuple(
+        jnp.concatenate([jnp.zeros_like(pages[:, :1]), pages], axis=1)
+        for pages in pages_of(layout, k, v)
+    )
 
 
-@pytest.mark.parametrize("kernel", ["xla", "tpu"])
-def test_pages_are_put_and_copied_one_by_one(problem, kernel):
+@pytest.mark.parametrize("kernel, cache_dtype", LAYOUTS)
+def test_pages_are_put_and_copied_one_by_one(problem, kernel, cache_dtype):
     k, v, *_ = problem
-    layout = paged.Layout(kernel, A, "float32")
-    pool, new = pool_of(layout, k, v), paged.from_dense(layout, v, k)[:, :3]
+    layout = paged.Layout(kernel, A, "float32", cache_dtype)
+    pool = pool_of(layout, k, v)
+    shapes = layout.pool(dataclasses.replace(CONFIG.model, num_kv_heads=K, head_dim=H), N)
+    assert [(x.shape, x.dtype) for x in pool] == [(x.shape, x.dtype) for x in shapes]
+    new = tuple(x[:, :3] for x in pages_of(layout, v, k))
     where, source = jnp.array([5, 0, 9]), jnp.array([2, 0, 1])
-    expected = np.array(pool)
-    expected[:, [5, 0, 9]] = new
-    np.testing.assert_array_equal(paged.put(pool, where, new), expected)
-    expected = np.array(pool)
-    expected[:, [5, 9]] = expected[:, [2, 1]]
-    np.testing.assert_array_equal(paged.copied(pool, source, where), expected)
+    got = paged.put(pool, where, new), paged.copied(pool, source, where)
+    for before, page, put, copied in zip(pool, new, *got, strict=True):
+        expected = np.array(before)
+        expected[:, [5, 0, 9]] = page
+        np.testing.assert_array_equal(put, expected)
+        expected = np.array(before)
+        expected[:, [5, 9]] = expected[:, [2, 1]]
+        np.testing.assert_array_equal(copied, expected)
     # Either would make XLA lay the pool out another way on TPUs, see `paged.put`.
     for program in (
         jax.make_jaxpr(paged.put)(pool, where, new),
@@ -50,12 +69,16 @@ def test_pages_are_put_and_copied_one_by_one(problem, kernel):
         assert not {"scatter", "gather"} & set(str(program).replace("[", " ").split())
 
 
-@pytest.mark.parametrize("window", [None, 6])
-@pytest.mark.parametrize("kernel", ["xla", "tpu"])
-def test_a_token_attends_to_its_own_pages_and_is_kept_there(monkeypatch, problem, kernel, window):
-    """Against attention over each sequence laid out whole. The TPU's kernel is stood in for by
-    JAX's own statement of what it computes: interpret mode does not take it (jax 0.10.2, "no
-    attribute 'indices'")."""
+@pytest.mark.parametrize(
+    "kernel, cache_dtype, window",
+    [*((*layout, None) for layout in LAYOUTS), ("xla", "auto", 6), ("tpu", "auto", 6)],
+)
+def test_a_token_attends_to_its_own_pages_and_is_kept_there(
+    monkeypatch, problem, kernel, cache_dtype, window
+):
+    """Against attention over each sequence laid out whole, of what is kept. The GPU's kernel is
+    interpreted; the TPU's is stood in for by JAX's own statement of what it computes: interpret
+    mode does not take it (jax 0.10.2, "no attribute 'indices'")."""
 
     def stated(q, pages, lengths, table, starts, num, *, sm_scale, sliding_window, **blocks):
         return ref_ragged_paged_attention(
@@ -64,14 +87,16 @@ def test_a_token_attends_to_its_own_pages_and_is_kept_there(monkeypatch, problem
 
     monkeypatch.setattr(kernel_module, "ragged_paged_attention", stated)
     k, v, table, q, k_new, v_new = problem
-    layout = paged.Layout(kernel, A, "float32")
+    layout = paged.Layout(kernel, A, "float32", cache_dtype)
     goes = jnp.array([True, True, False])
     attend = paged.decoding(layout, table, jnp.asarray(LENGTHS), goes)
     before = pool_of(layout, k, v)
     out, after = attend(1, q, k_new, v_new, before, window)
+    kept = lambda k, v: map(np.array, layout.read(layout.keep(k, v)))
+    (k, v), (k_new, v_new) = kept(k, v), kept(k_new, v_new)
     for b in (0, 1):
         own = (np.asarray(table)[b][:, None] - 1) * A + np.arange(A)
-        k_S, v_S = (np.array(x)[1, 0, own.reshape(-1)] for x in (k, v))
+        k_S, v_S = (x[1, 0, own.reshape(-1)] for x in (k, v))
         k_S[LENGTHS[b]], v_S[LENGTHS[b]] = k_new[b, 0], v_new[b, 0]
         back = LENGTHS[b] - np.arange(P * A)
         seen = (back >= 0) & (back < (window or 10**6))
@@ -83,6 +108,117 @@ def test_a_token_attends_to_its_own_pages_and_is_kept_there(monkeypatch, problem
         )
         np.testing.assert_allclose(out[b], expected[0], rtol=0, atol=2e-6)
     # Of what is in the pages only the new tokens of those that go on have changed, in their layer.
-    changed = np.asarray(before != after).any(axis=tuple(range(2, before.ndim)))
     owners = {int(table[b, LENGTHS[b] // A]) for b in (0, 1)}
-    assert set(np.flatnonzero(changed[1])) == owners | {0} and not changed[0].any()
+    for old, new in zip(before, after, strict=True):
+        changed = np.asarray(old != new).any(axis=tuple(range(2, old.ndim)))
+        assert set(np.flatnonzero(changed[1])) == owners | {0} and not changed[0].any()
+
+
+def test_int8_is_the_nearest_of_255_steps():
+    x = np.random.default_rng(0).standard_normal((4, 5, H)).astype(np.float32)
+    x[1, 2] = 0
+    x8, scale = map(np.asarray, paged.quantise(jnp.asarray(x)))
+    assert x8.dtype == np.int8 and scale.shape == (4, 5)
+    np.testing.assert_allclose(scale, np.abs(x).max(-1) / 127, rtol=1e-6)
+    assert (np.abs(x8 * scale[..., None] - x) <= 0.5001 * scale[..., None]).all()
+    assert (np.abs(x8).max(-1)[scale > 0] == 127).all() and (x8[1, 2] == 0).all()
+    layout = paged.Layout("xla", A, "float32", "int8")
+    wrong = layout.keep(jnp.full((1, H), jnp.nan), jnp.full((1, H), jnp.inf))
+    assert not any(np.isfinite(x).any() for x in layout.read(wrong)), "it stays so"
+
+
+def test_the_memory_of_a_page():
+    c = dataclasses.replace(CONFIG.model, num_layers=3, num_kv_heads=2, head_dim=8)
+    of = lambda kernel, dtype, cache: paged.page_bytes(c, paged.Layout(kernel, 4, dtype, cache))
+    values = 3 * 4 * 2 * 2 * 8  # layers, tokens, keys and values, heads, numbers of each
+    assert of("xla", "float32", "auto") == of("tpu", "float32", "auto") == 4 * values
+    assert of("gpu", "bfloat16", "auto") == 2 * values
+    assert of("xla", "bfloat16", "int8") == values + 4 * values // 8
+
+
+def tokens_of(num_devices=1, mesh=None, problems=20, **changes):
+    layout = dataclasses.replace(CONFIG.mesh, **(mesh or {}))
+    spec = EngineSpec(
+        model=CONFIG.model,
+        layout=layout,
+        slots=16,
+        prefill_prompts=8,
+        max_prompt_tokens=CONFIG.data.max_prompt_tokens,
+        max_response_tokens=CONFIG.rollout.max_response_tokens,
+        stop_tokens=(1,),
+        samples=4,
+    )
+    engine = DecoderEngine(
+        dataclasses.replace(spec, **changes),
+        make_mesh(dataclasses.replace(CONFIG, mesh=layout), num_devices),
+    )
+    rng = np.random.default_rng(0)
+    asked = [
+        Problem(i, "", tuple(rng.integers(3, 32, rng.integers(1, 25)).tolist()), "", "test")
+        for i in range(problems)
+    ]
+    drawn, stats = scheduler.generate(
+        engine, engine.load_params(make_params(CONFIG)), asked, lambda x: [""] * len(x),
+        num_samples=4, key=jax.random.key(7),
+    )  # fmt: skip
+    return [[r.tokens.tolist() for r in row] for row in drawn], stats
+
+
+def test_with_int8_a_sample_still_depends_on_nothing_but_itself():
+    """Slots, pages, prefill in chunks, preemption and devices."""
+    expected, _ = tokens_of(cache_dtype="int8")
+    least = 1 + 3 + 7 + 2
+    short, stats = tokens_of(
+        cache_dtype="int8", slots=5, page_tokens=8, num_pages=least + 3, prefill_chunk_tokens=8
+    )
+    assert short == expected and stats.preempted > 0
+    split, _ = tokens_of(2, dict(tensor=2), problems=6, cache_dtype="int8")
+    assert split == expected[:6]
+
+
+@pytest.mark.parametrize("num_devices, mesh", [(1, {}), (2, dict(tensor=2))])
+def test_the_gpus_kernel_draws_the_same_tokens(num_devices, mesh):
+    expected, _ = tokens_of(problems=3)
+    assert tokens_of(num_devices, mesh, problems=3, kernel="gpu", page_tokens=16)[0] == expected
+
+
+def choose(wanted, platform, cache_dtype="auto", page_tokens=32, **model):
+    fields = {"compute_dtype": "bfloat16", "head_dim": 64} | model
+    c = dataclasses.replace(CONFIG.model, **fields)
+    return kernels.choose(wanted, platform, c, page_tokens=page_tokens, cache_dtype=cache_dtype)
+
+
+def test_the_kernel_is_the_platforms_where_it_takes_the_model():
+    own = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "cpu": "xla"}
+    for platform, kernel in own.items():
+        assert choose("auto", platform) == kernel
+        assert choose("xla", platform) == "xla"
+        assert choose("auto", platform, sliding_layers=(0,), sliding_window=4) == "xla"
+    assert choose("auto", "tpu", "int8") == "xla" and choose("auto", "gpu", "int8") == "gpu"
+    assert choose("auto", "gpu", compute_dtype="float32") == "xla"
+    assert choose("auto", "gpu", head_dim=96) == choose("auto", "gpu", page_tokens=24) == "xla"
+
+
+@pytest.mark.parametrize(
+    "arguments, fields, message",
+    [
+        (("gpu", "cpu"), {}, r"rollout\.kernel 'gpu' needs a gpu; the devices are 'cpu'.*'auto'"),
+        (("tpu", "gpu"), {}, r"rollout\.kernel 'tpu' needs a tpu; the devices are 'gpu'"),
+        (("tpu", "tpu", "int8"), {}, r"rollout\.kernel 'tpu' .*rollout\.cache_dtype 'int8'.*'xla'"),
+        (("tpu", "tpu"), {"sliding_layers": (0,)}, r"does not take config\.model\.sliding_layers"),
+        (("gpu", "gpu"), {"head_dim": 96}, r"config\.model\.head_dim of 16.*got 96.*'auto'"),
+        (("gpu", "gpu"), {"compute_dtype": "float32"}, r"compute_dtype 'bfloat16' only; got 'flo"),
+        (("gpu", "gpu"), {"page_tokens": 24}, r"config\.rollout\.page_tokens; got 24"),
+    ],
+)
+def test_a_kernel_that_cannot_be_is_refused(arguments, fields, message):
+    with pytest.raises(UserError, match=message):
+        choose(*arguments, **fields)
+
+
+def test_int8_needs_log_probs_of_the_trainer():
+    with pytest.raises(UserError, match=r"cache_dtype 'int8'.*log_prob_source to 'recompute'"):
+        tiny_config(rollout__cache_dtype="int8")
+    config = tiny_config(rollout__cache_dtype="int8", rollout__log_prob_source="recompute")
+    check(config)
+    assert tiny_dict()["rollout"]["cache_dtype"] == tiny_dict()["rollout"]["kernel"] == "auto"

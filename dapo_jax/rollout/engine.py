@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax import attention, log_probs, model
 from dapo_jax.config import MeshConfig, ModelConfig
-from dapo_jax.rollout import jetstream, paged, slots
+from dapo_jax.rollout import jetstream, kernels, paged, slots
 from dapo_jax.rollout.sampling import Mode, SamplingParams, sample
 from dapo_jax.rollout.slots import Arrivals, DecodeState
 from dapo_jax.sharding import BATCH_AXES, param_shardings, replicated
@@ -51,7 +51,8 @@ class EngineSpec:
     num_pages: int | None = None  # over all shards; None: no sequence ever waits for one
     decode_steps: int = 8  # tokens a call
     prefill_chunk_tokens: int = 512
-    kernel: paged.Kernel = "xla"
+    kernel: kernels.Kernel = "xla"
+    cache_dtype: Literal["auto", "int8"] = "auto"  # of keys and values; auto: the compute dtype
 
     @property
     def shards(self) -> int:
@@ -89,7 +90,9 @@ class EngineSpec:
     @property
     def pool_layout(self) -> paged.Layout:
         heads_axis = dict(self.layout.rules)["kv_heads"]
-        return paged.Layout(self.kernel, self.page_tokens, self.model.compute_dtype, heads_axis)
+        return paged.Layout(
+            self.kernel, self.page_tokens, self.model.compute_dtype, self.cache_dtype, heads_axis
+        )
 
     @property
     def params(self) -> SamplingParams:
@@ -108,7 +111,7 @@ def halvings(most: int) -> tuple[int, ...]:
 class Prefix(NamedTuple):
     """Prefilled prompts; a leading axis for the shards."""
 
-    pages: Array  # [R, L, P * pages, ...]: see `paged`
+    pages: tuple[Array, ...]  # [R, L, P * pages, ...] each: see `paged`
     hidden_RPD: Array  # after the last token
     length_RP: Array
     key_RP2: Array  # uint32: random keys of the prompts, from which those of samples are folded
@@ -336,9 +339,9 @@ class _Programs:
         kv = dict(spec.layout.rules)["kv_heads"]
         batch = PartitionSpec(BATCH_AXES)
         self.rows_at = NamedSharding(mesh, batch)
-        pool = [BATCH_AXES, *[None] * 6]
-        pool[1 + spec.pool_layout.kv_axis()] = kv
-        pool_at = NamedSharding(mesh, PartitionSpec(*pool[: 1 + len(self._pool_shape())]))
+        before = [None] * spec.pool_layout.kv_axis
+        one_at = NamedSharding(mesh, PartitionSpec(BATCH_AXES, *before, kv))
+        pool_at = tuple(one_at for _ in self._pool_shapes())
         shapes = jax.eval_shape(lambda: self._empty())
         state_at = jax.tree.map(lambda _: self.rows_at, shapes)._replace(pool=pool_at)
         prefix_at = Prefix(pool_at, self.rows_at, self.rows_at, self.rows_at)
@@ -429,14 +432,14 @@ class _Programs:
             params = self._to_dtype(params)
         return jax.device_put(params, self.params_at)
 
-    def _pool_shape(self) -> tuple[int, ...]:
-        return self.spec.pool_layout.pool_shape(self.spec.model, self.spec.shard_pages)
+    def _pool_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return self.spec.pool_layout.pool(self.spec.model, self.spec.shard_pages)
 
     def _empty(self) -> DecodeState:
         spec, c = self.spec, self.spec.model
         dtype = jnp.dtype(c.compute_dtype)
         return slots.empty(
-            jnp.zeros(self._pool_shape(), dtype),
+            jax.tree.map(jnp.zeros_like, self._pool_shapes()),
             slots=spec.slots // spec.shards,
             entries=spec.entries,
             samples=spec.samples,
@@ -451,8 +454,9 @@ class _Programs:
     ) -> Prefix:
         c, (P, T) = self.spec.model, tokens_PT.shape
         dtype = jnp.dtype(c.compute_dtype)
-        shape = (c.num_layers, P, T, c.num_kv_heads, c.head_dim)
-        A = self.spec.page_tokens
+        A, layout = self.spec.page_tokens, self.spec.pool_layout
+        kv = jax.ShapeDtypeStruct((c.num_layers, P, T, c.num_kv_heads, c.head_dim), dtype)
+        dense = jax.tree.map(jnp.zeros_like, jax.eval_shape(layout.keep, kv, kv))
         # In chunks, so that scores of a long prompt are chunk x prompt at most.
         chunk = next(
             n * A for n in range(max(1, self.spec.prefill_chunk_tokens // A), 0, -1)
@@ -467,7 +471,7 @@ class _Programs:
                 params,
                 jax.lax.dynamic_slice_in_dim(tokens_PT, start, chunk, axis=1),
                 position_PC,
-                attention.prefilling(start, chunk),
+                attention.prefilling(start, chunk, layout.keep, layout.read),
                 cache,
             )
             at_P = jnp.clip(length_P - 1 - start, 0, chunk - 1)
@@ -475,13 +479,10 @@ class _Programs:
             inside_P = (length_P > start) & (length_P <= start + chunk)
             return (cache, jnp.where(inside_P[:, None], here_PD, last_PD)), None
 
-        first = (
-            (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)),
-            jnp.zeros((P, c.width), dtype),
-        )
+        first = dense, jnp.zeros((P, c.width), dtype)
         starts = jnp.arange(0, T, chunk, dtype=jnp.int32)
-        ((k, v), last_PD), _ = jax.lax.scan(one, first, starts)
-        return Prefix(paged.from_dense(self.spec.pool_layout, k, v), last_PD, length_P, key_P2)
+        (dense, last_PD), _ = jax.lax.scan(one, first, starts)
+        return Prefix(paged.from_dense(layout, dense), last_PD, length_P, key_P2)
 
     def _enqueue(self, state: DecodeState, prefix: Prefix, arrivals: Arrivals) -> DecodeState:
         return slots.enqueue(state, *prefix, arrivals, self.spec.page_tokens)

@@ -3,80 +3,120 @@
 A pool holds pages of `page_tokens` tokens; a sequence owns the pages that its row of the page table
 names, in order. Page 0 belongs to nobody: what is to be read by nothing is written there.
 
-The pool is laid out for who reads it: [L, pages, 2, K, page, H] for XLA, which gathers the pages of
-each sequence; [L, pages, page, 2 K, H], keys and values in turn, for JAX's TPU kernel (ragged paged
-attention), which fetches them itself.
+A pool is a tuple of arrays with layers and pages in front, laid out for who reads it: keys and
+values [L, pages, K, page, H] each, for XLA, which gathers the pages of each sequence, and for JAX's
+GPU kernel; one array [L, pages, page, 2 K, H], keys and values in turn, for JAX's TPU kernel.
+Kernels fetch the pages themselves (see `kernels`).
+
+With `cache_dtype` int8 keys and values lie beside their scales, float32 [L, pages, K, page]:
+
+    x8 = round(x / s),  s = max_h |x_h| / 127,  one s for every token, head, and key or value
+
+Prefill attends to what is kept, not to what it was made of, so that a token sees the same of those
+before it however they came into the cache.
 """
 
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from dapo_jax.config import ModelConfig
-from dapo_jax.model import NO_WINDOW, Attend
+from dapo_jax.model import Attend
+from dapo_jax.rollout import kernels
 
-Kernel = Literal["xla", "tpu"]
-KEYS_PER_BLOCK, QUERIES_PER_BLOCK = 1024, 32  # of the TPU kernel; not tuned, see docs/rollout.md
-_WHOLE = PartitionSpec()
+Arrays = tuple[jax.Array, ...]
 
 
 class Layout(NamedTuple):
     """What the programs need to know of a pool."""
 
-    kernel: Kernel
+    kernel: kernels.Kernel
     page_tokens: int
-    dtype: str
+    dtype: str  # of the model's activations
+    cache_dtype: Literal["auto", "int8"] = "auto"  # auto: `dtype`
     heads_axis: str | None = None  # mesh axis over which the kv heads lie
 
-    def pool_shape(self, c: ModelConfig, num_pages: int) -> tuple[int, ...]:
+    def pool(self, c: ModelConfig, num_pages: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Of all layers."""
         L, K, H, A = c.num_layers, c.num_kv_heads, c.head_dim, self.page_tokens
         if self.kernel == "tpu":
-            return (L, num_pages, A, 2 * K, H)
-        return (L, num_pages, 2, K, A, H)
+            return (jax.ShapeDtypeStruct((L, num_pages, A, 2 * K, H), jnp.dtype(self.dtype)),)
+        kept = jax.ShapeDtypeStruct((L, num_pages, K, A, H), jnp.dtype(self.dtype))
+        return jax.eval_shape(self.keep, kept, kept)
 
+    @property
     def kv_axis(self) -> int:
-        """The axis of the pool over which the kv heads lie."""
-        return 3
+        """The axis of the pool's arrays over which the kv heads lie."""
+        return 3 if self.kernel == "tpu" else 2
+
+    def keep(self, k: jax.Array, v: jax.Array) -> Arrays:
+        """Keys and values [..., H] as they are cached; with them scales [...], if int8."""
+        if self.cache_dtype == "int8":
+            (k, k_scale), (v, v_scale) = quantise(k), quantise(v)
+            return k, v, k_scale, v_scale
+        return k.astype(self.dtype), v.astype(self.dtype)
+
+    def read(self, kept: Arrays) -> tuple[jax.Array, jax.Array]:
+        """Keys and values as the model computes with them, from `keep`."""
+        k, v, *scales = kept
+        if scales:
+            k, v = (x.astype(jnp.float32) * s[..., None] for x, s in zip((k, v), scales))
+        return k.astype(self.dtype), v.astype(self.dtype)
+
+
+def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(int8 [..., H], float32 scale [...]): see the module. What is not finite gets a scale that is
+    not, and stays so."""
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1) / 127
+    divisor = jnp.where(scale == 0, 1, scale)[..., None]
+    return jnp.round(x / divisor).astype(jnp.int8), scale
 
 
 def page_bytes(c: ModelConfig, layout: Layout) -> int:
     """Bytes of one page in all layers."""
-    per_token = 2 * c.num_kv_heads * c.head_dim * jnp.dtype(layout.dtype).itemsize
-    return c.num_layers * layout.page_tokens * per_token
+    return sum(x.size * x.dtype.itemsize for x in layout.pool(c, 1))
 
 
-def from_dense(layout: Layout, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Keys and values [L, P, T, K, H], T a multiple of the page, as pages of the pool."""
-    L, P, T, K, H = k.shape
+def from_dense(layout: Layout, dense: Arrays) -> Arrays:
+    """What is kept of prompts, [L, P, T, K, ...] each, T a multiple of the page, as pages of the
+    pool."""
+    L, P, T, K = dense[0].shape[:4]
     A = layout.page_tokens
-    k, v = (x.reshape(L, P * T // A, A, K, H) for x in (k, v))
+    paged = [x.reshape(L, P * T // A, A, K, *x.shape[4:]) for x in dense]
     if layout.kernel == "tpu":
-        return jnp.stack([k, v], axis=4).reshape(L, P * T // A, A, 2 * K, H).astype(layout.dtype)
-    return jnp.stack([k, v], axis=2).swapaxes(3, 4).astype(layout.dtype)
+        return (jnp.stack(paged, axis=4).reshape(L, P * T // A, A, 2 * K, -1),)
+    return tuple(x.swapaxes(2, 3) for x in paged)
 
 
-def put(pool: jax.Array, page_X: jax.Array, pages: jax.Array) -> jax.Array:
+def put(pool: Arrays, page_X: jax.Array, pages: Arrays) -> Arrays:
     """The pool with `pages` [L, X, ...] as its pages `page_X`.
 
     One after another: a scatter of whole pages makes XLA lay the pool out another way on TPUs,
     which is a copy of all of it before and after."""
 
-    def one(x: jax.Array, pool: jax.Array) -> jax.Array:
-        page = jax.lax.dynamic_slice_in_dim(pages, x, 1, axis=1)
-        return jax.lax.dynamic_update_slice_in_dim(pool, page, page_X[x], axis=1)
+    def one(x: jax.Array, pool: Arrays) -> Arrays:
+        return tuple(
+            jax.lax.dynamic_update_slice_in_dim(
+                into, jax.lax.dynamic_slice_in_dim(new, x, 1, axis=1), page_X[x], axis=1
+            )
+            for into, new in zip(pool, pages)
+        )
 
     return jax.lax.fori_loop(0, len(page_X), one, pool)
 
 
-def copied(pool: jax.Array, from_X: jax.Array, to_X: jax.Array) -> jax.Array:
+def copied(pool: Arrays, from_X: jax.Array, to_X: jax.Array) -> Arrays:
     """The pool with its pages `to_X` the same as `from_X`, which are others."""
 
-    def one(x: jax.Array, pool: jax.Array) -> jax.Array:
-        page = jax.lax.dynamic_slice_in_dim(pool, from_X[x], 1, axis=1)
-        return jax.lax.dynamic_update_slice_in_dim(pool, page, to_X[x], axis=1)
+    def one(x: jax.Array, pool: Arrays) -> Arrays:
+        return tuple(
+            jax.lax.dynamic_update_slice_in_dim(
+                into, jax.lax.dynamic_slice_in_dim(into, from_X[x], 1, axis=1), to_X[x], axis=1
+            )
+            for into in pool
+        )
 
     return jax.lax.fori_loop(0, len(to_X), one, pool)
 
@@ -101,25 +141,33 @@ def decoding(
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        cache: jax.Array,
+        cache: Arrays,
         window: jax.Array | int | None,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, Arrays]:
         B, _, K, H = k.shape
-        k, v = k[:, 0].astype(cache.dtype), v[:, 0].astype(cache.dtype)
+        kept = layout.keep(k[:, 0], v[:, 0])
+        # To a kernel: the pages of all layers, and the table says which. A layer's own would have
+        # to be copied out.
+        own_BP = table_BP + layer * cache[0].shape[1]
+        everywhere = lambda x: x.reshape(-1, *x.shape[2:])
         if layout.kernel == "tpu":
-            cache = cache.at[layer, page_B, offset_B].set(jnp.stack([k, v], 2).reshape(B, -1, H))
-            # Of all layers, and the table says which: a layer's pages would have to be copied out.
-            own_BP = table_BP + layer * cache.shape[1]
-            out_BNH = _ragged(
-                layout, q[:, 0], cache.reshape(-1, *cache.shape[2:]), own_BP, lengths_B + 1, window
+            new = jnp.stack(kept, axis=2).reshape(B, -1, H)
+            cache = (cache[0].at[layer, page_B, offset_B].set(new),)
+            out_BNH = kernels.tpu_attention(
+                q[:, 0], everywhere(cache[0]), own_BP, lengths_B + 1, window, layout.heads_axis
             )
             return out_BNH[:, None], cache
-        sides, heads = jnp.arange(2)[None, :, None], jnp.arange(K)[None, None]
-        at = (layer, page_B[:, None, None], sides, heads, offset_B[:, None, None])
-        cache = cache.at[at].set(jnp.stack([k, v], axis=1))
-        # Keys and values apart, [B, P, K, page, H] each: XLA's CPU backend copies less so.
-        own = (cache[layer, table_BP, side].swapaxes(1, 2) for side in (0, 1))
-        k_BKSH, v_BKSH = (x.reshape(B, K, -1, H).astype(q.dtype) for x in own)
+        at = (layer, page_B[:, None], jnp.arange(K)[None], offset_B[:, None])
+        cache = tuple(x.at[at].set(new) for x, new in zip(cache, kept))
+        if layout.kernel == "gpu":
+            pages = tuple(map(everywhere, cache))
+            out_BNH = kernels.gpu_attention(
+                q[:, 0], pages, own_BP, lengths_B + 1, layout.heads_axis
+            )
+            return out_BNH[:, None], cache
+        # [B, P, K, page, ...] each: keys and values apart, XLA's CPU backend copies less so.
+        own = (x[layer, table_BP].swapaxes(1, 2) for x in cache)
+        k_BKSH, v_BKSH = layout.read(tuple(x.reshape(B, K, -1, *x.shape[4:]) for x in own))
         S = k_BKSH.shape[2]
         back_BS = lengths_B[:, None] - jnp.arange(S)[None]
         mask_BS = back_BS >= 0 if window is None else (back_BS >= 0) & (back_BS < window)
@@ -139,46 +187,3 @@ def _one_query(
     scores_BKGS = jnp.where(mask_BS[:, None, None], scores_BKGS * H**-0.5, -1e30)
     weights_BKGS = jax.nn.softmax(scores_BKGS, axis=-1).astype(v_BKSH.dtype)
     return jnp.einsum("BKGS,BKSH->BKGH", weights_BKGS, v_BKSH)
-
-
-def _ragged(
-    layout: Layout,
-    q_BNH: jax.Array,
-    pages: jax.Array,
-    table_BP: jax.Array,
-    lengths_B: jax.Array,
-    window: jax.Array | int | None,
-) -> jax.Array:
-    """JAX's TPU kernel, a query a sequence; the heads of each device by themselves."""
-    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
-
-    assert window is None or isinstance(window, int), "the kernel's window is static"
-    B, _, H = q_BNH.shape
-
-    def local(q: jax.Array, pages: jax.Array, lengths: jax.Array, table: jax.Array) -> jax.Array:
-        return ragged_paged_attention(
-            q,
-            pages,
-            lengths,
-            table,
-            jnp.arange(B + 1, dtype=jnp.int32),
-            jnp.full(1, B, jnp.int32),
-            sm_scale=H**-0.5,
-            sliding_window=None if window in (None, NO_WINDOW) else window,
-            # Given, because the kernel would look them up by the device that this process has.
-            num_kv_pages_per_block=max(
-                1, min(table.shape[1], KEYS_PER_BLOCK // layout.page_tokens)
-            ),
-            num_queries_per_block=min(B, QUERIES_PER_BLOCK),
-        )
-
-    if layout.heads_axis is not None:
-        heads = PartitionSpec(None, layout.heads_axis)
-        local = jax.shard_map(
-            local,
-            in_specs=(heads, PartitionSpec(None, None, layout.heads_axis), _WHOLE, _WHOLE),
-            out_specs=heads,
-            axis_names={layout.heads_axis},
-            check_vma=False,
-        )
-    return local(q_BNH, pages, lengths_B, table_BP)

@@ -138,7 +138,7 @@ def enqueue(
     """
     e, A = state.entries, page_tokens
     P = len(length_P)
-    X = pages.shape[1] // P
+    X = pages[0].shape[1] // P
     kept_P = of.entry_P < len(e.length_E)
     wanted_PX = kept_P[:, None] & (jnp.arange(X)[None] < -(-length_P // A)[:, None])
     page, _, state = _allocate(state, _rank(wanted_PX.reshape(-1)), wanted_PX.reshape(-1))
@@ -235,7 +235,7 @@ def place(
     B, A = len(state.active_B), page_tokens
     mine_B = jnp.arange(B) == slot
     state = end(state, mine_B & state.active_B)
-    X = pages.shape[1]
+    X = pages[0].shape[1]
     wanted_X = jnp.any(mine_B) & (jnp.arange(X) < -(-length // A))
     page_X, _, state = _allocate(state, _rank(wanted_X), wanted_X)
     row_P = jnp.pad(page_X, (0, state.table_BP.shape[1] - X))

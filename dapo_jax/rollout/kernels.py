@@ -1,0 +1,168 @@
+"""Attention over pages by JAX's own kernels, and which program a run takes.
+
+On TPU: ragged paged attention (Pallas), whose pages hold keys and values in turn. On GPU: paged
+attention (Pallas, Triton); it has not been run on one.
+"""
+
+import warnings
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from dapo_jax.config import ModelConfig
+from dapo_jax.model import NO_WINDOW
+from dapo_jax.types import UserError
+
+Kernel = Literal["xla", "tpu", "gpu"]
+PLATFORMS = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu"}
+# Of the TPU's kernel; of the GPU's. Not tuned, see docs/rollout.md.
+KEYS_PER_BLOCK, QUERIES_PER_BLOCK = 1024, 32
+GPU_KEYS_PER_BLOCK, GPU_SPLITS = 128, 8
+_WHOLE = PartitionSpec()
+
+
+def choose(
+    wanted: str, platform: str, c: ModelConfig, *, page_tokens: int, cache_dtype: str
+) -> Kernel:
+    """What `config.rollout.kernel` means on a platform: "auto" is the platform's kernel where that
+    takes the model, else XLA.
+
+    Args:
+        platform: of the devices, as JAX calls it.
+        cache_dtype: `config.rollout.cache_dtype`.
+
+    Raises:
+        UserError: the kernel that is asked for is another platform's, or does not take the model.
+    """
+    if wanted == "xla":
+        return "xla"
+    kernel = PLATFORMS.get(platform, "xla") if wanted == "auto" else wanted
+    if wanted != "auto" and PLATFORMS.get(platform) != wanted:
+        raise UserError(
+            f"config.rollout.kernel {wanted!r} needs a {wanted}; the devices are {platform!r}. Set "
+            "it to 'auto'."
+        )
+    refused = _refusal(kernel, c, page_tokens, cache_dtype)
+    if refused is None:
+        return kernel  # pyright: ignore[reportReturnType]
+    if wanted != "auto":
+        raise UserError(
+            f"config.rollout.kernel {wanted!r} {refused}. Set config.rollout.kernel to 'auto' or "
+            "'xla', which gathers the pages."
+        )
+    return "xla"
+
+
+def _refusal(kernel: str, c: ModelConfig, page_tokens: int, cache_dtype: str) -> str | None:
+    """Why a kernel does not take a model, or None."""
+    if kernel != "xla" and c.sliding_layers:
+        return "does not take config.model.sliding_layers: windows that differ by layer"
+    if kernel == "tpu" and cache_dtype == "int8":
+        return "does not take config.rollout.cache_dtype 'int8': it has one scale for all tokens"
+    if kernel == "gpu":
+        power = lambda n: n & (n - 1) == 0
+        if c.compute_dtype != "bfloat16":
+            dtype = c.compute_dtype
+            return f"takes config.model.compute_dtype 'bfloat16' only; got {dtype!r}"
+        if not (16 <= c.head_dim <= 256 and power(c.head_dim)):
+            return f"takes a config.model.head_dim of 16, 32, 64, 128 or 256; got {c.head_dim}"
+        if not (16 <= page_tokens and power(page_tokens)):
+            return f"takes a power of two from 16 as config.rollout.page_tokens; got {page_tokens}"
+    return None
+
+
+def tpu_attention(
+    q_BNH: jax.Array,
+    pages: jax.Array,
+    table_BP: jax.Array,
+    lengths_B: jax.Array,
+    window: jax.Array | int | None,
+    heads_axis: str | None,
+) -> jax.Array:
+    """A query a sequence over the first `lengths_B` tokens of its pages [pages, page, 2 K, H], of
+    which it sees the last `window`; the heads of each device by themselves."""
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+    assert window is None or isinstance(window, int), "the kernel's window is static"
+    B, _, H = q_BNH.shape
+    page_tokens = pages.shape[1]
+
+    def local(q: jax.Array, pages: jax.Array, lengths: jax.Array, table: jax.Array) -> jax.Array:
+        return ragged_paged_attention(
+            q,
+            pages,
+            lengths,
+            table,
+            jnp.arange(B + 1, dtype=jnp.int32),
+            jnp.full(1, B, jnp.int32),
+            sm_scale=H**-0.5,
+            sliding_window=None if window in (None, NO_WINDOW) else window,
+            # Given, because the kernel would look them up by the device that this process has.
+            num_kv_pages_per_block=max(1, min(table.shape[1], KEYS_PER_BLOCK // page_tokens)),
+            num_queries_per_block=min(B, QUERIES_PER_BLOCK),
+        )
+
+    if heads_axis is not None:
+        heads = PartitionSpec(None, heads_axis)
+        local = jax.shard_map(
+            local,
+            in_specs=(heads, PartitionSpec(None, None, heads_axis), _WHOLE, _WHOLE),
+            out_specs=heads,
+            axis_names={heads_axis},
+            check_vma=False,
+        )
+    return local(q_BNH, pages, lengths_B, table_BP)
+
+
+def gpu_attention(
+    q_BNH: jax.Array,
+    pages: tuple[jax.Array, ...],
+    table_BP: jax.Array,
+    lengths_B: jax.Array,
+    heads_axis: str | None,
+) -> jax.Array:
+    """A query a sequence over the first `lengths_B` tokens of its pages: keys and values
+    [pages, K, page, H] each and, where they are int8, their scales [pages, K, page].
+
+    To the kernel every kv head is a sequence of its own, whose pages are those of one head: so the
+    pool is handed over as it lies. On CPUs it is interpreted."""
+    with warnings.catch_warnings():  # jax 0.11 says that the kernel is deprecated
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+
+    B, _, H = q_BNH.shape
+    A, P = pages[0].shape[2], table_BP.shape[1]
+    block = min(max(1, GPU_KEYS_PER_BLOCK // A), 1 << (P - 1).bit_length())
+    splits = min(GPU_SPLITS, -(-P // block))
+    # Every split has as many whole blocks; lengths keep what the table is filled up with unseen.
+    table_BP = jnp.pad(table_BP, ((0, 0), (0, -P % (splits * block))))
+
+    def local(q: jax.Array, table: jax.Array, lengths: jax.Array, *pages: jax.Array) -> jax.Array:
+        K = pages[0].shape[1]
+        own = table[:, None] * K + jnp.arange(K, dtype=table.dtype)[None, :, None]
+        k, v, *scales = (x.reshape(1, -1, *x.shape[2:]) for x in pages)
+        out = paged_attention(
+            (q * H**-0.5).astype(q.dtype).reshape(B * K, -1, H),
+            k,
+            v,
+            own.reshape(B * K, -1),
+            jnp.repeat(lengths, K),
+            *scales,
+            pages_per_compute_block=block,
+            k_splits=splits,
+            interpret=jax.default_backend() == "cpu",
+        )
+        return out.reshape(q.shape)
+
+    if heads_axis is not None:
+        heads = PartitionSpec(None, heads_axis)
+        local = jax.shard_map(
+            local,
+            in_specs=(heads, _WHOLE, _WHOLE, *[heads] * len(pages)),
+            out_specs=heads,
+            axis_names={heads_axis},
+            check_vma=False,
+        )
+    return local(q_BNH, table_BP, lengths_B, *pages)
