@@ -65,7 +65,7 @@ class ModelConfig:
     # with a `path`: those of its generation_config.json.
     stop_token_ids: tuple[int, ...]
     param_dtype: Literal["float32", "bfloat16"]  # of master weights and optimiser moments
-    compute_dtype: Literal["float32", "bfloat16"]  # of activations, matmul inputs and the KV cache
+    compute_dtype: Literal["float32", "bfloat16"]  # of activations and matmul inputs
     remat: Literal["none", "full"]  # what the backward pass recomputes: nothing, or each layer
     log_prob_chunk_tokens: int  # tokens whose vocabulary-wide logits are alive at once
 

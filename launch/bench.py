@@ -1,4 +1,4 @@
-"""Measures: python launch/bench.py rollout | load [flags] [--json]
+"""Measures: python launch/bench.py rollout | gap | load [flags] [--json]
 
 rollout  random weights, tied embeddings: tokens per second, occupancy of the decode slots while
          responses wait, compilations after the first run, peak memory, and the share of what the
@@ -9,6 +9,9 @@ rollout  random weights, tied embeddings: tokens per second, occupancy of the de
                                gen_len / 4, at most gen_len
   --slots 0                    sequences decoded at once; 0: as many as responses, at most 64
   --decode_steps 8 --page_tokens 32 --temperature 1 --top_p 1 --runs 7
+gap      how far the log-probs that such rollouts store are from the trainer's, in nats; flags as of
+         rollout, but for --runs and --lengths
+  --cache_dtype auto|int8   of keys and values
 load     a made checkpoint onto virtual CPU devices, and onto one: seconds, and the memory that was
          needed besides the arrays
   --gigabytes 2 --devices 8
@@ -39,20 +42,22 @@ def measure(argv: list[str]) -> dict:
     from dapo_jax.command_line import parse_flags
     from dapo_jax.types import UserError
 
+    numbers = {
+        "layers": 4, "width": 256, "heads": 4, "kv_heads": 2, "d_ff": 1024, "vocab": 512,
+        "prompts": 4, "group": 8, "prompt_len": 32, "gen_len": 128, "slots": 0,
+        "decode_steps": 8, "page_tokens": 32, "temperature": 1.0,
+    }  # fmt: skip
     kinds = {
         "rollout": {
             "text": {"dtype": "float32", "lengths": "uniform"},
-            "numbers": {
-                "layers": 4, "width": 256, "heads": 4, "kv_heads": 2, "d_ff": 1024, "vocab": 512,
-                "prompts": 4, "group": 8, "prompt_len": 32, "gen_len": 128, "slots": 0,
-                "decode_steps": 8, "page_tokens": 32, "temperature": 1.0, "top_p": 1.0, "runs": 7,
-            },
+            "numbers": {**numbers, "top_p": 1.0, "runs": 7},
         },
+        "gap": {"text": {"dtype": "float32", "cache_dtype": "auto"}, "numbers": numbers},
         "load": {"text": {}, "numbers": {"gigabytes": 2.0, "devices": 8}},
     }  # fmt: skip
     kind = argv[1] if len(argv) > 1 else ""
     if kind not in kinds and not {"--help", "-h"} & set(argv):
-        raise UserError(f"what is to be measured? Known are {' and '.join(kinds)}; got {kind!r}.")
+        raise UserError(f"what is to be measured? Known are {', '.join(kinds)}; got {kind!r}.")
     flags = parse_flags(
         [argv[0], *argv[2:]] if kind in kinds else argv,
         __doc__ or "",
@@ -66,6 +71,12 @@ def measure(argv: list[str]) -> dict:
         return bench_load(**flags)
     from dapo_jax.bench.rollout import Shape, bench_rollout
 
+    if kind == "gap":
+        from dapo_jax.bench.gap import Gap, bench_gap
+
+        cache_dtype = flags.pop("cache_dtype")
+        shape = Shape(**flags, lengths="uniform", top_p=1.0, runs=1)
+        return bench_gap(Gap(shape, cache_dtype))
     return bench_rollout(Shape(**flags))
 
 

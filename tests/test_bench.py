@@ -37,12 +37,13 @@ def test_long_tailed_lengths_are_as_stated(gen_len):
 @pytest.mark.parametrize(
     "main, arguments, message",
     [
-        (bench, [], "what is to be measured. Known are rollout and load"),
+        (bench, [], "what is to be measured. Known are rollout, gap, load"),
         (bench, ["walk"], "got 'walk'"),
         (bench, ["rollout", "--lengths=short"], "--lengths must be uniform or longtail"),
         (bench, ["rollout", "--heads=3"], r"--heads \(3\) must divide --width \(256\)"),
         (bench, ["rollout", "--runs=0"], "--runs must be above 0; got 0"),
         (bench, ["rollout", "--gigabytes=1"], "gigabytes.*Flags: --dtype"),
+        (bench, ["gap", "--cache_dtype=int4"], "--cache_dtype must be auto or int8; got 'int4'"),
         (bench, ["load", "--gigabytes=0"], "--gigabytes must be above 0"),
         (plan, ["--config=configs/qwen32b_dapo.py"], "--topology is needed"),
         (

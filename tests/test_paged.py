@@ -12,6 +12,8 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel import (
 )
 
 from dapo_jax import attention
+from dapo_jax.bench.gap import Gap, bench_gap
+from dapo_jax.bench.rollout import Shape
 from dapo_jax.config_checks import check
 from dapo_jax.rollout import kernels, paged, scheduler
 from dapo_jax.rollout.engine import DecoderEngine, EngineSpec
@@ -180,6 +182,18 @@ def test_with_int8_a_sample_still_depends_on_nothing_but_itself():
 def test_the_gpus_kernel_draws_the_same_tokens(num_devices, mesh):
     expected, _ = tokens_of(problems=3)
     assert tokens_of(num_devices, mesh, problems=3, kernel="gpu", page_tokens=16)[0] == expected
+
+
+SHAPE = Shape(2, 32, 4, 2, 48, 64, "float32", 3, 4, 12, 20, "uniform", 0, 8, 8, 1.0, 1.0, 1)
+
+
+def test_the_gap_between_rollout_and_trainer():
+    exact, int8 = (bench_gap(Gap(SHAPE, cache)) for cache in ("auto", "int8"))
+    assert exact["gap_mean"] < 1e-6 and exact["gap_max"] < 1e-5
+    assert 1e-4 < int8["gap_mean"] < 0.03 and int8["gap_max"] < 0.2
+    for found in (exact, int8):
+        assert found["tokens"] == 3 * 4 * 20
+        assert 0 < found["gap_mean"] <= found["gap_p99"] <= found["gap_max"]
 
 
 def choose(wanted, platform, cache_dtype="auto", page_tokens=32, **model):

@@ -1,0 +1,98 @@
+"""How far the rollout's log-probs are from the trainer's, for the same parameters and tokens."""
+
+import functools
+from typing import Any, Literal, NamedTuple, cast
+
+import jax
+import numpy as np
+
+from dapo_jax import batching, log_probs, model
+from dapo_jax.bench.rollout import Shape, bench_model
+from dapo_jax.rollout import kernels, scheduler
+from dapo_jax.rollout.engine import DecoderEngine, EngineSpec
+from dapo_jax.sharding import fitting, make_mesh, param_shardings
+from dapo_jax.types import Problem, UserError
+
+CACHE_DTYPES = ("auto", "int8")
+
+
+class Gap(NamedTuple):
+    """What is compared besides the shape."""
+
+    shape: Shape
+    cache_dtype: str
+    kernel: kernels.Kernel = "xla"
+
+
+def bench_gap(of: Gap) -> dict[str, Any]:
+    """|log p_rollout - log p_trainer| over all response tokens: mean, 99th percentile, max; and the
+    mean of the difference with its sign, in nats.
+
+    The model is as `model.init_params` makes it. Responses are drawn as in training and scored in
+    packed rows of two sequences each, as in training.
+    """
+    shape = of.shape
+    shape.check()
+    if of.cache_dtype not in CACHE_DTYPES:
+        raise UserError(f"--cache_dtype must be auto or int8; got {of.cache_dtype!r}.")
+    c = bench_model(shape)
+    layout = fitting(c, jax.device_count())
+    mesh, shards = make_mesh(layout), layout.data * layout.fsdp
+    init = jax.jit(
+        lambda key: model.init_params(c, key), out_shardings=param_shardings(c, layout, mesh)
+    )
+    params = init(jax.random.key(0))
+    up = lambda n: n + -n % shards
+    responses = shape.prompts * shape.group
+    spec = EngineSpec(
+        model=c,
+        layout=layout,
+        slots=up(shape.slots or min(64 * shards, responses)),
+        prefill_prompts=up(min(shape.prompts, 8 * shards)),
+        max_prompt_tokens=shape.prompt_len,
+        max_response_tokens=shape.gen_len,
+        stop_tokens=(),
+        temperature=shape.temperature,
+        samples=shape.group,
+        decode_steps=shape.decode_steps,
+        page_tokens=shape.page_tokens,
+        kernel=of.kernel,
+        cache_dtype=cast(Literal["auto", "int8"], of.cache_dtype),
+    )
+    engine = DecoderEngine(spec, mesh)
+    rng = np.random.default_rng(1)
+    problems = [
+        Problem(i, "", tuple(rng.integers(0, shape.vocab, shape.prompt_len).tolist()), "", "")
+        for i in range(shape.prompts)
+    ]
+    drawn, _ = scheduler.generate(
+        engine,
+        engine.load_params(params),
+        problems,
+        lambda sequences: [""] * len(sequences),
+        num_samples=shape.group,
+        key=jax.random.key(1),
+    )
+    flat = [r for row in drawn for r in row]
+    packed = batching.pack(
+        [p.prompt_tokens for p in problems for _ in range(shape.group)],
+        np.concatenate([r.tokens for r in flat]),
+        np.array([len(r.tokens) for r in flat]),
+        2 * (shape.prompt_len + shape.gen_len),
+    )
+    score = functools.partial(log_probs.row_statistics, c, temperature=shape.temperature)
+    found_BT = np.asarray(jax.jit(score)(params, packed.rows).log_prob_BT)
+    trainers_N = batching.take_columns(packed, found_BT)
+    rollouts_N = np.concatenate([r.log_probs for r in flat])
+    gap_N = np.abs(rollouts_N - trainers_N)
+    return {
+        "gap_mean": float(gap_N.mean()),
+        "gap_p99": float(np.quantile(gap_N, 0.99)),
+        "gap_max": float(gap_N.max()),
+        "difference_mean": float((rollouts_N - trainers_N).mean()),
+        "log_prob_mean": float(rollouts_N.mean()),
+        "tokens": len(gap_N),
+        "device": jax.devices()[0].device_kind,
+        "cache_dtype": of.cache_dtype,
+        "shape": shape._asdict(),
+    }
