@@ -128,7 +128,7 @@ def gpu_attention(
 
     To the kernel every kv head is a sequence of its own, whose pages are those of one head: so the
     pool is handed over as it lies. On CPUs it is interpreted."""
-    with warnings.catch_warnings():  # jax 0.11 says that the kernel is deprecated
+    with warnings.catch_warnings():  # jax 0.12 says that the kernel is deprecated
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
 
