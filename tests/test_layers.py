@@ -19,7 +19,7 @@ LAYERS = [
      "reward_pool", "scoring", "votes", "run_directory", "report", "benchmark_page",
      "report_data", "report_plots", "paper_curves"],
     ["rollout.jetstream", "rollout.sampling", "rollout.kernels", "rollout.paged", "rollout.slots",
-      "rollout.engine", "rollout.stop_strings", "rollout.scheduler", "rollout"],
+     "rollout.engine", "rollout.stop_strings", "rollout.scheduler", "rollout"],
     ["train_step", "critic", "dynamic_sampling", "pretrain", "problems", "plan"],
     ["weights"],
     ["base", "evaluate", "metrics", "score_file"],
