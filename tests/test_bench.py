@@ -6,7 +6,8 @@ import re
 import numpy as np
 import pytest
 
-from dapo_jax.bench.rollout import Shape, draw_lengths
+from dapo_jax.bench.rollout import Shape, draw_lengths, memory_tokens_per_second
+from tests.helpers import tiny_config
 from tests.runs import load_launcher
 
 bench, plan = load_launcher("bench"), load_launcher("plan")
@@ -22,6 +23,25 @@ def test_the_rollout_bench(capsys):
     assert found["occupancy"] > 0.95, "slots are refilled on the device"
     assert 0 < found["fraction_of_limit"] and found["peak_rss_mb"] > 100
     assert 20 <= found["tokens"] <= 20 * 12 and found["slots"] == 8
+    phases = found["seconds_by_phase"]
+    assert set(phases) == {"prefill", "enqueue", "decode", "host"} and min(phases.values()) > 0
+
+
+def test_the_limit_by_memory_counts_weights_and_cache(monkeypatch):
+    """At 1 byte a second and float32 weights: the seconds of a step are its bytes."""
+    c = tiny_config().model
+    params = {"embed": np.zeros((40, 16), np.float32), "layers": {"q": np.zeros(100, np.float32)}}
+    lengths = np.array([[2, 4]])
+    of = lambda params, slots: memory_tokens_per_second(c, params, lengths, 10, slots, words=1024)
+    # Ten copies of 4,096 bytes, read and written, in that many seconds.
+    clock = iter(np.tile([0.0, 10 * 2 * 4096], 10).tolist())
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * 4
+    context = (2 * 11 + 4 * 12) / 6
+    weights = 4 * (40 * 16 + 100)
+    assert of(params, 8) == pytest.approx(8 / (weights + 8 * context * token))
+    apart = params | {"unembed": params["embed"]}
+    assert of(apart, 8) == of(params, 8), "of an embedding by itself a row a slot is read"
 
 
 @pytest.mark.parametrize("gen_len", [8, 128, 4096])

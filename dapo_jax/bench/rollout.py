@@ -11,7 +11,7 @@ from dapo_jax import model
 from dapo_jax.bench.memory import resident_bytes
 from dapo_jax.compilations import CompilationCounter
 from dapo_jax.config import MeshConfig, ModelConfig, model_config
-from dapo_jax.rollout import scheduler
+from dapo_jax.rollout import kernels, scheduler
 from dapo_jax.rollout.engine import DecoderEngine, EngineSpec
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.sharding import fitting, make_mesh, param_shardings
@@ -113,8 +113,11 @@ def bench_rollout(shape: Shape) -> dict[str, Any]:
         samples=shape.group,
         decode_steps=shape.decode_steps,
         page_tokens=shape.page_tokens,
+        kernel=kernels.choose(
+            "auto", jax.default_backend(), c, page_tokens=shape.page_tokens, cache_dtype="auto"
+        ),
     )
-    engine = DecoderEngine(spec, mesh)
+    engine, waiting = DecoderEngine(spec, mesh), _WaitingEngine(spec, mesh)
     params = engine.load_params(params)
     rng = np.random.default_rng(1)
     problems = [
@@ -122,7 +125,7 @@ def bench_rollout(shape: Shape) -> dict[str, Any]:
         for i in range(shape.prompts)
     ]
 
-    def run(number: int) -> tuple[float, scheduler.RolloutStats]:
+    def run(number: int, engine: DecoderEngine = engine) -> tuple[float, scheduler.RolloutStats]:
         begun = time.perf_counter()
         _, stats = scheduler.generate(
             engine,
@@ -140,12 +143,18 @@ def bench_rollout(shape: Shape) -> dict[str, Any]:
     counter = CompilationCounter()
     timed = [run(number) for number in range(1, shape.runs + 1)]
     compilations = counter.count
+    waited, _ = run(shape.runs + 1, waiting)
     seconds = sorted(t for t, _ in timed)
     median = seconds[len(seconds) // 2]
     stats = timed[0][1]
     tokens = int(lengths.sum())
     assert stats.tokens == tokens, (stats.tokens, tokens)
-    limit = limit_tokens_per_second(c, shape, spec.slots)
+    on_cpu = jax.default_backend() == "cpu"
+    limit = (
+        matmul_tokens_per_second(c, shape, spec.slots)
+        if on_cpu
+        else memory_tokens_per_second(c, params, lengths, shape.prompt_len, spec.slots)
+    )
     return {
         "tokens_per_second": round(tokens / median, 1),
         "occupancy": round(stats.busy_slots / stats.slots_offered, 4) if stats.slots_offered
@@ -153,10 +162,16 @@ def bench_rollout(shape: Shape) -> dict[str, Any]:
         "compilations": compilations,
         "peak_rss_mb": round(_peak_rss() / 1e6, 1),
         "fraction_of_limit": round(tokens / median / limit, 4),
+        "limit": "matrix products" if on_cpu else "memory bandwidth",
         "limit_tokens_per_second": round(limit, 1),
         "seconds": [round(t, 4) for t in seconds],
         "first_seconds": round(first_seconds, 2),
-        "prefill_seconds": round(_prefill_seconds(engine, params, problems), 4),
+        "seconds_by_phase": {
+            name: round(t, 4)
+            for name, t in {
+                **waiting.seconds, "host": waited - sum(waiting.seconds.values())
+            }.items()
+        },
         "tokens": tokens,
         "slots": spec.slots,
         "device": jax.devices()[0].device_kind,
@@ -164,7 +179,7 @@ def bench_rollout(shape: Shape) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def limit_tokens_per_second(c: ModelConfig, shape: Shape, slots: int) -> float:
+def matmul_tokens_per_second(c: ModelConfig, shape: Shape, slots: int) -> float:
     """What the matrix products of decoding alone would allow, all slots at work: measured with
     products of the very shapes, one after another, on this machine."""
     dtype = jnp.dtype(c.compute_dtype)
@@ -186,19 +201,59 @@ def limit_tokens_per_second(c: ModelConfig, shape: Shape, slots: int) -> float:
     return slots / sorted(seconds)[len(seconds) // 2]
 
 
-def _prefill_seconds(engine: DecoderEngine, params: Any, problems: list[Problem]) -> float:
-    """Of all prompts, by themselves."""
-    spec = engine.spec
-    P = spec.prefill_prompts // spec.shards
-    T = engine.prompt_pages[-1] * spec.page_tokens
-    tokens = np.zeros((spec.shards, P, T), np.int32)
-    lengths = np.full((spec.shards, P), spec.max_prompt_tokens, np.int32)
-    keys = np.zeros((spec.shards, P, 2), np.uint32)
-    jax.block_until_ready(engine.prefill_many(params, tokens, lengths, keys))
+def memory_tokens_per_second(
+    c: ModelConfig,
+    params: Any,
+    lengths: np.ndarray,
+    prompt_len: int,
+    slots: int,
+    words: int = 2**28,
+) -> float:
+    """What reading the weights once a step, and of each sequence its keys and values so far, would
+    allow with all slots at work, at the bandwidth measured by copying.
+
+    Args:
+        lengths: of the responses, in tokens.
+        words: float32 of the array that is copied.
+    """
+    words_W = jnp.zeros(words, jnp.float32)
+    copy = jax.jit(lambda x: x + 1)
+    jax.block_until_ready(copy(words_W))
     begun = time.perf_counter()
-    for _ in range(0, len(problems), spec.prefill_prompts):
-        jax.block_until_ready(engine.prefill_many(params, tokens, lengths, keys))
-    return time.perf_counter() - begun
+    for _ in range(10):
+        words_W = copy(words_W)
+    jax.block_until_ready(words_W)
+    bytes_per_second = 10 * 2 * words_W.nbytes / (time.perf_counter() - begun)
+    weights = sum(x.nbytes for x in jax.tree.leaves(params))
+    if "unembed" in params:
+        weights -= params["embed"].nbytes  # of which a step reads a row a slot
+    itemsize = jnp.dtype(c.compute_dtype).itemsize
+    token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * itemsize
+    context = (lengths * (prompt_len + lengths / 2)).sum() / lengths.sum()  # mean over tokens
+    return slots * bytes_per_second / (weights + slots * context * token)
+
+
+class _WaitingEngine(DecoderEngine):
+    """The engine with every call waited for and timed: the phases, with nothing overlapping."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.seconds = {"prefill": 0.0, "enqueue": 0.0, "decode": 0.0}
+
+    def _timed(self, phase: str, call: Any, *arguments: Any) -> Any:
+        begun = time.perf_counter()
+        found = jax.block_until_ready(call(*arguments))
+        self.seconds[phase] += time.perf_counter() - begun
+        return found
+
+    def prefill_many(self, *arguments: Any) -> Any:
+        return self._timed("prefill", super().prefill_many, *arguments)
+
+    def enqueue(self, *arguments: Any) -> Any:
+        return self._timed("enqueue", super().enqueue, *arguments)
+
+    def decode(self, *arguments: Any) -> Any:
+        return self._timed("decode", super().decode, *arguments)
 
 
 def _peak_rss() -> int:
