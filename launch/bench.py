@@ -1,8 +1,9 @@
 """Measures: python launch/bench.py rollout | gap | load [flags] [--json]
 
 rollout  random weights, tied embeddings: tokens per second, occupancy of the decode slots while
-         responses wait, compilations after the first run, peak memory, and the share of what the
-         matrix products alone allow on this machine
+         responses wait, compilations after the first run, peak memory, seconds by phase, and the
+         share of this machine's limit: on CPU what the matrix products alone allow, on GPU and TPU
+         what reading weights and cache does
   --layers 4 --width 256 --heads 4 --kv_heads 2 --d_ff 1024 --vocab 512 --dtype float32   the model
   --prompts 4 --group 8 --prompt_len 32 --gen_len 128                                     the work
   --lengths uniform|longtail   of the responses: all gen_len; or log-normal with sigma 1, mean
