@@ -67,7 +67,7 @@ class ModelConfig:
     param_dtype: Literal["float32", "bfloat16"]  # of master weights and optimiser moments
     compute_dtype: Literal["float32", "bfloat16"]  # of activations and matmul inputs
     remat: Literal["none", "full"]  # what the backward pass recomputes: nothing, or each layer
-    log_prob_chunk_tokens: int  # tokens whose vocabulary-wide logits are alive at once
+    log_prob_chunk_tokens: int  # tokens of a device whose logits, in parts, are alive at once
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,27 +2,30 @@
 
 The same function serves the update, the recomputation of old log-probs and the tests of rollouts;
 `logits` is shared with the sampler.
+
+The vocabulary is gone through part by part, and within each part the tokens chunk by chunk, with
+sums as of a softmax that runs: forward, per token, the largest logit z so far, sum exp(z - top) and
+a few more. What is kept for the backward pass is of the size of tokens; it computes the logits
+again, part by part, and from them the gradients of hidden states and of that part of the
+unembedding. On a mesh each device goes through its own part of the vocabulary for its own tokens;
+sums of the size of tokens are exchanged, logits are not, and the unembedding only along its width.
 """
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from dapo_jax import attention, model
+from dapo_jax import attention, model, vocabulary
 from dapo_jax.config import ModelConfig
+from dapo_jax.products import columns_first
+from dapo_jax.sharding import HeadLayout
 from dapo_jax.types import Rows
 
-
-def logits(hidden_XD: jax.Array, unembed_VD: jax.Array, *, temperature: float) -> jax.Array:
-    """Logits [..., V] divided by the sampling temperature; float32, or float64 as hidden_XD is."""
-    logits_XV = jnp.einsum(
-        "...D,VD->...V",
-        hidden_XD,
-        unembed_VD.astype(hidden_XD.dtype),
-        preferred_element_type=jnp.float64 if hidden_XD.dtype == jnp.float64 else jnp.float32,
-    )
-    return logits_XV / temperature
+logits = vocabulary.logits
 
 
 class TokenStatistics(NamedTuple):
@@ -41,6 +44,7 @@ def token_statistics(
     temperature: float,
     chunk_tokens: int,
     reference: tuple[jax.Array, jax.Array] | None = None,
+    layout: HeadLayout | None = None,
 ) -> TokenStatistics:
     """Log-prob of each target, entropy of its distribution and its KL to a reference.
 
@@ -49,37 +53,192 @@ def token_statistics(
     Args:
         hidden_BTD: hidden state that predicts `targets_BT` at the same index.
         temperature: divides the logits, the reference's too, as at sampling.
-        chunk_tokens: at most about this many tokens have their logits alive at once, in the
-            forward and in the backward pass, which recomputes them.
+        chunk_tokens: of a device at most this many tokens have their logits alive at once, those
+            of `vocabulary.VOCAB_CHUNK` columns, in the forward and in the backward pass.
         reference: hidden states [B, T, D'] and unembedding [V, D'] of the reference; no gradient.
+        layout: where the arrays lie on a mesh, the reference's as the others; None: the compiler
+            decides, right on any mesh but with the unembedding gathered where it is cut in parts.
     """
+    return _statistics(
+        _Plan(temperature, chunk_tokens, layout), hidden_BTD, unembed_VD, targets_BT, reference
+    )
+
+
+class _Plan(NamedTuple):
+    """What is known before anything is computed."""
+
+    temperature: float
+    chunk_tokens: int
+    layout: HeadLayout | None
+
+
+class _Slopes(NamedTuple):
+    """Derivatives of the loss by each of the statistics [B, T]; None: the loss does not read it."""
+
+    log_prob: jax.Array | None
+    entropy: jax.Array | None
+    kl: jax.Array | None
+
+
+class _Kept(NamedTuple):
+    """Per token [B, T] for the backward pass."""
+
+    log_total: jax.Array  # log sum exp z
+    entropy: jax.Array
+    log_total_ref: jax.Array | None
+    kl: jax.Array
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _statistics(
+    plan: _Plan, hidden_BTD: jax.Array, unembed_VD: jax.Array, targets_BT: jax.Array, reference: Any
+) -> TokenStatistics:
+    return _on_mesh(plan, _forward)(hidden_BTD, unembed_VD, targets_BT, reference)[0]
+
+
+def _statistics_forward(plan: _Plan, *primals: Any) -> tuple[TokenStatistics, Any]:
+    inputs = jax.tree.map(lambda primal: primal.value, primals)
+    statistics, kept = _on_mesh(plan, _forward)(*inputs)
+    return statistics, (inputs, kept)
+
+
+def _statistics_backward(plan: _Plan, residuals: Any, cotangents: TokenStatistics) -> Any:
+    inputs, kept = residuals
+    # Nothing is paid for the gradient of what no loss reads.
+    unread = lambda x: isinstance(x, jax.custom_derivatives.SymbolicZero)
+    slopes = _Slopes(*(None if unread(x) else x for x in cotangents))
+    d_hidden_BTD, d_unembed_VD = _on_mesh(plan, _backward)(*inputs, kept, slopes)
+    return d_hidden_BTD, d_unembed_VD, None, None
+
+
+_statistics.defvjp(_statistics_forward, _statistics_backward, symbolic_zeros=True)
+
+
+def _on_mesh(plan: _Plan, function: Callable[..., Any]) -> Callable[..., Any]:
+    """(hidden, unembed, targets, reference, *arrays [B, T]) -> what `_forward` or `_backward` give,
+    each device of the layout at its own tokens and its own part of the vocabulary."""
+    local = functools.partial(function, plan)
+    layout = plan.layout
+    if layout is None:
+        return local
+    rows, unembed = layout.rows, layout.unembed
+    hidden = PartitionSpec(*rows, *[None] * (3 - len(rows)))
+    outs = (hidden, unembed) if function is _backward else rows
+
+    def mapped(*arguments: Any) -> Any:
+        reference_at = None if arguments[3] is None else (hidden, unembed)
+        ins = (hidden, unembed, rows, reference_at, *[rows] * (len(arguments) - 4))
+        program = jax.shard_map(
+            local, mesh=layout.mesh, in_specs=ins, out_specs=outs, check_vma=False
+        )
+        return program(*arguments)
+
+    return mapped
+
+
+def _forward(
+    plan: _Plan, hidden_BTD: jax.Array, unembed_VD: jax.Array, targets_BT: jax.Array, reference: Any
+) -> tuple[TokenStatistics, _Kept]:
+    """The statistics of the tokens of one device, and what the backward pass needs of them."""
+    dtype = vocabulary.sum_dtype(hidden_BTD)
+    parts = vocabulary.Parts(unembed_VD, reference and reference[1], plan.temperature, plan.layout)
+    tokens = _token_chunks(plan, (hidden_BTD, targets_BT, reference and reference[0]))
+
+    def add_part(sums: vocabulary.Sums, part: Any) -> tuple[vocabulary.Sums, None]:
+        start, unembed_PD, ref_PD = parts.whole(part)
+
+        def add_chunk(chunk: Any) -> vocabulary.Sums:
+            sums, (hidden_CD, targets_C, ref_CD) = chunk
+            logits_CP = parts.logits(hidden_CD, unembed_PD, start)
+            ref_CP = None if ref_CD is None else parts.logits(ref_CD, ref_PD, start)
+            return vocabulary.add(sums, logits_CP, targets_C - start, ref_CP)
+
+        return jax.lax.map(add_chunk, (sums, tokens)), None
+
+    sums = vocabulary.no_sums(tokens[1].shape, dtype, reference=reference is not None)
+    sums, _ = jax.lax.scan(add_part, sums, parts.each)
+    sums = vocabulary.over_shards(sums, parts.axis)
+    log_total = jnp.log(sums.total)
+    log_prob, entropy = sums.taken - sums.top - log_total, log_total - sums.spread / sums.total
+    log_total, log_total_ref, kl = log_total + sums.top, None, jnp.zeros_like(log_prob)
+    if sums.reference is not None:
+        log_total_ref = jnp.log(sums.reference.total) + sums.reference.top
+        kl = sums.reference.apart / sums.total - log_total + log_total_ref
     B, T, _ = hidden_BTD.shape
-    # Chunks are cut along T, so that rows stay on their devices.
-    C = max(c for c in range(1, T + 1) if T % c == 0 and (c == 1 or c * B <= chunk_tokens))
+    join = lambda x: x.reshape(-1)[: B * T].reshape(B, T)
+    return jax.tree.map(
+        join, (TokenStatistics(log_prob, entropy, kl), _Kept(log_total, entropy, log_total_ref, kl))
+    )
 
-    @jax.checkpoint
-    def one_chunk(
-        hidden_BCD: jax.Array, targets_BC: jax.Array, reference_BCD: jax.Array | None
-    ) -> TokenStatistics:
-        logits_BCV = logits(hidden_BCD, unembed_VD, temperature=temperature)
-        log_probs_BCV = jax.nn.log_softmax(logits_BCV, axis=-1)
-        probs_BCV = jnp.exp(log_probs_BCV)
-        taken_BC = jnp.take_along_axis(log_probs_BCV, targets_BC[..., None], axis=-1)[..., 0]
-        kl_BC = jnp.zeros_like(taken_BC)
-        if reference is not None:
-            assert reference_BCD is not None
-            reference_BCV = logits(reference_BCD, reference[1], temperature=temperature)
-            reference_BCV = jax.nn.log_softmax(jax.lax.stop_gradient(reference_BCV), axis=-1)
-            kl_BC = jnp.sum(probs_BCV * (log_probs_BCV - reference_BCV), axis=-1)
-        return TokenStatistics(taken_BC, -jnp.sum(probs_BCV * log_probs_BCV, axis=-1), kl_BC)
 
-    reference_BTD = None if reference is None else reference[0]
-    if C == T:
-        return one_chunk(hidden_BTD, targets_BT, reference_BTD)
-    cut = lambda x: x.reshape(B, T // C, C, *x.shape[2:]).swapaxes(0, 1)
-    chunks = jax.tree.map(cut, (hidden_BTD, targets_BT, reference_BTD))
-    results = jax.lax.map(lambda chunk: one_chunk(*chunk), chunks)
-    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(B, T), results)
+def _backward(
+    plan: _Plan,
+    hidden_BTD: jax.Array,
+    unembed_VD: jax.Array,
+    targets_BT: jax.Array,
+    reference: Any,
+    kept: _Kept,
+    slopes: _Slopes,
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients of hidden states and unembedding, of one device, from those of the statistics.
+
+        dz_v = g ([v = target] - p_v) - e p_v (log p_v + H) + k p_v (log p_v - log q_v - KL)
+
+    Args:
+        slopes: g, e and k.
+    """
+    dtype = vocabulary.sum_dtype(hidden_BTD)
+    B, T, D = hidden_BTD.shape
+    parts = vocabulary.Parts(unembed_VD, reference and reference[1], plan.temperature, plan.layout)
+    tokens = _token_chunks(plan, (hidden_BTD, targets_BT, reference and reference[0], kept, slopes))
+
+    def add_part(d_hidden: jax.Array, part: Any) -> tuple[jax.Array, jax.Array]:
+        start, unembed_PD, ref_PD = parts.whole(part)
+        weights_PD = unembed_PD.astype(hidden_BTD.dtype)
+
+        def add_chunk(d_unembed_PD: jax.Array, chunk: Any) -> tuple[jax.Array, jax.Array]:
+            d_hidden_CD, (hidden_CD, targets_C, ref_CD, kept, slopes) = chunk
+            log_p_CP = parts.logits(hidden_CD, unembed_PD, start) - kept.log_total[:, None]
+            pull_CP = jnp.zeros((len(targets_C), 1), dtype)  # towards p, per unit of p
+            d_logits_CP = pull_CP
+            if slopes.log_prob is not None:
+                g_C1 = slopes.log_prob.astype(dtype)[:, None]
+                at_target_CP = jnp.arange(parts.size)[None] == (targets_C - start)[:, None]
+                d_logits_CP = jnp.where(at_target_CP, g_C1, jnp.zeros_like(g_C1))
+                pull_CP = -g_C1
+            if slopes.entropy is not None:
+                e_C1 = slopes.entropy.astype(dtype)[:, None]
+                pull_CP = pull_CP - e_C1 * (log_p_CP + kept.entropy[:, None])
+            if slopes.kl is not None and kept.log_total_ref is not None:
+                k_C1 = slopes.kl.astype(dtype)[:, None]
+                log_q_CP = parts.logits(ref_CD, ref_PD, start) - kept.log_total_ref[:, None]
+                pull_CP = pull_CP + k_C1 * (log_p_CP - log_q_CP - kept.kl[:, None])
+            d_logits_CP = (d_logits_CP + jnp.exp(log_p_CP) * pull_CP) / plan.temperature
+            d_logits_CP = d_logits_CP.astype(hidden_CD.dtype)
+            product = functools.partial(jnp.einsum, preferred_element_type=dtype)
+            d_unembed_PD = d_unembed_PD + product(
+                "CP,CD->PD", columns_first(d_logits_CP), hidden_CD
+            )
+            return d_unembed_PD, d_hidden_CD + product("CP,PD->CD", d_logits_CP, weights_PD)
+
+        d_unembed_PD, d_hidden = jax.lax.scan(
+            add_chunk, jnp.zeros((parts.size, D), dtype), (d_hidden, tokens)
+        )
+        return d_hidden, parts.own(d_unembed_PD).astype(unembed_VD.dtype)
+
+    d_hidden = jnp.zeros(tokens[0].shape, dtype)
+    d_hidden, d_unembed = jax.lax.scan(add_part, d_hidden, parts.each)
+    if parts.axis is not None:
+        d_hidden = jax.lax.psum(d_hidden, parts.axis)
+    d_hidden_BTD = d_hidden.reshape(-1, D)[: B * T].reshape(B, T, D).astype(hidden_BTD.dtype)
+    return d_hidden_BTD, d_unembed.reshape(-1, unembed_VD.shape[1])[: len(unembed_VD)]
+
+
+def _token_chunks(plan: _Plan, of_tokens: Any) -> Any:
+    """Arrays [B, T, ...] as [chunks, C, ...]."""
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), of_tokens)
+    size = vocabulary.even_part(len(flat[0]), plan.chunk_tokens)
+    return jax.tree.map(lambda x: vocabulary.cut(x, size), flat)
 
 
 def row_statistics(
@@ -89,6 +248,7 @@ def row_statistics(
     *,
     temperature: float,
     reference: model.Params | None = None,
+    layout: HeadLayout | None = None,
 ) -> TokenStatistics:
     """`TokenStatistics` of each token given its segment before it [B, T].
 
@@ -96,6 +256,7 @@ def row_statistics(
 
     Args:
         reference: parameters of the same architecture for the exact KL, or None.
+        layout: see `token_statistics`.
     """
     attend = attention.packed(rows.segments_BT)
     hidden = lambda p: model.hidden_states(config, p, rows.tokens_BT, rows.positions_BT, attend)[0]
@@ -107,6 +268,7 @@ def row_statistics(
         temperature=temperature,
         chunk_tokens=config.log_prob_chunk_tokens,
         reference=None if reference is None else (hidden(reference), model.unembedding(reference)),
+        layout=layout,
     )
     return TokenStatistics(*(to_own_token(x_BT) for x_BT in statistics))
 

@@ -7,7 +7,7 @@ parameters become mesh axes by the table `config.mesh.rules`.
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -105,6 +105,26 @@ def param_shardings(model: ModelConfig, config: MeshConfig, mesh: Mesh) -> Any:
         return NamedSharding(mesh, spec)
 
     return jax.tree_util.tree_map_with_path(place, param_shapes(model), param_specs(model, config))
+
+
+class HeadLayout(NamedTuple):
+    """Where what the log-probs are computed from lies on a mesh."""
+
+    mesh: Mesh
+    rows: PartitionSpec  # of arrays [B, T]
+    unembed: PartitionSpec  # of the unembedding [V, D]
+
+    @property
+    def row_axes(self) -> tuple[str, ...]:
+        """The mesh axes that tokens are split over."""
+        axes = [axis if isinstance(axis, tuple) else (axis,) for axis in self.rows if axis]
+        return tuple(name for names in axes for name in names)
+
+
+def head_layout(model: ModelConfig, config: MeshConfig, mesh: Mesh) -> HeadLayout:
+    """The layout of the rows of a batch and of the unembedding under `mesh.rules`."""
+    spec = param_specs(model, config)["embed" if model.tie_embeddings else "unembed"]
+    return HeadLayout(mesh, batch_sharding(mesh).spec, spec)
 
 
 def check_batch_shapes(config: Config, data: int, fsdp: int) -> None:

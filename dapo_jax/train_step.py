@@ -17,7 +17,13 @@ from jax.sharding import Mesh
 
 from dapo_jax import log_probs, model, objective, policy_losses
 from dapo_jax.config import Config, OptimizerConfig
-from dapo_jax.sharding import batch_sharding, param_shardings, replicated
+from dapo_jax.sharding import (
+    HeadLayout,
+    batch_sharding,
+    head_layout,
+    param_shardings,
+    replicated,
+)
 from dapo_jax.types import Array, Rows
 
 
@@ -107,7 +113,11 @@ def state_shardings(config: Config, mesh: Mesh) -> TrainState:
 
 
 def loss_and_sums(
-    config: Config, params: model.Params, rows: Rows, reference: model.Params | None = None
+    config: Config,
+    params: model.Params,
+    rows: Rows,
+    reference: model.Params | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[jax.Array, tuple[Sums, Extremes]]:
     """Numerator of the loss of one micro-batch.
 
@@ -117,10 +127,16 @@ def loss_and_sums(
 
     Args:
         reference: parameters of the reference, where the KL is over the whole vocabulary.
+        mesh: that the parameters and rows lie on; None: one device.
     """
     o, mask_BT = config.objective, rows.mask_BT
     statistics = log_probs.row_statistics(
-        config.model, params, rows, temperature=config.rollout.temperature, reference=reference
+        config.model,
+        params,
+        rows,
+        temperature=config.rollout.temperature,
+        reference=reference,
+        layout=_head_layout(config, mesh),
     )
     log_prob_BT, entropy_BT = statistics.log_prob_BT, statistics.entropy_BT
     chosen = (rows.selected_BT,) if o.loss in policy_losses.COVARIANCE_LOSSES else ()
@@ -171,6 +187,12 @@ def loss_and_sums(
     return loss, jax.lax.stop_gradient((sums, extremes))
 
 
+def _head_layout(config: Config, mesh: Mesh | None) -> HeadLayout | None:
+    if mesh is None or mesh.size == 1:
+        return None
+    return head_layout(config.model, config.mesh, mesh)
+
+
 def summed_gradient(
     loss: Callable[[Any, Rows], tuple[jax.Array, Any]],
     zero: Any,
@@ -208,12 +230,14 @@ def gradient(
     num_micro_batches: Array,
     denominator: Array,
     reference: model.Params | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[model.Params, Sums, Extremes]:
     """Gradient of the mini-batch loss and its statistics.
 
     Args:
         rows_MBT, num_micro_batches: see `summed_gradient`.
         denominator: W of the mini-batch, see `aggregation`.
+        reference, mesh: see `loss_and_sums`.
     """
     zero = (
         Sums(*(jnp.zeros((), jnp.float32) for _ in Sums._fields)),
@@ -224,7 +248,7 @@ def gradient(
         return jax.tree.map(jnp.add, a[0], b[0]), jax.tree.map(jnp.maximum, a[1], b[1])
 
     grads, (sums, extremes) = summed_gradient(
-        lambda params, rows: loss_and_sums(config, params, rows, reference),
+        lambda params, rows: loss_and_sums(config, params, rows, reference, mesh),
         zero,
         join,
         params,
@@ -259,10 +283,12 @@ def update(
     denominator: Array,
     learning_rate: Array,
     reference: model.Params | None = None,
+    *,
+    mesh: Mesh | None = None,
 ) -> tuple[TrainState, UpdateMetrics]:
-    """One optimiser step on one mini-batch."""
+    """One optimiser step on one mini-batch: see `gradient`."""
     grads, sums, extremes = gradient(
-        config, state.params, rows_MBT, num_micro_batches, denominator, reference
+        config, state.params, rows_MBT, num_micro_batches, denominator, reference, mesh
     )
     state, grad_norm = optimizer_step(config.optimizer, state, grads, sums.loss, learning_rate)
     return state, UpdateMetrics(sums, extremes, grad_norm, state.skipped)
@@ -275,7 +301,7 @@ def compile_update(config: Config, mesh: Mesh) -> Callable[..., tuple[TrainState
     reference = state.params if config.objective.kl_estimator == "full" else None
     everywhere = replicated(mesh)
     return jax.jit(
-        functools.partial(update, config),
+        functools.partial(update, config, mesh=mesh),
         in_shardings=(state, rows, everywhere, everywhere, everywhere, reference),
         out_shardings=(state, everywhere),
         donate_argnums=0,
@@ -290,8 +316,9 @@ def compile_scoring(config: Config, mesh: Mesh) -> Callable[[model.Params, Rows,
 
     def log_prob(params: model.Params, rows: Rows) -> jax.Array:
         temperature = config.rollout.temperature
+        layout = _head_layout(config, mesh)
         return log_probs.row_statistics(
-            config.model, params, rows, temperature=temperature
+            config.model, params, rows, temperature=temperature, layout=layout
         ).log_prob_BT
 
     params = param_shardings(config.model, config.mesh, mesh)

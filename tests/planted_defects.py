@@ -92,7 +92,7 @@ DEFECTS = (
     ),
     Defect(
         "log-probs of the untempered distribution",
-        "dapo_jax/log_probs.py",
+        "dapo_jax/vocabulary.py",
         "return logits_XV / temperature",
         "return logits_XV",
         "tests/test_train_step.py::test_row_log_probs_speak_of_their_own_token",

@@ -14,9 +14,9 @@ LAYERS = [
     # pure, and hosts' small tools
     ["objective", "policy_losses", "aggregation", "advantage", "corrections", "covariance",
      "batching", "reward", "scorers", "rows", "hub", "sources", "prompts", "estimators",
-     "arithmetic", "prefilter", "progress", "compilations", "hf_config", "rotary"],
-    ["model", "attention", "log_probs", "sharding", "samples", "data", "tokenizer", "checkpoint",
-     "reward_pool", "scoring", "votes", "run_directory", "report", "benchmark_page",
+     "arithmetic", "prefilter", "progress", "compilations", "hf_config", "rotary", "products"],
+    ["model", "attention", "vocabulary", "log_probs", "sharding", "samples", "data", "tokenizer",
+     "checkpoint", "reward_pool", "scoring", "votes", "run_directory", "report", "benchmark_page",
      "report_data", "report_plots", "paper_curves"],
     ["rollout.jetstream", "rollout.sampling", "rollout.kernels", "rollout.paged", "rollout.slots",
      "rollout.engine", "rollout.stop_strings", "rollout.scheduler", "rollout"],

@@ -1,11 +1,15 @@
-"""The exact KL to a reference, against a sum over the vocabulary in NumPy."""
+"""Log-probs, entropy and exact KL against sums over the vocabulary; nothing as large as logits."""
+
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from dapo_jax import log_probs
+from dapo_jax import log_probs, vocabulary
+from dapo_jax.sharding import HeadLayout
 
 
 def distribution(hidden, unembed, temperature):
@@ -52,3 +56,121 @@ def test_the_kl_to_itself_is_zero():
         reference=(x, unembed),
     ).kl_BT  # fmt: skip
     np.testing.assert_allclose(kl_BT, 0.0, atol=1e-7)
+
+
+B, T, D, V = 4, 24, 8, 64
+
+
+def arrays(dtype, vocab=V):
+    """Hidden states, unembedding, those of a reference, targets and weights of the statistics."""
+    rng = np.random.default_rng(3)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)
+    inputs = draw(B, T, D), 2 * draw(vocab, D), draw(B, T, D), draw(vocab, D)
+    return inputs, jnp.asarray(rng.integers(0, vocab, (B, T))), draw(3, B, T)
+
+
+def weighted(statistics, weights):
+    """A loss that reads every statistic, and the statistics."""
+    return sum(jnp.sum(w * x) for w, x in zip(weights, statistics)), statistics
+
+
+def plain(hidden, unembed, ref_hidden, ref_unembed, targets, weights):
+    log_p = jax.nn.log_softmax(jnp.einsum("btd,vd->btv", hidden, unembed) / 0.7)
+    log_q = jax.nn.log_softmax(jnp.einsum("btd,vd->btv", ref_hidden, ref_unembed) / 0.7)
+    p = jnp.exp(log_p)
+    taken = jnp.take_along_axis(log_p, targets[..., None], -1)[..., 0]
+    return weighted((taken, -jnp.sum(p * log_p, -1), jnp.sum(p * (log_p - log_q), -1)), weights)
+
+
+def ours(hidden, unembed, ref_hidden, ref_unembed, targets, weights, layout=None):
+    f = jax.checkpoint(
+        lambda hidden, unembed: log_probs.token_statistics(
+            hidden, unembed, targets, temperature=0.7, chunk_tokens=5,
+            reference=(ref_hidden, ref_unembed), layout=layout,
+        )
+    )  # fmt: skip
+    return weighted(f(hidden, unembed), weights)
+
+
+def with_gradient(f):
+    return jax.value_and_grad(f, argnums=(0, 1), has_aux=True)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(np.float64, 1e-12), (np.float32, 1e-5)])
+@pytest.mark.parametrize("part", [64, 16, 15, 1])
+def test_parts_of_the_vocabulary_change_nothing(monkeypatch, part, dtype, tolerance):
+    """Also where parts have to be filled up: 64 columns in parts of 13."""
+    with jax.enable_x64(True):
+        exact, targets, weights = arrays(np.float64)
+        (_, expected), expected_grads = with_gradient(plain)(*exact, targets, weights)
+        monkeypatch.setattr(vocabulary, "VOCAB_CHUNK", part)
+        inputs, _, weights = arrays(dtype)
+        (_, found), grads = jax.jit(with_gradient(ours))(*inputs, targets, weights)
+    for x, y in zip((*found, *grads), (*expected, *expected_grads)):
+        assert x.dtype == dtype
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * np.abs(y).max())
+
+
+def test_a_statistic_that_no_loss_reads_costs_no_gradient():
+    (hidden, unembed, *_), targets, _ = arrays(np.float32)
+
+    def operations(read):
+        def f(hidden):
+            found = log_probs.token_statistics(
+                hidden, unembed, targets, temperature=0.7, chunk_tokens=99
+            )
+            metric = found.entropy_BT if read else jax.lax.stop_gradient(found.entropy_BT)
+            return jnp.sum(found.log_prob_BT + metric)
+
+        return len(str(jax.make_jaxpr(jax.grad(f))(hidden)).splitlines())
+
+    assert operations(read=False) < operations(read=True) - 2
+
+
+SHAPE = re.compile(r"\b(?:f32|bf16|f64)\[([0-9,]+)\]")
+
+
+def sizes(text):
+    """Elements of every array of floats named in a compiled program."""
+    return [1] + [int(np.prod([int(n) for n in dims.split(",")])) for dims in SHAPE.findall(text)]
+
+
+def test_over_a_mesh_neither_logits_nor_the_unembedding_are_gathered(monkeypatch):
+    monkeypatch.setattr(vocabulary, "VOCAB_CHUNK", 16)
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    rows, unembed = PartitionSpec(("data", "fsdp")), PartitionSpec("tensor", "fsdp")
+    layout = HeadLayout(mesh, rows, unembed)
+    inputs, targets, weights = arrays(np.float32)
+    at = [NamedSharding(mesh, spec) for spec in (rows, unembed)]
+    inputs = [jax.device_put(x, spec) for x, spec in zip(inputs, at * 2)]
+    targets = jax.device_put(targets, at[0])
+    program = jax.jit(
+        with_gradient(lambda *arguments: ours(*arguments, layout=layout)),
+        out_shardings=((None, None), tuple(at)),
+    )
+    compiled = program.lower(*inputs, targets, weights).compile()
+    (_, found), grads = compiled(*inputs, targets, weights)
+    (_, expected), expected_grads = with_gradient(plain)(*inputs, targets, weights)
+    for x, y in zip((*found, *grads), (*expected, *expected_grads)):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5 * np.abs(y).max())
+    text = compiled.as_text() or ""
+    gathers = [line for line in text.splitlines() if re.search(r"= .*all-gather", line)]
+    tokens = B * T // 4  # of a device; 25 in its five chunks of 5
+    # A part of the unembedding is gathered over its width (fsdp), and nothing else is.
+    assert gathers and all(max(sizes(line)) <= 16 * D for line in gathers), gathers
+    reduced = [line for line in text.splitlines() if re.search(r"= .*all-reduce\(", line)]
+    assert reduced and all(max(sizes(line)) <= (tokens + 1) * D for line in reduced), reduced
+    largest = max(sizes(text))
+    assert largest < tokens * V // 2, f"an array of {largest} elements: as large as logits"
+
+
+def test_memory_follows_tokens_and_not_tokens_times_vocabulary(monkeypatch):
+    monkeypatch.setattr(vocabulary, "VOCAB_CHUNK", 512)
+    struct = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    f = lambda h, w, t: jnp.sum(
+        log_probs.token_statistics(h, w, t, temperature=1.0, chunk_tokens=64).log_prob_BT
+    )
+    shapes = struct(4, 128, 16), struct(8192, 16), jax.ShapeDtypeStruct((4, 128), jnp.int32)
+    compiled = jax.jit(jax.grad(f, argnums=(0, 1))).lower(*shapes).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < 4 * 512 * 8192 / 8

@@ -151,13 +151,17 @@ def test_packing_and_padding_do_not_matter(params, samples):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("data, fsdp, tensor", [(8, 1, 1), (2, 2, 2), (1, 4, 2)])
-def test_eight_devices_give_what_one_gives(params, samples, data, fsdp, tensor):
+@pytest.mark.parametrize(
+    "data, fsdp, tensor, vocab", [(8, 1, 1, None), (2, 2, 2, "tensor"), (1, 4, 2, None)]
+)
+def test_eight_devices_give_what_one_gives(params, samples, data, fsdp, tensor, vocab):
     rows, n, W = stack(samples, rows_per_micro_batch=8, num_micro_batches=2)
     results = []
     for shape in ((1, 1, 1), (data, fsdp, tensor)):
         layout = dataclasses.replace(
-            CONFIG.mesh, **dict(zip(("data", "fsdp", "tensor"), shape, strict=True))
+            CONFIG.mesh,
+            **dict(zip(("data", "fsdp", "tensor"), shape, strict=True)),
+            rules=(("vocab", vocab), *CONFIG.mesh.rules[1:]),
         )
         config = dataclasses.replace(CONFIG, mesh=layout)
         mesh = make_mesh(config, int(np.prod(shape)))
