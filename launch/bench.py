@@ -1,4 +1,4 @@
-"""Measures: python launch/bench.py rollout | gap | load [flags] [--json]
+"""Measures: python launch/bench.py rollout | gap | train | load [flags] [--json]
 
 rollout  random weights, tied embeddings: tokens per second, occupancy of the decode slots while
          responses wait, compilations after the first run, peak memory, seconds by phase, and the
@@ -13,6 +13,14 @@ rollout  random weights, tied embeddings: tokens per second, occupancy of the de
 gap      how far the log-probs that such rollouts store are from the trainer's, in nats; flags as of
          rollout, but for --runs and --lengths
   --cache_dtype auto|int8   of keys and values
+train    one update, objective and optimiser of configs/tiny_dapo.py, random weights and tokens:
+         tokens per second, share of what the matrix products with weights allow on this machine,
+         peak memory, compile time, share of padding
+  --layers ... --dtype float32   the model, as above
+  --batch 32 --row_len 160 --prompt_len 32   rows, tokens of a row, and of each prompt in it
+  --packed                       as many responses as fit in the rows; without it one a row
+  --lengths uniform|longtail     of the responses, as above, the longest filling a row
+  --micro_batch 8 --runs 7       rows whose activations are alive at once; 0: all
 load     a made checkpoint onto virtual CPU devices, and onto one: seconds, and the memory that was
          needed besides the arrays
   --gigabytes 2 --devices 8
@@ -21,6 +29,7 @@ load     a made checkpoint onto virtual CPU devices, and onto one: seconds, and 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -43,33 +52,47 @@ def measure(argv: list[str]) -> dict:
     from dapo_jax.command_line import parse_flags
     from dapo_jax.types import UserError
 
-    numbers = {
+    sizes: dict[str, float] = {
         "layers": 4, "width": 256, "heads": 4, "kv_heads": 2, "d_ff": 1024, "vocab": 512,
+    }  # fmt: skip
+    numbers = sizes | {
         "prompts": 4, "group": 8, "prompt_len": 32, "gen_len": 128, "slots": 0,
         "decode_steps": 8, "page_tokens": 32, "temperature": 1.0,
     }  # fmt: skip
-    kinds = {
-        "rollout": {
-            "text": {"dtype": "float32", "lengths": "uniform"},
-            "numbers": {**numbers, "top_p": 1.0, "runs": 7},
-        },
+    text: dict[str, str | None] = {"dtype": "float32", "lengths": "uniform"}
+    kinds: dict[str, dict[str, Any]] = {
+        "rollout": {"text": text, "numbers": {**numbers, "top_p": 1.0, "runs": 7}},
         "gap": {"text": {"dtype": "float32", "cache_dtype": "auto"}, "numbers": numbers},
+        "train": {
+            "text": text,
+            "numbers": sizes | {
+                "batch": 32, "row_len": 160, "prompt_len": 32, "micro_batch": 8, "runs": 7,
+            },
+            "switches": ("packed",),
+        },
         "load": {"text": {}, "numbers": {"gigabytes": 2.0, "devices": 8}},
     }  # fmt: skip
     kind = argv[1] if len(argv) > 1 else ""
     if kind not in kinds and not {"--help", "-h"} & set(argv):
         raise UserError(f"what is to be measured? Known are {', '.join(kinds)}; got {kind!r}.")
+    known = kinds.get(kind, {"text": {}, "numbers": {}})
     flags = parse_flags(
         [argv[0], *argv[2:]] if kind in kinds else argv,
         __doc__ or "",
-        switches=("json",),
-        **kinds.get(kind, {"text": {}, "numbers": {}}),
+        text=known["text"],
+        numbers=known["numbers"],
+        switches=("json", *known.get("switches", ())),
     )
     del flags["json"]
     if kind == "load":
         from dapo_jax.bench.load import bench_load
 
         return bench_load(**flags)
+    if kind == "train":
+        from configs import tiny_dapo
+        from dapo_jax.bench.train import TrainShape, bench_train
+
+        return bench_train(TrainShape(**flags), tiny_dapo.get_config().to_dict())
     from dapo_jax.bench.rollout import Shape, bench_rollout
 
     if kind == "gap":

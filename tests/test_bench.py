@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from dapo_jax.bench.rollout import Shape, draw_lengths, memory_tokens_per_second
+from dapo_jax.bench.train import TrainShape, make_rows
 from tests.helpers import tiny_config
 from tests.runs import load_launcher
 
 bench, plan = load_launcher("bench"), load_launcher("plan")
-SMALL = ("--layers=1", "--width=16", "--heads=2", "--kv_heads=1", "--d_ff=16", "--vocab=40",
-         "--prompts=5", "--group=4", "--prompt_len=5", "--gen_len=12", "--runs=1")  # fmt: skip
+MODEL = ("--layers=1", "--width=16", "--heads=2", "--kv_heads=1", "--d_ff=16", "--vocab=40")
+SMALL = (*MODEL, "--prompts=5", "--group=4", "--prompt_len=5", "--gen_len=12", "--runs=1")
 
 
 def test_the_rollout_bench(capsys):
@@ -44,6 +45,30 @@ def test_the_limit_by_memory_counts_weights_and_cache(monkeypatch):
     assert of(apart, 8) == of(params, 8), "of an embedding by itself a row a slot is read"
 
 
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("packing", [("--micro_batch=0",), ("--packed", "--micro_batch=8")])
+def test_the_bench_of_an_update(capsys, packing):
+    rows = ("--batch=16", "--row_len=40", "--lengths=longtail", "--runs=1")
+    arguments = ["program", "train", *MODEL, *rows, "--prompt_len=5", *packing, "--json"]
+    assert bench(arguments) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tokens_per_second"] > 0 and found["peak_rss_mb"] > 100
+    assert found["fraction_of_limit"] > 0 and found["compile_seconds"] > 0
+    places = 16 * 40
+    assert found["padding_fraction"] == pytest.approx(1 - found["tokens"] / places, abs=1e-4)
+    if "--packed" in packing:
+        assert found["responses"] > 24 and found["padding_fraction"] < 0.1
+    else:
+        assert found["responses"] == 16 and found["padding_fraction"] > 0.4
+
+
+def test_packed_long_tailed_rows_are_full():
+    shape = TrainShape(4, 256, 4, 2, 1024, 512, "float32", 32, 160, 32, "longtail", True, 0, 1)
+    rows = make_rows(shape)
+    assert rows.tokens_BT.shape == (32, 160)
+    assert (rows.segments_BT == 0).mean() <= 0.05
+
+
 @pytest.mark.parametrize("gen_len", [8, 128, 4096])
 def test_long_tailed_lengths_are_as_stated(gen_len):
     shape = Shape(1, 16, 2, 1, 16, 40, "float32", 64, 16, 5, gen_len, "longtail", 0, 8, 32, 1, 1, 1)
@@ -57,13 +82,21 @@ def test_long_tailed_lengths_are_as_stated(gen_len):
 @pytest.mark.parametrize(
     "main, arguments, message",
     [
-        (bench, [], "what is to be measured. Known are rollout, gap, load"),
+        (bench, [], "what is to be measured. Known are rollout, gap, train, load"),
         (bench, ["walk"], "got 'walk'"),
         (bench, ["rollout", "--lengths=short"], "--lengths must be uniform or longtail"),
         (bench, ["rollout", "--heads=3"], r"--heads \(3\) must divide --width \(256\)"),
         (bench, ["rollout", "--runs=0"], "--runs must be above 0; got 0"),
         (bench, ["rollout", "--gigabytes=1"], "gigabytes.*Flags: --dtype"),
         (bench, ["gap", "--cache_dtype=int4"], "--cache_dtype must be auto or int8; got 'int4'"),
+        (bench, ["train", "--row_len=32"], r"--row_len \(32\) must be above --prompt_len \(32\)"),
+        (bench, ["train", "--micro_batch=5"], r"a divisor of --batch \(32\); got 5"),
+        (
+            bench,
+            ["train", "--batch=6", "--micro_batch=0"],
+            r"--batch \(6\) must be a multiple of 4",
+        ),
+        (bench, ["train", "--batch=0"], "--batch must be above 0; got 0"),
         (bench, ["load", "--gigabytes=0"], "--gigabytes must be above 0"),
         (plan, ["--config=configs/qwen32b_dapo.py"], "--topology is needed"),
         (

@@ -28,7 +28,7 @@ LAYERS = [
     ["trainer"],
     ["train", "evaluate_model", "ahead_of_time"],
     ["export", "generate"],
-    ["bench.memory", "bench.load", "bench.rollout", "bench.gap", "bench"],
+    ["bench.memory", "bench.load", "bench.rollout", "bench.gap", "bench.train", "bench"],
     ["command_line"],
 ]  # fmt: skip
 
