@@ -1,7 +1,7 @@
 """Matrix products in the order in which XLA's CPU backend reads memory; elsewhere nothing changes.
 
 There a product that reads an operand against its order runs at about half the rate of one that
-does not, and more than the time of a transposition is lost (docs/update.md). The compilers for TPU
+does not, and more than the time of a transposition is lost (docs/log.md). The compilers for TPU
 and GPU choose the order themselves.
 """
 
