@@ -54,8 +54,9 @@ def test_pages_are_put_and_copied_one_by_one(problem, kernel, cache_dtype):
     shapes = layout.pool(dataclasses.replace(CONFIG.model, num_kv_heads=K, head_dim=H), N)
     assert [(x.shape, x.dtype) for x in pool] == [(x.shape, x.dtype) for x in shapes]
     new = tuple(x[:, :3] for x in pages_of(layout, v, k))
-    where, source = jnp.array([5, 0, 9]), jnp.array([2, 0, 1])
-    got = paged.put(pool, where, new), paged.copied(pool, source, where)
+    where, source = jnp.array([5, 0, 9]), jnp.array([2, 3, 1])
+    wanted = where > 0
+    got = paged.put(pool, where, new), paged.copied(pool, source, where, wanted)
     for before, page, put, copied in zip(pool, new, *got, strict=True):
         expected = np.array(before)
         expected[:, [5, 0, 9]] = page
@@ -66,7 +67,7 @@ def test_pages_are_put_and_copied_one_by_one(problem, kernel, cache_dtype):
     # Either would make XLA lay the pool out another way on TPUs, see `paged.put`.
     for program in (
         jax.make_jaxpr(paged.put)(pool, where, new),
-        jax.make_jaxpr(paged.copied)(pool, source, where),
+        jax.make_jaxpr(paged.copied)(pool, source, where, wanted),
     ):
         assert not {"scatter", "gather"} & set(str(program).replace("[", " ").split())
 

@@ -246,14 +246,15 @@ class _WaitingEngine(DecoderEngine):
         self.seconds[phase] += time.perf_counter() - begun
         return found
 
-    def prefill_many(self, *arguments: Any) -> Any:
-        return self._timed("prefill", super().prefill_many, *arguments)
+    def prefill_many(self, params: Any, tokens_RPT: Any, length_RP: Any, key_RP2: Any) -> Any:
+        call = super().prefill_many
+        return self._timed("prefill", call, params, tokens_RPT, length_RP, key_RP2)
 
-    def enqueue(self, *arguments: Any) -> Any:
-        return self._timed("enqueue", super().enqueue, *arguments)
+    def enqueue(self, state: Any, prefix: Any, arrivals: Any) -> Any:
+        return self._timed("enqueue", super().enqueue, state, prefix, arrivals)
 
-    def decode(self, *arguments: Any) -> Any:
-        return self._timed("decode", super().decode, *arguments)
+    def decode(self, params: Any, state: Any, table_pages: int, mode: Any) -> Any:
+        return self._timed("decode", super().decode, params, state, table_pages, mode)
 
 
 def _peak_rss() -> int:

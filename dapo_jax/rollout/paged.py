@@ -107,8 +107,11 @@ def put(pool: Arrays, page_X: jax.Array, pages: Arrays) -> Arrays:
     return jax.lax.fori_loop(0, len(page_X), one, pool)
 
 
-def copied(pool: Arrays, from_X: jax.Array, to_X: jax.Array) -> Arrays:
-    """The pool with its pages `to_X` the same as `from_X`, which are others."""
+def copied(pool: Arrays, from_X: jax.Array, to_X: jax.Array, wanted_X: jax.Array) -> Arrays:
+    """The pool with its pages `to_X` the same as `from_X`, which are others, where wanted."""
+    # Most often few of many are wanted: those first, and no more.
+    last_X = (~wanted_X).astype(jnp.int32)
+    _, from_X, to_X = jax.lax.sort((last_X, from_X, to_X), num_keys=1)
 
     def one(x: jax.Array, pool: Arrays) -> Arrays:
         return tuple(
@@ -118,7 +121,7 @@ def copied(pool: Arrays, from_X: jax.Array, to_X: jax.Array) -> Arrays:
             for into in pool
         )
 
-    return jax.lax.fori_loop(0, len(to_X), one, pool)
+    return jax.lax.fori_loop(0, jnp.sum(wanted_X.astype(jnp.int32)), one, pool)
 
 
 def decoding(

@@ -194,7 +194,7 @@ def _refill(state: DecodeState, A: int) -> DecodeState:
     source_B = jnp.take_along_axis(table_BP, last_B1, axis=1)[:, 0]
     own_BP = (jnp.arange(table_BP.shape[1])[None] == last_B1) & partial_B[:, None]
     table_BP = jnp.where(own_BP, page_B[:, None], table_BP)
-    pool = paged.copied(state.pool, jnp.where(partial_B, source_B, 0), page_B)
+    pool = paged.copied(state.pool, source_B, page_B, partial_B)
 
     def sample_key(key_2: jax.Array, sample: jax.Array) -> jax.Array:
         return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key_2), sample))
