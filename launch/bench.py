@@ -1,4 +1,4 @@
-"""Measures: python launch/bench.py rollout | gap | train | load [flags] [--json]
+"""Measures: python launch/bench.py rollout | gap | train | step | load [flags] [--json]
 
 rollout  random weights, tied embeddings: tokens per second, occupancy of the decode slots while
          responses wait, compilations after the first run, peak memory, seconds by phase, and the
@@ -21,6 +21,8 @@ train    one update, objective and optimiser of configs/tiny_dapo.py, random wei
   --packed                       as many responses as fit in the rows; without it one a row
   --lengths uniform|longtail     of the responses, as above, the longest filling a row
   --micro_batch 8 --runs 7       rows whose activations are alive at once; 0: all
+step     a whole step, rollout and one update on packed rows: seconds, and seconds by phase; flags
+         as of rollout, and --micro_batch 8 --runs 5
 load     a made checkpoint onto virtual CPU devices, and onto one: seconds, and the memory that was
          needed besides the arrays
   --gigabytes 2 --devices 8
@@ -70,6 +72,7 @@ def measure(argv: list[str]) -> dict:
             },
             "switches": ("packed",),
         },
+        "step": {"text": text, "numbers": {**numbers, "top_p": 1.0, "micro_batch": 8, "runs": 5}},
         "load": {"text": {}, "numbers": {"gigabytes": 2.0, "devices": 8}},
     }  # fmt: skip
     kind = argv[1] if len(argv) > 1 else ""
@@ -95,6 +98,12 @@ def measure(argv: list[str]) -> dict:
         return bench_train(TrainShape(**flags), tiny_dapo.get_config().to_dict())
     from dapo_jax.bench.rollout import Shape, bench_rollout
 
+    if kind == "step":
+        from configs import tiny_dapo
+        from dapo_jax.bench.step import bench_step
+
+        micro_batch = flags.pop("micro_batch")
+        return bench_step(Shape(**flags), micro_batch, tiny_dapo.get_config().to_dict())
     if kind == "gap":
         from dapo_jax.bench.gap import Gap, bench_gap
 

@@ -62,6 +62,16 @@ def test_the_bench_of_an_update(capsys, packing):
         assert found["responses"] == 16 and found["padding_fraction"] > 0.4
 
 
+def test_the_step_bench(capsys, standard_promotion):
+    arguments = ["program", "step", *SMALL, "--slots=8", "--lengths=longtail", "--json"]
+    assert bench(arguments) == 0
+    found = json.loads(capsys.readouterr().out)
+    phases = found["seconds_by_phase"]
+    assert set(phases) == {"rollout", "update"} and min(phases.values()) > 0
+    assert sum(phases.values()) == pytest.approx(found["seconds_per_step"], abs=2e-4)
+    assert found["compilations"] == 0 and 0 < found["padding_fraction"] < 0.5
+
+
 def test_packed_long_tailed_rows_are_full():
     shape = TrainShape(4, 256, 4, 2, 1024, 512, "float32", 32, 160, 32, "longtail", True, 0, 1)
     rows = make_rows(shape)
@@ -82,7 +92,7 @@ def test_long_tailed_lengths_are_as_stated(gen_len):
 @pytest.mark.parametrize(
     "main, arguments, message",
     [
-        (bench, [], "what is to be measured. Known are rollout, gap, train, load"),
+        (bench, [], "what is to be measured. Known are rollout, gap, train, step, load"),
         (bench, ["walk"], "got 'walk'"),
         (bench, ["rollout", "--lengths=short"], "--lengths must be uniform or longtail"),
         (bench, ["rollout", "--heads=3"], r"--heads \(3\) must divide --width \(256\)"),

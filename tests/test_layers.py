@@ -28,7 +28,8 @@ LAYERS = [
     ["trainer"],
     ["train", "evaluate_model", "ahead_of_time"],
     ["export", "generate"],
-    ["bench.memory", "bench.load", "bench.rollout", "bench.gap", "bench.train", "bench"],
+    ["bench.memory", "bench.load", "bench.rollout", "bench.gap", "bench.train",
+     "bench.step", "bench"],
     ["command_line"],
 ]  # fmt: skip
 

@@ -68,7 +68,15 @@ def bench_train(shape: TrainShape, base: dict[str, Any]) -> dict[str, Any]:
         base: every field of a config; objective and optimiser are taken from it.
     """
     shape.check()
-    config = bench_config(shape, base)
+    config = bench_config(
+        bench_model(shape.responses(1)),
+        base,
+        prompts=max(1, shape.batch // 2),
+        group=2,
+        prompt_len=shape.prompt_len,
+        row_len=shape.row_len,
+        rows_per_micro_batch=shape.micro_batch or shape.batch,
+    )
     rows = make_rows(shape)
     mesh = make_mesh(config.mesh)
     learner = Learner(config, mesh, lambda tokens: [""] * len(tokens), print)
@@ -120,32 +128,42 @@ def bench_train(shape: TrainShape, base: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def bench_config(shape: TrainShape, base: dict[str, Any]) -> Config:
-    """The config whose updates have this shape, on all devices."""
-    c = bench_model(shape.responses(1))
+def bench_config(
+    c: ModelConfig,
+    base: dict[str, Any],
+    *,
+    prompts: int,
+    group: int,
+    prompt_len: int,
+    row_len: int,
+    rows_per_micro_batch: int,
+    **rollout: int,
+) -> Config:
+    """The config of a run of this shape on all devices: all prompts of a step in one update, a
+    row as long as the longest sequence.
+
+    Args:
+        base: every field of a config.
+        rollout: other fields of `config.rollout`.
+    """
     layout = fitting(c, jax.device_count())
+    sizes = {name: getattr(layout, name) for name in ("data", "fsdp", "tensor", "rules")}
     changes: dict[str, dict[str, Any]] = {
         "model": {name: getattr(c, name) for name in base["model"]},
-        "mesh": {
-            "data": layout.data,
-            "fsdp": layout.fsdp,
-            "tensor": layout.tensor,
-            "rules": layout.rules,
-        },
-        "data": {"max_prompt_tokens": shape.prompt_len},
+        "mesh": sizes,
+        "data": {"max_prompt_tokens": prompt_len},
         "rollout": {
-            "max_response_tokens": shape.row_len - shape.prompt_len,
-            "group_size": 2,
+            "max_response_tokens": row_len - prompt_len, "group_size": group, **rollout
         },
-        "pretrain": {"row_tokens": shape.row_len},
+        "pretrain": {"row_tokens": row_len},
         "reward": {"overlong_buffer_tokens": 0, "overlong_penalty": 0.0},
         "train": {
-            "row_tokens": shape.row_len,
-            "rows_per_micro_batch": shape.micro_batch or shape.batch,
-            "prompts_per_update": max(1, shape.batch // 2),
-            "prompts_per_step": max(1, shape.batch // 2),
+            "row_tokens": row_len,
+            "rows_per_micro_batch": rows_per_micro_batch,
+            "prompts_per_update": prompts,
+            "prompts_per_step": prompts,
         },
-    }
+    }  # fmt: skip
     return Config.from_dict(
         base | {group: base[group] | fields for group, fields in changes.items()}
     )

@@ -1,0 +1,117 @@
+"""How long a step takes, rollout and update, by the trainer's own parts."""
+
+import statistics
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from dapo_jax import model
+from dapo_jax.bench.memory import resident_bytes
+from dapo_jax.bench.rollout import Shape, bench_model, draw_lengths
+from dapo_jax.bench.train import bench_config
+from dapo_jax.compilations import CompilationCounter
+from dapo_jax.learner import Learner
+from dapo_jax.rollout import scheduler
+from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.sharding import check_batch_shapes, fitting, make_mesh, param_shardings
+from dapo_jax.trainer import engine_spec
+from dapo_jax.types import Group, Problem, Response, UserError, Verdict
+
+
+def bench_step(shape: Shape, micro_batch: int, base: dict[str, Any]) -> dict[str, Any]:
+    """The figures, from the median of `shape.runs` steps after one that is not counted.
+
+    A step draws `group` responses to each of `prompts` prompts, calls about half of them right by a
+    rule over their tokens, and makes one update; nothing is filtered.
+
+    Args:
+        micro_batch: rows of the update that are computed at once.
+        base: every field of a config; objective and optimiser are taken from it.
+    """
+    shape.check()
+    if micro_batch < 1:
+        raise UserError(f"--micro_batch must be above 0; got {micro_batch}.")
+    c, responses = bench_model(shape), shape.prompts * shape.group
+    layout = fitting(c, jax.device_count())
+    shards = layout.data * layout.fsdp
+    up = lambda n: n + -n % shards
+    config = bench_config(
+        c,
+        base,
+        prompts=shape.prompts,
+        group=shape.group,
+        prompt_len=shape.prompt_len,
+        row_len=shape.prompt_len + shape.gen_len,
+        rows_per_micro_batch=micro_batch,
+        slots=up(shape.slots or min(64 * shards, responses)),
+        prefill_prompts=up(min(8 * shards, shape.prompts)),
+        decode_steps=shape.decode_steps,
+        page_tokens=shape.page_tokens,
+    )
+    mesh = make_mesh(config.mesh)
+    check_batch_shapes(config, mesh.shape["data"], mesh.shape["fsdp"])
+    engine = DecoderEngine(engine_spec(config, mesh, shape.prompt_len, stop_tokens=()), mesh)
+    detokenize = lambda sequences: [""] * len(sequences)
+    learner = Learner(config, mesh, detokenize, print)
+    init = jax.jit(
+        lambda key: model.init_params(c, key), out_shardings=param_shardings(c, config.mesh, mesh)
+    )
+    state = learner.init_state(init(jax.random.key(0)))
+    rng = np.random.default_rng(1)
+    problems = [
+        Problem(i, "", tuple(rng.integers(1, shape.vocab, shape.prompt_len).tolist()), "", "")
+        for i in range(shape.prompts)
+    ]
+    lengths = draw_lengths(shape)
+    rollouts, updates, padding = [], [], 0.0
+    counter = CompilationCounter()
+    for step in range(1, shape.runs + 2):
+        if step == 2:
+            counter = CompilationCounter()
+        begun = time.perf_counter()
+        drawn, _ = scheduler.generate(
+            engine,
+            engine.load_params(state.policy.params),
+            problems,
+            detokenize,
+            num_samples=shape.group,
+            key=jax.random.key(step),
+            limits=lambda problem, sample: int(lengths[problem, sample]),
+        )
+        groups = [_scored(problem, of, step) for problem, of in zip(problems, drawn)]
+        rollouts.append(time.perf_counter() - begun)
+        begun = time.perf_counter()
+        state, numbers = learner.train_on(state, groups, step, kl_coefficient=0.0)
+        jax.block_until_ready(state)
+        updates.append(time.perf_counter() - begun)
+        padding = numbers["batch/padding_share"]
+    seconds = [a + b for a, b in zip(rollouts, updates)][1:]
+    median = statistics.median(seconds)
+    return {
+        "seconds_per_step": round(median, 4),
+        "seconds_by_phase": {
+            "rollout": round(statistics.median(rollouts[1:]), 4),
+            "update": round(statistics.median(updates[1:]), 4),
+        },
+        "tokens_per_second": round(int(lengths.sum()) / median, 1),
+        "compilations": counter.count,
+        "peak_rss_mb": round(resident_bytes("VmHWM") / 1e6, 1),
+        "padding_fraction": round(padding, 4),
+        "seconds": [round(t, 4) for t in sorted(seconds)],
+        "tokens": int(lengths.sum()),
+        "device": jax.devices()[0].device_kind,
+        "shape": shape._asdict(),
+    }
+
+
+def _scored(problem: Problem, responses: list[Response], step: int) -> Group:
+    """Right where the tokens sum to an even number; the first two are made to differ, so that there
+    is something to learn from."""
+    right = [bool(r.tokens.sum() % 2 == 0) for r in responses]
+    if len(right) > 1:
+        right[1] = not right[0]
+    verdicts = tuple(Verdict(correct, 1.0 if correct else -1.0) for correct in right)
+    ended = tuple(r._replace(finish_reason="stop") for r in responses)
+    return Group(problem, ended, verdicts, step)
