@@ -14,9 +14,11 @@ from jax.experimental import topologies
 
 from dapo_jax import model
 from dapo_jax.config import Config
-from dapo_jax.rollout.engine import DecoderEngine, EngineSpec, rollout_dtypes
+from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.paged import page_bytes
+from dapo_jax.rollout.programs import rollout_dtypes
 from dapo_jax.rollout.sampling import Mode
+from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.sharding import make_mesh
 from dapo_jax.trainer import engine_spec
 from dapo_jax.types import UserError

@@ -15,8 +15,9 @@ from dapo_jax.learner import Learner
 from dapo_jax.problems import load, rubrics
 from dapo_jax.progress import Progress
 from dapo_jax.rollout import kernels
-from dapo_jax.rollout.engine import DecoderEngine, EngineSpec
+from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.paged import page_bytes
+from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.sharding import check_batch_shapes, make_mesh
 from dapo_jax.tokenizer import load_tokenizer, stop_tokens
 from dapo_jax.types import UserError

@@ -99,7 +99,7 @@ DEFECTS = (
     ),
     Defect(
         "untempered log-probs stored by the rollout",
-        "dapo_jax/rollout/engine.py",
+        "dapo_jax/rollout/programs.py",
         "drawn.token_B, drawn.log_prob_B, drawn.model_log_prob_B, flags_B, entry_B,",
         "drawn.token_B, drawn.model_log_prob_B, drawn.model_log_prob_B, flags_B, entry_B,",
         "tests/test_rollout.py -k log_probs_are_the_trainers",

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from dapo_jax import attention, log_probs, model
-from dapo_jax.rollout.engine import DecoderEngine, EngineSpec
+from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.spec import EngineSpec
 from tests import checkpoints
 from tests.helpers import make_mesh
 

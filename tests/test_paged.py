@@ -16,7 +16,8 @@ from dapo_jax.bench.gap import Gap, bench_gap
 from dapo_jax.bench.rollout import Shape
 from dapo_jax.config_checks import check
 from dapo_jax.rollout import kernels, paged, scheduler
-from dapo_jax.rollout.engine import DecoderEngine, EngineSpec
+from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.types import Problem, UserError
 from tests.helpers import make_mesh, make_params, tiny_config, tiny_dict
 

@@ -11,8 +11,9 @@ import pytest
 from dapo_jax import log_probs
 from dapo_jax.compilations import CompilationCounter
 from dapo_jax.rollout import scheduler
-from dapo_jax.rollout.engine import DecoderEngine, EngineSpec
+from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.sampling import SamplingParams, _invert, sample, truncate
+from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.types import Problem
 from tests.helpers import Sample, make_mesh, make_params, rows_of, tiny_config
 

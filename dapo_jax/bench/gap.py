@@ -9,7 +9,8 @@ import numpy as np
 from dapo_jax import batching, log_probs, model
 from dapo_jax.bench.rollout import Shape, bench_model
 from dapo_jax.rollout import kernels, scheduler
-from dapo_jax.rollout.engine import DecoderEngine, EngineSpec
+from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.sharding import fitting, make_mesh, param_shardings
 from dapo_jax.types import Problem, UserError
 

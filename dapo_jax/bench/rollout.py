@@ -12,8 +12,9 @@ from dapo_jax.bench.memory import resident_bytes
 from dapo_jax.compilations import CompilationCounter
 from dapo_jax.config import MeshConfig, ModelConfig, model_config
 from dapo_jax.rollout import kernels, scheduler
-from dapo_jax.rollout.engine import DecoderEngine, EngineSpec
+from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.sampling import SamplingParams
+from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.sharding import fitting, make_mesh, param_shardings
 from dapo_jax.types import Problem, UserError
 

@@ -13,9 +13,10 @@ import jax
 import numpy as np
 
 from dapo_jax import model
-from dapo_jax.rollout.engine import NOT_FINITE, OVER, VALID, DecoderEngine, Step
+from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.sampling import Mode, SamplingParams
 from dapo_jax.rollout.slots import Arrivals, DecodeState
+from dapo_jax.rollout.spec import NOT_FINITE, OVER, VALID, Step
 from dapo_jax.rollout.stop_strings import completed_at
 from dapo_jax.types import Detokenize, Problem, Response
 

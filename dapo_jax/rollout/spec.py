@@ -1,0 +1,110 @@
+"""What the engine is told, and what goes into its programs and comes out of them."""
+
+import dataclasses
+import math
+from typing import Any, Literal, NamedTuple
+
+from dapo_jax.config import MeshConfig, ModelConfig
+from dapo_jax.rollout import kernels, paged
+from dapo_jax.rollout.sampling import SamplingParams
+from dapo_jax.types import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineSpec:
+    """All that the compiled programs depend on besides the mesh."""
+
+    model: ModelConfig
+    layout: MeshConfig
+    slots: int  # over all shards
+    prefill_prompts: int  # over all shards
+    max_prompt_tokens: int
+    max_response_tokens: int
+    stop_tokens: tuple[int, ...]
+    temperature: float = 1.0  # 0: greedy; of requests that do not say
+    top_p: float = 1.0
+    samples: int = 1  # of one prompt that share its pages
+    page_tokens: int = 32
+    num_pages: int | None = None  # over all shards; None: no sequence ever waits for one
+    decode_steps: int = 8  # tokens a call
+    prefill_chunk_tokens: int = 512
+    kernel: kernels.Kernel = "xla"
+    cache_dtype: Literal["auto", "int8"] = "auto"  # of keys and values; auto: the compute dtype
+
+    @property
+    def shards(self) -> int:
+        return math.prod((self.layout.data, self.layout.fsdp))
+
+    @property
+    def max_tokens(self) -> int:
+        return self.max_prompt_tokens + self.max_response_tokens
+
+    @property
+    def table_pages(self) -> int:
+        """Of one sequence at its longest."""
+        return -(-self.max_tokens // self.page_tokens)
+
+    @property
+    def entries(self) -> int:
+        """Of one shard: enough that no slot waits for a prompt while results are on their way."""
+        B, P = self.slots // self.shards, self.prefill_prompts // self.shards
+        return 2 * -(-B // self.samples) + P
+
+    @property
+    def cancelled(self) -> int:
+        """Samples of one shard that a call of `cancel` names, at most: all that are in slots."""
+        return self.slots // self.shards
+
+    @property
+    def shard_pages(self) -> int:
+        """Of one shard, page 0 included."""
+        if self.num_pages is not None:
+            return self.num_pages // self.shards
+        B, prompt = self.slots // self.shards, -(-self.max_prompt_tokens // self.page_tokens)
+        # A sample that comes asks for two more than it needs, see `slots.refill`.
+        return 1 + B * (self.table_pages + 2) + self.entries * prompt
+
+    @property
+    def pool_layout(self) -> paged.Layout:
+        heads_axis = dict(self.layout.rules)["kv_heads"]
+        return paged.Layout(
+            self.kernel, self.page_tokens, self.model.compute_dtype, self.cache_dtype, heads_axis
+        )
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(self.temperature, self.top_p)
+
+
+def halvings(most: int) -> tuple[int, ...]:
+    """Numbers of pages up to `most`, each about half of the next. Each has its program, so
+    that below three there is no other: it would save little."""
+    sizes = [most]
+    while -(-sizes[0] // 2) >= 3:
+        sizes.insert(0, -(-sizes[0] // 2))
+    return tuple(sizes)
+
+
+class Prefix(NamedTuple):
+    """Prefilled prompts; a leading axis for the shards."""
+
+    pages: tuple[Array, ...]  # [R, L, P * pages, ...] each: see `paged`
+    hidden_RPD: Array  # after the last token
+    length_RP: Array
+    key_RP2: Array  # uint32: random keys of the prompts, from which those of samples are folded
+
+
+class Step(NamedTuple):
+    """What a call of `decode` drew: R shards, at most k tokens in each of B slots."""
+
+    token_RkB: Any
+    log_prob_RkB: Any  # under the distribution that it was drawn from
+    model_log_prob_RkB: Any  # under the untempered model
+    flags_RkB: Any  # VALID, OVER, NOT_FINITE
+    entry_RkB: Any  # of the sample
+    column_RkB: Any
+    waiting_Rk: Any  # samples that had found no slot when the token was drawn
+    free_R: Any  # pages left
+
+
+VALID, OVER, NOT_FINITE = 1, 2, 4
