@@ -9,7 +9,7 @@ from tests.conftest import ROOT
 # Each layer may import those before it, and its own.
 LAYERS = [
     ["types", "parameters"],
-    ["config_checks"],
+    ["requirements", "objective_checks", "config_checks"],
     ["config"],
     # pure, and hosts' small tools
     ["objective", "policy_losses", "aggregation", "advantage", "corrections", "covariance",
@@ -54,8 +54,9 @@ PLACES = {
     "scipy": {"advantage"},
 }
 WITHOUT_JAX = {
-    "types", "parameters", "config_checks", "config", "reward", "scorers", "reward_pool",
-    "estimators", "rows", "hub", "hf_config", "sources", "prompts", "problems", "votes", "scoring",
+    "types", "parameters", "requirements", "objective_checks", "config_checks", "config",
+    "reward", "scorers", "reward_pool", "estimators", "rows", "hub", "hf_config", "sources",
+    "prompts", "problems", "votes", "scoring",
     "arithmetic", "data", "aggregation", "advantage", "corrections", "covariance", "batching",
     "samples", "prefilter", "report", "report_data", "report_plots", "paper_curves",
 }  # fmt: skip
