@@ -66,7 +66,11 @@ class ModelConfig:
     stop_token_ids: tuple[int, ...]
     param_dtype: Literal["float32", "bfloat16"]  # of master weights and optimiser moments
     compute_dtype: Literal["float32", "bfloat16"]  # of activations and matmul inputs
-    remat: Literal["none", "full"]  # what the backward pass recomputes: nothing, or each layer
+    # What is kept of each layer for the backward pass, which computes the rest again; from most
+    # memory to least. none: everything; dots: what products give, attention's scores among it;
+    # dots_no_batch: what products with weights give; attention_mlp: what attention gives, and the
+    # two inputs of the MLP's gate; attention: what attention gives; full: the layer's input alone.
+    remat: Literal["none", "dots", "dots_no_batch", "attention_mlp", "attention", "full"]
     log_prob_chunk_tokens: int  # tokens of a device whose logits, in parts, are alive at once
 
 

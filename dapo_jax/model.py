@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from dapo_jax.config import ModelConfig
 from dapo_jax.rotary import rotary_angles
@@ -176,10 +177,11 @@ def hidden_states(
         k_BTKH = rotate(k_XKH.reshape(B, T, K, H), sin_cos)
         v_BTKH = v_XKH.reshape(B, T, K, H)
         a_BTNH, cache = attend(index, q_BTNH, k_BTKH, v_BTKH, cache, window)
+        a_BTNH = checkpoint_name(a_BTNH, "attention")
         x_XD = x_XD + jnp.einsum("XNH,NHD->XD", a_BTNH.reshape(-1, N, H), w["o"])
         y_XD = rms_norm(x_XD, weights["mlp_norm"], c.rms_norm_eps)
-        gate_XF = jnp.einsum("XD,DF->XF", y_XD, w["gate"])
-        up_XF = jnp.einsum("XD,DF->XF", y_XD, w["up"])
+        gate_XF = checkpoint_name(jnp.einsum("XD,DF->XF", y_XD, w["gate"]), "mlp")
+        up_XF = checkpoint_name(jnp.einsum("XD,DF->XF", y_XD, w["up"]), "mlp")
         x_XD = x_XD + jnp.einsum("XF,FD->XD", jax.nn.silu(gate_XF) * up_XF, w["down"])
         return (x_XD, cache), None
 
@@ -189,13 +191,29 @@ def hidden_states(
         for i, weights in enumerate(layers):
             (x_XD, cache), _ = layer((x_XD, cache), (weights, i, int(windows_L[i])))
     else:
-        if c.remat == "full":
-            layer = jax.checkpoint(layer, prevent_cse=False)
         (x_XD, cache), _ = jax.lax.scan(
-            layer, (x_XD, cache), (layers, jnp.arange(L), jnp.asarray(windows_L))
+            _rematerialised(layer, c.remat),
+            (x_XD, cache),
+            (layers, jnp.arange(L), jnp.asarray(windows_L)),
         )
     x_XD = rms_norm(x_XD, params["final_norm"], c.rms_norm_eps)
     return x_XD.reshape(B, T, c.width), cache
+
+
+def _rematerialised(layer: Callable[..., Any], remat: str) -> Callable[..., Any]:
+    """The body of the scan over layers, with what `ModelConfig.remat` says kept of it."""
+    if remat == "none":
+        return layer
+    known = jax.checkpoint_policies
+    policies = {
+        "dots": known.dots_saveable,
+        "dots_no_batch": known.dots_with_no_batch_dims_saveable,
+        "attention_mlp": known.save_only_these_names("attention", "mlp"),
+        "attention": known.save_only_these_names("attention"),
+        "full": known.nothing_saveable,
+    }
+    # Inside a scan nothing is common to forward and backward pass that XLA could join again.
+    return jax.checkpoint(layer, prevent_cse=False, policy=policies[remat])
 
 
 def unembedding(params: Params) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from dapo_jax import attention, batching, log_probs, model, sharding, train_step
+from dapo_jax.config import ModelConfig
 from tests.helpers import (
     make_mesh,
     make_params,
@@ -247,12 +249,31 @@ def test_warm_up_starts_at_one_nth():
     assert rates == [2, 4, 6, 8, 8, 8]
 
 
-def test_rematerialisation_changes_nothing(params, samples):
-    rows, n, W = stack(samples, rows_per_micro_batch=8, num_micro_batches=1)
-    remat = dataclasses.replace(CONFIG, model=replace_model(CONFIG, remat="full"))
-    assert_close(
-        gradient(CONFIG, params, rows, n, W)[0], gradient(remat, params, rows, n, W)[0], 1e-6
-    )
+def test_rematerialisation_keeps_less_and_changes_nothing():
+    """The gradient through the layers with each policy, and the temporaries of its program, which
+    config.py lists from most to least."""
+    kinds = typing.get_args(typing.get_type_hints(ModelConfig)["remat"])
+    # Sizes at which what is kept outweighs all else.
+    sizes = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 8, "ff_width": 64, "num_layers": 6}
+    configs = [replace_model(CONFIG, width=16, remat=kind, **sizes) for kind in kinds]
+    params = model.init_params(configs[0], jax.random.key(0))
+    rows = rows_of(random_samples(np.random.default_rng(0), 24), 64)
+
+    def total(params, config):
+        attend = attention.packed(jnp.asarray(rows.segments_BT))
+        hidden_BTD, _ = model.hidden_states(
+            config, params, rows.tokens_BT, rows.positions_BT, attend
+        )
+        return jnp.sum(hidden_BTD * jnp.sin(jnp.arange(16.0))[None, None])
+
+    needed, found = [], []
+    for config in configs:
+        program = jax.jit(jax.grad(total), static_argnums=1).lower(params, config).compile()
+        needed.append(program.memory_analysis().temp_size_in_bytes)
+        found.append(program(params))
+    for other in found[1:]:
+        assert_close(found[0], other, 1e-6)
+    assert needed == sorted(set(needed), reverse=True), dict(zip(kinds, needed))
 
 
 def test_two_axes_on_one_mesh_axis_are_refused():
