@@ -182,6 +182,8 @@ def get_config() -> ml_collections.ConfigDict:
                 eps=1e-8,
                 max_grad_norm=1.0,
                 max_nonfinite_updates=3,  # ours
+                moments_dtype="float32",
+                offload=False,
             ),
             train=dict(
                 num_steps=625,  # ours: the 10,000 updates of the paper's figure 1, 16 to a step

@@ -191,6 +191,8 @@ def get_config() -> ml_collections.ConfigDict:
                 eps=1e-8,
                 max_grad_norm=1.0,
                 max_nonfinite_updates=3,
+                moments_dtype="float32",
+                offload=False,
             ),
             train=dict(
                 num_steps=30,

@@ -274,6 +274,7 @@ def _bit_sums(arrays: list[jax.Array]) -> list[jax.Array]:
     """Of each array, two sums over its words modulo 2^32, the second weighted by position."""
 
     def sums(x: jax.Array) -> jax.Array:
+        x = jax.device_put(x, jax.memory.Space.Device)  # moments may lie in the host's
         kind = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
         words = (x if x.dtype == kind else jax.lax.bitcast_convert_type(x, kind)).astype(jnp.uint32)
         place = sum(

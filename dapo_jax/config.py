@@ -64,7 +64,7 @@ class ModelConfig:
     # Tokens that end a response, beside the tokenizer's end of sequence; None in a config file
     # with a `path`: those of its generation_config.json.
     stop_token_ids: tuple[int, ...]
-    param_dtype: Literal["float32", "bfloat16"]  # of master weights and optimiser moments
+    param_dtype: Literal["float32", "bfloat16"]  # of master weights
     compute_dtype: Literal["float32", "bfloat16"]  # of activations and matmul inputs
     # What is kept of each layer for the backward pass, which computes the rest again; from most
     # memory to least. none: everything; dots: what products give, attention's scores among it;
@@ -308,6 +308,8 @@ class OptimizerConfig:
     eps: float
     max_grad_norm: float
     max_nonfinite_updates: int  # skipped updates in a row before the run stops
+    moments_dtype: Literal["float32", "bfloat16"]  # as kept; bfloat16 is rounded to at random
+    offload: bool  # moments lie in the host's memory between steps
 
 
 @dataclasses.dataclass(frozen=True)

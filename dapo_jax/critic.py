@@ -12,17 +12,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh
 
 from dapo_jax import attention, log_probs, model
 from dapo_jax.config import Config, OptimizerConfig
 from dapo_jax.objective import at_least_float32, clamp
+from dapo_jax.optimizer import make_optimizer, moment_shardings
 from dapo_jax.sharding import batch_sharding, param_shardings, replicated
 from dapo_jax.train_step import (
     TrainState,
     compile_map,
-    make_optimizer,
     optimizer_step,
     summed_gradient,
 )
@@ -113,16 +112,14 @@ def init_state(config: Config, params: model.Params) -> TrainState:
 def state_shardings(config: Config, mesh: Mesh) -> TrainState:
     """Where the state lies: the decoder as the policy's, the head everywhere."""
     params = param_shardings(config.model, config.mesh, mesh)
-    critic = CriticParams(params, replicated(mesh))
-    shapes = jax.eval_shape(functools.partial(init_state, config), model.param_shapes(config.model))
-    moments = optax.tree_map_params(
-        make_optimizer(optimizer_config(config)),
-        lambda _, sharding: sharding,
-        shapes.moments,
-        critic,
-        transform_non_params=lambda _: replicated(mesh),
+    everywhere = replicated(mesh)
+    critic = CriticParams(params, everywhere)
+    shapes = CriticParams(
+        model.param_shapes(config.model),
+        jax.ShapeDtypeStruct((config.model.width,), jnp.dtype(config.model.param_dtype)),
     )
-    return TrainState(critic, moments, replicated(mesh), replicated(mesh))
+    moments = moment_shardings(optimizer_config(config), shapes, critic, everywhere)
+    return TrainState(critic, moments, everywhere, everywhere)
 
 
 def update(

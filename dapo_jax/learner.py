@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from dapo_jax import aggregation, batching, critic, metrics, model, objective, train_step
 from dapo_jax.batching import take_columns
 from dapo_jax.config import Config
+from dapo_jax.optimizer import learning_rate
 from dapo_jax.parameters import SELECTION_PARAMETERS
 from dapo_jax.samples import estimate_advantages, finished_columns, kept_lengths, make_samples
 from dapo_jax.sharding import batch_sharding
@@ -127,7 +128,7 @@ class Learner:
         numbers |= self._add_advantages(samples, columns, kl_coefficient, baselines_R)
 
         policy, value_model = state
-        rate = np.float32(train_step.learning_rate(config.optimizer, step, num_steps))
+        rate = np.float32(learning_rate(config.optimizer, step, num_steps))
         results, critic_results, kept = [], [], 0
         for number, batch in enumerate(mini_batches):
             seed = [config.seed, step, number]
@@ -135,7 +136,7 @@ class Learner:
             kept += int(rows.mask_BT.sum())
             on_mesh, n = self._micro_batches(rows)
             if value_model is not None:
-                critic_rate = train_step.learning_rate(self.critic_optimizer, step, num_steps)
+                critic_rate = learning_rate(self.critic_optimizer, step, num_steps)
                 value_model, result = self.update_critic(
                     value_model, on_mesh, n, denominator, np.float32(critic_rate)
                 )

@@ -167,7 +167,8 @@ def _objective_lines(config: Config) -> list[tuple[str, str]]:
             f"rate {p.learning_rate:g} after {p.warmup_steps} steps of warm-up, then {p.decay}"
             + ("" if p.final_rate_share is None else f" to {p.final_rate_share:g} of it")
             + f", weight decay {p.weight_decay:g}, betas {p.beta1:g} {p.beta2:g}"
-            + f", norm {p.max_grad_norm:g}",
+            + f", norm {p.max_grad_norm:g}, moments in {p.moments_dtype}"
+            + (", kept by the host" if p.offload else ""),
         ),
     ]
 
@@ -193,7 +194,8 @@ def _correction(config: Config) -> str:
 def _memory_lines(config: Config, axis_sizes: dict[str, int]) -> list[tuple[str, str]]:
     m, r = config.model, config.rollout
     shapes, specs = model.param_shapes(m), param_specs(m, config.mesh)
-    moment_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
+    moment_dtype = jnp.dtype(config.optimizer.moments_dtype)
+    moment_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, moment_dtype), shapes)
     gradient_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), shapes)
     per_device = lambda tree: bytes_per_device(tree, specs, axis_sizes)
     cache_tokens = config.data.max_prompt_tokens + r.max_response_tokens
@@ -201,19 +203,26 @@ def _memory_lines(config: Config, axis_sizes: dict[str, int]) -> list[tuple[str,
     kv_axis = dict(config.mesh.rules)["kv_heads"]
     parts = axis_sizes["data"] * axis_sizes["fsdp"] * (axis_sizes[kv_axis] if kv_axis else 1)
     cache = r.slots * cache_tokens * token_bytes // parts
+    parameters, moments = per_device(shapes), 2 * per_device(moment_shapes)
+    here = 0 if config.optimizer.offload else moments
     sizes = {
-        "parameters": per_device(shapes),
-        "optimiser state": 2 * per_device(moment_shapes),
+        "parameters": parameters,
+        "optimiser state": here,
         "gradients": per_device(gradient_shapes),
     }
+    models = 1
     if config.objective.kl_coefficient or config.objective.reward_kl_coefficient:
-        sizes["reference"] = sizes["parameters"]
+        sizes["reference"] = parameters
     if config.critic is not None:
-        sizes["critic with optimiser"] = sizes["parameters"] + sizes["optimiser state"]
+        sizes["critic with optimiser"] = parameters + here
+        models = 2
     lines = [(name, _size(value)) for name, value in sizes.items()]
     note = f"{r.slots:,} slots x {cache_tokens:,} tokens x {token_bytes:,} bytes / {parts} devices"
     lines.append(("KV cache", f"{_size(cache)}   {note}"))
     lines.append(("sum", f"{_size(sum(sizes.values()) + cache)}   activations not counted"))
+    if config.optimizer.offload:
+        note = "optimiser state, for each device; the device has it too while it takes a step"
+        lines.append(("memory of the host", f"{_size(models * moments)}   {note}"))
     return lines
 
 

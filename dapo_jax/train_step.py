@@ -6,7 +6,6 @@ cut into micro-batches, packed into rows or laid over devices.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from jax.sharding import Mesh
 
 from dapo_jax import log_probs, model, objective, policy_losses
 from dapo_jax.config import Config, OptimizerConfig
+from dapo_jax.optimizer import fetched, make_optimizer, moment_shardings
 from dapo_jax.sharding import (
     HeadLayout,
     batch_sharding,
@@ -66,31 +66,6 @@ class UpdateMetrics(NamedTuple):
     skipped: jax.Array  # int32, see TrainState
 
 
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """AdamW with global-norm clipping at a learning rate of 1; the update scales by the rate.
-
-    Weight decay applies to every parameter, as torch's AdamW does in the reference.
-    """
-    return optax.chain(
-        optax.clip_by_global_norm(config.max_grad_norm),
-        optax.scale_by_adam(config.beta1, config.beta2, config.eps),
-        optax.add_decayed_weights(config.weight_decay),
-        optax.scale(-1.0),
-    )
-
-
-def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
-    """The rate of rollout step `step` (from 1 to num_steps): linear warm-up from 1/n, then constant
-    or a half cosine down to `final_rate_share`."""
-    if step <= config.warmup_steps or config.decay == "constant":
-        return config.learning_rate * min(1.0, step / max(1, config.warmup_steps))
-    assert config.final_rate_share is not None
-    done = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
-    cosine = 0.5 * (1.0 + math.cos(math.pi * done))
-    share = config.final_rate_share + (1.0 - config.final_rate_share) * cosine
-    return config.learning_rate * share
-
-
 def init_state(config: Config, params: model.Params) -> TrainState:
     """The state before the first update; jittable."""
     # Two arrays, not one twice: the state is donated, and a buffer can be donated once.
@@ -99,17 +74,11 @@ def init_state(config: Config, params: model.Params) -> TrainState:
 
 
 def state_shardings(config: Config, mesh: Mesh) -> TrainState:
-    """Where the state lies: optimiser moments beside their parameters, scalars everywhere."""
+    """Where the state lies: see `optimizer.moment_shardings`."""
     params = param_shardings(config.model, config.mesh, mesh)
-    shapes = jax.eval_shape(functools.partial(init_state, config), model.param_shapes(config.model))
-    moments = optax.tree_map_params(
-        make_optimizer(config.optimizer),
-        lambda _, sharding: sharding,
-        shapes.moments,
-        params,
-        transform_non_params=lambda _: replicated(mesh),
-    )
-    return TrainState(params, moments, replicated(mesh), replicated(mesh))
+    shapes, everywhere = model.param_shapes(config.model), replicated(mesh)
+    moments = moment_shardings(config.optimizer, shapes, params, everywhere)
+    return TrainState(params, moments, everywhere, everywhere)
 
 
 def loss_and_sums(
@@ -265,6 +234,7 @@ def optimizer_step(
     """(state after one AdamW step, gradient norm). A loss or gradient that is not finite only
     counts itself."""
     grad_norm = optax.tree.norm(grads)
+    state = state._replace(moments=fetched(config, state.moments))
     changes, moments = make_optimizer(config).update(grads, state.moments, state.params)
     params = jax.tree.map(
         lambda p, u: (p + learning_rate * u).astype(p.dtype), state.params, changes

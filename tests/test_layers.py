@@ -21,7 +21,7 @@ LAYERS = [
     ["rollout.jetstream", "rollout.sampling", "rollout.kernels", "rollout.paged", "rollout.slots",
      "rollout.spec", "rollout.programs", "rollout.engine", "rollout.stop_strings",
      "rollout.scheduler", "rollout"],
-    ["train_step", "critic", "dynamic_sampling", "pretrain", "problems", "plan"],
+    ["optimizer", "train_step", "critic", "dynamic_sampling", "pretrain", "problems", "plan"],
     ["weights"],
     ["base", "evaluate", "metrics", "score_file"],
     ["benchmarks"],

@@ -243,12 +243,6 @@ def test_a_non_finite_gradient_changes_nothing_and_is_counted(params, samples):
     assert result.skipped == 0 and state.updates == 1
 
 
-def test_warm_up_starts_at_one_nth():
-    optimizer = dataclasses.replace(CONFIG.optimizer, learning_rate=8.0, warmup_steps=4)
-    rates = [train_step.learning_rate(optimizer, step, 9) for step in range(1, 7)]
-    assert rates == [2, 4, 6, 8, 8, 8]
-
-
 def test_rematerialisation_keeps_less_and_changes_nothing():
     """The gradient through the layers with each policy, and the temporaries of its program, which
     config.py lists from most to least."""

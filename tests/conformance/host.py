@@ -14,9 +14,9 @@ from dapo_jax import (
     estimators,
     metrics,
     objective,
+    optimizer,
     reward,
     scorers,
-    train_step,
 )
 from dapo_jax.config import Config
 from dapo_jax.samples import adapted_kl_coefficient
@@ -170,7 +170,7 @@ def learning_rate(case: Case) -> Compared:
         final_rate_share=p["min_lr_ratio"] if cosine else None,
     )
     last = p.get("num_training_steps") or len(theirs)
-    ours = [train_step.learning_rate(config, step, last) for step in range(1, len(theirs))]
+    ours = [optimizer.learning_rate(config, step, last) for step in range(1, len(theirs))]
     note = "ours of step s is theirs of step s + 1, whose first step trains at rate 0"
     return Compared([(ours, theirs[1:])], note)
 

@@ -1,0 +1,120 @@
+"""AdamW: its rate, its step, and how and where its two moments are kept.
+
+The step itself is optax's, in float32. Moments may be kept in bfloat16 between the steps, rounded
+at random, and in the memory of the host.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+
+from dapo_jax.config import OptimizerConfig
+
+
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """AdamW with global-norm clipping at a learning rate of 1; the update scales by the rate.
+
+    Weight decay applies to every parameter, as torch's AdamW does in the reference.
+    """
+    return optax.chain(
+        optax.clip_by_global_norm(config.max_grad_norm),
+        keep_moments_as(
+            optax.scale_by_adam(config.beta1, config.beta2, config.eps), config.moments_dtype
+        ),
+        optax.add_decayed_weights(config.weight_decay),
+        optax.scale(-1.0),
+    )
+
+
+def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
+    """The rate of rollout step `step` (from 1 to num_steps): linear warm-up from 1/n, then constant
+    or a half cosine down to `final_rate_share`."""
+    if step <= config.warmup_steps or config.decay == "constant":
+        return config.learning_rate * min(1.0, step / max(1, config.warmup_steps))
+    assert config.final_rate_share is not None
+    done = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * done))
+    share = config.final_rate_share + (1.0 - config.final_rate_share) * cosine
+    return config.learning_rate * share
+
+
+def keep_moments_as(adam: optax.GradientTransformation, dtype: str) -> optax.GradientTransformation:
+    """`adam` with both moments kept in `dtype` between its steps, whatever the parameters are in.
+
+    A step computes in float32 and moves the parameters by moments that are not yet rounded.
+    bfloat16 is rounded to at random (`round_at_random`): with beta2 = 0.999 a second moment moves
+    by a thousandth of itself a step, less than half of what bfloat16 can tell apart, so that
+    rounding to the nearest would leave it where it is for ever.
+    """
+
+    def init(params: Any) -> Any:
+        return _cast(adam.init(params), dtype)
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        changes, new = adam.update(grads, _cast(state, "float32"), params)
+        if dtype == "bfloat16":
+            # By the count of steps: a run that was stopped and goes on draws the same numbers.
+            leaves, structure = jax.tree.flatten((new.mu, new.nu))
+            keys = jax.random.split(jax.random.fold_in(jax.random.key(0), new.count), len(leaves))
+            rounded = [round_at_random(x, key) for x, key in zip(leaves, keys, strict=True)]
+            mu, nu = jax.tree.unflatten(structure, rounded)
+            new = new._replace(mu=mu, nu=nu)
+        return changes, new
+
+    return optax.GradientTransformation(init, update)
+
+
+def round_at_random(x: jax.Array, key: jax.Array) -> jax.Array:
+    """float32 as bfloat16: one of the two neighbours, so that the mean over keys is x.
+
+    A bfloat16 is the upper half of a float32. A random number is added to the lower half, and what
+    it does not carry into the upper one is cut off.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    random = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    upper = (bits + random) >> 16
+    rounded = jax.lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)
+    # The carry would turn some nans into other numbers.
+    return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
+
+
+def _cast(state: Any, dtype: str) -> Any:
+    """A state of Adam with its moments in this dtype."""
+    cast = lambda tree: jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), tree)
+    return state._replace(mu=cast(state.mu), nu=cast(state.nu))
+
+
+def moment_shardings(
+    config: OptimizerConfig, param_shapes: Any, params_at: Any, everywhere: NamedSharding
+) -> Any:
+    """Where the optimiser's state lies: moments split as their parameters, in the memory of the
+    host if `offload`; counters everywhere.
+
+    Args:
+        param_shapes: of the parameters.
+        params_at: their shardings.
+        everywhere: the sharding of what is not split.
+    """
+    optimizer = make_optimizer(config)
+
+    def beside(_: Any, param_at: NamedSharding) -> NamedSharding:
+        return param_at.with_memory_kind("pinned_host") if config.offload else param_at
+
+    return optax.tree_map_params(
+        optimizer,
+        beside,
+        jax.eval_shape(optimizer.init, param_shapes),
+        params_at,
+        transform_non_params=lambda _: everywhere,
+    )
+
+
+def fetched(config: OptimizerConfig, moments: Any) -> Any:
+    """The optimiser's state in the memory of the device, inside a program."""
+    if not config.offload:
+        return moments
+    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), moments)
