@@ -16,6 +16,7 @@ from dapo_jax.sharding import (
     AXES,
     bytes_per_device,
     check_batch_shapes,
+    check_divides,
     mesh_shape,
     param_specs,
 )
@@ -27,12 +28,13 @@ def describe(config: Config) -> str:
     """Model size, mesh, batch arithmetic and memory per device, as text.
 
     Raises:
-        UserError: the batch does not divide over the mesh of the config.
+        UserError: the batch or the model does not divide over the mesh of the config.
     """
     sizes = [config.mesh.data, config.mesh.fsdp, config.mesh.tensor]
     devices = jax.device_count() if -1 in sizes else math.prod(sizes)
     axis_sizes: dict[str, int] = dict(zip(AXES, mesh_shape(config.mesh, devices)))
     check_batch_shapes(config, axis_sizes["data"], axis_sizes["fsdp"])
+    check_divides(config.model, config.mesh, axis_sizes)
     sections = (
         ("model", _model_lines(config)),
         ("data", _data_lines(config)),

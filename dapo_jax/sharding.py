@@ -6,7 +6,7 @@ parameters become mesh axes by the table `config.mesh.rules`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -87,24 +87,33 @@ def param_specs(model: ModelConfig, mesh: MeshConfig) -> Any:
     return jax.tree_util.tree_map_with_path(spec, param_axes(model), is_leaf=is_axes)
 
 
+def check_divides(model: ModelConfig, config: MeshConfig, axis_sizes: Mapping[str, int]) -> None:
+    """Raises UserError unless every mesh axis divides what `mesh.rules` lays over it."""
+    is_axes = lambda node: isinstance(node, tuple)
+    axes = jax.tree.leaves(param_axes(model), is_leaf=is_axes)
+    specs = jax.tree.leaves(param_specs(model, config))
+    shapes = jax.tree_util.tree_leaves_with_path(param_shapes(model))
+    for (path, shape), spec, names in zip(shapes, specs, axes, strict=True):
+        for size, axis, name in zip(shape.shape, spec, names):
+            if axis is None or size % axis_sizes[axis] == 0:
+                continue
+            divisors = [n for n in range(1, axis_sizes[axis]) if size % n == 0]
+            raise UserError(
+                f"config.mesh.{axis} ({axis_sizes[axis]}) does not divide the axis {name!r} "
+                f"({size}) of parameter {jax.tree_util.keystr(path)}, which config.mesh.rules "
+                f"lays over it. Choose a divisor of {size}, such as {divisors[-1]}, or send "
+                f"{name!r} to another mesh axis or to None."
+            )
+
+
 def param_shardings(model: ModelConfig, config: MeshConfig, mesh: Mesh) -> Any:
     """The pytree of `NamedSharding` of the parameters.
 
     Raises:
         UserError: an axis of a parameter is not divisible by the mesh axis it lies on.
     """
-
-    def place(path: Any, shape: jax.ShapeDtypeStruct, spec: PartitionSpec) -> NamedSharding:
-        for size, axis in zip(shape.shape, spec):
-            if axis is not None and size % mesh.shape[axis]:
-                raise UserError(
-                    f"config.mesh.{axis} ({mesh.shape[axis]}) does not divide an axis of parameter "
-                    f"{jax.tree_util.keystr(path)} with shape {shape.shape} and layout {spec}. "
-                    f"Choose a size that divides {size}, or change config.mesh.rules."
-                )
-        return NamedSharding(mesh, spec)
-
-    return jax.tree_util.tree_map_with_path(place, param_shapes(model), param_specs(model, config))
+    check_divides(model, config, mesh.shape)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(model, config))
 
 
 class HeadLayout(NamedTuple):

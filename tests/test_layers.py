@@ -15,9 +15,9 @@ LAYERS = [
     ["objective", "policy_losses", "aggregation", "advantage", "corrections", "covariance",
      "batching", "reward", "scorers", "rows", "hub", "sources", "prompts", "estimators",
      "arithmetic", "prefilter", "progress", "compilations", "hf_config", "rotary", "products"],
-    ["model", "attention", "vocabulary", "log_probs", "sharding", "samples", "data", "tokenizer",
-     "checkpoint", "reward_pool", "scoring", "votes", "run_directory", "report", "benchmark_page",
-     "report_data", "report_plots", "paper_curves"],
+    ["model", "attention", "vocabulary", "log_probs", "sharding", "collectives", "samples", "data",
+     "tokenizer", "checkpoint", "reward_pool", "scoring", "votes", "run_directory", "report",
+     "benchmark_page", "report_data", "report_plots", "paper_curves"],
     ["rollout.jetstream", "rollout.sampling", "rollout.kernels", "rollout.paged", "rollout.slots",
      "rollout.spec", "rollout.programs", "rollout.engine", "rollout.stop_strings",
      "rollout.scheduler", "rollout"],
@@ -58,7 +58,7 @@ WITHOUT_JAX = {
     "reward", "scorers", "reward_pool", "estimators", "rows", "hub", "hf_config", "sources",
     "prompts", "problems", "votes", "scoring",
     "arithmetic", "data", "aggregation", "advantage", "corrections", "covariance", "batching",
-    "samples", "prefilter", "report", "report_data", "report_plots", "paper_curves",
+    "samples", "prefilter", "report", "report_data", "report_plots", "paper_curves", "collectives",
 }  # fmt: skip
 NEVER = {"torch", "tensorflow", "seqio"}
 

@@ -1,0 +1,187 @@
+"""Where the arrays of an update lie on eight devices, and what they exchange, as compiled."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from dapo_jax import batching, model, plan, train_step
+from dapo_jax.collectives import Collective, arrays, collectives, described
+from dapo_jax.sharding import param_shardings, param_specs
+from dapo_jax.types import UserError
+from tests.helpers import make_mesh, replace_model, tiny_config
+
+# Sizes that no two axes share, so that a shape says what it is.
+CONFIG = tiny_config(
+    model__width=32,
+    model__num_layers=3,
+    model__num_heads=8,
+    model__num_kv_heads=2,
+    model__head_dim=10,
+    model__ff_width=96,
+    model__vocab_size=56,
+    mesh__data=1,
+    mesh__fsdp=4,
+    mesh__tensor=2,
+)
+CONFIG = dataclasses.replace(
+    CONFIG,
+    model=replace_model(CONFIG, remat="full"),
+    mesh=dataclasses.replace(CONFIG.mesh, rules=(("vocab", "tensor"), *CONFIG.mesh.rules[1:])),
+)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(CONFIG, 8)
+
+
+@pytest.fixture(scope="module")
+def compiled(mesh):
+    """The update of two micro-batches of eight rows of 22 tokens."""
+    params = model.param_shapes(CONFIG.model)
+    with jax.numpy_dtype_promotion("standard"):
+        state = jax.eval_shape(functools.partial(train_step.init_state, CONFIG), params)
+        rows = batching.to_micro_batches(
+            batching.empty_rows(16, 22), rows_per_micro_batch=8, num_micro_batches=2
+        )
+        program = train_step.compile_update(CONFIG, mesh)
+        return program.lower(state, rows, np.int32(2), np.float32(1), np.float32(1), None).compile()
+
+
+def test_state_comes_and_goes_where_the_rules_put_it(compiled, mesh):
+    wanted = param_shardings(CONFIG.model, CONFIG.mesh, mesh)
+    (state, *_), _ = compiled.input_shardings
+    new, _ = compiled.output_shardings
+    adam, adam_new = state.moments[1], new.moments[1]
+    shapes = jax.tree.leaves(model.param_shapes(CONFIG.model))
+    for tree in (state.params, new.params, adam.mu, adam.nu, adam_new.mu, adam_new.nu):
+        for got, want, shape in zip(*map(jax.tree.leaves, (tree, wanted)), shapes, strict=True):
+            assert got.is_equivalent_to(want, len(shape.shape)), (shape, got, want)
+
+
+def test_matrices_are_split_over_every_axis():
+    """That is, the rules of the config leave none of them whole over fsdp or tensor."""
+    for shape, spec in zip(
+        jax.tree.leaves(model.param_shapes(CONFIG.model)),
+        jax.tree.leaves(param_specs(CONFIG.model, CONFIG.mesh)),
+        strict=True,
+    ):
+        if np.prod(shape.shape) > 1000:
+            assert {axis for axis in spec if axis} == {"fsdp", "tensor"}, (shape, spec)
+
+
+def part_of(shape, spec, axes):
+    """What a device has of an array that is split over these of the axes that its spec names."""
+    sizes = {"fsdp": 4, "tensor": 2}
+    return tuple(n // (sizes[axis] if axis in axes else 1) for n, axis in zip(shape, spec))
+
+
+def test_no_device_ever_holds_all_of_a_matrix(compiled):
+    """Parameters, gradients, moments and whatever is made of them: a device has at most one layer
+    of a matrix, gathered over fsdp and still split over tensor."""
+    sizes = lambda shape: tuple(sorted(n for n in shape if n > 1))  # axes in any order
+    held = {sizes(shape) for _, shape in arrays(compiled.as_text())}
+    specs = param_specs(CONFIG.model, CONFIG.mesh)["layers"]
+    matrices = {
+        name: leaf.shape
+        for name, leaf in model.param_shapes(CONFIG.model)["layers"].items()
+        if len(leaf.shape) > 2 and not name.endswith("bias")
+    }
+    assert len(matrices) == 7
+    for name, shape in matrices.items():
+        cut = functools.partial(part_of, shape, specs[name])
+        assert sizes(cut(("fsdp", "tensor"))) in held, f"{name}: the device's own part"
+        for axes in ((), ("tensor",), ("fsdp",)):
+            assert sizes(cut(axes)) not in held, f"{name}: every layer, split over {axes} alone"
+        assert sizes(shape[1:]) not in held, f"{name}: a layer that is not split"
+    assert sizes((CONFIG.model.vocab_size, CONFIG.model.width)) not in held
+
+
+def test_what_an_update_exchanges(compiled, mesh):
+    """Weights are gathered and gradients summed over fsdp layer by layer, activations over tensor;
+    nothing of the size of a stack of layers travels."""
+    found = collectives(compiled.as_text(), dict(mesh.shape))
+    print(described(found))  # with -s; docs/update.md has it
+    assert found and all(one.axes and one.bytes > 0 for one in found)
+    layer = 32 * 96 * 4 // 2  # bytes of the largest matrix of a layer on a device, gathered
+    tokens = 8 * 22 // 4 * 96 * 4  # of the widest activation
+    assert max(one.bytes for one in found) <= 4 * max(layer, tokens), described(found)
+    gathered = [one for one in found if one.kind == "all-gather" and one.axes == ("fsdp",)]
+    assert any(one.in_open_loop and one.times % 3 == 0 for one in gathered), described(found)
+    over = {axes for one in found for axes in [one.axes] if one.kind in ("all-reduce",)}
+    assert ("tensor",) in over
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        ((1, 1, 4), r"mesh.tensor \(4\) does not divide the axis 'kv_heads' \(2\) .* such as 2"),
+        (
+            (1, 3, 1),
+            r"mesh.fsdp \(3\) does not divide the axis 'embed' \(32\) .* such as 2,",
+        ),
+    ],
+)
+def test_a_mesh_that_does_not_divide_the_model(sizes, message):
+    names = ("data", "fsdp", "tensor")
+    layout = dataclasses.replace(CONFIG.mesh, **dict(zip(names, sizes, strict=True)))
+    shapes = {"rows_per_micro_batch": 3 * 8}, {"slots": 3 * 16, "prefill_prompts": 3 * 8}
+    config = dataclasses.replace(
+        CONFIG,
+        mesh=layout,
+        train=dataclasses.replace(CONFIG.train, **shapes[0]),
+        rollout=dataclasses.replace(CONFIG.rollout, **shapes[1]),
+    )
+    with pytest.raises(UserError, match=message):
+        plan.describe(config)
+    with pytest.raises(UserError, match=message):
+        param_shardings(config.model, layout, make_mesh(config, max(sizes)))
+
+
+PROGRAM = """
+HloModule m
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  ROOT %s = f32[] add(%a, %b)
+}
+
+%inner (p: (s32[], f32[8,16])) -> (s32[], f32[8,16]) {
+  %g = f32[8,64]{1,0:T(8,128)} all-gather(%x), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={1}
+  ROOT %t = (s32[], f32[8,16]{1,0}) tuple(%i, %y)
+}
+
+%outer (p: (s32[], f32[8,16])) -> (s32[], f32[8,16]) {
+  %w = (s32[], f32[8,16]) while(%p), condition=%c, body=%inner, backend_config={"known_trip_count":{"n":"5"}}
+  %g2 = (bf16[4,4], bf16[16,4]) all-gather-start(%z), replica_groups={{0,2,4,6},{1,3,5,7}}, dimensions={0}
+  ROOT %q = (s32[], f32[8,16]{1,0}) tuple(%i, %y)
+}
+
+ENTRY %main (p: f32[8,16]) -> f32[8,16] {
+  %u = (s32[], f32[8,16]) while(%p), condition=%c, body=%outer
+  %r = (f32[], pred[3]) all-reduce(%k, %l), replica_groups={}, to_apply=%add
+  %r2 = f32[7] all-reduce(%k), replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%add
+  %m = f32[2,3]{1,0} collective-permute(%n), source_target_pairs={{0,2},{2,0}}
+  %a1 = f32[3] all-reduce(%k), replica_groups=mesh['a'=4,'b'=2] {'b'}, to_apply=%add
+  %a2 = f32[5] all-reduce(%k), replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}
+  ROOT %o = f32[8,16] copy(%v)
+}
+"""  # noqa: E501
+
+
+def test_exchanges_are_read_from_a_program():
+    found = collectives(PROGRAM, {"data": 1, "fsdp": 4, "tensor": 2})
+    assert set(found) == {
+        Collective("all-gather", ("fsdp",), "f32[8,64]", 2048, 5, True),
+        Collective("all-gather", ("fsdp",), "bf16[16,4]", 128, 1, True),
+        Collective("all-reduce", ("fsdp", "tensor"), "f32[], pred[3]", 7, 1, False),
+        Collective("all-reduce", ("tensor",), "f32[7]", 28, 1, False),
+        Collective("all-reduce", ("tensor",), "f32[3]", 12, 1, False),
+        Collective("all-reduce", ("fsdp",), "f32[5]", 20, 1, False),
+        Collective("collective-permute", ("fsdp",), "f32[2,3]", 24, 1, False),
+    }
+    assert found[0].bytes == 2048, "the most bytes first"
+    assert "| all-gather | fsdp | f32[8,64] | 2,048 | 5 per micro-batch |" in described(found)
