@@ -45,6 +45,71 @@ def first_fit_decreasing(lengths: Sequence[int], row_tokens: int) -> list[list[i
     return rows
 
 
+def attention_costs(layout: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[int]:
+    """What attention costs in each row, up to a factor: sum of len^2 over its segments.
+
+    All else costs as much in any row as in any other, as rows are of one length.
+    """
+    return [sum(lengths[i] ** 2 for i in members) for members in layout]
+
+
+def balanced(
+    layout: Sequence[list[int]],
+    lengths: Sequence[int],
+    *,
+    rows_per_micro_batch: int,
+    shards: int,
+) -> list[list[int]]:
+    """The rows in an order in which the shards of each micro-batch have equal attention to do.
+
+    Devices wait for each other in every layer, so a micro-batch takes as long as its costliest
+    shard. Rows of like cost share a micro-batch, and within it each row, the costliest first, goes
+    to the shard that has the least so far. Deterministic.
+
+    Args:
+        layout, lengths: of and for `first_fit_decreasing`.
+        shards: parts of `rows_per_micro_batch / shards` rows that a micro-batch is cut into.
+
+    Returns:
+        The rows of shard 0 of the first micro-batch, of its shard 1, and so on; empty ones where
+        the last micro-batch has too few.
+    """
+    if shards == 1:
+        return list(layout)
+    costs = attention_costs(layout, lengths)
+    order = sorted(range(len(layout)), key=lambda row: (-costs[row], row))
+    arranged: list[list[int]] = []
+    for first in range(0, len(order), rows_per_micro_batch):
+        of_shards: list[list[list[int]]] = [[] for _ in range(shards)]
+        load = [0] * shards
+        size = rows_per_micro_batch // shards
+        for row in order[first : first + rows_per_micro_batch]:
+            open_shards = [s for s in range(shards) if len(of_shards[s]) < size]
+            least = min(open_shards, key=lambda s: (load[s], len(of_shards[s]), s))
+            of_shards[least].append(layout[row])
+            load[least] += costs[row]
+        for rows in of_shards:
+            arranged += [*rows, *([] for _ in range(size - len(rows)))]
+    return arranged
+
+
+def imbalance(
+    layout: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    *,
+    rows_per_micro_batch: int,
+    shards: int,
+) -> float:
+    """Attention of the costliest shard of each micro-batch, over the mean of its shards, both added
+    up over micro-batches: 1 is perfect, `shards` is one shard working alone."""
+    size = rows_per_micro_batch // shards
+    costs = attention_costs(layout, lengths)
+    costs += [0] * (-len(costs) % rows_per_micro_batch)
+    cost_MSR = np.array(costs, np.float64).reshape(-1, shards, size)
+    cost_MS = cost_MSR.sum(axis=2)
+    return float(cost_MS.max(axis=1).sum() / cost_MS.mean(axis=1).sum())
+
+
 def empty_rows(num_rows: int, row_tokens: int) -> Rows:
     """Rows of nothing but padding, as NumPy arrays."""
     dtypes = dict(mask_BT=bool, selected_BT=bool)
@@ -58,6 +123,9 @@ def pack(
     tokens_N: np.ndarray,
     lengths_R: np.ndarray,
     row_tokens: int,
+    *,
+    rows_per_micro_batch: int = 1,
+    shards: int = 1,
 ) -> Packed:
     """As few rows as first-fit-decreasing needs for R prompts with their responses.
 
@@ -65,12 +133,18 @@ def pack(
         prompts: R prompts in tokens.
         tokens_N: int32, the tokens of all responses, one after the other.
         lengths_R: of each response.
+        rows_per_micro_batch, shards: what the rows are put in order for, see `balanced`.
 
     Raises:
         ValueError: a prompt with its response exceeds `row_tokens`.
     """
     total = [len(prompt) + int(n) for prompt, n in zip(prompts, lengths_R)]
-    layout = first_fit_decreasing(total, row_tokens)
+    layout = balanced(
+        first_fit_decreasing(total, row_tokens),
+        total,
+        rows_per_micro_batch=rows_per_micro_batch,
+        shards=shards,
+    )
     rows = empty_rows(len(layout), row_tokens)
     offsets_R = np.cumsum(lengths_R) - lengths_R
     where_N = np.zeros(len(tokens_N), np.int64)

@@ -19,7 +19,7 @@ from dapo_jax.config import Config
 from dapo_jax.optimizer import learning_rate
 from dapo_jax.parameters import SELECTION_PARAMETERS
 from dapo_jax.samples import estimate_advantages, finished_columns, kept_lengths, make_samples
-from dapo_jax.sharding import batch_sharding
+from dapo_jax.sharding import batch_sharding, batch_shards
 from dapo_jax.types import Group, Rows, RunError, Samples
 
 # Rows [M, B, T] of a mini-batch on the device, and how many of the M are used.
@@ -170,6 +170,8 @@ class Learner:
                 samples.tokens_N[tokens],
                 samples.lengths_R[responses],
                 self.config.train.row_tokens,
+                rows_per_micro_batch=self.config.train.rows_per_micro_batch,
+                shards=batch_shards(self.mesh),
             )
             scored = self._micro_batches(packed.rows) if self.needs_scoring else None
             mini_batches.append(MiniBatch(responses, tokens, packed, scored))

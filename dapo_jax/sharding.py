@@ -156,6 +156,11 @@ def batch_sharding(mesh: Mesh, batch_dim: int = 0) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*[None] * batch_dim, BATCH_AXES))
 
 
+def batch_shards(mesh: Mesh) -> int:
+    """How many parts the rows of a batch lie in."""
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """The same values on every device."""
     return NamedSharding(mesh, PartitionSpec())

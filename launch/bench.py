@@ -1,4 +1,4 @@
-"""Measures: python launch/bench.py rollout | gap | train | step | load [flags] [--json]
+"""Measures: python launch/bench.py rollout | gap | train | step | packing | load [flags] [--json]
 
 rollout  random weights, tied embeddings: tokens per second, occupancy of the decode slots while
          responses wait, compilations after the first run, peak memory, seconds by phase, and the
@@ -23,6 +23,10 @@ train    one update, objective and optimiser of configs/tiny_dapo.py, random wei
   --micro_batch 8 --runs 7       rows whose activations are alive at once; 0: all
 step     a whole step, rollout and one update on packed rows: seconds, and seconds by phase; flags
          as of rollout, and --micro_batch 8 --runs 5
+packing  nothing is run: how evenly attention over packed rows lies over devices, with the rows of
+         a mini-batch as first-fit-decreasing leaves them, and in the order that updates take
+  --responses 512 --prompt_len 512 --row_len 22528 --lengths longtail|uniform
+  --micro_batch 32 --shards 16   rows of a micro-batch, and devices that they lie over
 load     a made checkpoint onto virtual CPU devices, and onto one: seconds, and the memory that was
          needed besides the arrays
   --gigabytes 2 --devices 8
@@ -73,6 +77,13 @@ def measure(argv: list[str]) -> dict:
             "switches": ("packed",),
         },
         "step": {"text": text, "numbers": {**numbers, "top_p": 1.0, "micro_batch": 8, "runs": 5}},
+        "packing": {
+            "text": {"lengths": "longtail"},
+            "numbers": {
+                "responses": 512, "row_len": 22_528, "prompt_len": 512, "micro_batch": 32,
+                "shards": 16,
+            },
+        },
         "load": {"text": {}, "numbers": {"gigabytes": 2.0, "devices": 8}},
     }  # fmt: skip
     kind = argv[1] if len(argv) > 1 else ""
@@ -96,6 +107,10 @@ def measure(argv: list[str]) -> dict:
         from dapo_jax.bench.train import TrainShape, bench_train
 
         return bench_train(TrainShape(**flags), tiny_dapo.get_config().to_dict())
+    if kind == "packing":
+        from dapo_jax.bench.packing import PackingShape, bench_packing
+
+        return bench_packing(PackingShape(**flags))
     from dapo_jax.bench.rollout import Shape, bench_rollout
 
     if kind == "step":

@@ -81,3 +81,61 @@ def test_micro_batches_are_padded_with_empty_rows():
         assert not flat[R:].any()
     with pytest.raises(ValueError, match="do not fit"):
         batching.to_micro_batches(rows, rows_per_micro_batch=1, num_micro_batches=R - 1)
+
+
+def layout_of(lengths, row_tokens=64):
+    return batching.first_fit_decreasing(lengths, row_tokens)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("B, shards", [(8, 4), (8, 8), (4, 2)])
+def test_rows_are_put_in_order_for_the_shards(seed, B, shards):
+    lengths = (
+        np.clip(np.random.default_rng(seed).lognormal(2.5, 1, 150), 1, 64).astype(int).tolist()
+    )
+    layout, cut = layout_of(lengths), {"rows_per_micro_batch": B, "shards": shards}
+    ordered = batching.balanced(layout, lengths, **cut)
+    assert ordered == batching.balanced(layout, lengths, **cut)
+    assert sorted(row for row in ordered if row) == sorted(layout)
+    assert len(ordered) == -(-len(layout) // B) * B, "as many micro-batches, all of them whole"
+    assert batching.imbalance(ordered, lengths, **cut) <= batching.imbalance(layout, lengths, **cut)
+    if B > shards:
+        assert batching.imbalance(ordered, lengths, **cut) < 1.3
+    # An exhaustive count of what `imbalance` says, micro-batch by micro-batch.
+    costliest = mean = 0.0
+    for m in range(0, len(ordered), B):
+        loads = [
+            sum(lengths[i] ** 2 for row in ordered[s : s + B // shards] for i in row)
+            for s in range(m, m + B, B // shards)
+        ]
+        costliest, mean = costliest + max(loads), mean + sum(loads) / shards
+    np.testing.assert_allclose(batching.imbalance(ordered, lengths, **cut), costliest / mean)
+
+
+def test_few_rows_lie_over_all_shards():
+    layout = [[0], [1], [2]]
+    ordered = batching.balanced(layout, [5, 6, 7], rows_per_micro_batch=8, shards=4)
+    assert ordered == [[2], [], [1], [], [0], [], [], []]
+
+
+def test_one_shard_takes_the_rows_as_they_are():
+    layout = layout_of([9, 60, 30, 33])
+    ordered = batching.balanced(layout, [9, 60, 30, 33], rows_per_micro_batch=4, shards=1)
+    assert ordered == layout
+
+
+def test_columns_find_their_tokens_between_empty_rows():
+    samples = random_samples(np.random.default_rng(4), 9)
+    packed = batching.pack(
+        [sample.prompt_tokens for sample in samples],
+        np.concatenate([sample.response_tokens for sample in samples]),
+        np.array([len(sample.response_tokens) for sample in samples]),
+        64,
+        rows_per_micro_batch=8,
+        shards=4,
+    )
+    assert len(packed.rows.tokens_BT) % 8 == 0
+    assert (packed.rows.segments_BT == 0).all(axis=1).any(), "there are empty rows"
+    tokens_N = packed.rows.tokens_BT.reshape(-1)[packed.where_N]
+    assert tokens_N.tolist() == [t for sample in samples for t in sample.response_tokens]
+    assert packed.rows.mask_BT.sum() == len(tokens_N)

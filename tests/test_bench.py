@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 
+from dapo_jax.bench.packing import PackingShape, bench_packing
 from dapo_jax.bench.rollout import Shape, draw_lengths, memory_tokens_per_second
 from dapo_jax.bench.train import TrainShape, make_rows
 from tests.helpers import tiny_config
@@ -79,6 +80,15 @@ def test_packed_long_tailed_rows_are_full():
     assert (rows.segments_BT == 0).mean() <= 0.05
 
 
+def test_packing_is_as_docs_update_says():
+    shape = PackingShape(512, 22_528, 512, "longtail", 64, 16)
+    found = bench_packing(shape)
+    assert (found["rows"], found["padding_fraction"]) == (138, 0.0092)
+    assert (found["imbalance_first_fit"], found["imbalance"]) == (1.585, 1.061)
+    alone = bench_packing(shape._replace(lengths="uniform", micro_batch=16))
+    assert alone["imbalance"] == alone["imbalance_first_fit"] == 1
+
+
 @pytest.mark.parametrize("gen_len", [8, 128, 4096])
 def test_long_tailed_lengths_are_as_stated(gen_len):
     shape = Shape(1, 16, 2, 1, 16, 40, "float32", 64, 16, 5, gen_len, "longtail", 0, 8, 32, 1, 1, 1)
@@ -92,7 +102,7 @@ def test_long_tailed_lengths_are_as_stated(gen_len):
 @pytest.mark.parametrize(
     "main, arguments, message",
     [
-        (bench, [], "what is to be measured. Known are rollout, gap, train, step, load"),
+        (bench, [], "what is to be measured. Known are rollout, gap, train, step, packing, load"),
         (bench, ["walk"], "got 'walk'"),
         (bench, ["rollout", "--lengths=short"], "--lengths must be uniform or longtail"),
         (bench, ["rollout", "--heads=3"], r"--heads \(3\) must divide --width \(256\)"),
@@ -107,6 +117,10 @@ def test_long_tailed_lengths_are_as_stated(gen_len):
             r"--batch \(6\) must be a multiple of 4",
         ),
         (bench, ["train", "--batch=0"], "--batch must be above 0; got 0"),
+        (bench, ["packing", "--micro_batch=40"], r"must be a multiple of --shards \(16\)"),
+        (bench, ["packing", "--shards=0"], "--shards must be above 0; got 0"),
+        (bench, ["packing", "--row_len=512"], r"--row_len \(512\) must be above --prompt_len"),
+        (bench, ["packing", "--lengths=short"], "--lengths must be uniform or longtail"),
         (bench, ["load", "--gigabytes=0"], "--gigabytes must be above 0"),
         (plan, ["--config=configs/qwen32b_dapo.py"], "--topology is needed"),
         (

@@ -29,7 +29,7 @@ LAYERS = [
     ["trainer"],
     ["train", "evaluate_model", "ahead_of_time"],
     ["export", "generate"],
-    ["bench.memory", "bench.load", "bench.rollout", "bench.gap", "bench.train",
+    ["bench.memory", "bench.load", "bench.rollout", "bench.gap", "bench.train", "bench.packing",
      "bench.step", "bench"],
     ["command_line"],
 ]  # fmt: skip
