@@ -14,6 +14,10 @@ import jax.numpy as jnp
 from dapo_jax.model import Attend
 
 Arrays = tuple[jax.Array, ...]
+# Queries are cut into parts, each with the keys up to its end only: four parts of a row compute 5/8
+# of the scores. Above LONG_ROW tokens those of QUERY_CHUNK queries of a row are alive at once.
+PARTS, LEAST_PART = 4, 32
+LONG_ROW, QUERY_CHUNK = 2048, 256
 
 
 def dot_product_attention(
@@ -39,8 +43,13 @@ def dot_product_attention(
 def packed(segments_BT: jax.Array) -> Attend:
     """Attention within the segments of packed rows, causal; leaves the cache alone."""
     T = segments_BT.shape[1]
-    back_TT = jnp.arange(T)[:, None] - jnp.arange(T)[None, :]
-    mask_BTT = (segments_BT[:, :, None] == segments_BT[:, None, :]) & (back_TT >= 0)[None]
+    long = T > LONG_ROW
+    size = max(LEAST_PART, -(-T // PARTS))
+    size += -size % QUERY_CHUNK if long else 0
+    parts = [slice(start, min(start + size, T)) for start in range(0, T, size)]
+    segments = [(segments_BT[:, own], segments_BT[:, : own.stop], own.start) for own in parts]
+    # The same in every layer that does not slide: outside the scan over them.
+    masks = [] if long else [seen(*of_part, None) for of_part in segments]
 
     def attend(
         layer: jax.Array | int,
@@ -50,10 +59,69 @@ def packed(segments_BT: jax.Array) -> Attend:
         cache: Any,
         window: jax.Array | int | None,
     ) -> tuple[jax.Array, Any]:
-        seen_BTT = mask_BTT if window is None else mask_BTT & (back_TT < window)[None]
-        return dot_product_attention(q, k, v, seen_BTT), cache
+        # Gradients of keys and values are summed over parts and chunks: in float32 at least.
+        k, v = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (k, v))
+        out = []
+        for i, own in enumerate(parts):
+            arrays = q[:, own], k[:, : own.stop], v[:, : own.stop]
+            if long:
+                out.append(by_query_chunks(*arrays, *segments[i], window))
+            else:
+                mask = masks[i] if window is None else seen(*segments[i], window)
+                out.append(_of_part(*arrays, mask))
+        return jnp.concatenate(out, axis=1), cache
 
     return attend
+
+
+def seen(
+    segments_BC: jax.Array,
+    segments_BS: jax.Array,
+    start: jax.Array | int,
+    window: jax.Array | int | None,
+) -> jax.Array:
+    """Which of the first S tokens of a row the C tokens from `start` on see, [B, C, S]: those of
+    their segment up to themselves, the last `window` of them."""
+    C, S = segments_BC.shape[1], segments_BS.shape[1]
+    back_CS = start + jnp.arange(C)[:, None] - jnp.arange(S)[None]
+    near_CS = back_CS >= 0 if window is None else (back_CS >= 0) & (back_CS < window)
+    return (segments_BC[:, :, None] == segments_BS[:, None]) & near_CS[None]
+
+
+def _of_part(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array
+) -> jax.Array:
+    k_BSKH, v_BSKH = (x.astype(q_BTNH.dtype) for x in (k_BSKH, v_BSKH))
+    return dot_product_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
+
+
+def by_query_chunks(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    segments_BT: jax.Array,
+    segments_BS: jax.Array,
+    start: int,
+    window: jax.Array | int | None,
+) -> jax.Array:
+    """`dot_product_attention` of the tokens from `start` on over the first S of their row,
+    QUERY_CHUNK of them at a time; the backward pass computes their scores again."""
+    B, T, N, H = q_BTNH.shape
+    C = QUERY_CHUNK
+
+    def cut(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, [(0, 0), (0, -T % C)] + [(0, 0)] * (x.ndim - 2))
+        return x.reshape(B, -1, C, *x.shape[2:]).swapaxes(0, 1)
+
+    @jax.checkpoint
+    def attended(chunk: Arrays) -> jax.Array:
+        first, q_BCNH, segments_BC = chunk
+        mask_BCS = seen(segments_BC, segments_BS, first, window)
+        return _of_part(q_BCNH, k_BSKH, v_BSKH, mask_BCS)
+
+    q, segments = cut(q_BTNH), cut(segments_BT)
+    out = jax.lax.map(attended, (start + C * jnp.arange(len(q)), q, segments))
+    return out.swapaxes(0, 1).reshape(B, -1, N, H)[:, :T]
 
 
 def prefilling(
