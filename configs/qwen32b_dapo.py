@@ -40,6 +40,7 @@ def get_config() -> ml_collections.ConfigDict:
                 param_dtype="float32",
                 compute_dtype="bfloat16",
                 remat="full",
+                attention="auto",
                 log_prob_chunk_tokens=4096,
             ),
             mesh=dict(

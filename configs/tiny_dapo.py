@@ -40,6 +40,7 @@ def get_config() -> ml_collections.ConfigDict:
                 param_dtype="float32",
                 compute_dtype="float32",
                 remat="none",
+                attention="auto",
                 log_prob_chunk_tokens=16_384,
             ),
             mesh=dict(

@@ -1,6 +1,7 @@
 """How queries find keys: `attend` functions of the decoder, see `model.Attend`; that of decoding is
 in `rollout.paged`.
 
+In training the program that `attention_kernels.choose` names attends; what is here is XLA's.
 Softmax and its sum are float32 whatever the compute dtype. Each returns the attended values
 [B, T, N, H] and the cache.
 """
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dapo_jax import attention_kernels
 from dapo_jax.model import Attend
 
 Arrays = tuple[jax.Array, ...]
@@ -18,6 +20,7 @@ Arrays = tuple[jax.Array, ...]
 # of the scores. Above LONG_ROW tokens those of QUERY_CHUNK queries of a row are alive at once.
 PARTS, LEAST_PART = 4, 32
 LONG_ROW, QUERY_CHUNK = 2048, 256
+XLA = attention_kernels.Choice("xla")
 
 
 def dot_product_attention(
@@ -40,8 +43,12 @@ def dot_product_attention(
     return out_BKXH.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
-def packed(segments_BT: jax.Array) -> Attend:
-    """Attention within the segments of packed rows, causal; leaves the cache alone."""
+def packed(segments_BT: jax.Array, choice: attention_kernels.Choice = XLA) -> Attend:
+    """Attention within the segments of packed rows, causal; leaves the cache alone.
+
+    Args:
+        choice: the program that attends, from `attention_kernels.choose`.
+    """
     T = segments_BT.shape[1]
     long = T > LONG_ROW
     size = max(LEAST_PART, -(-T // PARTS))
@@ -59,6 +66,8 @@ def packed(segments_BT: jax.Array) -> Attend:
         cache: Any,
         window: jax.Array | int | None,
     ) -> tuple[jax.Array, Any]:
+        if choice.kernel != "xla":
+            return attention_kernels.attend(choice, segments_BT, q, k, v, window), cache
         # Gradients of keys and values are summed over parts and chunks: in float32 at least.
         k, v = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (k, v))
         out = []

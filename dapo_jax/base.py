@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from dapo_jax import (
     arithmetic,
     attention,
+    attention_kernels,
     batching,
     log_probs,
     model,
@@ -35,7 +36,10 @@ from dapo_jax.sharding import param_shardings, replicated
 from dapo_jax.types import RunError, UserError
 
 REPORT_EVERY_STEPS = 50
-CODE = (arithmetic, attention, batching, log_probs, model, pretrain, rotary, tokenizer)
+CODE = (
+    arithmetic, attention, attention_kernels, batching, log_probs, model, pretrain, rotary,
+    tokenizer,
+)  # fmt: skip
 
 
 def fingerprint(config: Config) -> str:

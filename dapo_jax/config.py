@@ -71,6 +71,9 @@ class ModelConfig:
     # dots_no_batch: what products with weights give; attention_mlp: what attention gives, and the
     # two inputs of the MLP's gate; attention: what attention gives; full: the layer's input alone.
     remat: Literal["none", "dots", "dots_no_batch", "attention_mlp", "attention", "full"]
+    # Who attends in training: XLA, splash attention (TPU) or flash attention (GPU). auto: the
+    # kernel of the platform where that takes the model.
+    attention: Literal["auto", "xla", "splash", "flash"]
     log_prob_chunk_tokens: int  # tokens of a device whose logits, in parts, are alive at once
 
 

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dapo_jax import attention, log_probs, model
+from dapo_jax import attention, attention_kernels, log_probs, model
 from dapo_jax.config import Config, OptimizerConfig
 from dapo_jax.objective import at_least_float32, clamp
 from dapo_jax.optimizer import make_optimizer, moment_shardings
-from dapo_jax.sharding import batch_sharding, param_shardings, replicated
+from dapo_jax.sharding import batch_sharding, head_layout, param_shardings, replicated
 from dapo_jax.train_step import (
     TrainState,
     compile_map,
@@ -72,14 +72,21 @@ def value_loss(
     return 0.5 * jnp.where(worse_BT, clipped_BT, plain_BT), worse_BT
 
 
-def row_values(config: Config, params: CriticParams, rows: Rows) -> jax.Array:
-    """Value before each token, float32 [B, T]; 0 for the first of a row."""
+def row_values(
+    config: Config, params: CriticParams, rows: Rows, mesh: Mesh | None = None
+) -> jax.Array:
+    """Value before each token, float32 [B, T]; 0 for the first of a row.
+
+    Args:
+        mesh: that the parameters and rows lie on; None: one device.
+    """
+    layout = None if mesh is None else head_layout(config.model, config.mesh, mesh)
     hidden_BTD, _ = model.hidden_states(
         config.model,
         params.decoder,
         rows.tokens_BT,
         rows.positions_BT,
-        attention.packed(rows.segments_BT),
+        attention.packed(rows.segments_BT, attention_kernels.choose(config.model, layout)),
     )
     value_BT = jnp.einsum(
         "BTD,D->BT",
@@ -129,6 +136,8 @@ def update(
     num_micro_batches: Array,
     denominator: Array,
     learning_rate: Array,
+    *,
+    mesh: Mesh | None = None,
 ) -> tuple[TrainState, CriticMetrics]:
     """One optimiser step of the critic on one mini-batch: see `train_step.update`."""
     assert config.critic is not None
@@ -136,7 +145,7 @@ def update(
 
     def loss(params: CriticParams, rows: Rows) -> tuple[jax.Array, CriticSums]:
         loss_BT, worse_BT = value_loss(
-            row_values(config, params, rows),
+            row_values(config, params, rows, mesh),
             rows.value_old_BT,
             rows.return_BT,
             rows.mask_BT,
@@ -163,7 +172,7 @@ def compile_update(config: Config, mesh: Mesh) -> Callable[..., tuple[TrainState
     state, rows = state_shardings(config, mesh), batch_sharding(mesh, batch_dim=1)
     everywhere = replicated(mesh)
     return jax.jit(
-        functools.partial(update, config),
+        functools.partial(update, config, mesh=mesh),
         in_shardings=(state, rows, everywhere, everywhere, everywhere),
         out_shardings=(state, everywhere),
         donate_argnums=0,
@@ -173,4 +182,4 @@ def compile_update(config: Config, mesh: Mesh) -> Callable[..., tuple[TrainState
 def compile_values(config: Config, mesh: Mesh) -> Callable[[Any, Rows, Array], jax.Array]:
     """(critic's params, rows [M, B, T], micro-batches used) -> values [M, B, T]."""
     at = CriticParams(param_shardings(config.model, config.mesh, mesh), replicated(mesh))
-    return compile_map(functools.partial(row_values, config), at, mesh)
+    return compile_map(functools.partial(row_values, config, mesh=mesh), at, mesh)

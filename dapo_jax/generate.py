@@ -270,6 +270,7 @@ def _model(request: Request) -> ModelConfig:
         "param_dtype": dtype,
         "compute_dtype": dtype,
         "remat": "none",
+        "attention": "auto",
         "log_prob_chunk_tokens": 1,
     }
     return model_config(hf_config.filled(fields))

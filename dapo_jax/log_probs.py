@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from dapo_jax import attention, model, vocabulary
+from dapo_jax import attention, attention_kernels, model, vocabulary
 from dapo_jax.config import ModelConfig
 from dapo_jax.products import columns_first
 from dapo_jax.sharding import HeadLayout
@@ -59,6 +59,8 @@ def token_statistics(
         layout: where the arrays lie on a mesh, the reference's as the others; None: the compiler
             decides, right on any mesh but with the unembedding gathered where it is cut in parts.
     """
+    if layout is not None and layout.mesh.size == 1:
+        layout = None
     return _statistics(
         _Plan(temperature, chunk_tokens, layout), hidden_BTD, unembed_VD, targets_BT, reference
     )
@@ -258,7 +260,7 @@ def row_statistics(
         reference: parameters of the same architecture for the exact KL, or None.
         layout: see `token_statistics`.
     """
-    attend = attention.packed(rows.segments_BT)
+    attend = attention.packed(rows.segments_BT, attention_kernels.choose(config, layout))
     hidden = lambda p: model.hidden_states(config, p, rows.tokens_BT, rows.positions_BT, attend)[0]
     # The state at t - 1 predicts the token at t: results are moved to the token they speak of.
     statistics = token_statistics(

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from dapo_jax import arithmetic, batching, model
 from dapo_jax.config import Config, PretrainConfig
 from dapo_jax.log_probs import row_statistics
-from dapo_jax.sharding import batch_sharding, param_shardings, replicated
+from dapo_jax.sharding import batch_sharding, head_layout, param_shardings, replicated
 from dapo_jax.types import Rows
 
 
@@ -71,13 +71,15 @@ def make_base(
     p = config.pretrain
     assert p is not None
     shardings = param_shardings(config.model, config.mesh, mesh)
+    layout = head_layout(config.model, config.mesh, mesh)
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.adamw(schedule(p), b1=0.9, b2=0.98, weight_decay=0.01),
     )
 
     def loss(params: model.Params, rows: Rows) -> jax.Array:
-        log_prob_BT = row_statistics(config.model, params, rows, temperature=1.0).log_prob_BT
+        statistics = row_statistics(config.model, params, rows, temperature=1.0, layout=layout)
+        log_prob_BT = statistics.log_prob_BT
         total = -jnp.sum(jnp.where(rows.mask_BT, log_prob_BT, 0.0))
         return total / jnp.sum(rows.mask_BT, dtype=jnp.float32)
 

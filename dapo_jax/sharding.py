@@ -117,11 +117,13 @@ def param_shardings(model: ModelConfig, config: MeshConfig, mesh: Mesh) -> Any:
 
 
 class HeadLayout(NamedTuple):
-    """Where what the log-probs are computed from lies on a mesh."""
+    """Where what the log-probs are computed from, and attention, lies on a mesh."""
 
     mesh: Mesh
     rows: PartitionSpec  # of arrays [B, T]
     unembed: PartitionSpec  # of the unembedding [V, D]
+    heads: str | None = None  # mesh axis of the query heads
+    kv_heads: str | None = None
 
     @property
     def row_axes(self) -> tuple[str, ...]:
@@ -131,9 +133,12 @@ class HeadLayout(NamedTuple):
 
 
 def head_layout(model: ModelConfig, config: MeshConfig, mesh: Mesh) -> HeadLayout:
-    """The layout of the rows of a batch and of the unembedding under `mesh.rules`."""
+    """The layout of the rows of a batch, the unembedding and the heads under `mesh.rules`."""
     spec = param_specs(model, config)["embed" if model.tie_embeddings else "unembed"]
-    return HeadLayout(mesh, batch_sharding(mesh).spec, spec)
+    rules = dict(config.rules)
+    return HeadLayout(
+        mesh, batch_sharding(mesh).spec, spec, rules.get("heads"), rules.get("kv_heads")
+    )
 
 
 def check_batch_shapes(config: Config, data: int, fsdp: int) -> None:

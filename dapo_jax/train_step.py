@@ -157,9 +157,7 @@ def loss_and_sums(
 
 
 def _head_layout(config: Config, mesh: Mesh | None) -> HeadLayout | None:
-    if mesh is None or mesh.size == 1:
-        return None
-    return head_layout(config.model, config.mesh, mesh)
+    return None if mesh is None else head_layout(config.model, config.mesh, mesh)
 
 
 def summed_gradient(

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from dapo_jax import attention_kernels
 from dapo_jax.config import Config
 from dapo_jax.data import ProblemStream
 from dapo_jax.learner import Learner
@@ -18,7 +19,7 @@ from dapo_jax.rollout import kernels
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.paged import page_bytes
 from dapo_jax.rollout.spec import EngineSpec
-from dapo_jax.sharding import check_batch_shapes, make_mesh
+from dapo_jax.sharding import check_batch_shapes, head_layout, make_mesh
 from dapo_jax.tokenizer import load_tokenizer, stop_tokens
 from dapo_jax.types import UserError
 
@@ -30,6 +31,7 @@ class Trainer:
         self.config, self.progress = config, progress
         self.mesh = make_mesh(config.mesh)
         check_batch_shapes(config, self.mesh.shape["data"], self.mesh.shape["fsdp"])
+        attention_kernels.choose(config.model, head_layout(config.model, config.mesh, self.mesh))
         self.tokenizer = load_tokenizer(config.model, save_to=workdir / "tokenizer")
         d = config.data
         sides = {"train": d.train, "heldout": d.heldout}

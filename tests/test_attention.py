@@ -1,20 +1,29 @@
-"""Attention in training against a loop over queries, in value and gradient."""
+"""Attention in training: each program against a loop over queries, in value and gradient."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from dapo_jax import attention
+from dapo_jax import attention, attention_kernels
+from dapo_jax.attention_kernels import Choice
 from dapo_jax.model import NO_WINDOW
+from dapo_jax.progress import Progress
+from dapo_jax.sharding import HeadLayout
+from dapo_jax.trainer import Trainer
+from dapo_jax.types import UserError
+from tests.helpers import replace_model, tiny_config
 
 B, T, K, G, H = 2, 21, 2, 2, 8
 N, WINDOW = K * G, 4
 # Two sequences and padding; one of a single token, one, and no padding.
 SEGMENTS = np.repeat([[1, 2, 0], [1, 2, 2]], [8, 9, 4], axis=1).astype(np.int32)
 SEGMENTS[1, 1:8] = 2
+CONFIG = tiny_config()
 
 
 def loop(q, k, v, window):
@@ -88,3 +97,105 @@ def test_xla(monkeypatch, arrays, expected, window, long):
         monkeypatch.setattr(attention, "LONG_ROW", T - 1)
         monkeypatch.setattr(attention, "QUERY_CHUNK", 4)
     check(attention.packed(jnp.asarray(SEGMENTS)), arrays, expected, window)
+
+
+@pytest.mark.parametrize(
+    "choice, window",
+    [
+        (Choice("splash"), None),
+        (Choice("splash", window=WINDOW, every_layer=True), WINDOW),
+        (Choice("flash"), None),
+    ],
+)
+def test_kernels(arrays, expected, choice, window):
+    """Interpreted. Rows and heads are filled up to the kernels' blocks."""
+    check(attention.packed(jnp.asarray(SEGMENTS), choice), arrays, expected, window)
+
+
+def test_layers_that_slide_are_told_apart_on_a_mesh(arrays, expected):
+    """Which layer slides is an array inside the scan over layers; rows lie over four devices, heads
+    over two."""
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    rows = PartitionSpec(("data", "fsdp"))
+    layout = HeadLayout(mesh, rows, PartitionSpec(), "tensor", "tensor")
+    choice = Choice("splash", window=WINDOW, layout=layout)
+    twice = lambda x: jnp.concatenate([x, x])  # four rows
+    *inputs, weights = (jnp.asarray(x, jnp.float32) for x in arrays)
+    at = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None, "tensor"))
+    segments = jax.device_put(twice(jnp.asarray(SEGMENTS)), NamedSharding(mesh, rows))
+
+    @jax.jit
+    def program(window, *inputs):
+        def total(*inputs):
+            out = attention.packed(segments, choice)(0, *inputs, None, window)[0]
+            return jnp.sum(twice(weights) * out), out
+
+        return jax.value_and_grad(total, (0, 1, 2), has_aux=True)(*inputs)
+
+    real = SEGMENTS > 0
+    for window in (WINDOW, NO_WINDOW):
+        (_, out), grads = program(
+            jnp.int32(window), *(jax.device_put(twice(x), at) for x in inputs)
+        )
+        values, directions, slopes = expected(window)
+        np.testing.assert_allclose(out[:B][real], values[real], rtol=0, atol=2e-6)
+        np.testing.assert_array_equal(out[:B], out[B:])
+        for grad, direction, slope in zip(grads, directions, slopes, strict=True):
+            got = np.sum(np.asarray(grad[:B], np.float64) * direction)
+            np.testing.assert_allclose(got, slope, rtol=0, atol=2e-5)
+
+
+def on(platform, heads="tensor", kv_heads="tensor"):
+    """A layout over a device of a platform that is not there."""
+    device = SimpleNamespace(platform=platform)
+    mesh = SimpleNamespace(devices=np.array([device] * 2), size=2)
+    return HeadLayout(mesh, PartitionSpec(("data", "fsdp")), PartitionSpec(), heads, kv_heads)
+
+
+@pytest.mark.parametrize(
+    "platform, changes, chosen",
+    [
+        ("cpu", {}, "xla"),
+        ("tpu", {}, "splash"),
+        ("cuda", {"compute_dtype": "bfloat16", "head_dim": 64}, "flash"),
+        ("cuda", {"head_dim": 64}, "xla"),  # float32
+        ("cuda", {"compute_dtype": "bfloat16", "head_dim": 320}, "xla"),
+        ("tpu", {"attention": "xla"}, "xla"),
+    ],
+)
+def test_the_kernel_of_the_platform_is_chosen(platform, changes, chosen):
+    assert attention_kernels.choose(replace_model(CONFIG, **changes), on(platform)).kernel == chosen
+
+
+def test_windows_are_those_of_the_layers_that_slide():
+    sliding = lambda *layers: replace_model(CONFIG, sliding_window=5, sliding_layers=layers)
+    of = lambda model: attention_kernels.choose(model, on("tpu"))[2:4]
+    assert of(sliding()) == (None, False)
+    assert of(sliding(1)) == (5, False) and of(sliding(0, 1)) == (5, True)
+    unaligned = on("tpu", kv_heads=None)
+    assert attention_kernels.choose(CONFIG.model, unaligned).kernel == "xla"
+
+
+@pytest.mark.parametrize(
+    "layout, changes, said",
+    [
+        (on("cpu"), {"attention": "splash"}, "config.model.attention 'splash' is a kernel for ano"),
+        (on("tpu"), {"attention": "flash"}, "the devices are 'tpu'. Set it to 'auto'"),
+        (on("cuda"), {"attention": "flash"}, "compute_dtype 'bfloat16' only; got 'float32'"),
+        (on("tpu", kv_heads=None), {"attention": "splash"}, "go to 'tensor' and None"),
+        (
+            on("cuda"),
+            {"attention": "flash", "sliding_window": 5, "sliding_layers": (0,)},
+            "does not take config.model.sliding_layers. Set it to 'auto' or 'xla'",
+        ),
+    ],
+)
+def test_a_kernel_that_does_not_take_the_model_is_refused(layout, changes, said):
+    with pytest.raises(UserError, match=said):
+        attention_kernels.choose(replace_model(CONFIG, **changes), layout)
+
+
+def test_a_run_refuses_it_before_it_begins(tmp_path):
+    with pytest.raises(UserError, match="config.model.attention 'flash' is a kernel for another"):
+        Trainer(tiny_config(model__attention="flash"), tmp_path, Progress(0, 0))
+    assert not list(tmp_path.iterdir())

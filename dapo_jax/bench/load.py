@@ -86,7 +86,8 @@ def _make(place: Path, gigabytes: float) -> None:
 def _model(place: Path) -> ModelConfig:
     fields = dict.fromkeys(hf_config.FIELDS) | {
         "path": str(place), "tokenizer": None, "param_dtype": "bfloat16",
-        "compute_dtype": "bfloat16", "remat": "none", "log_prob_chunk_tokens": 1,
+        "compute_dtype": "bfloat16", "remat": "none", "attention": "auto",
+        "log_prob_chunk_tokens": 1,
     }  # fmt: skip
     return model_config(hf_config.filled(fields))
 
