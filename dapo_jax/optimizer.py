@@ -5,7 +5,7 @@ at random, and in the memory of the host.
 """
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -54,8 +54,8 @@ def keep_moments_as(adam: optax.GradientTransformation, dtype: str) -> optax.Gra
     def init(params: Any) -> Any:
         return _cast(adam.init(params), dtype)
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        changes, new = adam.update(grads, _cast(state, "float32"), params)
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        changes, new = cast(Any, adam.update(updates, _cast(state, "float32"), params))
         if dtype == "bfloat16":
             # By the count of steps: a run that was stopped and goes on draws the same numbers.
             leaves, structure = jax.tree.flatten((new.mu, new.nu))
@@ -84,8 +84,8 @@ def round_at_random(x: jax.Array, key: jax.Array) -> jax.Array:
 
 def _cast(state: Any, dtype: str) -> Any:
     """A state of Adam with its moments in this dtype."""
-    cast = lambda tree: jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), tree)
-    return state._replace(mu=cast(state.mu), nu=cast(state.nu))
+    converted = lambda tree: jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), tree)
+    return state._replace(mu=converted(state.mu), nu=converted(state.nu))
 
 
 def moment_shardings(
