@@ -1,4 +1,4 @@
-"""launch/bench.py and launch/plan.py: what they print, and what they say of a wrong command."""
+"""launch/bench.py: what it prints, and what it says of a wrong command."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from dapo_jax.bench.train import TrainShape, make_rows
 from tests.helpers import tiny_config
 from tests.runs import load_launcher
 
-bench, plan = load_launcher("bench"), load_launcher("plan")
+bench = load_launcher("bench")
 MODEL = ("--layers=1", "--width=16", "--heads=2", "--kv_heads=1", "--d_ff=16", "--vocab=40")
 SMALL = (*MODEL, "--prompts=5", "--group=4", "--prompt_len=5", "--gen_len=12", "--runs=1")
 
@@ -122,17 +122,6 @@ def test_long_tailed_lengths_are_as_stated(gen_len):
         (bench, ["packing", "--row_len=512"], r"--row_len \(512\) must be above --prompt_len"),
         (bench, ["packing", "--lengths=short"], "--lengths must be uniform or longtail"),
         (bench, ["load", "--gigabytes=0"], "--gigabytes must be above 0"),
-        (plan, ["--config=configs/qwen32b_dapo.py"], "--topology is needed"),
-        (
-            plan,
-            ["--config=configs/qwen32b_dapo.py", "--topology=v5p:4x4x4", "--program=sing"],
-            "--program must be one of decode, prefill, all; got 'sing'",
-        ),
-        (
-            plan,
-            ["--config=configs/qwen32b_dapo.py", "--topology=v9:1"],
-            r"--topology=v9:1 cannot be compiled for.*pip install libtpu.*v5p:4x4x4",
-        ),
     ],
 )
 def test_a_wrong_command_is_told(capsys, main, arguments, message):

@@ -27,7 +27,9 @@ LAYERS = [
     ["benchmarks"],
     ["learner"],
     ["trainer"],
-    ["train", "evaluate_model", "ahead_of_time"],
+    ["planning.chips", "planning.hlo", "planning.costs", "planning.programs", "planning.compiled",
+     "planning.estimate", "planning.plan", "planning.report", "planning.search", "planning"],
+    ["train", "evaluate_model"],
     ["export", "generate"],
     ["bench.memory", "bench.load", "bench.rollout", "bench.gap", "bench.train", "bench.packing",
      "bench.step", "bench"],
@@ -60,6 +62,7 @@ WITHOUT_JAX = {
     "arithmetic", "data", "aggregation", "advantage", "corrections", "covariance", "batching",
     "samples", "prefilter", "report", "report_data", "report_plots", "paper_curves", "collectives",
 }  # fmt: skip
+PACKAGES = {"dapo_jax", "dapo_jax.rollout", "dapo_jax.bench", "dapo_jax.planning"}
 NEVER = {"torch", "tensorflow", "seqio"}
 
 
@@ -76,7 +79,12 @@ def imports_of(file):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module, "imports are absolute"
-            if node.module in ("dapo_jax", "dapo_jax.rollout", "dapo_jax.bench"):
+            if node.module in (
+                "dapo_jax",
+                "dapo_jax.rollout",
+                "dapo_jax.bench",
+                "dapo_jax.planning",
+            ):
                 yield from (f"{node.module}.{alias.name}" for alias in node.names)
             else:
                 yield node.module

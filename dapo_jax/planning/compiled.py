@@ -1,0 +1,124 @@
+"""One program compiled for devices that need not be there, and what the compiler says of it."""
+
+import re
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dapo_jax.planning import costs
+from dapo_jax.planning.programs import Program
+
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def measure(program: Program, *, keep_text: Path | None = None) -> dict[str, Any]:
+    """What one program needs of a device, as compiled. A program that the compiler refuses for its
+    memory gets the compiler's own figure, `refused`, and no costs.
+
+    Args:
+        keep_text: a file for the optimised program, where it is wanted.
+    """
+    begun = time.monotonic()
+    lowered = program.lower()
+    lowering = time.monotonic() - begun
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as place:
+        # The text comes from XLA's dump: for TPUs `Compiled.as_text` fails on programs with
+        # asynchronous instructions, which the binding cannot parse.
+        options = {"xla_dump_to": place, "xla_dump_hlo_as_text": True}
+        try:
+            compiled = lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            found = _refused(str(error), program)
+            if found is None:
+                raise
+            return found | {"compile_seconds": round(time.monotonic() - begun, 1)}
+        seconds = time.monotonic() - begun
+        text = _text(Path(place), compiled)
+    if keep_text is not None and text is not None:
+        keep_text.write_text(text)
+    memory, once = compiled.memory_analysis(), compiled.cost_analysis() or {}
+    arguments, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    new = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    found = {
+        "argument_bytes": arguments,
+        "temp_bytes": temporary,
+        "peak_bytes": arguments + temporary + new,
+        "held_bytes": sum(program.held.values()),
+        "held": program.held,
+        "refused": None,
+        "loops_counted": text is not None,
+        "flops": float(once.get("flops", 0.0)),
+        "bytes_accessed": float(once.get("bytes accessed", 0.0)),
+        "collectives": None,
+        "wire_bytes": None,
+        "uncounted_kernels": None,
+        "trips": program.trips,
+        "each_trip": None,
+        "lower_seconds": round(lowering, 1),
+        "compile_seconds": round(seconds, 1),
+    }
+    if text is None:
+        return found
+    whole, one, two = (costs.count(text, n) for n in (program.trips, 1, 2))
+    return found | {
+        "flops": whole.flops,
+        "bytes_accessed": whole.bytes_accessed,
+        "collectives": {name: c._asdict() for name, c in sorted(whole.collectives.items())},
+        "wire_bytes": whole.wire_bytes,
+        "uncounted_kernels": whole.uncounted_kernels,
+        # What one more micro-batch, or token, adds.
+        "each_trip": {
+            "flops": two.flops - one.flops,
+            "bytes_accessed": two.bytes_accessed - one.bytes_accessed,
+            "wire_bytes": two.wire_bytes - one.wire_bytes,
+        },
+    }
+
+
+def _text(place: Path, compiled: Any) -> str | None:
+    """The optimised program as text; None: neither the dump nor the binding has it."""
+    dumped = sorted(place.glob("*after_optimizations.txt"), key=lambda file: file.stat().st_size)
+    if dumped:
+        return dumped[-1].read_text()
+    try:
+        return compiled.as_text()
+    except (jax.errors.JaxRuntimeError, NotImplementedError):
+        return None
+
+
+def too_large(program: Program) -> dict[str, Any]:
+    """The numbers of a program whose arguments alone are too much: not worth compiling."""
+    reason = "not compiled: temporaries are not in it"
+    return _without_costs(program, program.argument_bytes, reason) | {"compile_seconds": 0.0}
+
+
+def _refused(message: str, program: Program) -> dict[str, Any] | None:
+    """What is known of a program that was refused for its memory; None: for something else."""
+    used = re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", message)
+    if used is None:
+        return None
+    return _without_costs(program, int(float(used[1]) * UNITS[used[2]]), used[0])
+
+
+def _without_costs(program: Program, peak_bytes: int, reason: str) -> dict[str, Any]:
+    return {
+        "argument_bytes": program.argument_bytes,
+        "temp_bytes": max(0, peak_bytes - program.argument_bytes),
+        "peak_bytes": peak_bytes,
+        "held_bytes": sum(program.held.values()),
+        "held": program.held,
+        "refused": reason,
+        "loops_counted": False,
+        "flops": None,
+        "bytes_accessed": None,
+        "collectives": None,
+        "wire_bytes": None,
+        "uncounted_kernels": None,
+        "trips": program.trips,
+        "each_trip": None,
+        "lower_seconds": None,
+    }

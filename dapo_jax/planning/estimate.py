@@ -1,0 +1,173 @@
+"""How long things take at best, and a guess of how long they take: what is not compiled fact.
+
+The roofline of a program is the longest of three times: its matrix products at the chip's peak, its
+bytes at the rate of memory, and what it receives from other chips at the rate of all their links.
+Nothing is faster. An estimate of a step is its rooflines divided by `UTILISATION`.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from dapo_jax.batching import max_micro_batches
+from dapo_jax.config import Config
+from dapo_jax.planning.chips import Chip
+from dapo_jax.planning.programs import Cache, scoring_passes
+
+UTILISATION = 0.5  # assumed share of the roofline; not measured on any of these chips
+ROW_FILL = 0.95  # assumed share of a packed row that holds tokens
+SLOTS_BUSY = 0.9  # assumed share of the slots that hold a sequence while responses wait
+
+
+class Roofline(NamedTuple):
+    """Seconds of one call; None: the chip's rates, or the program's costs, are not known."""
+
+    compute: float
+    memory: float
+    links: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self)
+
+    @property
+    def bound(self) -> str:
+        return self._fields[self.index(self.seconds)]
+
+
+def roofline(
+    numbers: Mapping[str, Any],
+    chip: Chip,
+    trips: float | None = None,
+    *,
+    more_flops: float = 0.0,
+    more_bytes: float = 0.0,
+) -> Roofline | None:
+    """Of one call of a program.
+
+    Args:
+        numbers: of `compiled.measure`.
+        trips: micro-batches or tokens of the call; None: the most.
+        more_flops, more_bytes: of kernels that do not say what they cost.
+    """
+    if chip.flops is None or chip.memory_rate is None or chip.link_rate is None:
+        return None
+    if not numbers["loops_counted"]:
+        return None
+    less = 0.0 if trips is None else numbers["trips"] - trips
+    cost = lambda name: numbers[name] - less * numbers["each_trip"][name]
+    return Roofline(
+        (cost("flops") + more_flops) / chip.flops,
+        (cost("bytes_accessed") + more_bytes) / chip.memory_rate,
+        cost("wire_bytes") / chip.link_rate,
+    )
+
+
+def model_flops(config: Config, sequence_tokens: float) -> float:
+    """Operations that training on one token needs, nothing computed twice:
+
+        6 (parameters of matrix products) + 6 L N H S,   S the length of its sequence
+
+    the second for causal attention: a token sees half of its sequence.
+    """
+    c = config.model
+    layer = c.width * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
+    layer += 3 * c.width * c.ff_width
+    products = c.num_layers * layer + c.vocab_size * c.width
+    attention = c.num_layers * c.num_heads * c.head_dim * sequence_tokens
+    return 6.0 * (products + attention)
+
+
+def _attention_flops(config: Config, sequence_tokens: float, program: str) -> float:
+    """Of causal attention for one token of a row, forward, and in an update also backward and, with
+    remat, forward again."""
+    c = config.model
+    forward = 2.0 * c.num_layers * c.num_heads * c.head_dim * sequence_tokens
+    passes = 1.0
+    if program in ("train", "critic_train"):
+        passes = 4.0 if c.remat in ("full", "dots_no_batch") else 3.0
+    return passes * forward
+
+
+def step(
+    config: Config,
+    programs: Mapping[str, Mapping[str, Any]],
+    chip: Chip,
+    devices: int,
+    cache: Cache,
+    *,
+    response_tokens: int,
+    prompt_tokens: int,
+) -> dict[str, Any]:
+    """An RL step for responses and prompts of these mean lengths: batch arithmetic, and seconds of
+    each part at the roofline and as estimated; `assumptions` says what they rest on.
+
+    Responses of prompts that dynamic sampling leaves out are not in it.
+    """
+    t, r = config.train, config.rollout
+    responses = t.prompts_per_step * r.group_size
+    tokens = responses * (prompt_tokens + response_tokens)
+    updates = t.prompts_per_step // t.prompts_per_update
+    rows = math.ceil(tokens / updates / (t.row_tokens * ROW_FILL))
+    micro = min(math.ceil(rows / t.rows_per_micro_batch), max_micro_batches(config))
+    decoded = responses * response_tokens / (r.slots * SLOTS_BUSY)
+    calls = max(decoded, r.max_response_tokens) / r.decode_steps
+    times = {
+        "prefill": math.ceil(t.prompts_per_step / r.prefill_prompts),
+        "decode": calls,
+        "old_logprobs": scoring_passes(config) * updates,
+        "train": updates,
+        "critic_values": updates,
+        "critic_train": updates,
+    }
+    parts = {}
+    for name, number in times.items():
+        if name not in programs or not number:
+            continue
+        batched = name not in ("prefill", "decode")
+        kernels = programs[name]["uncounted_kernels"]
+        more_flops = more_bytes = 0.0
+        if kernels and name == "decode":
+            held = config.rollout.slots / cache.shards * (prompt_tokens + response_tokens / 2)
+            more_bytes = r.decode_steps * held * cache.slot_bytes / cache.slot_tokens
+        elif kernels and batched:
+            row = t.rows_per_micro_batch * t.row_tokens * micro / devices
+            more_flops = row * _attention_flops(config, prompt_tokens + response_tokens, name)
+        one = roofline(
+            programs[name],
+            chip,
+            micro if batched else None,
+            more_flops=more_flops,
+            more_bytes=more_bytes,
+        )
+        if one is None:
+            continue
+        at_best = number * one.seconds
+        parts[name] = {
+            "calls": number, "bound": one.bound, "roofline_seconds": at_best,
+            "seconds": at_best / UTILISATION,
+        }  # fmt: skip
+    wanted = {"prefill", "decode", "train"} | (
+        {"old_logprobs"} if scoring_passes(config) else set()
+    )
+    whole = wanted <= parts.keys()
+    seconds = sum(part["seconds"] for part in parts.values())
+    return {
+        "response_tokens": response_tokens,
+        "prompt_tokens": prompt_tokens,
+        "responses": responses,
+        "tokens": tokens,
+        "updates": updates,
+        "rows_per_update": rows,
+        "micro_batches_per_update": micro,
+        "parts": parts,
+        "roofline_seconds": sum(p["roofline_seconds"] for p in parts.values()) if whole else None,
+        "seconds": seconds if whole else None,
+        "assumptions": (
+            f"{UTILISATION:.0%} of the roofline; rows {ROW_FILL:.0%} full; {SLOTS_BUSY:.0%} of "
+            f"the slots busy, and one response of {r.max_response_tokens:,} tokens to wait for; "
+            "no time for rewards, the host, evaluation or checkpoints, nor for prompts that "
+            "dynamic sampling leaves out; attention of kernels that do not say what they cost by "
+            "its arithmetic"
+        ),
+    }

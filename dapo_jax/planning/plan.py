@@ -1,0 +1,121 @@
+"""A run's programs compiled for devices that need not be there, and what follows for the run."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dapo_jax.config import Config
+from dapo_jax.planning import chips, compiled, estimate, programs
+from dapo_jax.sharding import make_mesh
+
+GIB = chips.GIB
+
+
+def plan(
+    config: Config,
+    target: chips.Target,
+    wanted: Sequence[str],
+    say: Callable[[str], None],
+    *,
+    response_tokens: int,
+    prompt_tokens: int,
+) -> dict[str, Any]:
+    """What the compiler says of the programs, per device, and what follows.
+
+    Args:
+        wanted: names of `programs.names`.
+        say: told what is being compiled.
+        response_tokens, prompt_tokens: mean lengths of the step that is estimated.
+
+    Returns:
+        `fits`, `hbm_bytes`, `chip`, `devices`, `mesh`, and `programs` with argument_bytes,
+        temp_bytes, peak_bytes, flops, bytes_accessed, compile_seconds and more of each (see
+        `compiled.measure`), their `roofline`, `step` (see `estimate.step`), and where decode is
+        among them `slots_that_fit`.
+
+    Raises:
+        UserError: the mesh does not fit the devices, or the config the mesh.
+    """
+    mesh = make_mesh(config.mesh, target.devices)
+    chip, hbm = target.chip, target.hbm_bytes
+    known = programs.programs(config, mesh)
+    found = {}
+    for number, name in enumerate(wanted, 1):
+        least = known[name].argument_bytes + sum(known[name].held.values())
+        if hbm is not None and least > hbm:
+            found[name] = compiled.too_large(known[name]) | {"roofline": None}
+            say(f"{name} is not compiled: what it is given is more than the memory")
+            continue
+        spent = sum(numbers["compile_seconds"] for numbers in found.values())
+        so_far = f", {spent:.0f} s so far" if found else ""
+        say(f"compiling {name} for {mesh.size} {chip.name} ({number} of {len(wanted)}{so_far})")
+        numbers = compiled.measure(known[name])
+        bounds = None if numbers["refused"] else estimate.roofline(numbers, chip)
+        numbers["roofline"] = bounds and {
+            **bounds._asdict(), "seconds": bounds.seconds, "bound": bounds.bound,
+        }  # fmt: skip
+        found[name] = numbers
+    cache = programs.cache(config, mesh)
+    result: dict[str, Any] = {
+        "fits": all(need(n) <= (hbm or need(n)) and not n["refused"] for n in found.values()),
+        "hbm_bytes": hbm,
+        "chip": chip._asdict(),
+        "devices": mesh.size,
+        "mesh": dict(mesh.shape),
+        "remat": config.model.remat,
+        "programs": found,
+        "model_flops_per_token": estimate.model_flops(config, prompt_tokens + response_tokens),
+        "step": estimate.step(
+            config, found, chip, mesh.size, cache,
+            response_tokens=response_tokens, prompt_tokens=prompt_tokens,
+        ),
+    }  # fmt: skip
+    if "decode" in found and hbm is not None:
+        free = hbm - need(found["decode"]) + cache.pool_bytes
+        result["slots"] = config.rollout.slots
+        result["tokens_per_slot"] = cache.slot_tokens
+        result["slots_that_fit"] = max(0, int(free // cache.slot_bytes)) * cache.shards
+    return result
+
+
+def need(numbers: Mapping[str, Any]) -> int:
+    """Bytes of a device while a program runs: its own, and what the run holds beside it."""
+    return numbers["peak_bytes"] + numbers["held_bytes"]
+
+
+def remedy(config: Config, result: Mapping[str, Any]) -> str:
+    """By how much the worst program is too large, of what, and what would make it smaller."""
+    hbm, shape = result["hbm_bytes"], result["mesh"]
+    name, worst = max(result["programs"].items(), key=lambda item: need(item[1]))
+    over = need(worst) - hbm if hbm is not None else 0
+    parts = {"arguments": worst["argument_bytes"], "temporaries": worst["temp_bytes"]}
+    parts |= worst["held"]
+    made_of = ", ".join(f"{part} {size / GIB:.2f}" for part, size in parts.items())
+    reason = f" ({worst['refused']})" if worst["refused"] else ""
+    if hbm is not None and not worst["refused"] and worst["peak_bytes"] <= hbm:
+        reason = "; alone it would fit, what the run holds beside it does not"
+    largest = max(parts, key=lambda part: parts[part])
+    t, shards = config.train, shape["data"] * shape["fsdp"]
+    training = name not in ("decode", "prefill")
+    ways = []
+    if training and config.model.remat != "full":
+        ways.append("config.model.remat='full' (layers computed again in the backward pass)")
+    if training and not config.optimizer.offload:
+        ways.append("config.optimizer.offload or moments_dtype='bfloat16'")
+    if training and t.rows_per_micro_batch > shards:
+        ways.append(f"config.train.rows_per_micro_batch={shards} (one row a shard)")
+    if name == "decode":
+        slots = result.get("slots_that_fit", 0)
+        ways.append(
+            f"config.rollout.slots={slots} or a config.rollout.cache_gib"
+            if slots
+            else "config.rollout.cache_dtype='int8'"
+        )
+    if largest in ("temporaries", "rollout's parameters") or name == "prefill":
+        ways.append("a larger config.mesh.tensor (heads, feed-forward, the rollout's parameters)")
+    if training:
+        ways.append("more devices on config.mesh.fsdp (parameters and optimiser)")
+        if largest == "temporaries":
+            ways.append("a shorter config.train.row_tokens with shorter responses")
+    least = "at least " if not worst["compile_seconds"] else ""
+    text = f"{name} needs {least}{over / GIB:.2f} GiB more than there are: {made_of} GiB{reason}."
+    return f"{text} What would help: {'; '.join(ways)}. --search tries meshes and remat."

@@ -1,0 +1,199 @@
+"""The programs of a run, lowered for shapes: the same jitted functions, with the same shardings and
+donations, that the learner and the engine call.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from dapo_jax import batching, critic, model, train_step
+from dapo_jax.config import Config
+from dapo_jax.parameters import SELECTION_PARAMETERS
+from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.programs import rollout_dtypes, rollout_layout
+from dapo_jax.rollout.spec import EngineSpec
+from dapo_jax.sharding import check_batch_shapes, param_shardings
+from dapo_jax.trainer import engine_spec
+
+PROGRAMS = ("train", "old_logprobs", "decode", "prefill")
+CRITIC_PROGRAMS = ("critic_train", "critic_values")  # where there is a critic
+# An update never reads it; any token will do.
+STOP_TOKENS = (0,)
+
+
+class Program(NamedTuple):
+    """One program of a run on a mesh."""
+
+    lower: Callable[[], Any]
+    # The most micro-batches of a call, or the tokens of a decode call: loops that the program runs
+    # as often as it is told to.
+    trips: int
+    # Bytes of a device that the run holds while the program runs, beside its arguments.
+    held: dict[str, int]
+    # Bytes of a device that the program is given.
+    argument_bytes: int
+
+
+class Cache(NamedTuple):
+    """The KV cache of a device."""
+
+    pool_bytes: int
+    slot_bytes: int  # the pages of one sequence at its longest
+    slot_tokens: int
+    shards: int
+
+
+def cache(config: Config, mesh: Mesh) -> Cache:
+    """The KV cache of the run's engine on a mesh."""
+    spec = engine_spec(config, mesh, config.data.max_prompt_tokens, STOP_TOKENS)
+    pool = _pool_bytes(spec, mesh)
+    slot = pool // spec.shard_pages * spec.table_pages
+    return Cache(pool, slot, spec.max_tokens, spec.shards)
+
+
+def names(config: Config) -> tuple[str, ...]:
+    """Of all programs of the run."""
+    return PROGRAMS + (CRITIC_PROGRAMS if config.critic is not None else ())
+
+
+def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
+    """The programs of the run by their names; nothing is compiled.
+
+    Raises:
+        UserError: the config does not fit the mesh.
+    """
+    check_batch_shapes(config, mesh.shape["data"], mesh.shape["fsdp"])
+    c, t = config.model, config.train
+    M = batching.max_micro_batches(config)
+    rows_MBT = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((M, t.rows_per_micro_batch, t.row_tokens), x.dtype),
+        batching.empty_rows(1, 1),
+    )
+    integer, real = (jax.ShapeDtypeStruct((), dtype) for dtype in (np.int32, np.float32))
+    params = model.param_shapes(c)
+    params_at = param_shardings(c, config.mesh, mesh)
+    state = jax.eval_shape(functools.partial(train_step.init_state, config), params)
+    state_at = train_step.state_shardings(config, mesh)
+    reference = params if config.objective.kl_estimator == "full" else None
+
+    spec = engine_spec(config, mesh, config.data.max_prompt_tokens, STOP_TOKENS)
+    engine = DecoderEngine(spec, mesh)
+    rolled = jax.eval_shape(lambda p: rollout_dtypes(p, jnp.dtype(c.compute_dtype)), params)
+    rolled_at = param_shardings(c, rollout_layout(spec.layout), mesh)
+
+    parameters = device_bytes(params, params_at)
+    policy = device_bytes(state, state_at)
+    copy = device_bytes(rolled, rolled_at)
+    pool = _pool_bytes(spec, mesh)
+    rows = sum(x.size * x.dtype.itemsize for x in rows_MBT) // spec.shards
+    # What a run holds from one step to the next; `train.one_step` keeps the rollout's copy too.
+    held = {"policy with optimiser": policy}
+    same = jax.tree.map(
+        lambda x, a, b: a.is_equivalent_to(b, len(x.shape)), params, params_at, rolled_at
+    )
+    # Where they are the policy's own they are not copied, and rollouts run beside the optimiser.
+    shared = c.param_dtype == c.compute_dtype and all(jax.tree.leaves(same))
+    rolling, moments = ("rollout's parameters",), {}
+    if shared:
+        rolling, moments = ("policy with optimiser",), {"optimiser": policy - parameters}
+    else:
+        held["rollout's parameters"] = copy
+    if _needs_reference(config):
+        held["reference"] = parameters
+    values: Any = None
+    values_at: Any = None
+    if config.critic is not None:
+        values = jax.eval_shape(functools.partial(critic.init_state, config), params)
+        values_at = critic.state_shardings(config, mesh)
+        held["critic with optimiser"] = device_bytes(values, values_at)
+
+    def program(
+        lower: Callable[[], Any], trips: int, arguments: int, *own: str, **left: int
+    ) -> Program:
+        beside = {name: size for name, size in held.items() if name not in own} | left
+        return Program(lower, trips, beside, arguments)
+
+    update: Any = train_step.compile_update(config, mesh)
+    score: Any = train_step.compile_scoring(config, mesh)
+    given = policy + rows + (parameters if reference is not None else 0)
+    own = ("policy with optimiser", *(("reference",) if reference is not None else ()))
+    found = {
+        "train": program(
+            lambda: update.lower(state, rows_MBT, integer, real, real, reference), M, given, *own
+        ),
+        "old_logprobs": program(
+            lambda: score.lower(params, rows_MBT, integer),
+            M,
+            parameters + rows,
+            "policy with optimiser",
+            optimiser=policy - parameters,
+        ),
+        "decode": program(
+            lambda: engine.lower(rolled, "decode", spec.params.mode),
+            spec.decode_steps,
+            copy + pool,
+            *rolling,
+            **moments,
+        ),
+        "prefill": program(
+            lambda: engine.lower(rolled, "prefill", spec.params.mode),
+            1,
+            copy,
+            *rolling,
+            **moments,
+            cache=pool,
+        ),
+    }
+    if config.critic is not None:
+        change: Any = critic.compile_update(config, mesh)
+        value: Any = critic.compile_values(config, mesh)
+        size = held["critic with optimiser"]
+        own_values = device_bytes(values.params, values_at.params)
+        found["critic_train"] = program(
+            lambda: change.lower(values, rows_MBT, integer, real, real),
+            M,
+            size + rows,
+            "critic with optimiser",
+        )
+        found["critic_values"] = program(
+            lambda: value.lower(values.params, rows_MBT, integer),
+            M,
+            own_values + rows,
+            "critic with optimiser",
+            optimiser=size - own_values,
+        )
+    return found
+
+
+def scoring_passes(config: Config) -> int:
+    """How often a step computes log-probs of its batch outside the update, as `learner` does."""
+    o, c = config.objective, config.correction
+    reference = o.reward_kl_coefficient > 0 or (o.kl_coefficient > 0 and o.kl_estimator != "full")
+    current = o.loss in SELECTION_PARAMETERS or (c is not None and c.policy == "current")
+    return sum((config.rollout.log_prob_source == "recompute", reference, current))
+
+
+def device_bytes(shapes: Any, shardings: Any) -> int:
+    """Bytes that a device holds of arrays; those in the host's memory are not in it."""
+
+    def size(x: jax.ShapeDtypeStruct, at: jax.sharding.NamedSharding) -> int:
+        if at.memory_kind == "pinned_host":
+            return 0
+        return int(np.prod(at.shard_shape(x.shape), dtype=np.int64)) * x.dtype.itemsize
+
+    return sum(jax.tree.leaves(jax.tree.map(size, shapes, shardings)))
+
+
+def _needs_reference(config: Config) -> bool:
+    return config.objective.kl_coefficient > 0 or config.objective.reward_kl_coefficient > 0
+
+
+def _pool_bytes(spec: EngineSpec, mesh: Mesh) -> int:
+    kv = dict(spec.layout.rules)["kv_heads"]
+    pool = spec.pool_layout.pool(spec.model, spec.shard_pages)
+    return sum(x.size * x.dtype.itemsize for x in pool) // (mesh.shape[kv] if kv else 1)

@@ -1,0 +1,169 @@
+"""A plan as text: what is compiled fact, what is arithmetic, and what is an estimate."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from dapo_jax.config import Config
+from dapo_jax.planning import chips, plan
+
+GIB = chips.GIB
+
+
+def describe(config: Config, result: Mapping[str, Any]) -> str:
+    """The result of `plan.plan` as text."""
+    chip, hbm = result["chip"], result["hbm_bytes"]
+    memory = "memory not known" if hbm is None else f"{hbm / GIB:.1f} GiB each"
+    lines = [
+        f"{result['devices']} {chip['name']} ({memory}), mesh {_mesh(result['mesh'])}, "
+        f"remat {result['remat']}",
+        "",
+        "Compiled: per device",
+        *_memory(result),
+        "",
+        "Counted in the compiled programs: per device and call, loops as often as they run",
+        *_costs(result),
+        *_collectives(result),
+        "",
+        *_rates(chip),
+        *_step(config, result),
+        "",
+    ]
+    if "slots_that_fit" in result:
+        lines.append(
+            f"Arithmetic: {result['slots_that_fit']:,} slots of {result['tokens_per_slot']:,} "
+            f"tokens fit (the config has {result['slots']:,})"
+        )
+    fits = "it fits" if result["fits"] else "it does not fit: " + plan.remedy(config, result)
+    return "\n".join([*lines, fits])
+
+
+def _size(num_bytes: float) -> str:
+    if num_bytes >= GIB / 10:
+        return f"{num_bytes / GIB:.2f} GiB"
+    return f"{num_bytes / 2**20:.2f} MiB"
+
+
+def _seconds(number: float) -> str:
+    return f"{number:,.0f} s" if number >= 100 else f"{number:.3g} s"
+
+
+def _scaled(number: float) -> str:
+    """With a thousand's prefix: 6.397e16 is 64 P."""
+    for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if number >= 10**power:
+            return f"{number / 10**power:.4g} {prefix}"
+    return f"{number:.4g}"
+
+
+def _mesh(shape: Mapping[str, int]) -> str:
+    return " x ".join(f"{name} {size}" for name, size in shape.items())
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    form = lambda row: "  ".join(
+        text.ljust(width) if number == 0 else text.rjust(width)
+        for number, (text, width) in enumerate(zip(row, widths))
+    )
+    return ["  " + form(row).rstrip() for row in rows]
+
+
+def _memory(result: Mapping[str, Any]) -> list[str]:
+    rows: list[tuple[str, ...]] = [
+        ("program", "arguments", "temporary", "peak", "held beside", "together", "compiled in")
+    ]
+    hbm = result["hbm_bytes"]
+    for name, n in result["programs"].items():
+        sizes = [n[f"{key}_bytes"] for key in ("argument", "temp", "peak", "held")]
+        whole = plan.need(n)
+        share = "" if hbm is None else f" = {100 * whole / hbm:.0f} %"
+        seconds = f"{n['compile_seconds']:.0f} s" + (", refused" if n["refused"] else "")
+        seconds = seconds if n["compile_seconds"] else "not compiled"
+        rows.append((name, *map(_size, sizes), f"{_size(whole)}{share}", seconds))
+    held = {k: v for n in result["programs"].values() for k, v in n["held"].items()}
+    beside = ", ".join(f"{name} {_size(size)}" for name, size in held.items())
+    return [*_table(rows), f"  held beside (arithmetic): what else the run keeps: {beside}"]
+
+
+def _costs(result: Mapping[str, Any]) -> list[str]:
+    rows: list[tuple[str, ...]] = [
+        ("program", "trips", "FLOP", "bytes", "received", "at best", "bound by")
+    ]
+    notes = []
+    for name, n in result["programs"].items():
+        if n["refused"]:
+            continue
+        bounds, received = n["roofline"], n["wire_bytes"]
+        at_best = ("unknown", "unknown")
+        if bounds is not None:
+            at_best = _seconds(bounds["seconds"]), bounds["bound"]
+        known = (_scaled(n["flops"]), _scaled(n["bytes_accessed"]))
+        links = "unknown" if received is None else _scaled(received)
+        rows.append((name, f"{n['trips']:,}", *known, links, *at_best))
+        if not n["loops_counted"]:
+            notes.append(
+                f"  {name}: the compiler did not give the program; its own analysis, which counts "
+                "the body of a loop once"
+            )
+        if n["uncounted_kernels"]:
+            notes.append(
+                f"  {name}: {n['uncounted_kernels']:,} calls of kernels that do not say what they "
+                "cost are not in these figures"
+            )
+    if len(rows) == 1:
+        return ["  nothing: no program was compiled"]
+    return [
+        *_table(rows),
+        "  trips: micro-batches of the longest mini-batch, or tokens of a decode call",
+        *notes,
+    ]
+
+
+def _collectives(result: Mapping[str, Any]) -> list[str]:
+    rows: list[tuple[str, ...]] = [("collectives", "kind", "calls", "bytes", "received")]
+    for name, n in result["programs"].items():
+        for kind, c in (n["collectives"] or {}).items():
+            sizes = _scaled(c["bytes"]), _scaled(c["wire_bytes"])
+            rows.append((name, kind, f"{c['calls']:,}", *sizes))
+    return ["", *_table(rows)] if len(rows) > 1 else []
+
+
+def _rates(chip: Mapping[str, Any]) -> list[str]:
+    if chip["flops"] is None:
+        return [f"Rates of a {chip['name']!r} are not known here: no roofline and no estimate", ""]
+    return [
+        f"Rates of a {chip['name']} as stated ({chip['source']}): {chip['flops'] / 1e12:.0f} "
+        f"TFLOP/s bfloat16, memory {chip['memory_rate'] / 1e9:,.0f} GB/s, links "
+        f"{chip['link_rate'] / 1e9:,.0f} GB/s in",
+        "",
+    ]
+
+
+def _step(config: Config, result: Mapping[str, Any]) -> list[str]:
+    s, t, d = result["step"], config.train, result["devices"]
+    flops = s["tokens"] * result["model_flops_per_token"]
+    lines = [
+        f"Arithmetic of one step, prompts of {s['prompt_tokens']:,} and responses of "
+        f"{s['response_tokens']:,} tokens",
+        f"  {t.prompts_per_step:,} prompts x {config.rollout.group_size} = {s['responses']:,} "
+        f"responses, {s['tokens']:,} tokens; {s['updates']} updates of {s['rows_per_update']:,} "
+        f"rows of {t.row_tokens:,} = {s['micro_batches_per_update']:,} micro-batches of "
+        f"{t.rows_per_micro_batch}",
+        f"  training needs {_scaled(flops / d)}FLOP a device if nothing is computed twice "
+        "(6 for each parameter and token, and causal attention)",
+    ]
+    if not s["parts"]:
+        return lines
+    rows: list[tuple[str, ...]] = [("part", "calls", "at best", "estimate", "bound by")]
+    for name, part in s["parts"].items():
+        rows.append(
+            (name, f"{math.ceil(part['calls']):,}", _seconds(part["roofline_seconds"]),
+             _seconds(part["seconds"]), part["bound"])
+        )  # fmt: skip
+    lines += ["", "Estimate of one step", *_table(rows)]
+    if s["seconds"] is None:
+        lines.append("  the whole step: --program=all")
+    else:
+        lines.append(f"  one step: {s['seconds']:,.0f} s; at best {s['roofline_seconds']:,.0f} s")
+    return [*lines, f"  assumed, not measured: {s['assumptions']}"]

@@ -1,0 +1,239 @@
+"""Which mesh shapes and remat policies fit, best first.
+
+All are ranked by arithmetic, which costs nothing; the best few of those that seem to fit are
+compiled, and those that do fit are ranked by their rooflines.
+"""
+
+import dataclasses
+import math
+import time
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dapo_jax import attention, model
+from dapo_jax.batching import max_micro_batches
+from dapo_jax.config import Config, ModelConfig
+from dapo_jax.planning import chips, plan
+from dapo_jax.planning.estimate import model_flops
+from dapo_jax.sharding import bytes_per_device, param_specs
+from dapo_jax.types import UserError
+
+# The arithmetic is rough: what seems to need so much more than there is may still fit.
+SLACK = 1.25
+COMPILED = 3  # candidates at most
+REMAT = typing.get_args(typing.get_type_hints(ModelConfig)["remat"])
+
+
+class Candidate(NamedTuple):
+    """A mesh and remat policy with what arithmetic says of its training program."""
+
+    config: Config
+    bytes: float  # of a device, and what the run holds beside it
+    seconds: float | None  # of the longest mini-batch, at best; None: no rates
+
+    @property
+    def name(self) -> str:
+        m = self.config.mesh
+        return f"fsdp {m.fsdp} x tensor {m.tensor}, remat {self.config.model.remat}"
+
+
+def candidates(config: Config, target: chips.Target) -> tuple[list[Candidate], list[str]]:
+    """(all that divide, fastest first; why the other shapes do not).
+
+    Rows of a micro-batch, slots and prompts of a prefill become the nearest multiple of the shards
+    where they are not one.
+    """
+    devices = len(target.devices)
+    found, refused = [], []
+    for tensor in (n for n in range(1, devices + 1) if devices % n == 0):
+        fsdp = devices // tensor
+        try:
+            on_mesh = _on_mesh(config, fsdp, tensor)
+        except UserError as error:
+            refused.append(f"fsdp {fsdp} x tensor {tensor}: {error}")
+            continue
+        for remat in REMAT:
+            changed = dataclasses.replace(
+                on_mesh, model=dataclasses.replace(config.model, remat=remat)
+            )
+            found.append(_by_arithmetic(changed, target))
+    return sorted(found, key=lambda c: (c.seconds or 0.0, c.bytes)), refused
+
+
+def search(
+    config: Config,
+    target: chips.Target,
+    wanted: tuple[str, ...],
+    say: Callable[[str], None],
+    *,
+    response_tokens: int,
+    prompt_tokens: int,
+    compiled: int = COMPILED,
+) -> dict[str, Any]:
+    """What was tried, best first.
+
+    Args:
+        wanted: the programs that have to fit.
+        compiled: candidates that are compiled, at most.
+
+    Returns:
+        `fits` whether one does, `hbm_bytes`, `found` with name, mesh, remat, changes, and of those
+        that were compiled the `plan` of each, and `refused`.
+    """
+    ranked, refused = candidates(config, target)
+    hbm = target.hbm_bytes
+    likely = [c for c in ranked if hbm is None or c.bytes <= SLACK * hbm] or sorted(
+        ranked, key=lambda c: c.bytes
+    )[:1]
+    chosen, rows, begun = likely[:compiled], [], time.monotonic()
+    say(
+        f"{len(ranked)} candidates, {len(refused)} mesh shapes do not divide, {len(likely)} may "
+        f"fit by arithmetic; compiling {len(chosen)}"
+    )
+    for number, candidate in enumerate(chosen):
+        left = ""
+        if number:
+            each = (time.monotonic() - begun) / number
+            left = f", about {each * (len(chosen) - number):.0f} s left"
+        say(f"candidate {number + 1} of {len(chosen)}: {candidate.name}{left}")
+        found = plan.plan(
+            candidate.config, target, wanted, say,
+            response_tokens=response_tokens, prompt_tokens=prompt_tokens,
+        )  # fmt: skip
+        rows.append(_row(config, candidate, found))
+    rows.sort(key=lambda row: (not row["plan"]["fits"], row["seconds"] or 0.0))
+    rows += [_row(config, c, None) for c in ranked if c not in chosen]
+    return {
+        "fits": any(row["plan"] is not None and row["plan"]["fits"] for row in rows),
+        "hbm_bytes": hbm,
+        "found": rows,
+        "refused": refused,
+    }
+
+
+def describe(result: Mapping[str, Any]) -> str:
+    """The result of `search` as text."""
+    hbm = result["hbm_bytes"]
+    lines = [f"memory of a device: {'not known' if hbm is None else f'{hbm / chips.GIB:.1f} GiB'}"]
+    compiled = [row for row in result["found"] if row["plan"] is not None]
+    fitting = [row for row in compiled if row["plan"]["fits"]]
+    lines.append("Compiled, and it fits, best first (longest mini-batch at the roofline):")
+    lines += [_line(row) for row in fitting] or ["  none"]
+    lines += ["Compiled, and it does not fit:"] if len(compiled) > len(fitting) else []
+    lines += [_line(row) for row in compiled if row not in fitting]
+    lines.append("By arithmetic alone, not compiled:")
+    lines += [_line(row) for row in result["found"] if row["plan"] is None] or ["  none"]
+    lines += ["Mesh shapes that do not divide:"] if result["refused"] else []
+    return "\n".join([*lines, *(f"  {text}" for text in result["refused"])])
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    seconds = "time unknown" if row["seconds"] is None else f"{row['seconds']:.4g} s"
+    changes = "".join(f" --{name}={value}" for name, value in row["changes"].items())
+    return f"  {row['name']}: {row['bytes'] / chips.GIB:.1f} GiB, {seconds};{changes}"
+
+
+def _row(config: Config, c: Candidate, found: Mapping[str, Any] | None) -> dict[str, Any]:
+    size, seconds = c.bytes, c.seconds
+    if found is not None:
+        numbers = found["programs"].values()
+        size = max(map(plan.need, numbers))
+        bounds = [n["roofline"] for n in numbers]
+        seconds = sum(b["seconds"] for b in bounds) if all(bounds) else None
+    return {
+        "name": c.name,
+        "mesh": {"data": c.config.mesh.data, "fsdp": c.config.mesh.fsdp,
+                 "tensor": c.config.mesh.tensor},
+        "remat": c.config.model.remat,
+        "changes": _changes(config, c.config),
+        "bytes": size,
+        "seconds": seconds,
+        "plan": found,
+    }  # fmt: skip
+
+
+def _changes(before: Config, after: Config) -> dict[str, Any]:
+    """The fields of a candidate that are not the config's."""
+    found = {}
+    for group in ("mesh", "model", "train", "rollout"):
+        old, new = getattr(before, group), getattr(after, group)
+        for field in dataclasses.fields(new):
+            value = getattr(new, field.name)
+            if value != getattr(old, field.name):
+                found[f"config.{group}.{field.name}"] = value
+    return found
+
+
+def _on_mesh(config: Config, fsdp: int, tensor: int) -> Config:
+    """The config on a mesh of this shape.
+
+    Raises:
+        UserError: an axis of a parameter is not divisible.
+    """
+    layout = dataclasses.replace(config.mesh, data=1, fsdp=fsdp, tensor=tensor)
+    sizes = {"data": 1, "fsdp": fsdp, "tensor": tensor}
+
+    def check(shape: jax.ShapeDtypeStruct, spec: jax.sharding.PartitionSpec) -> None:
+        for size, axis in zip(shape.shape, spec):
+            if axis is not None and size % sizes[axis]:
+                raise UserError(f"{axis} {sizes[axis]} does not divide {size}")
+
+    shapes = model.param_shapes(config.model)
+    jax.tree.map(check, shapes, param_specs(config.model, layout))
+    up = lambda n: n + -n % fsdp
+    t, r = config.train, config.rollout
+    return dataclasses.replace(
+        config,
+        mesh=layout,
+        train=dataclasses.replace(t, rows_per_micro_batch=up(t.rows_per_micro_batch)),
+        rollout=dataclasses.replace(r, slots=up(r.slots), prefill_prompts=up(r.prefill_prompts)),
+    )
+
+
+def _by_arithmetic(config: Config, target: chips.Target) -> Candidate:
+    """Memory: parameters, moments and the sum of gradients, the rollout's copy, what the layers
+    keep for the backward pass, and the scores of one layer's attention, if XLA's. Time: products at
+    the peak, and what tensor and fsdp axes exchange at the rate of the links, whichever is longer.
+    """
+    c, t, m, chip = config.model, config.train, config.mesh, target.chip
+    shapes, specs = model.param_shapes(c), param_specs(c, m)
+    sizes = {"data": m.data, "fsdp": m.fsdp, "tensor": m.tensor}
+    like = lambda dtype: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
+    held = lambda tree: bytes_per_device(tree, specs, sizes)
+    state = held(shapes) + held(like(jnp.float32))
+    if not config.optimizer.offload:
+        state += 2 * held(like(jnp.dtype(config.optimizer.moments_dtype)))
+    width = jnp.dtype(c.compute_dtype).itemsize
+    number = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
+    copy = number * width / m.tensor
+    rows = t.rows_per_micro_batch / (m.data * m.fsdp)
+    tokens, T = rows * t.row_tokens, t.row_tokens
+    attended, ff = c.num_heads * c.head_dim / m.tensor, c.ff_width / m.tensor
+    products = 2 * attended + 2 * c.num_kv_heads * c.head_dim / m.tensor + 2 * ff + 2 * c.width
+    kept = {
+        "none": products + 2 * c.width + ff,
+        "dots": products,
+        "dots_no_batch": products - attended,
+        "attention_mlp": attended + 2 * ff,
+        "attention": attended,
+        "full": 0.0,
+    }[c.remat] + c.width
+    kernel = c.attention != "xla" and target.devices[0].platform != "cpu"
+    queries = T if T <= attention.LONG_ROW else attention.QUERY_CHUNK
+    scores = 0.0 if kernel else rows * c.num_heads / m.tensor * queries * T * (4 + width)
+    of_scores = c.num_layers if c.remat in ("none", "dots") else 1
+    layers = c.num_layers * tokens * kept * width + of_scores * scores
+    layers += tokens * (products + c.width) * width  # of the one that is computed
+    if chip.flops is None or chip.link_rate is None:
+        return Candidate(config, state + copy + layers, None)
+    again = {"full": 4 / 3, "attention": 1.3, "attention_mlp": 1.15}.get(c.remat, 1.0)
+    compute = again * model_flops(config, T) * tokens / m.tensor / chip.flops
+    passes = 2 if c.remat in ("none", "dots") else 3
+    gathered = passes * number / m.tensor * width * (1 - 1 / m.fsdp)
+    reduced = passes * 2 * c.num_layers * tokens * c.width * width * 2 * (1 - 1 / m.tensor)
+    seconds = max(compute, (gathered + reduced) / chip.link_rate)
+    return Candidate(config, state + copy + layers, seconds * max_micro_batches(config))

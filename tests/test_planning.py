@@ -1,0 +1,329 @@
+"""launch/plan.py: what is compiled, what is counted, and what is said of what does not fit."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import pytest
+
+from dapo_jax.command_line import parse
+from dapo_jax.planning import chips, compiled, costs, estimate, plan, programs, report, search
+from dapo_jax.sharding import make_mesh
+from tests.helpers import replace_model, tiny_config
+from tests.runs import load_launcher
+
+main = load_launcher("plan")
+V5P = chips.CHIPS["TPU v5"]
+QWEN = "--config=configs/qwen32b_dapo.py"
+MODEL = dict(
+    width=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, ff_width=160, remat="full"
+)
+CONFIG = tiny_config(
+    **{f"model__{name}": value for name, value in MODEL.items()},
+    mesh__data=2,
+    mesh__fsdp=2,
+    mesh__tensor=2,
+    train__prompts_per_update=4,
+    rollout__decode_steps=4,
+)
+LENGTHS = dict(response_tokens=16, prompt_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def found():
+    """All programs, compiled for the eight devices of the tests, with the rates of a chip."""
+    target = chips.target("local")._replace(chip=V5P)
+    with jax.numpy_dtype_promotion("standard"):  # optax is not written for strict promotion
+        return plan.plan(CONFIG, target, programs.PROGRAMS, lambda _: None, **LENGTHS)
+
+
+def products_of(config, tokens, seen):
+    """(of the layers, of the unembedding), operations forward, from the sizes of the matrices."""
+    c = config.model
+    weights = [
+        c.width * c.num_heads * c.head_dim,
+        2 * c.width * c.num_kv_heads * c.head_dim,
+        c.num_heads * c.head_dim * c.width,
+        3 * c.width * c.ff_width,
+    ]
+    attention = 2 * c.num_heads * c.head_dim * seen
+    layers = c.num_layers * (sum(weights) + attention)
+    return 2 * tokens * layers, 2 * tokens * c.vocab_size * c.width
+
+
+def test_operations_are_those_of_the_arithmetic(found):
+    """Loops over layers, micro-batches and tokens are counted as often as they run."""
+    numbers, t, r = found["programs"], CONFIG.train, CONFIG.rollout
+    M = numbers["train"]["trips"]
+    assert M > 1, "else the micro-batches show nothing"
+    # XLA's attention of 64 tokens: two parts of 32, over 32 keys and over 64.
+    assert t.row_tokens == 64
+    layers, head = products_of(CONFIG, M * t.rows_per_micro_batch * t.row_tokens, 48)
+    # Forward, forward again for the backward pass, and that: two products for each.
+    assert numbers["train"]["flops"] * 8 == pytest.approx(4 * layers + 4 * head, rel=0.1)
+    assert numbers["old_logprobs"]["flops"] * 8 == pytest.approx(layers + head, rel=0.1)
+    seen = programs.cache(CONFIG, make_mesh(CONFIG.mesh)).slot_tokens
+    layers, head = products_of(CONFIG, r.slots * r.decode_steps, seen)
+    assert numbers["decode"]["flops"] * 8 == pytest.approx(layers + head, rel=0.1)
+
+
+def test_what_a_trip_adds(found):
+    n = found["programs"]["train"]
+    assert n["each_trip"]["flops"] * n["trips"] == pytest.approx(n["flops"], rel=0.01)
+    assert 0 < n["each_trip"]["bytes_accessed"] * n["trips"] < n["bytes_accessed"]
+
+
+def test_the_result(found):
+    assert found["fits"] and found["hbm_bytes"] > 0 and found["devices"] == 8
+    assert set(found["programs"]) == {"train", "old_logprobs", "decode", "prefill"}
+    for name, n in found["programs"].items():
+        assert n["loops_counted"] and n["uncounted_kernels"] == 0, name
+        assert n["peak_bytes"] >= n["argument_bytes"] + n["temp_bytes"] > 0
+        assert n["flops"] > 0 and n["bytes_accessed"] > n["argument_bytes"] / 2
+        assert n["compile_seconds"] > 0 and n["roofline"]["seconds"] > 0
+    train = found["programs"]["train"]
+    assert train["argument_bytes"] == pytest.approx(
+        programs.programs(CONFIG, make_mesh(CONFIG.mesh))["train"].argument_bytes, rel=0.05
+    )
+    assert {"all-gather", "all-reduce"} <= set(train["collectives"])
+    assert found["slots_that_fit"] > found["slots"]
+    step = found["step"]
+    assert step["seconds"] == pytest.approx(step["roofline_seconds"] / estimate.UTILISATION)
+    assert {"prefill", "decode", "train"} <= set(step["parts"])
+    json.dumps(found, allow_nan=False)
+
+
+def test_the_text_says_what_is_fact_and_what_is_not(found):
+    text = report.describe(CONFIG, found)
+    parts = ("Compiled: per device", "Counted in the compiled programs", "Arithmetic of one")
+    for part in (*parts, "Estimate of one step", "assumed, not measured", "all-reduce", "it fits"):
+        assert part in text, part
+
+
+def test_an_update_of_fewer_micro_batches_takes_less(found):
+    n = found["programs"]["train"]
+    one, all_of_them = (estimate.roofline(n, V5P, trips) for trips in (1, None))
+    assert one.compute == pytest.approx(all_of_them.compute / n["trips"], rel=0.02)
+    assert one.memory < all_of_them.memory
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_would():
+    target = chips.target("local")._replace(hbm_bytes=10_000)
+    found = plan.plan(CONFIG, target, ("train",), lambda _: None, **LENGTHS)
+    assert not found["fits"] and found["programs"]["train"]["compile_seconds"] == 0
+    text = report.describe(CONFIG, found)
+    assert re.search(
+        r"does not fit: train needs at least \d\.\d\d GiB more.*config\.mesh\.fsdp", text
+    )
+    json.dumps(found, allow_nan=False)
+
+
+def test_a_program_that_the_compiler_refuses_has_the_figure_of_the_compiler():
+    class Lowered:
+        def compile(self, **_):
+            raise jax.errors.JaxRuntimeError(
+                "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory "
+                "space hbm. Used 123.50G of 95.74G hbm. Exceeded hbm capacity by 27.76G."
+            )
+
+    program = programs.Program(Lowered, 2, {"optimiser": 5}, 2**30)
+    n = compiled.measure(program)
+    assert n["peak_bytes"] == 123.5 * 2**30 and n["temp_bytes"] == 122.5 * 2**30
+    assert n["refused"] == "Used 123.50G of 95.74G hbm" and n["held_bytes"] == 5
+
+
+HLO = """HloModule made_up
+
+%inside (p.1: (s32[], f32[4,8])) -> pred[] {
+  %p.1 = (s32[], f32[4,8]{1,0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%p.1), index=0
+  %limit = s32[] constant(5)
+  ROOT %less = pred[] compare(%i.1, %limit), direction=LT
+}
+
+%layer (p.2: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
+  %p.2 = (s32[], f32[4,8]{1,0}) parameter(0)
+  %i.2 = s32[] get-tuple-element(%p.2), index=0
+  %x = f32[4,8]{1,0} get-tuple-element(%p.2), index=1
+  %w = f32[8,8]{1,0:T(8,128)S(1)} constant({...})
+  %y = f32[4,8]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %sum = f32[4,8]{1,0} all-reduce(%y), replica_groups=[2,4]<=[8], to_apply=%add
+  ROOT %t = (s32[], f32[4,8]{1,0}) tuple(%i.2, %sum)
+}
+
+%told (p.3: (s32[], s32[], f32[4,8])) -> pred[] {
+  %p.3 = (s32[], s32[], f32[4,8]{1,0}) parameter(0)
+  %i.3 = s32[] get-tuple-element(%p.3), index=0
+  %n = s32[] get-tuple-element(%p.3), index=1
+  ROOT %less.2 = pred[] compare(%i.3, %n), direction=LT
+}
+
+%micro_batch (p.4: (s32[], s32[], f32[4,8])) -> (s32[], s32[], f32[4,8]) {
+  %p.4 = (s32[], s32[], f32[4,8]{1,0}) parameter(0)
+  %i.4 = s32[] get-tuple-element(%p.4), index=0
+  %n.2 = s32[] get-tuple-element(%p.4), index=1
+  %x.2 = f32[4,8]{1,0} get-tuple-element(%p.4), index=2
+  %t.2 = (s32[], f32[4,8]{1,0}) tuple(%i.4, %x.2)
+  %loop = (s32[], f32[4,8]{1,0}) while(%t.2), condition=%inside, body=%layer
+  %x.3 = f32[4,8]{1,0} get-tuple-element(%loop), index=1
+  ROOT %t.3 = (s32[], s32[], f32[4,8]{1,0}) tuple(%i.4, %n.2, %x.3)
+}
+
+%sliced (a: f32[100,8], b: s32[]) -> f32[1,8] {
+  %a = f32[100,8]{1,0} parameter(0)
+  %b = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %slice = f32[1,8]{1,0} dynamic-slice(%a, %b, %zero), dynamic_slice_sizes={1,8}
+}
+
+ENTRY %main (n.3: s32[], x.4: f32[4,8], table: f32[100,8]) -> f32[1,8] {
+  %n.3 = s32[] parameter(0)
+  %x.4 = f32[4,8]{1,0} parameter(1)
+  %table = f32[100,8]{1,0} parameter(2)
+  %t.4 = (s32[], s32[], f32[4,8]{1,0}) tuple(%n.3, %n.3, %x.4)
+  %outer = (s32[], s32[], f32[4,8]{1,0}) while(%t.4), condition=%told, body=%micro_batch
+  ROOT %row = f32[1,8]{1,0} fusion(%table, %n.3), kind=kLoop, calls=%sliced
+}
+"""
+
+
+def test_counting_in_a_program_by_hand():
+    found = costs.count(HLO, unknown_trips=3)
+    loops = 3 * 5
+    assert found.flops == loops * 2 * 4 * 8 * 8
+    reduced = found.collectives["all-reduce"]
+    assert reduced == (loops, loops * 128, loops * 128 * 2 * 3 / 4)
+    # The product reads x and writes y, not the matrix on the chip; the sum reads and writes; the
+    # slice reads a row of the table and its number, and writes the row.
+    assert found.bytes_accessed == loops * (2 * 128 + 2 * 128) + 32 + 4 + 32
+    assert costs.count(HLO).flops == found.flops / 3
+
+
+@pytest.mark.parametrize(
+    "left, right, out, attributes, flops",
+    [
+        # A product of 4 tokens with 10 heads, as TPUs have it: the padding is not computed.
+        ("4,16,1", "16,10,8", "4,10,8", "window={size=10 pad=9_9 rhs_reversal=1}, "
+         "dim_labels=bf0_i0o->b0f", 2 * 4 * 16 * 80),
+        # Two heads, each with its own keys: 5 queries, 6 keys.
+        ("2,5,16", "2,6,16", "2,5,6", "window={size=2 lhs_dilate=2}, dim_labels=0bf_0oi->0bf",
+         2 * 2 * 5 * 6 * 16),
+        ("4,16", "16,8", "4,8", "dim_labels=bf_io->bf", 2 * 4 * 16 * 8),
+    ],
+)  # fmt: skip
+def test_products_of_tpus_are_convolutions(left, right, out, attributes, flops):
+    text = f"""ENTRY %main (a: bf16[{left}], b: bf16[{right}]) -> f32[{out}] {{
+  %a = bf16[{left}]{{0}} parameter(0)
+  %b = bf16[{right}]{{0}} parameter(1)
+  ROOT %c = f32[{out}]{{0}} convolution(%a, %b), {attributes}
+}}
+"""
+    assert costs.count(text).flops == flops
+
+
+@pytest.mark.parametrize(
+    "target, config, flops, uncounted",
+    [
+        ("__cublas$gemm", '{"gemm_backend_config":{"dot_dimension_numbers":'
+         '{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}', 1024, 0),
+        ("tpu_custom_call", '{"custom_call_config":{"cost_estimate":{"flops":"77"}}}', 77, 0),
+        ("tpu_custom_call", "{}", 0, 1),
+        ("Sharding", "{}", 0, 0),
+    ],
+)  # fmt: skip
+def test_kernels_count_with_what_they_say(target, config, flops, uncounted):
+    text = f"""ENTRY %main (a: bf16[4,16], b: bf16[16,8]) -> bf16[4,8] {{
+  %a = bf16[4,16]{{1,0}} parameter(0)
+  %b = bf16[16,8]{{1,0}} parameter(1)
+  ROOT %c = bf16[4,8]{{1,0}} custom-call(%a, %b), custom_call_target="{target}", \
+backend_config={config}
+}}
+"""
+    found = costs.count(text)
+    assert (found.flops, found.uncounted_kernels) == (flops, uncounted)
+
+
+def test_training_needs_six_operations_a_parameter():
+    config = tiny_config(model__tie_embeddings=False)
+    c = config.model
+    layers, head = products_of(config, 1, 0)
+    assert estimate.model_flops(config, 0) == 3 * (layers + head)
+    attention = estimate.model_flops(config, 100) - estimate.model_flops(config, 0)
+    assert attention == 6 * c.num_layers * c.num_heads * c.head_dim * 100
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_search_ranks_shapes_that_divide_and_compiles_the_best():
+    target, said = chips.target("local")._replace(chip=V5P), []
+    ranked, refused = search.candidates(CONFIG, target)
+    names = {c.name for c in ranked}
+    assert "fsdp 4 x tensor 2, remat full" in names and "fsdp 8 x tensor 1, remat none" in names
+    assert any("tensor 8" in text and "does not divide" in text for text in refused), refused
+    full, none = (
+        next(c for c in ranked if c.name == f"fsdp 8 x tensor 1, remat {remat}")
+        for remat in ("full", "none")
+    )
+    assert full.seconds > none.seconds and full.bytes < none.bytes
+    result = search.search(CONFIG, target, ("train",), said.append, compiled=1, **LENGTHS)
+    assert result["fits"] and [row["plan"] is not None for row in result["found"]].count(True) == 1
+    text = search.describe(result)
+    assert "best first" in text and "does not divide" in text and "--config.mesh.fsdp=" in text
+    assert any("candidate 1 of 1" in line for line in said)
+    json.dumps(result, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "--topology is needed"),
+        (
+            ["--topology=v5p:4x4x4", "--program=sing"],
+            "--program must be one of train, old_logprobs, decode, prefill, all; got 'sing'",
+        ),
+        (["--topology=v9:1"], r"--topology=v9:1 is not known. Known are .*v5p:4x4x4.*local"),
+        (["--topology=local"], r"config.mesh .*does not fit 8 device"),
+        (["--topology=local", "--response_tokens=99999"], "from 1 to 20,480; got 99999"),
+    ],
+)
+def test_a_wrong_command_is_told(capsys, arguments, message):
+    assert main(["program", QWEN, *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "Traceback" not in err and re.search(message, err), err
+
+
+def test_the_command_prints_one_object(capsys):
+    arguments = ["--config=configs/tiny_dapo.py", "--topology=local", "--program=prefill", "--json"]
+    assert main(["program", *arguments, "--config.mesh.data=8"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found["fits"] and set(found["programs"]) == {"prefill"} and found["hbm_bytes"] > 0
+    assert found["programs"]["prefill"]["roofline"] is None, "rates of a CPU are not known"
+    assert "compiling prefill for 8" in err
+
+
+def test_a_copy_for_rollouts_that_is_the_policy_is_no_copy():
+    def held(**changes):
+        config = dataclasses.replace(
+            CONFIG, mesh=dataclasses.replace(CONFIG.mesh, data=4, fsdp=1, tensor=2)
+        )
+        config = dataclasses.replace(config, model=replace_model(config, **changes))
+        found = programs.programs(config, make_mesh(config.mesh))
+        return [set(found[name].held) for name in ("train", "decode")]
+
+    assert held() == [set(), {"optimiser"}]
+    assert held(compute_dtype="bfloat16") == [{"rollout's parameters"}, {"policy with optimiser"}]
+    spread = programs.programs(CONFIG, make_mesh(CONFIG.mesh))["train"].held
+    assert "rollout's parameters" in spread, "gathered over fsdp"
+
+
+def test_a_run_with_a_critic_has_its_programs_too():
+    config, _ = parse(["program", "--config=configs/tiny_ppo.py", "--config.mesh.data=8"], "")
+    found = programs.programs(config, make_mesh(config.mesh))
+    assert set(found) == set(programs.names(config)) == {
+        *programs.PROGRAMS, "critic_train", "critic_values",
+    }  # fmt: skip
+    assert "critic with optimiser" in found["train"].held
+    assert "critic with optimiser" not in found["critic_train"].held
+    lowered = found["critic_values"].lower().as_text()
+    assert "func.func public @main" in lowered
