@@ -20,7 +20,7 @@ LAYERS = [
      "run_directory", "report", "benchmark_page", "report_data", "report_plots", "paper_curves"],
     ["rollout.jetstream", "rollout.sampling", "rollout.kernels", "rollout.paged", "rollout.slots",
      "rollout.spec", "rollout.programs", "rollout.engine", "rollout.stop_strings",
-     "rollout.scheduler", "rollout"],
+     "rollout.admission", "rollout.scheduler", "rollout"],
     ["optimizer", "train_step", "critic", "dynamic_sampling", "pretrain", "problems", "plan"],
     ["weights"],
     ["base", "evaluate", "metrics", "score_file"],

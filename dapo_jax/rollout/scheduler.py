@@ -1,10 +1,10 @@
-"""Keeps the engine supplied with prompts until every response is drawn.
+"""Draws responses: has prompts admitted, calls the engine, reads what it drew.
 
 The interface to the rest is `generate`: prompts, parameters and a key in, responses with log-probs
-out. Another engine can take its place.
+out. Another engine can take its place. Which prompts go to the engine and when is decided in
+`admission`.
 """
 
-import collections
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -13,15 +13,15 @@ import jax
 import numpy as np
 
 from dapo_jax import model
+from dapo_jax.rollout.admission import Admission, Request, Sample, Table
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.sampling import Mode, SamplingParams
-from dapo_jax.rollout.slots import Arrivals, DecodeState
+from dapo_jax.rollout.slots import DecodeState
 from dapo_jax.rollout.spec import NOT_FINITE, OVER, VALID, Step
 from dapo_jax.rollout.stop_strings import completed_at
 from dapo_jax.types import Detokenize, Problem, Response
 
 IDLE_SECONDS = 0.002
-Sample = tuple[int, int, int]  # shard, entry, column
 # Takes (problem, sample, response) of responses that have ended.
 Finished = Callable[[list[tuple[int, int, Response]]], None]
 # Takes (problem, sample, tokens just drawn, whether they are the last).
@@ -97,22 +97,6 @@ class _Call(NamedTuple):
     arrivals: int  # requests handed over before it
 
 
-class _Request(NamedTuple):
-    """Samples of one prompt that become an entry together."""
-
-    number: int  # of the problem
-    problem: Problem
-    first: int  # number of the first sample
-    samples: int
-    # Tokens and log-probs of the one sample that goes on after it was preempted.
-    begun: tuple[np.ndarray, np.ndarray] | None = None
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        begun = () if self.begun is None else tuple(self.begun[0].tolist())
-        return self.problem.prompt_tokens + begun
-
-
 class _Run:
     """One call of `generate`."""
 
@@ -128,208 +112,73 @@ class _Run:
         limits: Callable[[int, int], int] | None,
     ):
         spec = engine.spec
-        self.engine, self.params, self.problems = engine, params, problems
-        self.detokenize, self.num_samples = detokenize, num_samples
-        self.sampling = spec.params if sampling is None else sampling
-        self.mode: Mode = self.sampling.mode
-        self.limits = limits
-        self.key_data = np.asarray(jax.random.key_data(key))
+        self.engine, self.params, self.detokenize = engine, params, detokenize
+        sampling = spec.params if sampling is None else sampling
+        self.mode: Mode = sampling.mode
         self.finished: Finished = lambda _: None
         self.drawn: Drawn | None = None
         self.stop_strings: tuple[str, ...] = ()
         self.stats = RolloutStats()
-        self.done: list[dict[int, Response]] = []  # of each problem taken, by sample
-        self.exhausted = False  # no more problems will come
-        self.queue: collections.deque[_Request] = collections.deque()
+        self.table = Table(spec)
+        self.admission = Admission(engine, self.table, problems, num_samples, key, sampling, limits)
+        self.done = self.admission.done
         self.state: DecodeState = engine.init_decode_state()
-        R, E, G, T = spec.shards, spec.entries, spec.samples, spec.max_response_tokens
-        self.requests: list[list[_Request | None]] = [[None] * E for _ in range(R)]
-        self.order = np.zeros((R, E), np.int64)
-        self.arrivals = 0
-        self.waiting = np.zeros((R, E, G), bool)  # responses that have not ended
-        self.count = np.zeros((R, E, G), np.int32)  # tokens drawn
-        self.tokens = np.zeros((R, E, G, T), np.int32)
-        self.log_probs = np.zeros((R, E, G, T), np.float32)
         # Results are read one call late: the device never waits for the host. With them goes which
         # shards had work, and how many requests had arrived.
         self.late: _Call | None = None
         self.calls_to_pass = 0  # that were made before a sample was cancelled
         # What the unread call drew of samples cancelled since it was made is nobody's, also where
         # their entry is already another prompt's.
-        self.cancelled = np.zeros((R, E, G), bool)
-        self.free = np.full(R, spec.shard_pages - 1)  # pages, at least, when the next call begins
-        # A call takes at most so many pages: each slot's own, and those of samples that come.
-        steps = spec.decode_steps
-        per_slot = -(-steps // spec.page_tokens) + 2
-        self.pages_a_call = spec.slots // R * per_slot
-        self.since_late = np.zeros(R, int)  # pages of prompts handed over since the late call
+        self.cancelled = np.zeros_like(self.table.waiting)
 
     def has_work(self) -> bool:
         """Whether responses are still to come."""
-        if self.late is not None or self.waiting.any() or self.queue:
+        if self.late is not None or self.table.waiting.any() or self.admission.queue:
             return True
-        if not self.exhausted:
-            self._take(1)
-        return bool(self.queue) or not self.exhausted
+        if not self.admission.exhausted:
+            self.admission.take(1)
+        return bool(self.admission.queue) or not self.admission.exhausted
 
     def one_call(self) -> None:
         """Hands prompts over, calls `decode`, reads the results of the call before."""
-        self._admit()
+        unread = self.late is not None
+        self.state = self.admission.admit(self.params, self.state, unread=unread)
         now = None
-        if self.waiting.any():
+        if self.table.waiting.any():
             pages = self._table_pages()
             self.state, now = self.engine.decode(self.params, self.state, pages, self.mode)
             jax.tree.map(lambda x: x.copy_to_host_async(), now)
         late, self.late = self.late, None
         if now is not None:
-            self.late = _Call(now, np.asarray(self.waiting.any(axis=(1, 2))), self.arrivals)
+            had_work_R = np.asarray(self.table.waiting.any(axis=(1, 2)))
+            self.late = _Call(now, had_work_R, self.admission.arrivals)
         if late is None and now is None:
             time.sleep(IDLE_SECONDS)  # for problems that are to come later
         if late is not None:
             self._read(late._replace(step=Step(*map(np.asarray, late.step))))
-
-    def _take(self, num: int) -> None:
-        """Makes requests of up to so many problems, if they are to be had."""
-        for _ in range(num):
-            try:
-                problem = next(self.problems)
-            except StopIteration:
-                self.exhausted = True
-                return
-            if problem is None:
-                return
-            index = len(self.done)
-            self.done.append({})
-            G = self.engine.spec.samples
-            for first in range(0, self.num_samples, G):
-                samples = min(G, self.num_samples - first)
-                self.queue.append(_Request(index, problem, first, samples))
-
-    def _admit(self) -> None:
-        """Prefills prompts for the entries that are free, a batch at a time."""
-        spec = self.engine.spec
-        P = spec.prefill_prompts // spec.shards
-        while True:
-            free = [[e for e, r in enumerate(rs) if r is None] for rs in self.requests]
-            room = sum(map(len, free))
-            if len(self.queue) < min(room, spec.prefill_prompts):
-                self._take(min(room, spec.prefill_prompts) - len(self.queue))
-            # Part of a batch only when there is no whole one to come, or the slots run dry.
-            whole = min(spec.prefill_prompts, spec.shards * P)
-            starving = self.waiting.sum() < spec.slots
-            if not self.queue or room == 0:
-                return
-            if min(len(self.queue), room) < whole and not (starving or self.exhausted):
-                return
-            batch = self._batch(free, P)
-            if not batch:
-                return
-            self._hand_over(batch)
-
-    def _batch(self, free: list[list[int]], P: int) -> list[tuple[int, int, _Request]]:
-        """(shard, entry, request) of the next prompts: to the shard that has least to do."""
-        spec = self.engine.spec
-        load = self.waiting.sum(axis=(1, 2))
-        batch: list[tuple[int, int, _Request]] = []
-        taken = [0] * spec.shards
-        while self.queue:
-            shards = [r for r in range(spec.shards) if free[r] and taken[r] < P]
-            if not shards:
-                break
-            r = min(shards, key=lambda r: load[r])
-            request = self.queue[0]
-            if not self._fits(r, request, alone=not any(r == other for other, *_ in batch)):
-                break
-            self.queue.popleft()
-            batch.append((r, free[r].pop(0), request))
-            taken[r] += 1
-            load[r] += request.samples
-            pages = -(-len(request.tokens) // spec.page_tokens)
-            self.free[r] -= pages
-            self.since_late[r] += pages
-        return batch
-
-    def _fits(self, r: int, request: _Request, *, alone: bool) -> bool:
-        """Whether there are pages for the prompt, and for one sequence to go on to its end.
-
-        Args:
-            alone: whether no other is handed over to the shard with it.
-        """
-        spec = self.engine.spec
-        if spec.num_pages is None:
-            return True
-        unread = 0 if self.late is None else self.pages_a_call
-        need = -(-len(request.tokens) // spec.page_tokens)
-        alone = alone and not self.waiting[r].any() and self.late is None
-        reserve = 0 if alone else spec.table_pages + 2
-        return self.free[r] - unread >= need + reserve
-
-    def _hand_over(self, batch: list[tuple[int, int, _Request]]) -> None:
-        spec = self.engine.spec
-        R, P = spec.shards, spec.prefill_prompts // spec.shards
-        longest = max(len(request.tokens) for _, _, request in batch)
-        A = spec.page_tokens
-        T = A * next(n for n in self.engine.prompt_pages if n * A >= longest)
-        tokens_RPT = np.zeros((R, P, T), np.int32)
-        length_RP = np.ones((R, P), np.int32)
-        ids_RP2 = np.zeros((R, P, 2), np.uint32)
-        zeros = lambda: np.zeros((R, P), np.int32)
-        entry_RP, samples_RP, first_RP, drawn_RP = zeros() + spec.entries, zeros(), zeros(), zeros()
-        limit_RPG = np.full((R, P, spec.samples), spec.max_response_tokens, np.int32)
-        row = [0] * R
-        for r, e, request in batch:
-            p, row[r] = row[r], row[r] + 1
-            tokens = request.tokens
-            tokens_RPT[r, p, : len(tokens)], length_RP[r, p] = tokens, len(tokens)
-            ids_RP2[r, p] = request.problem.id, request.problem.epoch
-            entry_RP[r, p], samples_RP[r, p], first_RP[r, p] = e, request.samples, request.first
-            if self.limits is not None:
-                numbers = range(request.first, request.first + request.samples)
-                limit_RPG[r, p, : request.samples] = [
-                    self.limits(request.number, s) for s in numbers
-                ]
-            self.requests[r][e] = request
-            self.order[r, e] = self.arrivals
-            self.arrivals += 1
-            self.waiting[r, e, : request.samples] = True
-            self.count[r, e] = 0
-            if request.begun is not None:
-                drawn_RP[r, p] = n = len(request.begun[0])
-                self.count[r, e, 0] = n
-                self.tokens[r, e, 0, :n], self.log_probs[r, e, 0, :n] = request.begun
-        keys_RP2 = _problem_keys(self.key_data, ids_RP2.reshape(-1, 2)).reshape(R, P, 2)
-        prefix = self.engine.prefill_many(self.params, tokens_RPT, length_RP, np.asarray(keys_RP2))
-        full = lambda value, dtype: np.full((R, P), value, dtype)
-        t, p, k, m = self.sampling
-        params = SamplingParams(
-            full(t, np.float32), full(p, np.float32), full(k, np.int32), full(m, np.float32)
-        )
-        arrivals = Arrivals(entry_RP, samples_RP, first_RP, drawn_RP, limit_RPG, params)
-        self.state = self.engine.enqueue(self.state, prefix, arrivals)
 
     def _table_pages(self) -> int:
         """Enough for every sequence in the next call, as far as it is known here."""
         spec = self.engine.spec
         unread = spec.decode_steps * (1 if self.late is None else 2)
         longest = 0
-        for r, requests in enumerate(self.requests):
+        for r, requests in enumerate(self.table.requests):
             for e, request in enumerate(requests):
                 if request is not None:
-                    most = self.count[r, e][self.waiting[r, e]].max(initial=0)
+                    most = self.table.count[r, e][self.table.waiting[r, e]].max(initial=0)
                     longest = max(longest, len(request.problem.prompt_tokens) + int(most))
         longest = min(longest + unread, spec.max_tokens)
         A = spec.page_tokens
         return next(n for n in self.engine.table_pages if n * A >= longest)
 
-    def _read(self, call: "_Call") -> None:
+    def _read(self, call: _Call) -> None:
         """Takes the tokens of a call, and ends responses."""
         spec, step = self.engine.spec, call.step
-        self.free = step.free_R - self.since_late
-        self.since_late = np.zeros_like(self.since_late)
+        self.admission.read(step.free_R)
         valid_RkB = step.flags_RkB & VALID > 0
         ours_RkB = valid_RkB & ~self._discarded(step)
         self.cancelled[:] = False
-        before_REG = self.count.copy()
+        before_REG = self.table.count.copy()
         ended: list[tuple[int, int, int, bool]] = []
         news: dict[Sample, list[int]] = {}
         for i in range(valid_RkB.shape[1]):
@@ -337,12 +186,12 @@ class _Run:
                 break
             shard, slot = np.nonzero(ours_RkB[:, i])
             at = shard, step.entry_RkB[shard, i, slot], step.column_RkB[shard, i, slot]
-            place = self.count[at]
-            self.tokens[(*at, place)] = step.token_RkB[shard, i, slot]
-            self.log_probs[(*at, place)] = step.log_prob_RkB[shard, i, slot]
-            self.count[at] += 1
+            place = self.table.count[at]
+            self.table.tokens[(*at, place)] = step.token_RkB[shard, i, slot]
+            self.table.log_probs[(*at, place)] = step.log_prob_RkB[shard, i, slot]
+            self.table.count[at] += 1
             offered = step.waiting_Rk[:, i] > 0
-            if self.queue:
+            if self.admission.queue:
                 offered[:] = True
             busy = valid_RkB[:, i].sum(axis=1)[offered].sum()
             self.stats += RolloutStats(
@@ -364,10 +213,12 @@ class _Run:
         ended = [work for work in ended if work[:3] not in cut] + [(*work, True) for work in cut]
         if self.drawn is not None and news:
             last = {work[:3] for work in ended}
-            self.drawn([(*self._who(*work), t, work in last) for work, t in news.items()])
+            self.drawn([(*self.table.who(*work), t, work in last) for work, t in news.items()])
         if ended:
             self._end(ended, cut)
-        stuck_R = call.had_work_R & ~valid_RkB.any(axis=(1, 2)) & self.waiting.any(axis=(1, 2))
+        stuck_R = (
+            call.had_work_R & ~valid_RkB.any(axis=(1, 2)) & self.table.waiting.any(axis=(1, 2))
+        )
         if self.calls_to_pass:
             self.calls_to_pass -= 1
         elif stuck_R.any():
@@ -392,31 +243,30 @@ class _Run:
             news: what the call drew, as far as it was kept; cut too.
         """
         works: list[Sample] = [
-            (r, e, c) for r, e, c in np.argwhere(self.count > before_REG).tolist()
+            (r, e, c) for r, e, c in np.argwhere(self.table.count > before_REG).tolist()
         ]
-        known = [self.tokens[work][: self.count[work] - (work in invalid)] for work in works]
+        known = [
+            self.table.tokens[work][: self.table.count[work] - (work in invalid)] for work in works
+        ]
         first_new = [int(before_REG[work]) for work in works]
         places = completed_at(self.stop_strings, self.detokenize, known, first_new)
         cut = {work: place for work, place in zip(works, places) if place is not None}
         for work, place in cut.items():
-            self.stats += RolloutStats(tokens=place - int(self.count[work]))
-            self.count[work] = place
+            self.stats += RolloutStats(tokens=place - int(self.table.count[work]))
+            self.table.count[work] = place
             if work in news:
                 del news[work][place - int(before_REG[work]) :]
         return list(cut)
 
-    def _who(self, r: int, e: int, column: int) -> tuple[int, int]:
-        request = self.requests[r][e]
-        assert request is not None
-        return request.number, request.first + column
-
     def _end(self, ended: list[tuple[int, int, int, bool]], cut: list[Sample]) -> None:
         stops = set(self.engine.spec.stop_tokens)
-        tokens = [self.tokens[r, e, c, : self.count[r, e, c]].copy() for r, e, c, _ in ended]
+        tokens = [
+            self.table.tokens[r, e, c, : self.table.count[r, e, c]].copy() for r, e, c, _ in ended
+        ]
         texts = self.detokenize(tokens)
         told = []
         for (r, e, c, finite), tokens_T, text in zip(ended, tokens, texts):
-            log_probs = self.log_probs[r, e, c, : len(tokens_T)].copy()
+            log_probs = self.table.log_probs[r, e, c, : len(tokens_T)].copy()
             by_itself = int(tokens_T[-1]) in stops or (r, e, c) in cut
             reason = "stop" if by_itself else "length"
             if not finite:
@@ -424,17 +274,12 @@ class _Run:
                 log_probs[-1] = 0.0
                 reason = "invalid"
                 self.stats += RolloutStats(invalid=1)
-            index, sample = self._who(r, e, c)
+            index, sample = self.table.who(r, e, c)
             response = Response(tokens_T, log_probs, reason, text)
             self.done[index][sample] = response
             told.append((index, sample, response))
-            self._close(r, e, c)
+            self.table.close(r, e, c)
         self.finished(told)
-
-    def _close(self, r: int, e: int, column: int) -> None:
-        self.waiting[r, e, column] = False
-        if not self.waiting[r, e].any():
-            self.requests[r][e] = None
 
     def _preempt(self, stuck_R: np.ndarray, waiting_R: np.ndarray, arrivals: int) -> list[Sample]:
         """Where nothing moves every sequence waits for a page. The youngest gives up its own, and
@@ -446,23 +291,25 @@ class _Run:
         gone: list[Sample] = []
         for r in np.flatnonzero(stuck_R).tolist():
             in_order = sorted(
-                (self.order[r, e], e)
-                for e, request in enumerate(self.requests[r])
-                if request is not None and self.order[r, e] < arrivals
+                (self.table.order[r, e], e)
+                for e, request in enumerate(self.table.requests[r])
+                if request is not None and self.table.order[r, e] < arrivals
             )
-            works = [(e, int(c)) for _, e in in_order for c in np.flatnonzero(self.waiting[r, e])]
+            works = [
+                (e, int(c)) for _, e in in_order for c in np.flatnonzero(self.table.waiting[r, e])
+            ]
             in_slots = works[: len(works) - int(waiting_R[r])]
             if len(in_slots) < 2:
                 continue
             e, c = in_slots[-1]
             gone.append((r, e, c))
-            request, n = self.requests[r][e], self.count[r, e, c]
+            request, n = self.table.requests[r][e], self.table.count[r, e, c]
             assert request is not None
-            begun = self.tokens[r, e, c, :n].copy(), self.log_probs[r, e, c, :n].copy()
-            self.queue.appendleft(
-                _Request(request.number, request.problem, request.first + c, 1, begun)
+            begun = self.table.tokens[r, e, c, :n].copy(), self.table.log_probs[r, e, c, :n].copy()
+            self.admission.queue.appendleft(
+                Request(request.number, request.problem, request.first + c, 1, begun)
             )
-            self._close(r, e, c)
+            self.table.close(r, e, c)
             self.stats += RolloutStats(preempted=1)
         return gone
 
@@ -478,14 +325,3 @@ class _Run:
             row[r] += 1
             self.cancelled[r, e, c] = self.late is not None
         self.state = self.engine.cancel(self.state, entry_RW, column_RW)
-
-
-@jax.jit
-def _problem_keys(key_2: jax.Array, ids_P2: jax.Array) -> jax.Array:
-    """uint32 [P, 2]: the step's key folded with the id and the epoch of each problem."""
-
-    def fold(id_2: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.wrap_key_data(key_2), id_2[0])
-        return jax.random.key_data(jax.random.fold_in(key, id_2[1]))
-
-    return jax.vmap(fold)(ids_P2)

@@ -1,0 +1,242 @@
+"""What is admitted: which prompts are handed to the engine, when, and to which of its shards.
+
+What comes of them is read in `scheduler`; the two share the `Table`.
+"""
+
+import collections
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from dapo_jax import model
+from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.sampling import SamplingParams
+from dapo_jax.rollout.slots import Arrivals, DecodeState
+from dapo_jax.rollout.spec import EngineSpec
+from dapo_jax.types import Problem, Response
+
+Sample = tuple[int, int, int]  # shard, entry, column
+
+
+class Request(NamedTuple):
+    """Samples of one prompt that become an entry together."""
+
+    number: int  # of the problem
+    problem: Problem
+    first: int  # number of the first sample
+    samples: int
+    # Tokens and log-probs of the one sample that goes on after it was preempted.
+    begun: tuple[np.ndarray, np.ndarray] | None = None
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        begun = () if self.begun is None else tuple(self.begun[0].tolist())
+        return self.problem.prompt_tokens + begun
+
+
+class Table:
+    """What the entries of the device hold, as far as the host has read: R shards of E entries of up
+    to G samples, T tokens each at most."""
+
+    def __init__(self, spec: EngineSpec):
+        R, E, G, T = spec.shards, spec.entries, spec.samples, spec.max_response_tokens
+        self.requests: list[list[Request | None]] = [[None] * E for _ in range(R)]
+        self.order = np.zeros((R, E), np.int64)  # of arrival
+        self.waiting = np.zeros((R, E, G), bool)  # responses that have not ended
+        self.count = np.zeros((R, E, G), np.int32)  # tokens drawn
+        self.tokens = np.zeros((R, E, G, T), np.int32)
+        self.log_probs = np.zeros((R, E, G, T), np.float32)
+
+    def who(self, r: int, e: int, column: int) -> tuple[int, int]:
+        """(problem, sample)."""
+        request = self.requests[r][e]
+        assert request is not None
+        return request.number, request.first + column
+
+    def open(self, r: int, e: int, request: Request, order: int) -> None:
+        """An entry for the request."""
+        self.requests[r][e] = request
+        self.order[r, e] = order
+        self.waiting[r, e, : request.samples] = True
+        self.count[r, e] = 0
+        if request.begun is not None:
+            self.count[r, e, 0] = n = len(request.begun[0])
+            self.tokens[r, e, 0, :n], self.log_probs[r, e, 0, :n] = request.begun
+
+    def close(self, r: int, e: int, column: int) -> None:
+        """Without the sample; the entry is free when none is left."""
+        self.waiting[r, e, column] = False
+        if not self.waiting[r, e].any():
+            self.requests[r][e] = None
+
+
+class Admission:
+    """Takes problems, and hands their prompts over.
+
+    Args:
+        problems: None stands for one that is to come later.
+        limits: most tokens of a response, by problem and sample; None: the engine's own.
+    """
+
+    def __init__(
+        self,
+        engine: DecoderEngine,
+        table: Table,
+        problems: Iterator[Problem | None],
+        num_samples: int,
+        key: jax.Array,
+        sampling: SamplingParams,
+        limits: Callable[[int, int], int] | None,
+    ):
+        self.engine, self.table, self.problems = engine, table, problems
+        self.num_samples, self.sampling, self.limits = num_samples, sampling, limits
+        self.key_data = np.asarray(jax.random.key_data(key))
+        self.done: list[dict[int, Response]] = []  # of each problem taken, by sample
+        self.exhausted = False  # no more problems will come
+        self.queue: collections.deque[Request] = collections.deque()
+        self.arrivals = 0
+        spec = engine.spec
+        self.free = np.full(spec.shards, spec.shard_pages - 1)  # pages, at least, at the next call
+        # A call takes at most so many pages: each slot's own, and those of samples that come.
+        steps = spec.decode_steps
+        per_slot = -(-steps // spec.page_tokens) + 2
+        self.pages_a_call = spec.slots // spec.shards * per_slot
+        # Pages of prompts handed over since the call whose results are still to be read.
+        self.since_late = np.zeros(spec.shards, int)
+
+    def read(self, free_R: np.ndarray) -> None:
+        """Takes how many pages were free at the end of the call that was read last."""
+        self.free = free_R - self.since_late
+        self.since_late = np.zeros_like(self.since_late)
+
+    def take(self, num: int) -> None:
+        """Makes requests of up to so many problems, if they are to be had."""
+        for _ in range(num):
+            try:
+                problem = next(self.problems)
+            except StopIteration:
+                self.exhausted = True
+                return
+            if problem is None:
+                return
+            index = len(self.done)
+            self.done.append({})
+            G = self.engine.spec.samples
+            for first in range(0, self.num_samples, G):
+                samples = min(G, self.num_samples - first)
+                self.queue.append(Request(index, problem, first, samples))
+
+    def admit(self, params: model.Params, state: DecodeState, *, unread: bool) -> DecodeState:
+        """The state with prompts prefilled for the entries that are free, a batch at a time.
+
+        Args:
+            unread: whether a call's results are still to be read.
+        """
+        spec = self.engine.spec
+        P = spec.prefill_prompts // spec.shards
+        while True:
+            free = [[e for e, r in enumerate(rs) if r is None] for rs in self.table.requests]
+            room = sum(map(len, free))
+            if len(self.queue) < min(room, spec.prefill_prompts):
+                self.take(min(room, spec.prefill_prompts) - len(self.queue))
+            # Part of a batch only when there is no whole one to come, or the slots run dry.
+            whole = min(spec.prefill_prompts, spec.shards * P)
+            starving = self.table.waiting.sum() < spec.slots
+            if not self.queue or room == 0:
+                return state
+            if min(len(self.queue), room) < whole and not (starving or self.exhausted):
+                return state
+            batch = self._batch(free, P, unread)
+            if not batch:
+                return state
+            state = self._hand_over(params, state, batch)
+
+    def _batch(self, free: list[list[int]], P: int, unread: bool) -> list[tuple[int, int, Request]]:
+        """(shard, entry, request) of the next prompts: to the shard that has least to do."""
+        spec = self.engine.spec
+        load = self.table.waiting.sum(axis=(1, 2))
+        batch: list[tuple[int, int, Request]] = []
+        taken = [0] * spec.shards
+        while self.queue:
+            shards = [r for r in range(spec.shards) if free[r] and taken[r] < P]
+            if not shards:
+                break
+            r = min(shards, key=lambda r: load[r])
+            request = self.queue[0]
+            alone = not unread and not any(r == other for other, *_ in batch)
+            if not self._fits(r, request, alone=alone, unread=unread):
+                break
+            self.queue.popleft()
+            batch.append((r, free[r].pop(0), request))
+            taken[r] += 1
+            load[r] += request.samples
+            pages = -(-len(request.tokens) // spec.page_tokens)
+            self.free[r] -= pages
+            self.since_late[r] += pages
+        return batch
+
+    def _fits(self, r: int, request: Request, *, alone: bool, unread: bool) -> bool:
+        """Whether there are pages for the prompt, and for one sequence to go on to its end.
+
+        Args:
+            alone: whether no other is on its way to the shard.
+        """
+        spec = self.engine.spec
+        if spec.num_pages is None:
+            return True
+        need = -(-len(request.tokens) // spec.page_tokens)
+        alone = alone and not self.table.waiting[r].any()
+        reserve = 0 if alone else spec.table_pages + 2
+        return self.free[r] - unread * self.pages_a_call >= need + reserve
+
+    def _hand_over(
+        self, params: model.Params, state: DecodeState, batch: list[tuple[int, int, Request]]
+    ) -> DecodeState:
+        spec = self.engine.spec
+        R, P = spec.shards, spec.prefill_prompts // spec.shards
+        longest = max(len(request.tokens) for _, _, request in batch)
+        A = spec.page_tokens
+        T = A * next(n for n in self.engine.prompt_pages if n * A >= longest)
+        tokens_RPT = np.zeros((R, P, T), np.int32)
+        length_RP = np.ones((R, P), np.int32)
+        ids_RP2 = np.zeros((R, P, 2), np.uint32)
+        zeros = lambda: np.zeros((R, P), np.int32)
+        entry_RP, samples_RP, first_RP, drawn_RP = zeros() + spec.entries, zeros(), zeros(), zeros()
+        limit_RPG = np.full((R, P, spec.samples), spec.max_response_tokens, np.int32)
+        row = [0] * R
+        for r, e, request in batch:
+            p, row[r] = row[r], row[r] + 1
+            tokens = request.tokens
+            tokens_RPT[r, p, : len(tokens)], length_RP[r, p] = tokens, len(tokens)
+            ids_RP2[r, p] = request.problem.id, request.problem.epoch
+            entry_RP[r, p], samples_RP[r, p], first_RP[r, p] = e, request.samples, request.first
+            drawn_RP[r, p] = len(tokens) - len(request.problem.prompt_tokens)
+            if self.limits is not None:
+                numbers = range(request.first, request.first + request.samples)
+                limit_RPG[r, p, : request.samples] = [
+                    self.limits(request.number, s) for s in numbers
+                ]
+            self.table.open(r, e, request, self.arrivals)
+            self.arrivals += 1
+        keys_RP2 = _problem_keys(self.key_data, ids_RP2.reshape(-1, 2)).reshape(R, P, 2)
+        prefix = self.engine.prefill_many(params, tokens_RPT, length_RP, np.asarray(keys_RP2))
+        full = lambda value, dtype: np.full((R, P), value, dtype)
+        t, p, k, m = self.sampling
+        asked = SamplingParams(
+            full(t, np.float32), full(p, np.float32), full(k, np.int32), full(m, np.float32)
+        )
+        arrivals = Arrivals(entry_RP, samples_RP, first_RP, drawn_RP, limit_RPG, asked)
+        return self.engine.enqueue(state, prefix, arrivals)
+
+
+@jax.jit
+def _problem_keys(key_2: jax.Array, ids_P2: jax.Array) -> jax.Array:
+    """uint32 [P, 2]: the step's key folded with the id and the epoch of each problem."""
+
+    def fold(id_2: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(key_2), id_2[0])
+        return jax.random.key_data(jax.random.fold_in(key, id_2[1]))
+
+    return jax.vmap(fold)(ids_P2)
