@@ -5,7 +5,7 @@ stopped anywhere and started again goes on as if it had never stopped.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,9 +16,9 @@ from dapo_jax import base, metrics, prefilter
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.compilations import CompilationCounter
 from dapo_jax.config import Config
+from dapo_jax.drawing import Drawing
 from dapo_jax.dynamic_sampling import (
     SamplingState,
-    Stream,
     sample_batch,
     state_from_json,
     state_to_json,
@@ -29,13 +29,11 @@ from dapo_jax.learner import RunState
 from dapo_jax.problems import rubrics
 from dapo_jax.progress import Progress, StopSignals, duration
 from dapo_jax.reward_pool import RewardPool
-from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.run_directory import RunDirectory
 from dapo_jax.samples import adapted_kl_coefficient, shaped_rewards
-from dapo_jax.scoring import Grouping, Scoring
 from dapo_jax.trainer import Trainer
-from dapo_jax.types import Group, Problem, Response, RunError, StopRequested
+from dapo_jax.types import Group, RunError, StopRequested
 from dapo_jax.votes import equivalences
 
 # Names of the streams of randomness, folded into the seed's key.
@@ -199,70 +197,8 @@ class _Run:
         assert self.state is not None and self.host is not None
         trainer, config, step = self.trainer, self.config, self.step + 1
         begun, compiled = time.monotonic(), self.compilations.count
-        params = trainer.engine.load_params(self.state.policy.params)
-        clock = {"rollout": 0.0, "reward": 0.0}
-        stats = scheduler.RolloutStats()
-        key = jax.random.fold_in(jax.random.fold_in(trainer.key, ROLLOUT_KEY), step)
-        rounds = 0
-
-        def sample(problems: Sequence[Problem]) -> list[Group]:
-            nonlocal stats, rounds
-            rounds += 1
-            self.progress.doing(f"step {step}: sampling round {rounds}, {len(problems)} prompts")
-            start = time.monotonic()
-            scoring = Scoring(self.pool, problems, trainer.train_rubrics)
-            responses_QG, more = scheduler.generate(
-                trainer.engine,
-                params,
-                problems,
-                trainer.detokenize,
-                num_samples=config.rollout.group_size,
-                key=key,
-                finished=scoring.submit,
-                stop_strings=config.rollout.stop_strings,
-                check_stop=self.signals.check,
-            )
-            stats += more
-            clock["rollout"] += time.monotonic() - start
-            start = time.monotonic()
-            groups = scoring.groups(responses_QG, step)
-            clock["reward"] += time.monotonic() - start
-            return groups
-
-        def draw(stream: Stream, problems: Iterator[Problem | None]) -> None:
-            nonlocal stats
-            self.progress.doing(f"step {step}: sampling")
-            start = time.monotonic()
-            scoring = Scoring(self.pool, stream.taken, trainer.train_rubrics)
-            grouping = Grouping(stream.taken, config.rollout.group_size, step, stream.scored)
-
-            def ended(news: list[tuple[int, int, Response]]) -> None:
-                grouping.responses(news)
-                scoring.submit(news)
-
-            def full() -> bool:
-                grouping.verdicts(scoring.verdicts(wait=False))
-                return stream.full
-
-            _, more = scheduler.generate(
-                trainer.engine,
-                params,
-                problems,
-                trainer.detokenize,
-                num_samples=config.rollout.group_size,
-                key=key,
-                finished=ended,
-                enough=full,
-                stop_strings=config.rollout.stop_strings,
-                check_stop=self.signals.check,
-            )
-            stats += more
-            clock["rollout"] += time.monotonic() - start
-            start = time.monotonic()
-            if not stream.full:
-                grouping.verdicts(scoring.verdicts())
-            clock["reward"] += time.monotonic() - start
-
+        drawing = self._drawing(ROLLOUT_KEY, step)
+        clock = drawing.clock
         d = config.dynamic_sampling
         if d.enabled and d.surplus == "return":
             batch, sampling = stream_batch(
@@ -273,7 +209,7 @@ class _Run:
                 take=trainer.stream.take,
                 position=trainer.stream.get_state,
                 go_back=trainer.stream.set_state,
-                draw=draw,
+                draw=drawing.draw,
             )
         else:
             batch, sampling = sample_batch(
@@ -283,15 +219,13 @@ class _Run:
                 round_multiple=config.rollout.prefill_prompts,
                 seed=config.seed,
                 take=trainer.stream.take,
-                sample=sample,
+                sample=drawing.sample,
             )
         numbers: dict[str, Any] = {"step": step} | metrics.sampling_metrics(batch)
         if self.host.sampling.prefilter is not None:
             numbers |= metrics.prefilter_metrics(batch, self.host.sampling.prefilter)
         groups = self._groups_to_train(batch.groups, step)
-        start = time.monotonic()
-        baselines = self._greedy_rewards(groups, step) if groups else None
-        clock["rollout"] += time.monotonic() - start
+        baselines = self._greedy_rewards(groups, step, clock) if groups else None
         kl_coefficient = self.host.reward_kl_coefficient
         start = time.monotonic()
         if groups:
@@ -321,6 +255,7 @@ class _Run:
             reward_kl_coefficient=kl_coefficient,
         )
         numbers |= {f"time/{name}": seconds for name, seconds in clock.items()}
+        stats = drawing.stats
         numbers["perf/tokens_per_second"] = stats.tokens / max(clock["rollout"], 1e-9)
         if stats.slots_offered:
             numbers["perf/slot_occupancy"] = stats.busy_slots / stats.slots_offered
@@ -384,29 +319,35 @@ class _Run:
             self.save()
         self.signals.check()
 
-    def _greedy_rewards(self, groups: Sequence[Group], step: int) -> list[float] | None:
+    def _greedy_rewards(
+        self, groups: Sequence[Group], step: int, clock: dict[str, float]
+    ) -> list[float] | None:
         """Shaped reward of the greedy response to the prompt of each group; None unless the
         advantage asks for it."""
         if self.config.objective.advantage != "remax":
             return None
+        drawing = self._drawing(BASELINE_KEY, step)
+        scored = drawing.greedy([group.problem for group in groups], self._samplings()[2])
+        clock["rollout"] += drawing.clock["rollout"]
+        return [float(shaped_rewards(self.config, group)[0]) for group in scored]
+
+    def _drawing(self, stream: int, step: int) -> Drawing:
+        """What draws with the parameters there are now.
+
+        Args:
+            stream: of randomness.
+        """
         assert self.state is not None
-        self.progress.doing(f"step {step}: greedy baselines of {len(groups)} prompts")
-        problems = [group.problem for group in groups]
-        scoring = Scoring(self.pool, problems, self.trainer.train_rubrics)
-        responses_Q1, _ = scheduler.generate(
-            self.trainer.engine,
-            self.trainer.engine.load_params(self.state.policy.params),
-            problems,
-            self.trainer.detokenize,
-            num_samples=1,
-            sampling=self._samplings()[2],
-            key=jax.random.fold_in(jax.random.fold_in(self.trainer.key, BASELINE_KEY), step),
-            stop_strings=self.config.rollout.stop_strings,
-            finished=scoring.submit,
+        trainer = self.trainer
+        return Drawing(
+            trainer,
+            self.pool,
+            trainer.engine.load_params(self.state.policy.params),
+            key=jax.random.fold_in(jax.random.fold_in(trainer.key, stream), step),
+            step=step,
+            progress=self.progress,
             check_stop=self.signals.check,
         )
-        scored = scoring.groups(responses_Q1, step)
-        return [float(shaped_rewards(self.config, group)[0]) for group in scored]
 
     def _next_kl_coefficient(
         self, coefficient: float, numbers: dict[str, Any], groups: Sequence[Group]

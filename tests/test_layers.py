@@ -29,7 +29,7 @@ LAYERS = [
     ["trainer"],
     ["planning.chips", "planning.hlo", "planning.costs", "planning.programs", "planning.compiled",
      "planning.estimate", "planning.plan", "planning.report", "planning.search", "planning"],
-    ["train", "evaluate_model"],
+    ["drawing", "train", "evaluate_model"],
     ["export", "generate"],
     ["bench.memory", "bench.load", "bench.rollout", "bench.gap", "bench.train", "bench.packing",
      "bench.step", "bench"],

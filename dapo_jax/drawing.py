@@ -1,0 +1,131 @@
+"""The groups of one rollout step: drawn by the engine, scored by the workers as responses end."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+
+from dapo_jax import model
+from dapo_jax.dynamic_sampling import Stream
+from dapo_jax.progress import Progress
+from dapo_jax.reward_pool import RewardPool
+from dapo_jax.rollout import scheduler
+from dapo_jax.rollout.sampling import SamplingParams
+from dapo_jax.scoring import Grouping, Scoring
+from dapo_jax.trainer import Trainer
+from dapo_jax.types import Group, Problem, Response
+
+
+class Drawing:
+    """What is drawn with the parameters of one step, and what it took.
+
+    Args:
+        trainer: its engine, detokenize, train_rubrics and config are read.
+        params: in the engine's layout.
+        key: of the step.
+        check_stop: called again and again; raises to abandon.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        pool: RewardPool,
+        params: model.Params,
+        *,
+        key: jax.Array,
+        step: int,
+        progress: Progress,
+        check_stop: Callable[[], None],
+    ):
+        self.trainer, self.pool, self.params, self.key, self.step = trainer, pool, params, key, step
+        self.progress, self.check_stop = progress, check_stop
+        self.stats = scheduler.RolloutStats()
+        self.clock = {"rollout": 0.0, "reward": 0.0}  # seconds
+        self.rounds = 0
+
+    def sample(self, problems: Sequence[Problem]) -> list[Group]:
+        """The groups of a round, see `dynamic_sampling.sample_batch`."""
+        self.rounds += 1
+        self.progress.doing(
+            f"step {self.step}: sampling round {self.rounds}, {len(problems)} prompts"
+        )
+        start = time.monotonic()
+        trainer = self.trainer
+        scoring = Scoring(self.pool, problems, trainer.train_rubrics)
+        responses_QG, stats = scheduler.generate(
+            trainer.engine,
+            self.params,
+            problems,
+            trainer.detokenize,
+            num_samples=trainer.config.rollout.group_size,
+            key=self.key,
+            finished=scoring.submit,
+            stop_strings=trainer.config.rollout.stop_strings,
+            check_stop=self.check_stop,
+        )
+        self._count("rollout", start, stats)
+        start = time.monotonic()
+        groups = scoring.groups(responses_QG, self.step)
+        self._count("reward", start)
+        return groups
+
+    def draw(self, stream: Stream, problems: Iterator[Problem | None]) -> None:
+        """Groups for a stream until it is full, see `dynamic_sampling.stream_batch`."""
+        self.progress.doing(f"step {self.step}: sampling")
+        start = time.monotonic()
+        trainer, rollout = self.trainer, self.trainer.config.rollout
+        scoring = Scoring(self.pool, stream.taken, trainer.train_rubrics)
+        grouping = Grouping(stream.taken, rollout.group_size, self.step, stream.scored)
+
+        def ended(news: list[tuple[int, int, Response]]) -> None:
+            grouping.responses(news)
+            scoring.submit(news)
+
+        def full() -> bool:
+            grouping.verdicts(scoring.verdicts(wait=False))
+            return stream.full
+
+        _, stats = scheduler.generate(
+            trainer.engine,
+            self.params,
+            problems,
+            trainer.detokenize,
+            num_samples=rollout.group_size,
+            key=self.key,
+            finished=ended,
+            enough=full,
+            stop_strings=rollout.stop_strings,
+            check_stop=self.check_stop,
+        )
+        self._count("rollout", start, stats)
+        start = time.monotonic()
+        if not stream.full:
+            grouping.verdicts(scoring.verdicts())
+        self._count("reward", start)
+
+    def greedy(self, problems: Sequence[Problem], sampling: SamplingParams) -> list[Group]:
+        """A group of one for each problem, drawn as `sampling` says."""
+        self.progress.doing(f"step {self.step}: greedy baselines of {len(problems)} prompts")
+        start = time.monotonic()
+        trainer = self.trainer
+        scoring = Scoring(self.pool, problems, trainer.train_rubrics)
+        responses_Q1, _ = scheduler.generate(
+            trainer.engine,
+            self.params,
+            problems,
+            trainer.detokenize,
+            num_samples=1,
+            sampling=sampling,
+            key=self.key,
+            stop_strings=trainer.config.rollout.stop_strings,
+            finished=scoring.submit,
+            check_stop=self.check_stop,
+        )
+        groups = scoring.groups(responses_Q1, self.step)
+        self._count("rollout", start)
+        return groups
+
+    def _count(self, phase: str, start: float, stats: scheduler.RolloutStats | None = None) -> None:
+        self.clock[phase] += time.monotonic() - start
+        if stats is not None:
+            self.stats += stats
