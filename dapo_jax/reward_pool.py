@@ -4,7 +4,8 @@ Answers come from a model and verifiers hang, crash and eat memory on some of th
 answer costs its own credit and a note in its verdict, never the run. A scorer that runs out of time
 is interrupted by an alarm in its worker. One that an alarm does not stop (in C code, or because it
 catches everything) is killed with its worker; what else was in its chunk is tried one by one in a
-fresh worker.
+fresh worker. Where the pool itself does not survive a death (that of a worker with nothing to do,
+or that holds the pipe), it is replaced, and what was not scored yet is handed to the new one.
 """
 
 import collections
@@ -36,6 +37,12 @@ GRACE_SECONDS = 1.0
 ALARM_EVERY_SECONDS = 0.1  # again and again: a scorer may swallow the first one
 REMEMBERED_SCORES = 100_000
 CHUNKS_PER_WORKER, MAX_CHUNK = 4, 64
+# How often it is looked whether the pool that is waited for is still there.
+LOOK_SECONDS = 0.5
+LOCK_SECONDS = 15.0
+LOST = "pool lost"  # what ended a chunk
+MAX_LOSSES = 2  # a response with which so many pools were lost is not tried again
+MAX_REPLACED = 3  # pools in a row of which no worker took a response
 
 _scorers: dict[str, LoadedScorer]  # of a worker process
 
@@ -47,12 +54,25 @@ class Scored(NamedTuple):
     seconds: float  # that they took
 
 
+class Chunk(NamedTuple):
+    """Responses that are scored by one worker, one after the other."""
+
+    tasks: list[int]  # by their numbers
+    future: pebble.ProcessFuture  # their scores to come
+    pool: pebble.ProcessPool  # that it was handed to
+
+    @property
+    def over(self) -> bool:
+        """Whether there is something to collect, or nothing to be waited for."""
+        return self.future.done() or not self.pool.active
+
+
 class Pending(NamedTuple):
     """Responses that are being scored; `RewardPool.collect` waits for them."""
 
     tasks: list[Task]
     known: dict[int, Scored]  # tasks that were done before
-    chunks: list[tuple[list[int], pebble.ProcessFuture]]  # the others, and their scores to come
+    chunks: list[Chunk]  # the others
 
 
 class RewardPool:
@@ -75,13 +95,34 @@ class RewardPool:
         # Scores by what a task hashes to: short answers come again and again, and long ones are not
         # worth their memory.
         self.known: collections.OrderedDict[bytes, Scored] = collections.OrderedDict()
+        self.names = names
+        self.pool = self._new_pool()
+        self.replaced = 0  # pools
+        # Of those, since a worker took a response; None: none ever did.
+        self.in_a_row: int | None = None
+
+    def _new_pool(self) -> pebble.ProcessPool:
         # spawn: a fork of a process in which JAX runs threads can deadlock.
-        self.pool = pebble.ProcessPool(
-            workers,
+        return pebble.ProcessPool(
+            self.workers,
             initializer=_start_worker,
-            initargs=(names,),
+            initargs=(self.names,),
             context=multiprocessing.get_context("spawn"),
         )
+
+    def _replace(self) -> None:
+        """Another pool in the place of one that has given up.
+
+        Raises:
+            RunError: it would not do better.
+        """
+        if self.in_a_row is None or self.in_a_row >= MAX_REPLACED:
+            raise RunError(_NO_WORKERS)
+        self.pool.stop()
+        self.pool.join()
+        self.pool = self._new_pool()
+        self.replaced += 1
+        self.in_a_row += 1
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -109,17 +150,25 @@ class RewardPool:
         known = {i: self.known[name] for i, name in enumerate(names) if name in self.known}
         new = [i for i in range(len(tasks)) if i not in known]
         size = max(1, min(MAX_CHUNK, -(-len(new) // (self.workers * CHUNKS_PER_WORKER))))
-        chunks = [new[start : start + size] for start in range(0, len(new), size)]
-        futures = [(chunk, self._schedule(tasks, chunk)) for chunk in chunks]
-        return Pending(tasks, known, futures)
+        parts = [new[start : start + size] for start in range(0, len(new), size)]
+        return Pending(tasks, known, [self._schedule(tasks, part) for part in parts])
 
     def collect(self, pending: Pending) -> list[Scored]:
         """What the scorers say of each response that was submitted, in order. See `score`."""
         tasks, results = pending.tasks, dict(pending.known)
         waiting = collections.deque(pending.chunks)
+        losses: collections.Counter[int] = collections.Counter()
         while waiting:
-            chunk, future = waiting.popleft()
-            scores = _result(future)
+            part = waiting.popleft()
+            chunk, scores = part.tasks, _result(part)
+            if scores == LOST:
+                losses.update(chunk)
+                scores = "worker died"
+                if len(chunk) == 1 and losses[chunk[0]] < MAX_LOSSES:
+                    waiting.append(self._schedule(tasks, chunk))
+                    continue
+            elif part.pool is self.pool:
+                self.in_a_row = 0
             if isinstance(scores, list):
                 results |= dict(zip(chunk, scores))
                 rest = [chunk[len(scores) :]]  # what the worker had no time for
@@ -129,7 +178,7 @@ class RewardPool:
                 rest = []
             else:
                 rest = [[i] for i in chunk]
-            waiting.extend((part, self._schedule(tasks, part)) for part in rest if part)
+            waiting.extend(self._schedule(tasks, part) for part in rest if part)
         for i, task in enumerate(tasks):
             # What ran out of time or died may do better another day.
             if not isinstance(results[i].scores, str):
@@ -140,7 +189,7 @@ class RewardPool:
 
     def ready(self, pending: Pending) -> bool:
         """Whether `collect` will hardly have to wait."""
-        return all(future.done() for _, future in pending.chunks)
+        return all(chunk.over for chunk in pending.chunks)
 
     def _needed(self, task: Task) -> Task:
         """The task without what none of its scorers reads: it costs time on the way to a worker,
@@ -149,18 +198,21 @@ class RewardPool:
             return task
         return task._replace(token_ids=(), metadata=None)
 
-    def _schedule(self, tasks: list[Task], chunk: list[int]) -> pebble.ProcessFuture:
+    def _schedule(self, tasks: list[Task], chunk: list[int]) -> Chunk:
         limit = self.timeout_seconds
         try:
+            if not self.pool.active:
+                self._replace()
             # A worker starts no further response once the first limit is over, and the last one it
             # has started has a limit of its own.
-            return self.pool.schedule(
+            future = self.pool.schedule(
                 _score_chunk,
                 args=([tasks[i] for i in chunk], limit),
                 timeout=limit * min(2, len(chunk)) + GRACE_SECONDS,
             )
-        except RuntimeError as error:  # the pool has given up
+        except RuntimeError as error:  # the pool has given up at once
             raise RunError(_NO_WORKERS) from error
+        return Chunk(chunk, future, self.pool)
 
 
 _NO_WORKERS = (
@@ -175,16 +227,21 @@ def _name(task: Task) -> bytes:
     return hashlib.blake2b(json.dumps(task).encode(), digest_size=16).digest()
 
 
-def _result(future: pebble.ProcessFuture) -> list[Scored] | str:
+def _result(chunk: Chunk) -> list[Scored] | str:
     """The scores of a chunk, or of its beginning, or what ended its worker."""
+    # A pool that has given up forgets what it had not handed to a worker.
+    while not chunk.over:
+        concurrent.futures.wait([chunk.future], LOOK_SECONDS)
+    if not chunk.future.done():
+        return LOST
     try:
-        return future.result()
+        return chunk.future.result()
     except concurrent.futures.TimeoutError:
         return "timeout"
     except pebble.ProcessExpired:
         return "worker died"
-    except concurrent.futures.BrokenExecutor as error:
-        raise RunError(_NO_WORKERS) from error
+    except (concurrent.futures.BrokenExecutor, concurrent.futures.CancelledError):
+        return LOST
 
 
 class _OutOfTime(BaseException):
@@ -194,6 +251,9 @@ class _OutOfTime(BaseException):
 def _start_worker(names: Sequence[str]) -> None:
     """Runs once in each worker, before its first response."""
     global _scorers
+    # A worker that is killed as it takes a response leaves the pipe locked. The others wait twice
+    # this long for it, and end: then the pool is replaced.
+    pebble.CONSTS.channel_lock_timeout = LOCK_SECONDS
     # Ctrl-C reaches the whole process group: the parent decides when its workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":

@@ -198,7 +198,7 @@ class _Run:
         trainer, config, step = self.trainer, self.config, self.step + 1
         begun, compiled = time.monotonic(), self.compilations.count
         drawing = self._drawing(ROLLOUT_KEY, step)
-        clock = drawing.clock
+        clock, replaced = drawing.clock, self.pool.replaced
         d = config.dynamic_sampling
         if d.enabled and d.surplus == "return":
             batch, sampling = stream_batch(
@@ -260,6 +260,7 @@ class _Run:
         if stats.slots_offered:
             numbers["perf/slot_occupancy"] = stats.busy_slots / stats.slots_offered
         numbers |= {"rollout/preempted": stats.preempted, "rollout/invalid": stats.invalid}
+        numbers["perf/reward_pools_replaced"] = self.pool.replaced - replaced
         numbers["perf/compilations"] = self.compilations.count - compiled
         numbers["time/step"] = time.monotonic() - begun
         self._complete(step, numbers)

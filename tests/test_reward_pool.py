@@ -1,5 +1,6 @@
 """The pool: a response on which the scorer hangs, dies or raises costs itself and nothing else."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -44,6 +45,19 @@ def test_faults_cost_themselves_only():
     assert notes["exit"] != ""
     assert [v.extracted for v in verdicts[:3]] == ["7", None, "8"]
     assert [v.note for v in again] == ["", "timeout"]
+
+
+def test_idle_workers_that_are_killed_are_replaced():
+    """As by the system when memory runs out. What was handed over meanwhile is scored."""
+    texts = [str(i) for i in range(40)]
+    with Pool() as pool:
+        pool.verdicts(["7"], ["7"])
+        for child in multiprocessing.active_children():
+            child.kill()
+        verdicts = pool.verdicts(texts, ["7"] * 40)
+        assert pool.replaced == 1
+    assert [v.correct for v in verdicts] == [text == "7" for text in texts]
+    assert not any(v.note for v in verdicts)
 
 
 def test_slow_responses_each_have_the_whole_limit():
