@@ -110,6 +110,7 @@ def get_config() -> ml_collections.ConfigDict:
                 # Script: recomputed by the training program, whose numerics differ from vLLM's.
                 # Here rollout and training are one program.
                 log_prob_source="rollout",
+                watchdog_seconds=120.0,
             ),
             reward=dict(
                 scorer="math_dapo",

@@ -120,6 +120,7 @@ def get_config() -> ml_collections.ConfigDict:
                 cache_dtype="auto",
                 kernel="auto",
                 log_prob_source="rollout",
+                watchdog_seconds=120.0,
             ),
             reward=dict(
                 scorer="exact_match",

@@ -166,6 +166,8 @@ class RolloutConfig:
     # is one that takes the model.
     kernel: Literal["auto", "xla", "tpu", "gpu"]
     log_prob_source: Literal["rollout", "recompute"]  # where the ratio's old log-probs come from
+    # When nothing has moved for so long, the run says what it waits for; 0: never.
+    watchdog_seconds: float
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.scoring import Grouping, Scoring
 from dapo_jax.trainer import Trainer
 from dapo_jax.types import Group, Problem, Response
+from dapo_jax.watchdog import UNWATCHED, Watchdog
 
 
 class Drawing:
@@ -24,6 +25,7 @@ class Drawing:
         params: in the engine's layout.
         key: of the step.
         check_stop: called again and again; raises to abandon.
+        watch: is told what is waited for.
     """
 
     def __init__(
@@ -36,9 +38,10 @@ class Drawing:
         step: int,
         progress: Progress,
         check_stop: Callable[[], None],
+        watch: Watchdog = UNWATCHED,
     ):
         self.trainer, self.pool, self.params, self.key, self.step = trainer, pool, params, key, step
-        self.progress, self.check_stop = progress, check_stop
+        self.progress, self.check_stop, self.watch = progress, check_stop, watch
         self.stats = scheduler.RolloutStats()
         self.clock = {"rollout": 0.0, "reward": 0.0}  # seconds
         self.rounds = 0
@@ -51,7 +54,7 @@ class Drawing:
         )
         start = time.monotonic()
         trainer = self.trainer
-        scoring = Scoring(self.pool, problems, trainer.train_rubrics)
+        scoring = Scoring(self.pool, problems, trainer.train_rubrics, self.watch)
         responses_QG, stats = scheduler.generate(
             trainer.engine,
             self.params,
@@ -62,6 +65,7 @@ class Drawing:
             finished=scoring.submit,
             stop_strings=trainer.config.rollout.stop_strings,
             check_stop=self.check_stop,
+            watch=self.watch,
         )
         self._count("rollout", start, stats)
         start = time.monotonic()
@@ -74,7 +78,7 @@ class Drawing:
         self.progress.doing(f"step {self.step}: sampling")
         start = time.monotonic()
         trainer, rollout = self.trainer, self.trainer.config.rollout
-        scoring = Scoring(self.pool, stream.taken, trainer.train_rubrics)
+        scoring = Scoring(self.pool, stream.taken, trainer.train_rubrics, self.watch)
         grouping = Grouping(stream.taken, rollout.group_size, self.step, stream.scored)
 
         def ended(news: list[tuple[int, int, Response]]) -> None:
@@ -96,6 +100,7 @@ class Drawing:
             enough=full,
             stop_strings=rollout.stop_strings,
             check_stop=self.check_stop,
+            watch=self.watch,
         )
         self._count("rollout", start, stats)
         start = time.monotonic()
@@ -108,7 +113,7 @@ class Drawing:
         self.progress.doing(f"step {self.step}: greedy baselines of {len(problems)} prompts")
         start = time.monotonic()
         trainer = self.trainer
-        scoring = Scoring(self.pool, problems, trainer.train_rubrics)
+        scoring = Scoring(self.pool, problems, trainer.train_rubrics, self.watch)
         responses_Q1, _ = scheduler.generate(
             trainer.engine,
             self.params,
@@ -120,6 +125,7 @@ class Drawing:
             stop_strings=trainer.config.rollout.stop_strings,
             finished=scoring.submit,
             check_stop=self.check_stop,
+            watch=self.watch,
         )
         groups = scoring.groups(responses_Q1, self.step)
         self._count("rollout", start)

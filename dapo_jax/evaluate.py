@@ -15,6 +15,7 @@ from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.scoring import Scoring
 from dapo_jax.types import Attempt, Attempts, Problem
 from dapo_jax.votes import votes
+from dapo_jax.watchdog import UNWATCHED, Watchdog
 
 
 def evaluate(
@@ -30,10 +31,11 @@ def evaluate(
     stop_strings: Sequence[str],
     key: jax.Array,
     check_stop: Callable[[], None] = lambda: None,
+    watch: Watchdog = UNWATCHED,
 ) -> dict[str, float]:
     """The figures of a checkpoint as metrics `eval/...`, over all problems; where they are from
     several sources, avg@k and its like of each as `eval/<source>/...` too."""
-    scoring = Scoring(pool, problems, rubrics)
+    scoring = Scoring(pool, problems, rubrics, watch)
     responses_QK, _ = scheduler.generate(
         engine,
         params,
@@ -45,6 +47,7 @@ def evaluate(
         key=key,
         finished=scoring.submit,
         check_stop=check_stop,
+        watch=watch,
     )
     found = scoring.verdicts()
     groups = [

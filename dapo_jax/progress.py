@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, TextIO
 
@@ -34,6 +35,7 @@ class Progress:
         self.seconds = 0.0
         self.lines = 0
         self.live = sys.stderr.isatty()
+        self.watch: Callable[[str], None] = lambda _: None  # told of all that is being done
 
     def say(self, text: str) -> None:
         """Prints a line."""
@@ -42,6 +44,8 @@ class Progress:
 
     def doing(self, text: str) -> None:
         """Shows on a terminal, until the next output, what is being done."""
+        if text:
+            self.watch(text)
         if self.live:
             sys.stderr.write(f"\r\x1b[K{text}")
             sys.stderr.flush()

@@ -28,7 +28,13 @@ from dapo_jax.types import Group, RunError, UserError
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy")
 # Fields that may differ when a run goes on: they change how long and how closely, not what.
-MAY_CHANGE = ("train.num_steps", "checkpoint.", "log.", "reward.workers")
+MAY_CHANGE = (
+    "train.num_steps",
+    "checkpoint.",
+    "log.",
+    "reward.workers",
+    "rollout.watchdog_seconds",
+)
 
 
 class RunDirectory:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dapo_jax.reward import Rubric, Task, verdict
 from dapo_jax.reward_pool import Pending, RewardPool
 from dapo_jax.types import Group, Problem, Response, Verdict
+from dapo_jax.watchdog import UNWATCHED, Watchdog
 
 # Responses end a few at a time; handed over so, each would cost the decoding loop a task.
 HANDED_OVER_TOGETHER = 32
@@ -16,18 +17,27 @@ class Scoring:
     Args:
         problems: of that call.
         rubrics: of each source that a problem is from.
+        watch: is told what is waited for.
     """
 
     def __init__(
-        self, pool: RewardPool, problems: Sequence[Problem], rubrics: Mapping[str, Rubric]
+        self,
+        pool: RewardPool,
+        problems: Sequence[Problem],
+        rubrics: Mapping[str, Rubric],
+        watch: Watchdog = UNWATCHED,
     ):
-        self.pool, self.problems, self.rubrics = pool, problems, rubrics
+        self.pool, self.problems, self.rubrics, self.watch = pool, problems, rubrics, watch
+        self.submitted, self.told = 0, 0  # responses
+        self.prompts: set[int] = set()  # that they answer
         self.waiting: list[tuple[int, int, Response]] = []
         self.pending: list[tuple[list[tuple[int, int]], Pending]] = []
 
     def submit(self, ended: Sequence[tuple[int, int, Response]]) -> None:
         """Takes responses that have ended: (problem, sample, response) of each."""
         self.waiting += ended
+        self.submitted += len(ended)
+        self.prompts.update(problem for problem, _, _ in ended)
         if len(self.waiting) >= HANDED_OVER_TOGETHER:
             self._hand_over()
 
@@ -53,12 +63,18 @@ class Scoring:
             self._hand_over()
         found, left = {}, []
         for places, pending in self.pending:
+            self.watch.waiting_for(
+                f"reward workers: {self.told} of {self.submitted} verdicts there, "
+                f"{len(self.prompts)} prompts"
+            )
             if not wait and not self.pool.ready(pending):
                 left.append((places, pending))
                 continue
             for (problem, sample), scored in zip(places, self.pool.collect(pending)):
                 rubric = self.rubrics[self.problems[problem].source]
                 found[problem, sample] = verdict(rubric, scored.scores)
+            self.told += len(places)
+            self.watch.moved()
         self.pending = left
         return found
 

@@ -35,6 +35,7 @@ from dapo_jax.samples import adapted_kl_coefficient, shaped_rewards
 from dapo_jax.trainer import Trainer
 from dapo_jax.types import Group, RunError, StopRequested
 from dapo_jax.votes import equivalences
+from dapo_jax.watchdog import Watchdog
 
 # Names of the streams of randomness, folded into the seed's key.
 ROLLOUT_KEY, EVALUATION_KEY, BASELINE_KEY = 1, 2, 3
@@ -74,6 +75,7 @@ def train(config: Config, workdir: Path) -> int | None:
     r = config.reward
     with (
         StopSignals(progress) as signals,
+        Watchdog(config.rollout.watchdog_seconds, progress.say) as watch,
         RewardPool(_scorers(config), workers=r.workers, timeout_seconds=r.timeout_seconds) as pool,
         Checkpoints(
             workdir / "checkpoints",
@@ -82,7 +84,8 @@ def train(config: Config, workdir: Path) -> int | None:
             say=progress.say,
         ) as checkpoints,
     ):
-        run = _Run(config, workdir, directory, progress, signals, pool, checkpoints, begun)
+        progress.watch = watch.moved
+        run = _Run(config, workdir, directory, progress, signals, pool, checkpoints, watch, begun)
         try:
             run.start()
             while run.step < config.train.num_steps:
@@ -117,33 +120,42 @@ class _Run:
         signals: StopSignals,
         pool: RewardPool,
         checkpoints: Checkpoints,
+        watch: Watchdog,
         begun: float,
     ):
         self.config, self.workdir, self.directory = config, workdir, directory
         self.progress, self.signals, self.pool = progress, signals, pool
-        self.checkpoints, self.begun = checkpoints, begun
+        self.checkpoints, self.watch, self.begun = checkpoints, watch, begun
         self.step = -1  # rollout steps completed; -1: not even the base is evaluated
         self.saved_step = -1
         self.save_seconds = 0.0  # that the loop waited for the last save
+        self.updated = False  # since this start of the run
         self.state: RunState | None = None
         self.host: HostState | None = None
 
     def start(self) -> None:
         """Restores the newest checkpoint, or makes the base model and evaluates it."""
         self.compilations = CompilationCounter()
+        self.progress.doing("loading tokenizer and problems")
         self.trainer = trainer = Trainer(self.config, self.workdir, self.progress)
         devices = trainer.mesh.devices
         self.progress.say(
             f"{devices.size} {devices.flat[0].device_kind} device(s), mesh "
             + " x ".join(f"{name} {size}" for name, size in trainer.mesh.shape.items())
         )
+        self.progress.doing("loading or making the base model")
+
+        def moving() -> None:
+            self.watch.moved()
+            self.signals.check()
+
         params, about = base.load_or_make(
             self.config,
             trainer.mesh,
             trainer.tokenizer,
             self.workdir / "base",
             say=self.progress.say,
-            check_stop=self.signals.check,
+            check_stop=moving,
         )
         self.base_seconds = about["seconds"]
         self.progress.doing("compiling the programs of the rollout")
@@ -229,7 +241,9 @@ class _Run:
         kl_coefficient = self.host.reward_kl_coefficient
         start = time.monotonic()
         if groups:
-            self.progress.doing(f"step {step}: updating")
+            first = "" if self.updated else ", its programs compiled first"
+            self.progress.doing(f"step {step}: updating{first}")
+            self.updated = True
             rewards = [shaped_rewards(config, group) for group in groups]
             numbers["reward/mean"] = float(np.mean(rewards))
             self.state, more = trainer.learner.train_on(
@@ -295,6 +309,7 @@ class _Run:
             return
         assert self.state is not None and self.host is not None
         start = time.monotonic()
+        self.progress.doing(f"step {self.step}: saving")
         self.host = self.host._replace(seconds=start - self.begun)
         evaluated = self._is_evaluated(self.step)
         self.checkpoints.save(
@@ -348,6 +363,7 @@ class _Run:
             step=step,
             progress=self.progress,
             check_stop=self.signals.check,
+            watch=self.watch,
         )
 
     def _next_kl_coefficient(
@@ -404,6 +420,7 @@ class _Run:
             # After an update there is no way back to the step before: a stop waits for the end of
             # the evaluation. The base can be evaluated again.
             check_stop=self.signals.check if step == 0 else lambda: None,
+            watch=self.watch,
         )
 
     def _accuracy(self, numbers: dict[str, Any]) -> float:

@@ -175,6 +175,7 @@ PREFILTER = ("dynamic_sampling", "prefilter")
         ((*PREFILTER, "initial_probability", 1.0), r"initial_probability must be between .* 0\.95"),
         ((*PREFILTER, "target_hard", 1.5), r"prefilter\.target_hard must be in \[0, 1\]; got 1"),
         ((*PREFILTER, "min_sampled", 0.0), r"prefilter\.min_sampled must be in \(0, 1\]; got 0"),
+        (("rollout", "watchdog_seconds", -1.0), r"rollout\.watchdog_seconds must be .* got -1"),
         ((*PREFILTER, "max_skips", 0), r"prefilter\.max_skips must be greater than 0; got 0"),
     ],
 )

@@ -20,6 +20,7 @@ from dapo_jax.rollout.slots import DecodeState
 from dapo_jax.rollout.spec import NOT_FINITE, OVER, VALID, Step
 from dapo_jax.rollout.stop_strings import completed_at
 from dapo_jax.types import Detokenize, Problem, Response
+from dapo_jax.watchdog import UNWATCHED, Watchdog
 
 IDLE_SECONDS = 0.002
 # Takes (problem, sample, response) of responses that have ended.
@@ -55,6 +56,7 @@ def generate(
     finished: Finished = lambda _: None,
     drawn: Drawn | None = None,
     enough: Callable[[], bool] = lambda: False,
+    watch: Watchdog = UNWATCHED,
     check_stop: Callable[[], None] = lambda: None,
 ) -> tuple[list[list[Response]], RolloutStats]:
     """`num_samples` responses to every problem, in order, and what it took.
@@ -73,10 +75,12 @@ def generate(
         drawn: called between decode calls with what each of them drew.
         enough: asked between decode calls; True leaves the rest undrawn. Problems without all their
             responses have an empty list then.
+        watch: is told what is waited for.
         check_stop: called between decode calls; raises to abandon the call.
     """
     run = _Run(engine, params, iter(problems), detokenize, num_samples, key, sampling, limits)
     run.finished, run.drawn, run.stop_strings = finished, drawn, tuple(stop_strings)
+    run.watch = watch
     while run.has_work():
         check_stop()
         if enough():
@@ -118,6 +122,7 @@ class _Run:
         self.finished: Finished = lambda _: None
         self.drawn: Drawn | None = None
         self.stop_strings: tuple[str, ...] = ()
+        self.watch = UNWATCHED
         self.stats = RolloutStats()
         self.table = Table(spec)
         self.admission = Admission(engine, self.table, problems, num_samples, key, sampling, limits)
@@ -155,7 +160,7 @@ class _Run:
         if late is None and now is None:
             time.sleep(IDLE_SECONDS)  # for problems that are to come later
         if late is not None:
-            self._read(late._replace(step=Step(*map(np.asarray, late.step))))
+            self._read(late)
 
     def _table_pages(self) -> int:
         """Enough for every sequence in the next call, as far as it is known here."""
@@ -173,9 +178,16 @@ class _Run:
 
     def _read(self, call: _Call) -> None:
         """Takes the tokens of a call, and ends responses."""
-        spec, step = self.engine.spec, call.step
+        spec, waiting = self.engine.spec, int(self.table.waiting.sum())
+        at_work = min(waiting, spec.slots)
+        self.watch.waiting_for(
+            f"the device: {at_work} slots at work, {waiting - at_work} responses waiting for one"
+        )
+        step = Step(*map(np.asarray, call.step))
         self.admission.read(step.free_R)
         valid_RkB = step.flags_RkB & VALID > 0
+        if valid_RkB.any():
+            self.watch.moved()
         ours_RkB = valid_RkB & ~self._discarded(step)
         self.cancelled[:] = False
         before_REG = self.table.count.copy()

@@ -1,0 +1,84 @@
+"""Says what a run is waiting for when nothing has moved for a while.
+
+A hung device, a lost host or a stuck scorer shows as silence: the main thread sits in a call that
+does not come back. A thread beside it needs nothing of the main thread but what that has said
+before it went to wait. It only says; what to do about it is the user's to decide.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+
+from dapo_jax.progress import duration
+
+LOOKS_A_SILENCE = 8  # how often the thread looks within the silence that it tells of
+LONGEST_LOOK_SECONDS = 5.0
+
+
+class Watchdog:
+    """Tells of silence once it has lasted `seconds`, and each time that it has doubled.
+
+    A context manager: the thread lives within it.
+
+    Args:
+        seconds: of silence before the first line; 0: it never says anything.
+        say: prints a line; called from the thread.
+        clock: seconds that pass.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.seconds, self.say, self.clock = seconds, say, clock
+        self.what = "the run to begin"
+        self._since, self._due = clock(), seconds
+        # Of the same thread again: a signal may interrupt `moved` and have something to say.
+        self._lock = threading.RLock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> "Watchdog":
+        if self.seconds > 0:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def waiting_for(self, what: str) -> None:
+        """Takes what is being waited for from now on. The silence goes on."""
+        self.what = what
+
+    def moved(self, what: str | None = None) -> None:
+        """Ends the silence.
+
+        Args:
+            what: is being waited for from now on; None: the same as before.
+        """
+        with self._lock:
+            self._since, self._due = self.clock(), self.seconds
+            if what is not None:
+                self.what = what
+
+    def look(self) -> None:
+        """Says what is being waited for if the silence has lasted long enough."""
+        with self._lock:
+            silence = self.clock() - self._since
+            if silence < self._due:
+                return
+            while self._due <= silence:
+                self._due *= 2
+            what = self.what
+        self.say(f"  nothing has moved for {duration(silence)}; waiting for {what}")
+
+    def _watch(self) -> None:
+        while not self._over.wait(min(self.seconds / LOOKS_A_SILENCE, LONGEST_LOOK_SECONDS)):
+            self.look()
+
+
+UNWATCHED = Watchdog(0.0, lambda _: None)  # for callers who watch nothing; its thread never runs

@@ -1,0 +1,74 @@
+"""Silence is told of, and what is waited for; whatever the main thread is blocked in."""
+
+import os
+import threading
+
+from dapo_jax.progress import Progress
+from dapo_jax.watchdog import UNWATCHED, Watchdog
+
+
+def test_it_tells_of_silence_once_and_then_each_time_it_has_doubled():
+    said, now = [], [0.0]
+    watch = Watchdog(10.0, said.append, lambda: now[0])
+    watch.moved("the device")
+
+    def told_from(first, last):
+        for now[0] in range(first, last):
+            before = len(said)
+            watch.look()
+            if len(said) > before:
+                yield now[0], said[-1]
+
+    line = "  nothing has moved for {}; waiting for {}".format
+    assert list(told_from(0, 15)) == [(10, line("10 s", "the device"))]
+    watch.waiting_for("reward workers")  # which is no movement
+    assert list(told_from(15, 79)) == [
+        (20, line("20 s", "reward workers")),
+        (40, line("40 s", "reward workers")),
+    ]
+    watch.moved()
+    assert list(told_from(79, 98)) == [(88, line("10 s", "reward workers"))]
+    # A thread that could not look for long tells once of all of it.
+    now[0] = 1000.0
+    for _ in range(3):
+        watch.look()
+    assert said[4:] == [line("15 min 22 s", "reward workers")]
+
+
+def test_a_main_thread_that_is_blocked_need_do_nothing():
+    """In a call that only another thread ends."""
+    said = []
+    here, there = os.pipe()
+    with Watchdog(0.2, said.append) as watch:
+        watch.moved("a pipe")
+        late = threading.Timer(1.2, os.write, (there, b"x"))
+        late.start()
+        assert os.read(here, 1) == b"x"
+        told = list(said)
+    late.join()
+    os.close(here)
+    os.close(there)
+    assert 2 <= len(told) <= 3 and all(line.endswith("waiting for a pipe") for line in told)
+    assert not any(thread.name == "watchdog" for thread in threading.enumerate())
+
+
+def test_switched_off_there_is_no_thread():
+    with Watchdog(0.0, print):
+        assert not any(thread.name == "watchdog" for thread in threading.enumerate())
+    UNWATCHED.moved("nothing")
+
+
+def test_what_the_loop_does_is_movement(capsys):
+    now, said = [0.0], []
+    progress = Progress(3, 0)
+    watch = Watchdog(5.0, said.append, lambda: now[0])
+    progress.watch = watch.moved
+    now[0] = 4.0
+    progress.doing("step 1: updating")
+    now[0] = 8.0
+    watch.look()
+    progress.say("a line of the watchdog's is none")
+    now[0] = 9.0
+    watch.look()
+    assert said == ["  nothing has moved for 5 s; waiting for step 1: updating"]
+    assert "watchdog" in capsys.readouterr().out
