@@ -126,6 +126,8 @@ def get_config() -> ml_collections.ConfigDict:
                 max_rounds=10,  # script; the paper is silent
                 max_round_prompts=1536,  # script: three times the batch
                 surplus="return",  # script: rounds, and drop
+                partial_rollouts=False,
+                max_staleness=1,
                 exhausted="train",  # script: the run ends with an error
                 prefilter=dict(  # not in the paper: GRESO, with the values of its authors
                     enabled=False,

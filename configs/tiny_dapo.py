@@ -136,6 +136,8 @@ def get_config() -> ml_collections.ConfigDict:
                 max_rounds=10,
                 max_round_prompts=96,
                 surplus="return",
+                partial_rollouts=False,
+                max_staleness=1,
                 exhausted="train",
                 prefilter=dict(
                     enabled=False,

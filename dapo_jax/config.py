@@ -207,6 +207,11 @@ class DynamicSamplingConfig:
     # informative groups beyond the batch are trained on first in the next step, or not at all.
     # return: sampling stops when the batch is full, and the prompts go back to the data.
     surplus: Literal["carry", "drop", "return"]
+    # return: what was drawn for prompts that go back to the data is kept and gone on with in the
+    # next step, by its parameters. What is kept depends on when verdicts arrive: two runs of one
+    # seed then differ. A step from one checkpoint is always the same, what it keeps is not.
+    partial_rollouts: bool
+    max_staleness: int  # steps, at most, since the oldest token of a response that is gone on with
     exhausted: Literal[
         "train", "skip", "stop"
     ]  # what to do with a batch that max_rounds left short

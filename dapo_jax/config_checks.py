@@ -48,7 +48,7 @@ def check(config: Any) -> None:
         *(f"rollout.{n}" for n in ("prefill_prompts", "prefill_chunk_tokens", "decode_steps")),
         "rollout.page_tokens",
         *("reward.workers", "reward.timeout_seconds"),
-        *("dynamic_sampling.max_rounds", "dynamic_sampling.max_round_prompts"),
+        *(f"dynamic_sampling.max_{n}" for n in ("rounds", "round_prompts", "staleness")),
         *("optimizer.learning_rate", "optimizer.eps", "optimizer.max_grad_norm"),
         "optimizer.max_nonfinite_updates",
         *(f"train.{n}" for n in ("num_steps", "prompts_per_step", "prompts_per_update")),
@@ -127,12 +127,15 @@ def check(config: Any) -> None:
             "config.dynamic_sampling.enabled needs config.rollout.group_size of at least 2: a "
             "group of one is always all right or all wrong."
         )
-    _check_prefilter(config.dynamic_sampling)
+    _check_sampling(config.dynamic_sampling)
     _check_pretrain(config)
     _check_mesh(config.mesh)
 
 
-def _check_prefilter(sampling: Any) -> None:
+def _check_sampling(sampling: Any) -> None:
+    returns, partial = sampling.enabled and sampling.surplus == "return", sampling.partial_rollouts
+    require(returns or not partial, "dynamic_sampling.partial_rollouts", partial,
+            "False, or enabled True and surplus 'return' beside it")  # fmt: skip
     p, prefix = sampling.prefilter, "dynamic_sampling.prefilter"
     if p.enabled and not sampling.enabled:
         raise UserError(

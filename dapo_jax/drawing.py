@@ -7,6 +7,7 @@ import jax
 
 from dapo_jax import model
 from dapo_jax.dynamic_sampling import Stream
+from dapo_jax.partial_rollouts import Partial
 from dapo_jax.progress import Progress
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout import scheduler
@@ -89,6 +90,9 @@ class Drawing:
             grouping.verdicts(scoring.verdicts(wait=False))
             return stream.full
 
+        partial = None
+        if trainer.config.dynamic_sampling.partial_rollouts:
+            partial = Partial(self.step, stream.begun, stream.drawn.extend)
         _, stats = scheduler.generate(
             trainer.engine,
             self.params,
@@ -98,6 +102,7 @@ class Drawing:
             key=self.key,
             finished=ended,
             enough=full,
+            partial=partial,
             stop_strings=rollout.stop_strings,
             check_stop=self.check_stop,
             watch=self.watch,

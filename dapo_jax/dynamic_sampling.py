@@ -6,21 +6,28 @@ Groups are accepted in prompt order, never in completion order: taking whoever f
 favour short answers and depend on timing.
 
 `stream_batch` scores groups while others are being drawn and stops when the batch is full; prompts
-begun beyond it go back to the data. `sample_batch` samples in rounds, and keeps or drops what a
-round finds beyond the batch. Neither depends on the order in which responses end.
+begun beyond it go back to the data, and what was drawn for them is lost, or kept for the next step
+(see `partial_rollouts`). `sample_batch` samples in rounds, and keeps or drops what a round finds
+beyond the batch. Neither depends on the order in which responses end, but for what is drawn that
+the next step goes on with.
 """
 
-import base64
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from dapo_jax import prefilter
+from dapo_jax import partial_rollouts, prefilter
 from dapo_jax.config import DynamicSamplingConfig
+from dapo_jax.partial_rollouts import Begun
 from dapo_jax.prefilter import PrefilterState, Sieve
-from dapo_jax.types import Group, Problem, Response, verdict_from_json
+from dapo_jax.types import (
+    Group,
+    Problem,
+    Response,
+    response_from_json,
+    response_to_json,
+    verdict_from_json,
+)
 
 # Weight of a step's share of informative prompts in the running estimate that sizes rounds.
 NEW_WEIGHT = 0.5
@@ -32,6 +39,7 @@ class SamplingState(NamedTuple):
     carried: tuple[Group, ...] = ()  # informative groups that the last batch had no room for
     kept_share: float = 1.0  # running estimate of the share of prompts that are informative
     prefilter: PrefilterState | None = None  # None: no prompt is left out
+    begun: tuple[Begun, ...] = ()  # what was drawn beyond the batches, with partial_rollouts
 
 
 class Batch(NamedTuple):
@@ -44,6 +52,8 @@ class Batch(NamedTuple):
     surplus: int  # informative groups that found no room
     returned: int = 0  # prompts begun that went back to the data
     skipped: int = 0  # prompts left out by the prefilter, among and before those sampled
+    too_old: int = 0  # samples begun in earlier steps that were drawn afresh
+    tokens_kept: int = 0  # of the responses that the next step goes on with
 
 
 def sample_batch(
@@ -102,8 +112,16 @@ def sample_batch(
 class Stream:
     """What of a stream of groups is known so far."""
 
-    def __init__(self, config: DynamicSamplingConfig, share: float, num_prompts: int):
+    def __init__(
+        self,
+        config: DynamicSamplingConfig,
+        share: float,
+        num_prompts: int,
+        begun: Sequence[Begun] = (),
+    ):
         self.num_prompts, self.share = num_prompts, share
+        self.begun = partial_rollouts.by_visit(begun)  # responses to go on with
+        self.drawn: list[dict[int, Response]] = []  # of each prompt, by sample; told at the end
         self.most = config.max_rounds * config.max_round_prompts  # prompts begun
         self.taken: list[Problem] = []
         self.groups: dict[int, Group] = {}  # by the number of their prompt
@@ -143,6 +161,7 @@ def stream_batch(
     state: SamplingState,
     *,
     num_prompts: int,
+    step: int,
     seed: int,
     take: Callable[[int], list[Problem]],
     position: Callable[[], Any],
@@ -153,15 +172,20 @@ def stream_batch(
     when max_rounds x max_round_prompts prompts have been tried.
 
     Args:
+        step: the rollout step.
         seed: of the prefilter's choices.
         take: gives the next prompts of the data.
         position: of the data; go_back: returns there.
         draw: draws and scores groups of the prompts that the iterator gives, and hands them to the
-            stream, until that is full or the prompts are at their end.
+            stream, until that is full or the prompts are at their end; tells it what was drawn if
+            that is to be kept.
     """
     before = position()
     sieve = lambda: Sieve(config.prefilter, state.prefilter, seed, take)
-    stream = Stream(config, state.kept_share, num_prompts)
+    begun, too_old = partial_rollouts.not_stale(
+        state.begun, step=step, max_staleness=config.max_staleness
+    )
+    stream = Stream(config, state.kept_share, num_prompts, begun)
     draw(stream, stream.problems(sieve().take))
     sampled = [stream.groups[i] for i in range(stream.decided)]
     # Once more as far as the batch goes: what was left out beyond it does not count.
@@ -172,9 +196,15 @@ def stream_batch(
     share = NEW_WEIGHT * found + (1 - NEW_WEIGHT) * state.kept_share
     kept = [group for group in sampled if group.informative]
     returned = len(stream.taken) - len(sampled)
-    batch = Batch(kept, sampled, 1, 0, 0, returned, len(again.skipped))
     after = prefilter.next_state(config.prefilter, state.prefilter, sampled, again.skipped)
-    return batch, SamplingState((), share if sampled else state.kept_share, after)
+    share = share if sampled else state.kept_share
+    if config.partial_rollouts:
+        begun = partial_rollouts.next_begun(
+            begun, stream.taken, stream.drawn, decided=stream.decided, step=step
+        )
+    tokens_kept = sum(len(r.tokens) for b in begun for _, r in b.responses)
+    batch = Batch(kept, sampled, 1, 0, 0, returned, len(again.skipped), too_old, tokens_kept)
+    return batch, SamplingState((), share, after, begun)
 
 
 def round_size(missing: int, kept_share: float, multiple: int, most: int) -> int:
@@ -190,6 +220,7 @@ def state_to_json(state: SamplingState) -> dict[str, Any]:
         "kept_share": state.kept_share,
         "carried": [_group_to_json(g) for g in state.carried],
         "prefilter": prefilter.state_to_json(state.prefilter),
+        "begun": partial_rollouts.to_json(state.begun),
     }
 
 
@@ -199,36 +230,24 @@ def state_from_json(values: dict[str, Any]) -> SamplingState:
         tuple(_group_from_json(group) for group in values["carried"]),
         values["kept_share"],
         prefilter.state_from_json(values["prefilter"]),
+        partial_rollouts.from_json(values.get("begun", ())),  # older checkpoints have none
     )
-
-
-def _encode(array: np.ndarray) -> str:
-    return base64.b64encode(array.tobytes()).decode()
 
 
 def _group_to_json(group: Group) -> dict[str, Any]:
     return {
         "problem": group.problem._asdict(),
-        "responses": [
-            response._asdict()
-            | {"tokens": _encode(response.tokens), "log_probs": _encode(response.log_probs)}
-            for response in group.responses
-        ],
+        "responses": [response_to_json(response) for response in group.responses],
         "verdicts": [verdict._asdict() for verdict in group.verdicts],
         "step": group.step,
     }
 
 
 def _group_from_json(values: dict[str, Any]) -> Group:
-    def response(r: dict[str, Any]) -> Response:
-        tokens = np.frombuffer(base64.b64decode(r["tokens"]), np.int32)
-        log_probs = np.frombuffer(base64.b64decode(r["log_probs"]), np.float32)
-        return Response(**(r | {"tokens": tokens, "log_probs": log_probs}))
-
     problem = values["problem"] | {"prompt_tokens": tuple(values["problem"]["prompt_tokens"])}
     return Group(
         Problem(**problem),
-        tuple(response(r) for r in values["responses"]),
+        tuple(response_from_json(r) for r in values["responses"]),
         tuple(verdict_from_json(v) for v in values["verdicts"]),
         values["step"],
     )

@@ -192,7 +192,7 @@ class Learner:
         numbers: dict[str, float] = {}
         columns = {
             "mask_BT": np.repeat(samples.trained_R, samples.lengths_R),
-            "lag_BT": np.repeat(samples.lag_R, samples.lengths_R),
+            "lag_BT": samples.lag_N,
             "log_prob_old_BT": samples.log_prob_N,
         }
         if self.config.rollout.log_prob_source == "recompute":

@@ -44,6 +44,21 @@ def sampling_metrics(batch: Batch) -> dict[str, float]:
     return metrics
 
 
+def partial_metrics(batch: Batch, step: int) -> dict[str, float]:
+    """How much of what was sampled was begun in earlier steps, and how old it is."""
+    responses = [response for group in batch.sampled for response in group.responses]
+    lags = [step - r.versions for r in responses if r.versions is not None]
+    continued = sum(int((lag > 0).sum()) for lag in lags)
+    return {
+        "partial/tokens_continued": continued,
+        "partial/share": continued / max(1, sum(len(r.tokens) for r in responses)),
+        "partial/responses_finished": sum(bool((lag > 0).all()) for lag in lags),
+        "partial/staleness_max": max((int(lag.max()) for lag in lags), default=0),
+        "partial/samples_too_old": batch.too_old,
+        "perf/partial_tokens_kept": batch.tokens_kept,
+    }
+
+
 def prefilter_metrics(batch: Batch, state: PrefilterState) -> dict[str, float]:
     """What was left out before sampling, and with which probabilities.
 
@@ -166,13 +181,13 @@ def critic_metrics(updates: Sequence[CriticMetrics]) -> dict[str, float]:
 def mismatch_metrics(samples: Samples, log_prob_old_N: np.ndarray) -> dict[str, float]:
     """How far the training program's log-probs are from the rollout's, for the same parameters:
     trained tokens drawn in this very step."""
-    fresh_R = samples.trained_R & (samples.lag_R == 0)
-    fresh_N = np.repeat(fresh_R, samples.lengths_R)
+    fresh_N = np.repeat(samples.trained_R, samples.lengths_R) & (samples.lag_N == 0)
     if not fresh_N.any():
         return {}
     ours_N, theirs_N = log_prob_old_N[fresh_N], samples.log_prob_N[fresh_N]
     gap_N = np.abs(ours_N - theirs_N)
-    numbers = corrections.mismatch(ours_N, theirs_N, samples.lengths_R[fresh_R])
+    fresh_R = np.bincount(samples.response_N[fresh_N], minlength=len(samples.lengths_R))
+    numbers = corrections.mismatch(ours_N, theirs_N, fresh_R)
     return {
         "rollout/log_prob_gap_mean": float(gap_N.mean()),
         "rollout/log_prob_gap_max": float(gap_N.max()),

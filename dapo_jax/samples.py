@@ -74,7 +74,7 @@ def make_samples(
         log_prob_N=joined([r.log_probs for _, _, r in responses], np.float32),
         lengths_R=np.array([len(r.tokens) for _, _, r in responses], int),
         groups_R=np.array([q for q, _, _ in responses], int),
-        lag_R=np.array([step - group.step for _, group, _ in responses], int),
+        lag_N=step - joined([_versions(group, r) for _, group, r in responses], int),
         trained_R=trained_R,
         counted_R=trained_R | o.overlong_in_baseline,
         rewards_RK=np.concatenate([np.zeros((0, config.num_scorers + 1)), *components]),
@@ -211,6 +211,13 @@ def adapted_kl_coefficient(
     """
     error = float(np.clip(kl / target - 1.0, -0.2, 0.2))
     return coefficient * (1.0 + error * num_responses / horizon)
+
+
+def _versions(group: Group, response: Response) -> np.ndarray:
+    """The rollout step whose parameters drew each token."""
+    if response.versions is not None:
+        return response.versions
+    return np.full(len(response.tokens), group.step)
 
 
 def _steps_in_tokens(

@@ -217,6 +217,7 @@ class _Run:
                 d,
                 self.host.sampling,
                 num_prompts=config.train.prompts_per_step,
+                step=step,
                 seed=config.seed,
                 take=trainer.stream.take,
                 position=trainer.stream.get_state,
@@ -236,6 +237,8 @@ class _Run:
         numbers: dict[str, Any] = {"step": step} | metrics.sampling_metrics(batch)
         if self.host.sampling.prefilter is not None:
             numbers |= metrics.prefilter_metrics(batch, self.host.sampling.prefilter)
+        if d.partial_rollouts:
+            numbers |= metrics.partial_metrics(batch, step)
         groups = self._groups_to_train(batch.groups, step)
         baselines = self._greedy_rewards(groups, step, clock) if groups else None
         kl_coefficient = self.host.reward_kl_coefficient

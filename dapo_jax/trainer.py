@@ -109,6 +109,10 @@ def engine_spec(
     )
     if r.cache_gib is not None:
         spec = dataclasses.replace(spec, num_pages=_num_pages(spec, mesh, r.cache_gib))
+    if config.dynamic_sampling.partial_rollouts:
+        # Prompts with what was drawn before are longer than those that the pool was sized for.
+        pages = spec.num_pages or spec.shard_pages * spec.shards
+        spec = dataclasses.replace(spec, num_pages=pages, continued=True)
     return spec
 
 

@@ -4,6 +4,7 @@ Records that JAX maps over are NamedTuples of arrays; records of the host are Na
 values and NumPy arrays.
 """
 
+import base64
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,9 @@ import numpy as np
 Array = Any  # a jax.Array on the device, an np.ndarray on its way there
 # Decodes many token sequences to text at once, special tokens left out.
 Detokenize = Callable[[Sequence[np.ndarray]], list[str]]
+
+
+UNFINISHED = "unfinished"  # a finish reason
 
 
 class UserError(ValueError):
@@ -48,9 +52,12 @@ class Response(NamedTuple):
     tokens: np.ndarray  # int32 [length]
     log_probs: np.ndarray  # float32 [length], under the distribution sampled from
     # "stop": drew a stop token or completed a stop string; "length": cut at max_response_tokens;
-    # "invalid": the logits were not finite, never trained on.
+    # "invalid": the logits were not finite, never trained on; "unfinished": sampling stopped before
+    # its end, and it is in no group, see `dapo_jax.partial_rollouts`.
     finish_reason: str
-    text: str  # decoded, special tokens left out
+    text: str  # decoded, special tokens left out; empty where unfinished
+    # int32 [length], the rollout step whose parameters drew each token; None: all that of its group
+    versions: np.ndarray | None = None
 
     @property
     def truncated(self) -> bool:
@@ -76,13 +83,36 @@ def verdict_from_json(values: dict[str, Any]) -> Verdict:
     return Verdict(**values | tuples)
 
 
+def response_to_json(response: Response) -> dict[str, Any]:
+    """The response as JSON values; arrays as base64 of their bytes, so that nothing is rounded."""
+    encode = lambda array: base64.b64encode(array.tobytes()).decode()
+    versions = None if response.versions is None else encode(response.versions)
+    return response._asdict() | {
+        "tokens": encode(response.tokens),
+        "log_probs": encode(response.log_probs),
+        "versions": versions,
+    }
+
+
+def response_from_json(values: dict[str, Any]) -> Response:
+    """The inverse of `response_to_json`."""
+    decode = lambda text, dtype: np.frombuffer(base64.b64decode(text), dtype)
+    versions = values.get("versions")
+    arrays = {
+        "tokens": decode(values["tokens"], np.int32),
+        "log_probs": decode(values["log_probs"], np.float32),
+        "versions": None if versions is None else decode(versions, np.int32),
+    }
+    return Response(**(values | arrays))
+
+
 class Group(NamedTuple):
     """The G responses to one prompt, scored."""
 
     problem: Problem
     responses: tuple[Response, ...]
     verdicts: tuple[Verdict, ...]
-    step: int  # rollout step whose parameters drew the responses
+    step: int  # rollout step whose parameters drew the tokens of responses without versions
 
     @property
     def num_correct(self) -> int:
@@ -126,7 +156,7 @@ class Samples(NamedTuple):
     log_prob_N: np.ndarray  # float32, under the distribution sampled from
     lengths_R: np.ndarray  # int
     groups_R: np.ndarray  # int, which prompt of the batch
-    lag_R: np.ndarray  # int, rollout steps since the response was drawn
+    lag_N: np.ndarray  # int, rollout steps since the token was drawn
     trained_R: np.ndarray  # bool, False where overlong filtering leaves it out of the loss
     counted_R: np.ndarray  # bool, False where it is left out of its group's baseline too
     rewards_RK: np.ndarray  # float64, components of the reward: of each scorer, the overlong one

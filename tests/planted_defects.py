@@ -43,9 +43,10 @@ DEFECTS = (
     Defect(
         "end of sequence left out of the response",
         "dapo_jax/rollout/scheduler.py",
-        "        texts = self.detokenize(tokens)\n",
-        "        tokens = [t[:-1] if t[-1] in stops else t for t in tokens]\n"
-        "        texts = self.detokenize(tokens)\n",
+        "        tokens = [response.tokens for response in drawn]\n",
+        "        n = [len(r.tokens) - (r.tokens[-1] in stops) for r in drawn]\n"
+        "        drawn = [r._replace(tokens=r.tokens[:end]) for r, end in zip(drawn, n)]\n"
+        "        tokens = [response.tokens for response in drawn]\n",
         "tests/test_rollout.py::test_finish_reasons",
     ),
     Defect(

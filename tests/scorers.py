@@ -36,6 +36,14 @@ def treacherous(response: str, answer: str) -> Score:
     return Score(response == answer, response)
 
 
+def unhurried(response: str, answer: str) -> bool:
+    """Right if it begins with the answer; takes a while, and dies when the response says so."""
+    time.sleep(0.01)
+    if response.startswith("die"):
+        os._exit(11)
+    return response.startswith(answer)
+
+
 def plain(response: str, answer: str) -> bool:
     """A scorer that says nothing but right or wrong."""
     return response == answer

@@ -175,6 +175,7 @@ PREFILTER = ("dynamic_sampling", "prefilter")
         ((*PREFILTER, "initial_probability", 1.0), r"initial_probability must be between .* 0\.95"),
         ((*PREFILTER, "target_hard", 1.5), r"prefilter\.target_hard must be in \[0, 1\]; got 1"),
         ((*PREFILTER, "min_sampled", 0.0), r"prefilter\.min_sampled must be in \(0, 1\]; got 0"),
+        (("dynamic_sampling", "max_staleness", 0), r"max_staleness must be greater than 0; got 0"),
         (("rollout", "watchdog_seconds", -1.0), r"rollout\.watchdog_seconds must be .* got -1"),
         ((*PREFILTER, "max_skips", 0), r"prefilter\.max_skips must be greater than 0; got 0"),
     ],
@@ -187,6 +188,18 @@ def test_a_wrong_field_is_named(change, message):
     inner[field] = value
     with pytest.raises(UserError, match=message):
         Config.from_dict(values)
+
+
+def test_partial_rollouts_need_a_stream():
+    on = {"dynamic_sampling__partial_rollouts": True}
+    assert Config.from_dict(tiny_dict(**on)).dynamic_sampling.max_staleness == 1
+    message = (
+        r"dynamic_sampling\.partial_rollouts must be False, or enabled True and surplus 'return'"
+    )
+    for change in ({"surplus": "carry"}, {"enabled": False}):
+        changes = {f"dynamic_sampling__{name}": value for name, value in change.items()}
+        with pytest.raises(UserError, match=message):
+            Config.from_dict(tiny_dict(**on, **changes))
 
 
 FILE = source_dict("problems.jsonl")

@@ -136,7 +136,7 @@ def stream(kinds, seed, state=None, *, num=4):
             stream.scored(number, group)
 
     batch, state = stream_batch(
-        config, state or SamplingState(), num_prompts=num, seed=0, take=world.take,
+        config, state or SamplingState(), num_prompts=num, step=1, seed=0, take=world.take,
         position=lambda: world.next, go_back=lambda place: setattr(world, "next", place), draw=draw,
     )  # fmt: skip
     return batch, state, world, begun

@@ -34,6 +34,14 @@ RUN = {
     "data__train__sums__num_problems": 40,
     "dynamic_sampling__prefilter__enabled": True,
 }
+PARTIAL = {
+    "dynamic_sampling__partial_rollouts": True,
+    "dynamic_sampling__prefilter__enabled": False,
+    "train__num_steps": 5,
+    # Steps far enough apart that tokens of the older policy would show in the gap.
+    "optimizer__learning_rate": 1e-3,
+    "optimizer__warmup_steps": 0,
+}
 WITHOUT_FILTERS = {
     "dynamic_sampling__enabled": False,
     "dynamic_sampling__prefilter__enabled": False,
@@ -329,6 +337,17 @@ def test_recomputed_log_probs_reference_filter_and_stop_strings(tmp_path, home):
     assert all(
         record["response"].find(" wait") + 5 == len(record["response"]) for record in stopped
     )
+
+
+def test_partial_rollouts_are_trained_on(tmp_path, home):
+    """Tokens of two policies in one update, and those of the older one are not in the gap."""
+    run(tmp_path / "run", home, **RUN | PARTIAL)
+    steps = metrics_of(tmp_path / "run")[1:]
+    assert sum(numbers["partial/tokens_continued"] for numbers in steps) > 0
+    assert sum(numbers["optimizer/updates"] for numbers in steps) >= 6
+    assert max(numbers.get("rollout/log_prob_gap_max", 0.0) for numbers in steps) < 1e-5
+    assert max(numbers["partial/staleness_max"] for numbers in steps) == 1
+    assert_documented(steps)
 
 
 def test_divergence_ends_the_run_and_keeps_what_was_saved(tmp_path, home):

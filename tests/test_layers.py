@@ -14,8 +14,8 @@ LAYERS = [
     # pure, and hosts' small tools
     ["objective", "policy_losses", "aggregation", "advantage", "corrections", "covariance",
      "batching", "reward", "scorers", "rows", "hub", "sources", "prompts", "estimators",
-     "arithmetic", "prefilter", "progress", "watchdog", "compilations", "hf_config", "rotary",
-     "products"],
+     "arithmetic", "prefilter", "partial_rollouts", "progress", "watchdog", "compilations",
+     "hf_config", "rotary", "products"],
     ["model", "attention", "attention_kernels", "vocabulary", "log_probs", "sharding",
      "collectives", "samples", "data", "tokenizer", "checkpoint", "reward_pool", "scoring", "votes",
      "run_directory", "report", "benchmark_page", "report_data", "report_plots", "paper_curves"],
@@ -61,8 +61,8 @@ WITHOUT_JAX = {
     "reward", "scorers", "reward_pool", "estimators", "rows", "hub", "hf_config", "sources",
     "prompts", "problems", "votes", "scoring",
     "arithmetic", "data", "aggregation", "advantage", "corrections", "covariance", "batching",
-    "samples", "prefilter", "progress", "watchdog", "report", "report_data", "report_plots",
-    "paper_curves", "collectives",
+    "samples", "prefilter", "partial_rollouts", "progress", "watchdog", "report", "report_data",
+    "report_plots", "paper_curves", "collectives",
 }  # fmt: skip
 PACKAGES = {"dapo_jax", "dapo_jax.rollout", "dapo_jax.bench", "dapo_jax.planning"}
 NEVER = {"torch", "tensorflow", "seqio"}

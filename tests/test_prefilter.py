@@ -155,7 +155,7 @@ def run(mode, state, place, kinds, seed, *, num=4, order=0, config=ON):
 
     if mode == "return":
         batch, state = stream_batch(
-            config, state, num_prompts=num, seed=seed, take=data.take,
+            config, state, num_prompts=num, step=1, seed=seed, take=data.take,
             position=lambda: data.place, go_back=data.go_back, draw=draw,
         )  # fmt: skip
     else:

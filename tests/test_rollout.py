@@ -24,7 +24,7 @@ KEY = jax.random.key(7)
 
 def make_engine(
     *, slots=16, prefill=8, temperature=1.0, top_p=1.0, num_devices=1, samples=1, page_tokens=32,
-    num_pages=None, decode_steps=8, prefill_chunk_tokens=512, **mesh,
+    num_pages=None, decode_steps=8, prefill_chunk_tokens=512, continued=False, **mesh,
 ):  # fmt: skip
     layout = dataclasses.replace(CONFIG.mesh, **mesh)
     spec = EngineSpec(
@@ -42,6 +42,7 @@ def make_engine(
         num_pages=num_pages,
         decode_steps=decode_steps,
         prefill_chunk_tokens=prefill_chunk_tokens,
+        continued=continued,
     )
     return DecoderEngine(spec, make_mesh(dataclasses.replace(CONFIG, mesh=layout), num_devices))
 

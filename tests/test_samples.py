@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from dapo_jax import metrics
 from dapo_jax.config import CorrectionConfig
 from dapo_jax.samples import (
     adapted_kl_coefficient,
@@ -54,8 +55,22 @@ def test_samples_hold_whole_responses_and_their_lag():
     np.testing.assert_array_equal(
         samples.log_prob_N, np.concatenate([r.log_probs for r in group.responses])
     )
-    assert samples.prompts == ((1, 2, 3), (1, 2, 3)) and samples.lag_R.tolist() == [3, 3]
+    assert samples.prompts == ((1, 2, 3), (1, 2, 3)) and samples.lag_N.tolist() == [3] * 7
     assert samples.lengths_R.tolist() == [3, 4] and samples.groups_R.tolist() == [0, 0]
+
+
+def test_tokens_of_several_policies_have_their_own_lag():
+    """And only those of the newest say how far the rollout is from the trainer."""
+    group = make_group([True, False], lengths=[3, 4])._replace(step=4)
+    versions = np.array([2, 3, 4, 4], np.int32)
+    responses = (group.responses[0], group.responses[1]._replace(versions=versions))
+    samples = samples_of(tiny_config(), [group._replace(responses=responses)], step=4)
+    assert samples.lag_N.tolist() == [0, 0, 0, 2, 1, 0, 0]
+    off = np.array([0.0, 0.0, 0.25, 8.0, 8.0, 0.5, 0.0])
+    numbers = metrics.mismatch_metrics(samples, samples.log_prob_N + off)
+    assert numbers["rollout/log_prob_gap_max"] == 0.5
+    assert numbers["rollout/log_prob_gap_mean"] == pytest.approx(0.75 / 5)
+    assert numbers["mismatch/kl"] == pytest.approx(-0.75 / 5)
 
 
 @pytest.mark.parametrize("in_baseline, mean", [(True, 0.0), (False, 1 / 3)])

@@ -4,18 +4,19 @@ What comes of them is read in `scheduler`; the two share the `Table`.
 """
 
 import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from dapo_jax import model
+from dapo_jax.partial_rollouts import Visit
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.rollout.slots import Arrivals, DecodeState
 from dapo_jax.rollout.spec import EngineSpec
-from dapo_jax.types import Problem, Response
+from dapo_jax.types import UNFINISHED, Problem, Response
 
 Sample = tuple[int, int, int]  # shard, entry, column
 
@@ -27,13 +28,39 @@ class Request(NamedTuple):
     problem: Problem
     first: int  # number of the first sample
     samples: int
-    # Tokens and log-probs of the one sample that goes on after it was preempted.
-    begun: tuple[np.ndarray, np.ndarray] | None = None
+    # What there is of the one sample that goes on, after it was preempted or from an earlier step.
+    begun: Response | None = None
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        begun = () if self.begun is None else tuple(self.begun[0].tolist())
+        begun = () if self.begun is None else tuple(self.begun.tokens.tolist())
         return self.problem.prompt_tokens + begun
+
+
+def requests_of(
+    number: int,
+    problem: Problem,
+    *,
+    num_samples: int,
+    most: int,
+    begun: Mapping[int, Response],
+) -> list[Request]:
+    """Those of the samples of one prompt that have not ended: one for each that goes on, and one
+    for up to `most` neighbours of which nothing is drawn.
+
+    Args:
+        begun: what there is, by sample.
+    """
+    requests, run = [], 0
+    for sample in range(num_samples + 1):
+        fresh = sample < num_samples and sample not in begun
+        if run and (run == most or not fresh):
+            requests.append(Request(number, problem, sample - run, run))
+            run = 0
+        run += fresh
+        if sample in begun and begun[sample].finish_reason == UNFINISHED:
+            requests.append(Request(number, problem, sample, 1, begun[sample]))
+    return requests
 
 
 class Table:
@@ -41,6 +68,7 @@ class Table:
     to G samples, T tokens each at most."""
 
     def __init__(self, spec: EngineSpec):
+        self.step = 0  # rollout step of the tokens that are drawn, where some are of earlier ones
         R, E, G, T = spec.shards, spec.entries, spec.samples, spec.max_response_tokens
         self.requests: list[list[Request | None]] = [[None] * E for _ in range(R)]
         self.order = np.zeros((R, E), np.int64)  # of arrival
@@ -62,8 +90,21 @@ class Table:
         self.waiting[r, e, : request.samples] = True
         self.count[r, e] = 0
         if request.begun is not None:
-            self.count[r, e, 0] = n = len(request.begun[0])
-            self.tokens[r, e, 0, :n], self.log_probs[r, e, 0, :n] = request.begun
+            tokens, log_probs = request.begun.tokens, request.begun.log_probs
+            self.count[r, e, 0] = n = len(tokens)
+            self.tokens[r, e, 0, :n], self.log_probs[r, e, 0, :n] = tokens, log_probs
+
+    def drawn(self, r: int, e: int, column: int) -> Response:
+        """What there is of a sample, as a response that has not ended."""
+        request, n = self.requests[r][e], self.count[r, e, column]
+        assert request is not None
+        versions = None
+        # Of what this step alone has drawn its group knows the version.
+        if request.begun is not None and request.begun.versions is not None:
+            before = request.begun.versions
+            versions = np.concatenate([before, np.full(n - len(before), self.step, np.int32)])
+        at = r, e, column, slice(n)
+        return Response(self.tokens[at].copy(), self.log_probs[at].copy(), UNFINISHED, "", versions)
 
     def close(self, r: int, e: int, column: int) -> None:
         """Without the sample; the entry is free when none is left."""
@@ -95,6 +136,10 @@ class Admission:
         self.key_data = np.asarray(jax.random.key_data(key))
         self.done: list[dict[int, Response]] = []  # of each problem taken, by sample
         self.exhausted = False  # no more problems will come
+        # What earlier steps drew, by id and epoch of a problem and by sample; and of that what had
+        # ended, until it is told of.
+        self.begun: Mapping[Visit, Mapping[int, Response]] = {}
+        self.over: list[tuple[int, int, Response]] = []
         self.queue: collections.deque[Request] = collections.deque()
         self.arrivals = 0
         spec = engine.spec
@@ -122,11 +167,16 @@ class Admission:
             if problem is None:
                 return
             index = len(self.done)
-            self.done.append({})
-            G = self.engine.spec.samples
-            for first in range(0, self.num_samples, G):
-                samples = min(G, self.num_samples - first)
-                self.queue.append(Request(index, problem, first, samples))
+            begun = self.begun.get((problem.id, problem.epoch), {})
+            self.done.append({s: r for s, r in begun.items() if r.finish_reason != UNFINISHED})
+            self.over += [(index, sample, r) for sample, r in self.done[index].items()]
+            self.queue += requests_of(
+                index,
+                problem,
+                num_samples=self.num_samples,
+                most=self.engine.spec.samples,
+                begun=begun,
+            )
 
     def admit(self, params: model.Params, state: DecodeState, *, unread: bool) -> DecodeState:
         """The state with prompts prefilled for the entries that are free, a batch at a time.

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from dapo_jax import model
+from dapo_jax.partial_rollouts import Partial
 from dapo_jax.rollout.admission import Admission, Request, Sample, Table
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.sampling import Mode, SamplingParams
@@ -56,6 +57,7 @@ def generate(
     finished: Finished = lambda _: None,
     drawn: Drawn | None = None,
     enough: Callable[[], bool] = lambda: False,
+    partial: Partial | None = None,
     watch: Watchdog = UNWATCHED,
     check_stop: Callable[[], None] = lambda: None,
 ) -> tuple[list[list[Response]], RolloutStats]:
@@ -75,17 +77,24 @@ def generate(
         drawn: called between decode calls with what each of them drew.
         enough: asked between decode calls; True leaves the rest undrawn. Problems without all their
             responses have an empty list then.
+        partial: what earlier steps drew of the responses. Those that have ended are told of as if
+            they had just done so, the others go on: their tokens stay, and those that follow are
+            drawn by this call's parameters and key.
         watch: is told what is waited for.
         check_stop: called between decode calls; raises to abandon the call.
     """
     run = _Run(engine, params, iter(problems), detokenize, num_samples, key, sampling, limits)
     run.finished, run.drawn, run.stop_strings = finished, drawn, tuple(stop_strings)
     run.watch = watch
+    if partial is not None:
+        run.table.step, run.admission.begun = partial.step, partial.begun
     while run.has_work():
         check_stop()
         if enough():
             break
         run.one_call()
+    if partial is not None:
+        partial.left(run.left())
     responses = [
         [done[sample] for sample in range(num_samples)] if len(done) == num_samples else []
         for done in run.done
@@ -148,6 +157,9 @@ class _Run:
         """Hands prompts over, calls `decode`, reads the results of the call before."""
         unread = self.late is not None
         self.state = self.admission.admit(self.params, self.state, unread=unread)
+        if self.admission.over:
+            over, self.admission.over = self.admission.over, []
+            self.finished(over)
         now = None
         if self.table.waiting.any():
             pages = self._table_pages()
@@ -161,6 +173,20 @@ class _Run:
             time.sleep(IDLE_SECONDS)  # for problems that are to come later
         if late is not None:
             self._read(late)
+
+    def left(self) -> list[dict[int, Response]]:
+        """What is drawn of each problem taken, by sample, whether it has ended or not."""
+        late, self.late = self.late, None
+        if late is not None:
+            self._read(late)
+        drawn = [dict(done) for done in self.done]
+        for request in self.admission.queue:
+            if request.begun is not None:
+                drawn[request.number][request.first] = request.begun
+        for work in np.argwhere(self.table.waiting & (self.table.count > 0)).tolist():
+            number, sample = self.table.who(*work)
+            drawn[number][sample] = self.table.drawn(*work)
+        return drawn
 
     def _table_pages(self) -> int:
         """Enough for every sequence in the next call, as far as it is known here."""
@@ -272,22 +298,20 @@ class _Run:
 
     def _end(self, ended: list[tuple[int, int, int, bool]], cut: list[Sample]) -> None:
         stops = set(self.engine.spec.stop_tokens)
-        tokens = [
-            self.table.tokens[r, e, c, : self.table.count[r, e, c]].copy() for r, e, c, _ in ended
-        ]
+        drawn = [self.table.drawn(r, e, c) for r, e, c, _ in ended]
+        tokens = [response.tokens for response in drawn]
         texts = self.detokenize(tokens)
         told = []
-        for (r, e, c, finite), tokens_T, text in zip(ended, tokens, texts):
-            log_probs = self.table.log_probs[r, e, c, : len(tokens_T)].copy()
-            by_itself = int(tokens_T[-1]) in stops or (r, e, c) in cut
+        for (r, e, c, finite), response, text in zip(ended, drawn, texts):
+            by_itself = int(response.tokens[-1]) in stops or (r, e, c) in cut
             reason = "stop" if by_itself else "length"
             if not finite:
                 # Of what was drawn last nothing is known.
-                log_probs[-1] = 0.0
+                response.log_probs[-1] = 0.0
                 reason = "invalid"
                 self.stats += RolloutStats(invalid=1)
             index, sample = self.table.who(r, e, c)
-            response = Response(tokens_T, log_probs, reason, text)
+            response = response._replace(finish_reason=reason, text=text)
             self.done[index][sample] = response
             told.append((index, sample, response))
             self.table.close(r, e, c)
@@ -315,9 +339,9 @@ class _Run:
                 continue
             e, c = in_slots[-1]
             gone.append((r, e, c))
-            request, n = self.table.requests[r][e], self.table.count[r, e, c]
+            request = self.table.requests[r][e]
             assert request is not None
-            begun = self.table.tokens[r, e, c, :n].copy(), self.table.log_probs[r, e, c, :n].copy()
+            begun = self.table.drawn(r, e, c)
             self.admission.queue.appendleft(
                 Request(request.number, request.problem, request.first + c, 1, begun)
             )

@@ -30,6 +30,7 @@ class EngineSpec:
     prefill_chunk_tokens: int = 512
     kernel: kernels.Kernel = "xla"
     cache_dtype: Literal["auto", "int8"] = "auto"  # of keys and values; auto: the compute dtype
+    continued: bool = False  # whether many samples come one by one, with what was drawn of them
 
     @property
     def shards(self) -> int:
@@ -48,7 +49,7 @@ class EngineSpec:
     def entries(self) -> int:
         """Of one shard: enough that no slot waits for a prompt while results are on their way."""
         B, P = self.slots // self.shards, self.prefill_prompts // self.shards
-        return 2 * -(-B // self.samples) + P
+        return 2 * -(-B // self.samples) + P + B * self.continued
 
     @property
     def cancelled(self) -> int:
