@@ -46,6 +46,7 @@ def test_the_limit_by_memory_counts_weights_and_cache(monkeypatch):
     assert of(apart, 8) == of(params, 8), "of an embedding by itself a row a slot is read"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("packing", [("--micro_batch=0",), ("--packed", "--micro_batch=8")])
 def test_the_bench_of_an_update(capsys, packing):
@@ -63,6 +64,7 @@ def test_the_bench_of_an_update(capsys, packing):
         assert found["responses"] == 16 and found["padding_fraction"] > 0.4
 
 
+@pytest.mark.slow
 def test_the_step_bench(capsys, standard_promotion):
     arguments = ["program", "step", *SMALL, "--slots=8", "--lengths=longtail", "--json"]
     assert bench(arguments) == 0

@@ -20,6 +20,7 @@ from tests.test_policy_losses import configured
 
 SHORT = RUN | {
     "dynamic_sampling__enabled": False,
+    "dynamic_sampling__prefilter__enabled": False,
     "train__num_steps": 2,
     "pretrain__num_steps": 20,
     "pretrain__warmup_steps": 2,

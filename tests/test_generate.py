@@ -249,6 +249,7 @@ def test_a_wrong_line_is_named(capsys, place, tmp_path, line):
     assert not (tmp_path / "out.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_stories260k_by_the_engine_and_after_export(capsys, tmp_path):
     """A trained model: every token that its own program drew, here and from what we write of it."""
     place = data("weights", "stories260K")
@@ -269,6 +270,7 @@ def test_stories260k_by_the_engine_and_after_export(capsys, tmp_path):
         assert sample["token_ids"] == greedy[len(prompt) :]
 
 
+@pytest.mark.slow
 def test_a_model_of_the_hub_is_fetched_once(place, tmp_path):
     """config.json, weights, generation config and tokenizer, and nothing else; then the cache."""
     files = {file.name: file.read_bytes() for file in place.iterdir()}

@@ -131,6 +131,7 @@ def moments_of(state):
     return [x for x in jax.tree.leaves(state.moments) if x.ndim]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("dtype, offload", [("float32", True), ("bfloat16", False)])
 def test_a_run_that_stopped_goes_on_bit_for_bit(tmp_path, plain, dtype, offload):

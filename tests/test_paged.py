@@ -168,6 +168,7 @@ def tokens_of(num_devices=1, mesh=None, problems=20, **changes):
     return [[r.tokens.tolist() for r in row] for row in drawn], stats
 
 
+@pytest.mark.slow
 def test_with_int8_a_sample_still_depends_on_nothing_but_itself():
     """Slots, pages, prefill in chunks, preemption and devices."""
     expected, _ = tokens_of(cache_dtype="int8")
@@ -189,6 +190,7 @@ def test_the_gpus_kernel_draws_the_same_tokens(num_devices, mesh):
 SHAPE = Shape(2, 32, 4, 2, 48, 64, "float32", 3, 4, 12, 20, "uniform", 0, 8, 8, 1.0, 1.0, 1)
 
 
+@pytest.mark.slow
 def test_the_gap_between_rollout_and_trainer():
     exact, int8 = (bench_gap(Gap(SHAPE, cache)) for cache in ("auto", "int8"))
     assert exact["gap_mean"] < 1e-6 and exact["gap_max"] < 1e-5

@@ -118,6 +118,7 @@ def test_a_string_with_the_last_token_allowed_stops_too(engine, params, problems
     assert_cut(responses, whole)
 
 
+@pytest.mark.slow
 def test_with_preemption(params, problems, whole):
     """Where pages are short too, on two shards; and every page comes back."""
     shards, pages = 2, 11
