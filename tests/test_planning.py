@@ -104,6 +104,7 @@ def test_the_text_says_what_is_fact_and_what_is_not(found):
 def test_an_update_of_fewer_micro_batches_takes_less(found):
     n = found["programs"]["train"]
     one, all_of_them = (estimate.roofline(n, V5P, trips) for trips in (1, None))
+    assert one is not None and all_of_them is not None
     assert one.compute == pytest.approx(all_of_them.compute / n["trips"], rel=0.02)
     assert one.memory < all_of_them.memory
 
@@ -264,6 +265,7 @@ def test_search_ranks_shapes_that_divide_and_compiles_the_best():
         next(c for c in ranked if c.name == f"fsdp 8 x tensor 1, remat {remat}")
         for remat in ("full", "none")
     )
+    assert full.seconds is not None and none.seconds is not None
     assert full.seconds > none.seconds and full.bytes < none.bytes
     result = search.search(CONFIG, target, ("train",), said.append, compiled=1, **LENGTHS)
     assert result["fits"] and [row["plan"] is not None for row in result["found"]].count(True) == 1
