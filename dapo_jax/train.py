@@ -234,6 +234,8 @@ class _Run:
                 take=trainer.stream.take,
                 sample=drawing.sample,
             )
+        stats = drawing.stats
+        del drawing  # and with it the rollout's copy of the parameters: the update needs the memory
         numbers: dict[str, Any] = {"step": step} | metrics.sampling_metrics(batch)
         if self.host.sampling.prefilter is not None:
             numbers |= metrics.prefilter_metrics(batch, self.host.sampling.prefilter)
@@ -272,7 +274,6 @@ class _Run:
             reward_kl_coefficient=kl_coefficient,
         )
         numbers |= {f"time/{name}": seconds for name, seconds in clock.items()}
-        stats = drawing.stats
         numbers["perf/tokens_per_second"] = stats.tokens / max(clock["rollout"], 1e-9)
         if stats.slots_offered:
             numbers["perf/slot_occupancy"] = stats.busy_slots / stats.slots_offered

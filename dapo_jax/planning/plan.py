@@ -110,7 +110,7 @@ def remedy(config: Config, result: Mapping[str, Any]) -> str:
             if slots
             else "config.rollout.cache_dtype='int8'"
         )
-    if largest in ("temporaries", "rollout's parameters") or name == "prefill":
+    if largest == "temporaries" or name == "prefill":
         ways.append("a larger config.mesh.tensor (heads, feed-forward, the rollout's parameters)")
     if training:
         ways.append("more devices on config.mesh.fsdp (parameters and optimiser)")

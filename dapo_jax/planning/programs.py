@@ -91,18 +91,17 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
     copy = device_bytes(rolled, rolled_at)
     pool = _pool_bytes(spec, mesh)
     rows = sum(x.size * x.dtype.itemsize for x in rows_MBT) // spec.shards
-    # What a run holds from one step to the next; `train.one_step` keeps the rollout's copy too.
+    # What a run holds throughout a step; the rollout's copy of the parameters is dropped before the
+    # update, see `train.one_step`.
     held = {"policy with optimiser": policy}
     same = jax.tree.map(
         lambda x, a, b: a.is_equivalent_to(b, len(x.shape)), params, params_at, rolled_at
     )
     # Where they are the policy's own they are not copied, and rollouts run beside the optimiser.
     shared = c.param_dtype == c.compute_dtype and all(jax.tree.leaves(same))
-    rolling, moments = ("rollout's parameters",), {}
+    rolling, moments = (), {}
     if shared:
         rolling, moments = ("policy with optimiser",), {"optimiser": policy - parameters}
-    else:
-        held["rollout's parameters"] = copy
     if _needs_reference(config):
         held["reference"] = parameters
     values: Any = None

@@ -195,9 +195,10 @@ def _on_mesh(config: Config, fsdp: int, tensor: int) -> Config:
 
 
 def _by_arithmetic(config: Config, target: chips.Target) -> Candidate:
-    """Memory: parameters, moments and the sum of gradients, the rollout's copy, what the layers
-    keep for the backward pass, and the scores of one layer's attention, if XLA's. Time: products at
-    the peak, and what tensor and fsdp axes exchange at the rate of the links, whichever is longer.
+    """Memory: parameters, moments and the sum of gradients, and the rollout's copy or what the
+    layers keep for the backward pass, and the scores of one layer's attention, if XLA's. Time:
+    products at the peak, and what tensor and fsdp axes exchange at the rate of the links, whichever
+    is longer.
     """
     c, t, m, chip = config.model, config.train, config.mesh, target.chip
     shapes, specs = model.param_shapes(c), param_specs(c, m)
@@ -229,11 +230,11 @@ def _by_arithmetic(config: Config, target: chips.Target) -> Candidate:
     layers = c.num_layers * tokens * kept * width + of_scores * scores
     layers += tokens * (products + c.width) * width  # of the one that is computed
     if chip.flops is None or chip.link_rate is None:
-        return Candidate(config, state + copy + layers, None)
+        return Candidate(config, state + max(copy, layers), None)
     again = {"full": 4 / 3, "attention": 1.3, "attention_mlp": 1.15}.get(c.remat, 1.0)
     compute = again * model_flops(config, T) * tokens / m.tensor / chip.flops
     passes = 2 if c.remat in ("none", "dots") else 3
     gathered = passes * number / m.tensor * width * (1 - 1 / m.fsdp)
     reduced = passes * 2 * c.num_layers * tokens * c.width * width * 2 * (1 - 1 / m.tensor)
     seconds = max(compute, (gathered + reduced) / chip.link_rate)
-    return Candidate(config, state + copy + layers, seconds * max_micro_batches(config))
+    return Candidate(config, state + max(copy, layers), seconds * max_micro_batches(config))
