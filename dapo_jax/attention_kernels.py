@@ -10,7 +10,7 @@ A kernel is a program of one device: on a mesh each device attends with its own 
 
 import functools
 import warnings
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,8 @@ def choose(config: ModelConfig, layout: HeadLayout | None) -> Choice:
         )
     every_layer = len(config.sliding_layers) == config.num_layers
     window = config.sliding_window if config.sliding_layers else None
-    return Choice("xla" if refused else kernel, platform, window, every_layer, layout)
+    taken: Any = "xla" if refused else kernel
+    return Choice(taken, platform, window, every_layer, layout)
 
 
 def _refusal(kernel: str, config: ModelConfig, layout: HeadLayout | None) -> str | None:
@@ -146,7 +147,8 @@ def _splash(
     full = segments_BT.shape[1]
     block = min(SPLASH_BLOCK, full)
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-    sizes = library.BlockSizes(**{f"block_{name}": block for name in names})
+    blocks: dict[str, Any] = {f"block_{name}": block for name in names}
+    sizes = library.BlockSizes(**blocks)
 
     def attention(seen: int | None) -> jax.Array:
         shape = (full, full)
@@ -155,7 +157,7 @@ def _splash(
             if seen is None
             else library.LocalMask(shape, (seen - 1, 0), 0)
         )
-        kernel = library.make_splash_mha_single_device(
+        kernel: Any = library.make_splash_mha_single_device(
             library.MultiHeadMask([mask] * N),
             block_sizes=sizes,
             interpret=choice.platform == "cpu",
@@ -191,7 +193,7 @@ def _flash(
     _, T, N, H = q_BTNH.shape
     fill = lambda x: _filled(x, 1, FLASH_BLOCK)
     each = lambda x: fill(jnp.repeat(x, N // x.shape[2], axis=2))
-    out_BTNH = mha(
+    out_BTNH: Any = mha(
         fill(q_BTNH),
         each(k_BTKH),
         each(v_BTKH),

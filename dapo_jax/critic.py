@@ -83,7 +83,7 @@ def row_values(
     layout = None if mesh is None else head_layout(config.model, config.mesh, mesh)
     hidden_BTD, _ = model.hidden_states(
         config.model,
-        params.decoder,
+        log_probs.looked_up(config.model, params.decoder, layout),
         rows.tokens_BT,
         rows.positions_BT,
         attention.packed(rows.segments_BT, attention_kernels.choose(config.model, layout)),

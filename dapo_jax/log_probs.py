@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dapo_jax import attention, attention_kernels, model, vocabulary
 from dapo_jax.config import ModelConfig
@@ -261,7 +261,9 @@ def row_statistics(
         layout: see `token_statistics`.
     """
     attend = attention.packed(rows.segments_BT, attention_kernels.choose(config, layout))
-    hidden = lambda p: model.hidden_states(config, p, rows.tokens_BT, rows.positions_BT, attend)[0]
+    hidden = lambda p: model.hidden_states(
+        config, looked_up(config, p, layout), rows.tokens_BT, rows.positions_BT, attend
+    )[0]
     # The state at t - 1 predicts the token at t: results are moved to the token they speak of.
     statistics = token_statistics(
         hidden(params),
@@ -273,6 +275,19 @@ def row_statistics(
         layout=layout,
     )
     return TokenStatistics(*(to_own_token(x_BT) for x_BT in statistics))
+
+
+def looked_up(config: ModelConfig, params: model.Params, layout: HeadLayout | None) -> model.Params:
+    """The parameters with the embedding, in the compute dtype, whole along its width.
+
+    Looked up in parts of its width, the tokens of all rows would come out in those parts, which XLA
+    does not bring to the devices of the rows but by giving every device all of them.
+    """
+    if layout is None or layout.mesh.size == 1:
+        return params
+    whole = NamedSharding(layout.mesh, PartitionSpec(layout.unembed[0], None))
+    embed_VD = params["embed"].astype(config.compute_dtype)
+    return params | {"embed": jax.lax.with_sharding_constraint(embed_VD, whole)}
 
 
 def to_own_token(x_BT: jax.Array) -> jax.Array:
