@@ -153,19 +153,11 @@ class Checkpoints:
         """
         damaged: dict[int, str] = {}
         for step in self.steps[::-1]:
-            try:
-                record = self._read(step, host=ocp.args.JsonRestore()).host
-                _check_same(step, self.directory, record["arrays"], _describe(like))
-                arrays = self._read(step, arrays=ocp.args.StandardRestore(like)).arrays
-                _check_sums(record["sums"], _sums(arrays))
-            except UserError:
-                raise
-            except Exception as error:  # what a damaged file raises depends on where it is damaged
-                damaged[step] = (str(error).strip() or repr(error)).splitlines()[0][:200]
-            else:
+            with _failures_told_once():
+                found = self._verified(step, like, damaged)
+            if found is not None:
                 self._set_aside(damaged)
-                return step, arrays, record["host"]
-            _forget_failed_reads()
+                return step, *found
         if damaged:
             # Left where they are: moved away, the next start would take this for a new run.
             reasons = "".join(f"\n  {step}: {reason}" for step, reason in damaged.items())
@@ -174,6 +166,20 @@ class Checkpoints:
                 "copy, or start anew in another --workdir."
             )
         return None
+
+    def _verified(self, step: int, like: Any, damaged: dict[int, str]) -> tuple[Any, Any] | None:
+        """(arrays, host state) of a checkpoint; None if it is damaged, which is then noted."""
+        try:
+            record = self._read(step, host=ocp.args.JsonRestore()).host
+            _check_same(step, self.directory, record["arrays"], _describe(like))
+            arrays = self._read(step, arrays=ocp.args.StandardRestore(like)).arrays
+            _check_sums(record["sums"], _sums(arrays))
+        except UserError:
+            raise
+        except Exception as error:  # what a damaged file raises depends on where it is damaged
+            damaged[step] = (str(error).strip() or repr(error)).splitlines()[0][:200]
+            return None
+        return arrays, record["host"]
 
     def _read(self, step: int, **items: Any) -> Any:
         return self.manager.restore(step, args=ocp.args.Composite(**items))
@@ -300,14 +306,18 @@ def _check_sums(saved: dict[str, list[int]], found: dict[str, list[int]]) -> Non
             raise ValueError(f"the contents of {name} are not what was saved")
 
 
-def _forget_failed_reads() -> None:
+@contextlib.contextmanager
+def _failures_told_once() -> Iterator[None]:
     """orbax reads arrays side by side and raises the first failure. asyncio would report the others
     on standard error, whenever they are collected, as if nobody had dealt with them."""
     logger = logging.getLogger("asyncio")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
-    gc.collect()
-    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        gc.collect()
+        logger.setLevel(level)
 
 
 @contextlib.contextmanager

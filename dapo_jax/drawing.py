@@ -1,7 +1,8 @@
 """The groups of one rollout step: drawn by the engine, scored by the workers as responses end."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 
@@ -56,18 +57,7 @@ class Drawing:
         start = time.monotonic()
         trainer = self.trainer
         scoring = Scoring(self.pool, problems, trainer.train_rubrics, self.watch)
-        responses_QG, stats = scheduler.generate(
-            trainer.engine,
-            self.params,
-            problems,
-            trainer.detokenize,
-            num_samples=trainer.config.rollout.group_size,
-            key=self.key,
-            finished=scoring.submit,
-            stop_strings=trainer.config.rollout.stop_strings,
-            check_stop=self.check_stop,
-            watch=self.watch,
-        )
+        responses_QG, stats = self._generate(problems, finished=scoring.submit)
         self._count("rollout", start, stats)
         start = time.monotonic()
         groups = scoring.groups(responses_QG, self.step)
@@ -93,20 +83,7 @@ class Drawing:
         partial = None
         if trainer.config.dynamic_sampling.partial_rollouts:
             partial = Partial(self.step, stream.begun, stream.drawn.extend)
-        _, stats = scheduler.generate(
-            trainer.engine,
-            self.params,
-            problems,
-            trainer.detokenize,
-            num_samples=rollout.group_size,
-            key=self.key,
-            finished=ended,
-            enough=full,
-            partial=partial,
-            stop_strings=rollout.stop_strings,
-            check_stop=self.check_stop,
-            watch=self.watch,
-        )
+        _, stats = self._generate(problems, finished=ended, enough=full, partial=partial)
         self._count("rollout", start, stats)
         start = time.monotonic()
         if not stream.full:
@@ -119,22 +96,28 @@ class Drawing:
         start = time.monotonic()
         trainer = self.trainer
         scoring = Scoring(self.pool, problems, trainer.train_rubrics, self.watch)
-        responses_Q1, _ = scheduler.generate(
-            trainer.engine,
-            self.params,
-            problems,
-            trainer.detokenize,
-            num_samples=1,
-            sampling=sampling,
-            key=self.key,
-            stop_strings=trainer.config.rollout.stop_strings,
-            finished=scoring.submit,
-            check_stop=self.check_stop,
-            watch=self.watch,
+        responses_Q1, _ = self._generate(
+            problems, num_samples=1, sampling=sampling, finished=scoring.submit
         )
         groups = scoring.groups(responses_Q1, self.step)
         self._count("rollout", start)
         return groups
+
+    def _generate(
+        self, problems: Iterable[Problem | None], **changes: Any
+    ) -> tuple[list[list[Response]], scheduler.RolloutStats]:
+        """`scheduler.generate` as the run draws, with what one way of drawing has of its own."""
+        trainer, rollout = self.trainer, self.trainer.config.rollout
+        common: dict[str, Any] = {
+            "num_samples": rollout.group_size,
+            "key": self.key,
+            "stop_strings": rollout.stop_strings,
+            "check_stop": self.check_stop,
+            "watch": self.watch,
+        }
+        return scheduler.generate(
+            trainer.engine, self.params, problems, trainer.detokenize, **common | changes
+        )
 
     def _count(self, phase: str, start: float, stats: scheduler.RolloutStats | None = None) -> None:
         self.clock[phase] += time.monotonic() - start

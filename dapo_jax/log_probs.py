@@ -25,8 +25,6 @@ from dapo_jax.products import columns_first
 from dapo_jax.sharding import HeadLayout
 from dapo_jax.types import Rows
 
-logits = vocabulary.logits
-
 
 class TokenStatistics(NamedTuple):
     """Of the distribution that each target was drawn from, float32 [B, T]."""

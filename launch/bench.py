@@ -111,7 +111,7 @@ def measure(argv: list[str]) -> dict:
         from dapo_jax.bench.packing import PackingShape, bench_packing
 
         return bench_packing(PackingShape(**flags))
-    from dapo_jax.bench.rollout import Shape, bench_rollout
+    from dapo_jax.bench.shapes import Shape
 
     if kind == "step":
         from configs import tiny_dapo
@@ -125,6 +125,8 @@ def measure(argv: list[str]) -> dict:
         cache_dtype = flags.pop("cache_dtype")
         shape = Shape(**flags, lengths="uniform", top_p=1.0, runs=1)
         return bench_gap(Gap(shape, cache_dtype))
+    from dapo_jax.bench.rollout import bench_rollout
+
     return bench_rollout(Shape(**flags))
 
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from dapo_jax.bench.packing import PackingShape, bench_packing
-from dapo_jax.bench.rollout import Shape, draw_lengths, memory_tokens_per_second
+from dapo_jax.bench.rollout import memory_tokens_per_second
+from dapo_jax.bench.shapes import Shape, draw_lengths
 from dapo_jax.bench.train import TrainShape, make_rows
 from tests.helpers import tiny_config
 from tests.runs import load_launcher

@@ -20,8 +20,8 @@ from dapo_jax.reward import Rubric, Task
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.types import Problem
 from dapo_jax.watchdog import Watchdog
+from tests.engines import make_engine
 from tests.helpers import make_params, tiny_config
-from tests.test_rollout import make_engine
 
 SCORER = "tests.scorers:unhurried"
 CONFIG = tiny_config(dynamic_sampling__partial_rollouts=True)

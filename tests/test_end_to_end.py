@@ -161,6 +161,7 @@ def wait_for_step(process, workdir, step):
     pytest.fail(f"the run ended by itself: {finish(process)}")
 
 
+@pytest.mark.slow
 def test_a_second_run_stopped_three_times_is_the_same_bit_for_bit(finished, tmp_path, home):
     """Two runs of one seed are the same, and a run that goes on is one that was never stopped."""
     workdir = tmp_path / "stopped"
@@ -339,6 +340,7 @@ def test_recomputed_log_probs_reference_filter_and_stop_strings(tmp_path, home):
     )
 
 
+@pytest.mark.slow
 def test_partial_rollouts_are_trained_on(tmp_path, home):
     """Tokens of two policies in one update, and those of the older one are not in the gap."""
     run(tmp_path / "run", home, **RUN | PARTIAL)

@@ -134,6 +134,7 @@ def test_two_steps_of_updates(way, tmp_path):
         assert 0 < first["correction/rejected_share"] < 1
 
 
+@pytest.mark.slow
 def test_remax_runs_with_its_greedy_baselines(tmp_path, home):
     changes = NO_GROUP | {"objective__advantage": "remax"}
     run(tmp_path / "run", home, **SHORT | changes | {"train__num_steps": 1})

@@ -17,7 +17,7 @@ LAYERS = [
      "arithmetic", "prefilter", "partial_rollouts", "progress", "watchdog", "compilations",
      "hf_config", "rotary", "products"],
     ["model", "attention", "attention_kernels", "vocabulary", "log_probs", "sharding",
-     "collectives", "samples", "data", "tokenizer", "checkpoint", "reward_pool", "scoring", "votes",
+     "samples", "data", "tokenizer", "checkpoint", "reward_pool", "scoring", "votes",
      "run_directory", "report", "benchmark_page", "report_data", "report_plots", "paper_curves"],
     ["rollout.jetstream", "rollout.sampling", "rollout.kernels", "rollout.paged", "rollout.slots",
      "rollout.spec", "rollout.programs", "rollout.engine", "rollout.stop_strings",
@@ -28,12 +28,13 @@ LAYERS = [
     ["benchmarks"],
     ["learner"],
     ["trainer"],
-    ["planning.chips", "planning.hlo", "planning.costs", "planning.programs", "planning.compiled",
-     "planning.estimate", "planning.plan", "planning.report", "planning.search", "planning"],
+    ["planning.chips", "planning.hlo", "planning.exchanges", "planning.costs",
+     "planning.programs", "planning.compiled", "planning.estimate", "planning.plan",
+     "planning.report", "planning.search", "planning"],
     ["drawing", "train", "evaluate_model"],
     ["export", "generate"],
-    ["bench.memory", "bench.load", "bench.rollout", "bench.gap", "bench.train", "bench.packing",
-     "bench.step", "bench"],
+    ["bench.memory", "bench.load", "bench.shapes", "bench.rollout", "bench.gap", "bench.train",
+     "bench.packing", "bench.step", "bench"],
     ["command_line"],
 ]  # fmt: skip
 
@@ -62,7 +63,7 @@ WITHOUT_JAX = {
     "prompts", "problems", "votes", "scoring",
     "arithmetic", "data", "aggregation", "advantage", "corrections", "covariance", "batching",
     "samples", "prefilter", "partial_rollouts", "progress", "watchdog", "report", "report_data",
-    "report_plots", "paper_curves", "collectives",
+    "report_plots", "paper_curves",
 }  # fmt: skip
 PACKAGES = {"dapo_jax", "dapo_jax.rollout", "dapo_jax.bench", "dapo_jax.planning"}
 NEVER = {"torch", "tensorflow", "seqio"}

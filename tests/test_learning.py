@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pytest
 
 from tests.runs import metrics_of, run
 
@@ -38,6 +39,7 @@ LEARNING = {
 }
 
 
+@pytest.mark.slow
 def test_reward_and_accuracy_rise(tmp_path):
     run(tmp_path / "run", tmp_path, optimise=True, **LEARNING)
     steps = metrics_of(tmp_path / "run")

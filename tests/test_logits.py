@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax import attention, log_probs, model
+from dapo_jax import attention, model, vocabulary
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.spec import EngineSpec
 from tests import checkpoints
@@ -49,7 +49,7 @@ def training_logits(c, params, tokens_T):
             attention.packed(jnp.ones((1, T), jnp.int32)),
         )
     )(params, tokens_T[None])
-    return np.asarray(log_probs.logits(hidden_BTD[0], model.unembedding(params), temperature=1.0))
+    return np.asarray(vocabulary.logits(hidden_BTD[0], model.unembedding(params), temperature=1.0))
 
 
 @pytest.mark.parametrize("family", checkpoints.golden_families())

@@ -13,7 +13,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel import (
 
 from dapo_jax import attention
 from dapo_jax.bench.gap import Gap, bench_gap
-from dapo_jax.bench.rollout import Shape
+from dapo_jax.bench.shapes import Shape
 from dapo_jax.config_checks import check
 from dapo_jax.rollout import kernels, paged, scheduler
 from dapo_jax.rollout.engine import DecoderEngine

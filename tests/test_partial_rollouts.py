@@ -13,8 +13,8 @@ from dapo_jax.dynamic_sampling import SamplingState, state_from_json, state_to_j
 from dapo_jax.partial_rollouts import Begun, Partial, by_visit, next_begun, not_stale
 from dapo_jax.rollout import scheduler
 from dapo_jax.types import Problem, Response
+from tests.engines import CONFIG, KEY, make_engine, make_problems
 from tests.helpers import Sample, make_params, rows_of
-from tests.test_rollout import CONFIG, KEY, make_engine
 
 NEXT_KEY = jax.random.key(8)
 
@@ -27,11 +27,7 @@ def policies():
 
 @pytest.fixture(scope="module")
 def problems():
-    rng = np.random.default_rng(0)
-    return [
-        Problem(i, "", tuple(rng.integers(3, 32, rng.integers(1, 25)).tolist()), "", "test")
-        for i in range(12)
-    ]
+    return make_problems(12)
 
 
 @pytest.fixture(scope="module")

@@ -86,7 +86,7 @@ def test_the_result(found):
     assert train["argument_bytes"] == pytest.approx(
         programs.programs(CONFIG, make_mesh(CONFIG.mesh))["train"].argument_bytes, rel=0.05
     )
-    assert {"all-gather", "all-reduce"} <= set(train["collectives"])
+    assert {"all-gather", "all-reduce"} <= {one["kind"] for one in train["collectives"]}
     assert found["slots_that_fit"] > found["slots"]
     step = found["step"]
     assert step["seconds"] == pytest.approx(step["roofline_seconds"] / estimate.UTILISATION)
@@ -129,7 +129,7 @@ def test_a_program_that_the_compiler_refuses_has_the_figure_of_the_compiler():
             )
 
     program = programs.Program(Lowered, 2, {"optimiser": 5}, 2**30)
-    n = compiled.measure(program)
+    n = compiled.measure(program, {"fsdp": 8})
     assert n["peak_bytes"] == 123.5 * 2**30 and n["temp_bytes"] == 122.5 * 2**30
     assert n["refused"] == "Used 123.50G of 95.74G hbm" and n["held_bytes"] == 5
 
@@ -193,8 +193,10 @@ def test_counting_in_a_program_by_hand():
     found = costs.count(HLO, unknown_trips=3)
     loops = 3 * 5
     assert found.flops == loops * 2 * 4 * 8 * 8
-    reduced = found.collectives["all-reduce"]
-    assert reduced == (loops, loops * 128, loops * 128 * 2 * 3 / 4)
+    (reduced,) = found.exchanges
+    assert (reduced.kind, reduced.calls, reduced.bytes) == ("all-reduce", loops, 128)
+    assert reduced.groups == ((0, 1, 2, 3), (4, 5, 6, 7)) and reduced.in_open_loop
+    assert found.wire_bytes == loops * 128 * 2 * 3 / 4
     # The product reads x and writes y, not the matrix on the chip; the sum reads and writes; the
     # slice reads a row of the table and its number, and writes the row.
     assert found.bytes_accessed == loops * (2 * 128 + 2 * 128) + 32 + 4 + 32

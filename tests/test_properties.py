@@ -80,7 +80,11 @@ def assert_same(a, b):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=3e-6 * largest)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("ppo-clip", "gspo", "kl-cov") else pytest.param(name, marks=pytest.mark.slow)
+     for name in LOSSES],
+)  # fmt: skip
 def test_no_way_of_cutting_the_batch_matters(name):
     """Packing, padding, order and micro-batches; eight devices as one."""
     config = tiny_config(**configured(name), **MICRO)

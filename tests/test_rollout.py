@@ -1,6 +1,5 @@
 """Rollouts: what a sample is, that nothing but itself decides it, and JetStream's contract."""
 
-import dataclasses
 import functools
 
 import jax
@@ -11,40 +10,10 @@ import pytest
 from dapo_jax import log_probs
 from dapo_jax.compilations import CompilationCounter
 from dapo_jax.rollout import scheduler
-from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.sampling import SamplingParams, _invert, sample, truncate
-from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.types import Problem
-from tests.helpers import Sample, make_mesh, make_params, rows_of, tiny_config
-
-CONFIG = tiny_config()
-EOS = 1
-KEY = jax.random.key(7)
-
-
-def make_engine(
-    *, slots=16, prefill=8, temperature=1.0, top_p=1.0, num_devices=1, samples=1, page_tokens=32,
-    num_pages=None, decode_steps=8, prefill_chunk_tokens=512, continued=False, **mesh,
-):  # fmt: skip
-    layout = dataclasses.replace(CONFIG.mesh, **mesh)
-    spec = EngineSpec(
-        model=CONFIG.model,
-        layout=layout,
-        slots=slots,
-        prefill_prompts=prefill,
-        max_prompt_tokens=CONFIG.data.max_prompt_tokens,
-        max_response_tokens=CONFIG.rollout.max_response_tokens,
-        stop_tokens=(EOS,),
-        temperature=temperature,
-        top_p=top_p,
-        samples=samples,
-        page_tokens=page_tokens,
-        num_pages=num_pages,
-        decode_steps=decode_steps,
-        prefill_chunk_tokens=prefill_chunk_tokens,
-        continued=continued,
-    )
-    return DecoderEngine(spec, make_mesh(dataclasses.replace(CONFIG, mesh=layout), num_devices))
+from tests.engines import CONFIG, EOS, KEY, complete, make_engine, make_problems, tokens_of
+from tests.helpers import Sample, make_params, rows_of
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +23,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def problems():
-    rng = np.random.default_rng(0)
-    return [
-        Problem(i, "", tuple(rng.integers(3, 32, rng.integers(1, 25)).tolist()), "", "test")
-        for i in range(20)
-    ]
+    return make_problems(20)
 
 
 def draw(engine, params, problems, num_samples=4, key=KEY):
@@ -66,10 +31,6 @@ def draw(engine, params, problems, num_samples=4, key=KEY):
     return scheduler.generate(
         engine, params, problems, lambda x: [""] * len(x), num_samples=num_samples, key=key
     )
-
-
-def tokens_of(responses):
-    return [[r.tokens.tolist() for r in row] for row in responses]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -235,12 +196,6 @@ def test_nucleus_is_the_smallest_set(top_p):
         order = np.argsort(-p)
         n = int(np.searchsorted(np.cumsum(p[order]), top_p)) + 1
         assert set(np.flatnonzero(keep)) == set(order[:n])
-
-
-def complete(run):
-    while run.has_work():
-        run.one_call()
-    return [[done[s].tokens.tolist() for s in range(len(done))] for done in run.done]
 
 
 @pytest.mark.parametrize("mesh", [{}, dict(data=2)])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dapo_jax import batching, model, plan, train_step
-from dapo_jax.collectives import Collective, arrays, collectives, described
+from dapo_jax.planning import costs, exchanges, hlo
 from dapo_jax.sharding import param_shardings, param_specs
 from dapo_jax.types import UserError
 from tests.helpers import make_mesh, replace_model, tiny_config
@@ -83,7 +83,9 @@ def test_no_device_ever_holds_all_of_a_matrix(compiled):
     """Parameters, gradients, moments and whatever is made of them: a device has at most one layer
     of a matrix, gathered over fsdp and still split over tensor."""
     sizes = lambda shape: tuple(sorted(n for n in shape if n > 1))  # axes in any order
-    held = {sizes(shape) for _, shape in arrays(compiled.as_text())}
+    _, computations = hlo.read(compiled.as_text())
+    instructions = (i for computation in computations.values() for i in computation.values())
+    held = {sizes(array.dims) for i in instructions for array in i.arrays}
     specs = param_specs(CONFIG.model, CONFIG.mesh)["layers"]
     matrices = {
         name: leaf.shape
@@ -103,16 +105,19 @@ def test_no_device_ever_holds_all_of_a_matrix(compiled):
 def test_what_an_update_exchanges(compiled, mesh):
     """Weights are gathered and gradients summed over fsdp layer by layer, activations over tensor;
     nothing of the size of a stack of layers travels."""
-    found = collectives(compiled.as_text(), dict(mesh.shape))
-    print(described(found))  # with -s; docs/update.md has it
-    assert found and all(one.axes and one.bytes > 0 for one in found)
+    found = costs.count(compiled.as_text()).exchanges
+    table = exchanges.described(found, mesh.shape)
+    print(table)  # with -s; docs/update.md has it
+    assert found and all(one.axes(mesh.shape) and one.bytes > 0 for one in found)
     layer = 32 * 96 * 4 // 2  # bytes of the largest matrix of a layer on a device, gathered
     tokens = 8 * 22 // 4 * 96 * 4  # of the widest activation
-    assert max(one.bytes for one in found) <= 4 * max(layer, tokens), described(found)
-    gathered = [one for one in found if one.kind == "all-gather" and one.axes == ("fsdp",)]
-    assert any(one.in_open_loop and one.times % 3 == 0 for one in gathered), described(found)
-    over = {axes for one in found for axes in [one.axes] if one.kind in ("all-reduce",)}
-    assert ("tensor",) in over
+    assert max(one.bytes for one in found) <= 4 * max(layer, tokens), table
+    over = lambda kind, axis: [
+        one for one in found if (one.kind, one.axes(mesh.shape)) == (kind, (axis,))
+    ]
+    gathered = over("all-gather", "fsdp")
+    assert any(one.in_open_loop and one.calls % 3 == 0 for one in gathered), table
+    assert over("all-reduce", "tensor")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +147,7 @@ def test_a_mesh_that_does_not_divide_the_model(sizes, message):
 
 
 PROGRAM = """
-HloModule m
+HloModule m, num_partitions=8
 
 %add (a: f32[], b: f32[]) -> f32[] {
   %a = f32[] parameter(0)
@@ -173,15 +178,17 @@ ENTRY %main (p: f32[8,16]) -> f32[8,16] {
 
 
 def test_exchanges_are_read_from_a_program():
-    found = collectives(PROGRAM, {"data": 1, "fsdp": 4, "tensor": 2})
-    assert set(found) == {
-        Collective("all-gather", ("fsdp",), "f32[8,64]", 2048, 5, True),
-        Collective("all-gather", ("fsdp",), "bf16[16,4]", 128, 1, True),
-        Collective("all-reduce", ("fsdp", "tensor"), "f32[], pred[3]", 7, 1, False),
-        Collective("all-reduce", ("tensor",), "f32[7]", 28, 1, False),
-        Collective("all-reduce", ("tensor",), "f32[3]", 12, 1, False),
-        Collective("all-reduce", ("fsdp",), "f32[5]", 20, 1, False),
-        Collective("collective-permute", ("fsdp",), "f32[2,3]", 24, 1, False),
+    mesh = {"data": 1, "fsdp": 4, "tensor": 2}
+    found = costs.count(PROGRAM).exchanges
+    short = lambda one: (one.kind, one.axes(mesh), one.shapes, one.bytes, one.calls)
+    assert {(*short(one), one.in_open_loop) for one in found} == {
+        ("all-gather", ("fsdp",), "f32[8,64]", 2048, 5, True),
+        ("all-gather", ("fsdp",), "bf16[16,4]", 128, 1, True),
+        ("all-reduce", ("fsdp", "tensor"), "f32[], pred[3]", 7, 1, False),
+        ("all-reduce", ("tensor",), "f32[7]", 28, 1, False),
+        ("all-reduce", ("tensor",), "f32[3]", 12, 1, False),
+        ("all-reduce", ("fsdp",), "f32[5]", 20, 1, False),
+        ("collective-permute", ("fsdp",), "f32[2,3]", 24, 1, False),
     }
-    assert found[0].bytes == 2048, "the most bytes first"
-    assert "| all-gather | fsdp | f32[8,64] | 2,048 | 5 per micro-batch |" in described(found)
+    rows = exchanges.described(found, mesh).splitlines()
+    assert rows[2] == "| all-gather | fsdp | f32[8,64] | 2,048 | 5 per micro-batch |"

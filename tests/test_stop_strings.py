@@ -6,9 +6,8 @@ import pytest
 
 from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.stop_strings import completed_at, tail_tokens
-from dapo_jax.types import Problem
+from tests.engines import CONFIG, EOS, KEY, complete, make_engine, make_problems, tokens_of
 from tests.helpers import make_params
-from tests.test_rollout import CONFIG, EOS, KEY, complete, make_engine, tokens_of
 
 _rng = np.random.default_rng(1)
 # Of each token its text: some have none, some several letters; the end of sequence is special.
@@ -36,11 +35,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def problems():
-    rng = np.random.default_rng(0)
-    return [
-        Problem(i, "", tuple(rng.integers(3, 32, rng.integers(1, 25)).tolist()), "", "test")
-        for i in range(20)
-    ]
+    return make_problems(20)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from dapo_jax import attention, hf_config, log_probs, model, weights
+from dapo_jax import attention, hf_config, model, vocabulary, weights
 from dapo_jax.config import Config
 from dapo_jax.types import UserError
 from tests.checkpoints import config_of, load
@@ -315,7 +315,7 @@ def test_stories260k_writes_its_story():
         jnp.arange(T)[None],
         attention.packed(jnp.ones((1, T), jnp.int32)),
     )
-    logits_TV = log_probs.logits(hidden_BTD[0], model.unembedding(params), temperature=1.0)
+    logits_TV = vocabulary.logits(hidden_BTD[0], model.unembedding(params), temperature=1.0)
     found = np.argmax(np.asarray(logits_TV), axis=-1)[len(prompt) - 1 : -1]
     np.testing.assert_array_equal(found, tokens[0, len(prompt) :])
     np.testing.assert_allclose(logits_TV[0, :16], expected["logits_pos0_first16"], atol=1e-4)

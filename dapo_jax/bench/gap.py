@@ -6,13 +6,12 @@ from typing import Any, Literal, NamedTuple, cast
 import jax
 import numpy as np
 
-from dapo_jax import batching, log_probs, model
-from dapo_jax.bench.rollout import Shape, bench_model
+from dapo_jax import batching, log_probs
+from dapo_jax.bench.shapes import Shape, bench_model, bench_spec, random_params, random_problems
 from dapo_jax.rollout import kernels, scheduler
 from dapo_jax.rollout.engine import DecoderEngine
-from dapo_jax.rollout.spec import EngineSpec
-from dapo_jax.sharding import fitting, make_mesh, param_shardings
-from dapo_jax.types import Problem, UserError
+from dapo_jax.sharding import fitting, make_mesh
+from dapo_jax.types import UserError
 
 CACHE_DTYPES = ("auto", "int8")
 
@@ -38,34 +37,12 @@ def bench_gap(of: Gap) -> dict[str, Any]:
         raise UserError(f"--cache_dtype must be auto or int8; got {of.cache_dtype!r}.")
     c = bench_model(shape)
     layout = fitting(c, jax.device_count())
-    mesh, shards = make_mesh(layout), layout.data * layout.fsdp
-    init = jax.jit(
-        lambda key: model.init_params(c, key), out_shardings=param_shardings(c, layout, mesh)
-    )
-    params = init(jax.random.key(0))
-    up = lambda n: n + -n % shards
-    responses = shape.prompts * shape.group
-    spec = EngineSpec(
-        model=c,
-        layout=layout,
-        slots=up(shape.slots or min(64 * shards, responses)),
-        prefill_prompts=up(min(shape.prompts, 8 * shards)),
-        max_prompt_tokens=shape.prompt_len,
-        max_response_tokens=shape.gen_len,
-        stop_tokens=(),
-        temperature=shape.temperature,
-        samples=shape.group,
-        decode_steps=shape.decode_steps,
-        page_tokens=shape.page_tokens,
-        kernel=of.kernel,
-        cache_dtype=cast(Literal["auto", "int8"], of.cache_dtype),
-    )
+    mesh = make_mesh(layout)
+    params = random_params(c, layout, mesh)
+    cache_dtype = cast(Literal["auto", "int8"], of.cache_dtype)
+    spec = bench_spec(shape, layout, kernel=of.kernel, cache_dtype=cache_dtype)
     engine = DecoderEngine(spec, mesh)
-    rng = np.random.default_rng(1)
-    problems = [
-        Problem(i, "", tuple(rng.integers(0, shape.vocab, shape.prompt_len).tolist()), "", "")
-        for i in range(shape.prompts)
-    ]
+    problems = random_problems(shape)
     drawn, _ = scheduler.generate(
         engine,
         engine.load_params(params),

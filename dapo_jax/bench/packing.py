@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from dapo_jax import batching
-from dapo_jax.bench.rollout import Shape, draw_lengths
+from dapo_jax.bench.shapes import Shape, draw_lengths
 from dapo_jax.types import UserError
 
 

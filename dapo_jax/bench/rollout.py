@@ -1,130 +1,44 @@
 """How fast responses are drawn: tokens per second, occupancy of the slots, share of the limit."""
 
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax import model
 from dapo_jax.bench.memory import resident_bytes
+from dapo_jax.bench.shapes import (
+    Shape,
+    bench_model,
+    bench_spec,
+    draw_lengths,
+    random_params,
+    random_problems,
+)
 from dapo_jax.compilations import CompilationCounter
-from dapo_jax.config import MeshConfig, ModelConfig, model_config
+from dapo_jax.config import ModelConfig
 from dapo_jax.rollout import kernels, scheduler
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.sampling import SamplingParams
-from dapo_jax.rollout.spec import EngineSpec
-from dapo_jax.sharding import fitting, make_mesh, param_shardings
-from dapo_jax.types import Problem, UserError
-
-LENGTHS = ("uniform", "longtail")
-
-
-class Shape(NamedTuple):
-    """Of the model and of the work."""
-
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    d_ff: int
-    vocab: int
-    dtype: str
-    prompts: int
-    group: int
-    prompt_len: int
-    gen_len: int
-    lengths: str
-    slots: int  # 0: as many as there are responses, at most 64 a device
-    decode_steps: int
-    page_tokens: int
-    temperature: float
-    top_p: float
-    runs: int
-
-    def check(self) -> None:
-        """Raises UserError for what is out of range."""
-        for name, value in self._asdict().items():
-            if isinstance(value, int) and value < (0 if name == "slots" else 1):
-                raise UserError(f"--{name} must be above 0; got {value}.")
-        if self.lengths not in LENGTHS:
-            raise UserError(f"--lengths must be {' or '.join(LENGTHS)}; got {self.lengths!r}.")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise UserError(f"--dtype must be float32 or bfloat16; got {self.dtype!r}.")
-        if self.width % self.heads or self.heads % self.kv_heads:
-            raise UserError(
-                f"--heads ({self.heads}) must divide --width ({self.width}), and --kv_heads "
-                f"({self.kv_heads}) --heads."
-            )
-
-
-def bench_model(shape: Shape) -> ModelConfig:
-    """A Qwen2 with tied embeddings."""
-    return model_config(
-        dict(
-            path=None, tokenizer=None, vocab_size=shape.vocab, num_layers=shape.layers,
-            width=shape.width, num_heads=shape.heads, num_kv_heads=shape.kv_heads,
-            head_dim=shape.width // shape.heads, ff_width=shape.d_ff, rope_theta=1e6,
-            rope_scaling=None, rms_norm_eps=1e-6, qkv_bias=True, qk_norm=False,
-            tie_embeddings=True, sliding_window=None, sliding_layers=(), stop_token_ids=(),
-            param_dtype=shape.dtype, compute_dtype=shape.dtype, remat="none",
-            attention="auto", log_prob_chunk_tokens=4096,
-        )
-    )  # fmt: skip
-
-
-def draw_lengths(shape: Shape) -> np.ndarray:
-    """Tokens of each response [prompts, group]: all gen_len, or drawn from a log-normal
-    distribution with sigma 1, cut off at gen_len and scaled to a mean of gen_len / 4."""
-    size = shape.prompts, shape.group
-    if shape.lengths == "uniform":
-        return np.full(size, shape.gen_len)
-    raw = np.random.default_rng(0).lognormal(0.0, 1.0, size)
-    low, high = 0.0, float(shape.gen_len)
-    for _ in range(60):  # the scale at which the mean, after the cut, is as wanted
-        scale = (low + high) / 2
-        mean = np.clip(np.ceil(scale * raw), 1, shape.gen_len).mean()
-        low, high = (scale, high) if mean < shape.gen_len / 4 else (low, scale)
-    return np.clip(np.ceil(high * raw), 1, shape.gen_len).astype(int)
+from dapo_jax.sharding import fitting, make_mesh
 
 
 def bench_rollout(shape: Shape) -> dict[str, Any]:
     """The figures, from the median run of `shape.runs` after one that is not counted."""
     shape.check()
     c = bench_model(shape)
-    layout: MeshConfig = fitting(c, jax.device_count())
-    mesh, shards = make_mesh(layout), layout.data * layout.fsdp
-    init = jax.jit(
-        lambda key: model.init_params(c, key), out_shardings=param_shardings(c, layout, mesh)
+    layout = fitting(c, jax.device_count())
+    mesh = make_mesh(layout)
+    kernel = kernels.choose(
+        "auto", jax.default_backend(), c, page_tokens=shape.page_tokens, cache_dtype="auto"
     )
-    # Small, so that no token is much more probable than another.
-    params = jax.tree.map(lambda x: x if x.ndim < 3 else 0.3 * x, init(jax.random.key(0)))
-    up = lambda n: n + -n % shards
-    lengths = draw_lengths(shape)
-    slots = shape.slots or min(64 * shards, lengths.size)
-    spec = EngineSpec(
-        model=c,
-        layout=layout,
-        slots=up(slots),
-        prefill_prompts=up(min(shape.prompts, 8 * shards)),
-        max_prompt_tokens=shape.prompt_len,
-        max_response_tokens=shape.gen_len,
-        stop_tokens=(),
-        samples=shape.group,
-        decode_steps=shape.decode_steps,
-        page_tokens=shape.page_tokens,
-        kernel=kernels.choose(
-            "auto", jax.default_backend(), c, page_tokens=shape.page_tokens, cache_dtype="auto"
-        ),
-    )
+    spec = bench_spec(shape, layout, kernel=kernel)
     engine, waiting = DecoderEngine(spec, mesh), _WaitingEngine(spec, mesh)
-    params = engine.load_params(params)
-    rng = np.random.default_rng(1)
-    problems = [
-        Problem(i, "", tuple(rng.integers(1, shape.vocab, shape.prompt_len).tolist()), "", "")
-        for i in range(shape.prompts)
-    ]
+    # Small, so that no token is much more probable than another.
+    small = lambda x: x if x.ndim < 3 else 0.3 * x
+    params = engine.load_params(jax.tree.map(small, random_params(c, layout, mesh)))
+    problems, lengths = random_problems(shape), draw_lengths(shape)
 
     def run(number: int, engine: DecoderEngine = engine) -> tuple[float, scheduler.RolloutStats]:
         begun = time.perf_counter()

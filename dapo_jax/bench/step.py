@@ -5,17 +5,22 @@ import time
 from typing import Any
 
 import jax
-import numpy as np
 
-from dapo_jax import model
 from dapo_jax.bench.memory import resident_bytes
-from dapo_jax.bench.rollout import Shape, bench_model, draw_lengths
+from dapo_jax.bench.shapes import (
+    Shape,
+    bench_model,
+    draw_lengths,
+    on_shards,
+    random_params,
+    random_problems,
+)
 from dapo_jax.bench.train import bench_config
 from dapo_jax.compilations import CompilationCounter
 from dapo_jax.learner import Learner
 from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.engine import DecoderEngine
-from dapo_jax.sharding import check_batch_shapes, fitting, make_mesh, param_shardings
+from dapo_jax.sharding import check_batch_shapes, fitting, make_mesh
 from dapo_jax.trainer import engine_spec
 from dapo_jax.types import Group, Problem, Response, UserError, Verdict
 
@@ -33,10 +38,7 @@ def bench_step(shape: Shape, micro_batch: int, base: dict[str, Any]) -> dict[str
     shape.check()
     if micro_batch < 1:
         raise UserError(f"--micro_batch must be above 0; got {micro_batch}.")
-    c, responses = bench_model(shape), shape.prompts * shape.group
-    layout = fitting(c, jax.device_count())
-    shards = layout.data * layout.fsdp
-    up = lambda n: n + -n % shards
+    c = bench_model(shape)
     config = bench_config(
         c,
         base,
@@ -45,8 +47,7 @@ def bench_step(shape: Shape, micro_batch: int, base: dict[str, Any]) -> dict[str
         prompt_len=shape.prompt_len,
         row_len=shape.prompt_len + shape.gen_len,
         rows_per_micro_batch=micro_batch,
-        slots=up(shape.slots or min(64 * shards, responses)),
-        prefill_prompts=up(min(8 * shards, shape.prompts)),
+        **on_shards(shape, fitting(c, jax.device_count())),
         decode_steps=shape.decode_steps,
         page_tokens=shape.page_tokens,
     )
@@ -55,15 +56,8 @@ def bench_step(shape: Shape, micro_batch: int, base: dict[str, Any]) -> dict[str
     engine = DecoderEngine(engine_spec(config, mesh, shape.prompt_len, stop_tokens=()), mesh)
     detokenize = lambda sequences: [""] * len(sequences)
     learner = Learner(config, mesh, detokenize, print)
-    init = jax.jit(
-        lambda key: model.init_params(c, key), out_shardings=param_shardings(c, config.mesh, mesh)
-    )
-    state = learner.init_state(init(jax.random.key(0)))
-    rng = np.random.default_rng(1)
-    problems = [
-        Problem(i, "", tuple(rng.integers(1, shape.vocab, shape.prompt_len).tolist()), "", "")
-        for i in range(shape.prompts)
-    ]
+    state = learner.init_state(random_params(c, config.mesh, mesh))
+    problems = random_problems(shape)
     lengths = draw_lengths(shape)
     rollouts, updates, padding = [], [], 0.0
     counter = CompilationCounter()

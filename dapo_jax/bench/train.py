@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax import batching, model
+from dapo_jax import batching
 from dapo_jax.bench.memory import resident_bytes
-from dapo_jax.bench.rollout import Shape, bench_model, draw_lengths
+from dapo_jax.bench.shapes import Shape, bench_model, draw_lengths, random_params
 from dapo_jax.config import Config, ModelConfig
 from dapo_jax.learner import Learner
-from dapo_jax.sharding import batch_sharding, fitting, make_mesh, param_shardings
+from dapo_jax.sharding import batch_sharding, fitting, make_mesh
 from dapo_jax.types import Rows, UserError
 
 
@@ -80,11 +80,7 @@ def bench_train(shape: TrainShape, base: dict[str, Any]) -> dict[str, Any]:
     rows = make_rows(shape)
     mesh = make_mesh(config.mesh)
     learner = Learner(config, mesh, lambda tokens: [""] * len(tokens), print)
-    init = jax.jit(
-        lambda key: model.init_params(config.model, key),
-        out_shardings=param_shardings(config.model, config.mesh, mesh),
-    )
-    state = learner.init_state(init(jax.random.key(0))).policy
+    state = learner.init_state(random_params(config.model, config.mesh, mesh)).policy
     B = config.train.rows_per_micro_batch
     used = batching.used_micro_batches(shape.batch, B)
     over = config.mesh.data * config.mesh.fsdp

@@ -3,22 +3,27 @@
 import re
 import tempfile
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from dapo_jax.planning import costs
+from dapo_jax.planning.exchanges import Exchange
 from dapo_jax.planning.programs import Program
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def measure(program: Program, *, keep_text: Path | None = None) -> dict[str, Any]:
+def measure(
+    program: Program, axis_sizes: Mapping[str, int], *, keep_text: Path | None = None
+) -> dict[str, Any]:
     """What one program needs of a device, as compiled. A program that the compiler refuses for its
     memory gets the compiler's own figure, `refused`, and no costs.
 
     Args:
+        axis_sizes: of the mesh, in its order.
         keep_text: a file for the optimised program, where it is wanted.
     """
     begun = time.monotonic()
@@ -67,7 +72,7 @@ def measure(program: Program, *, keep_text: Path | None = None) -> dict[str, Any
     return found | {
         "flops": whole.flops,
         "bytes_accessed": whole.bytes_accessed,
-        "collectives": {name: c._asdict() for name, c in sorted(whole.collectives.items())},
+        "collectives": _summed(whole.exchanges, axis_sizes),
         "wire_bytes": whole.wire_bytes,
         "uncounted_kernels": whole.uncounted_kernels,
         # What one more micro-batch, or token, adds.
@@ -77,6 +82,19 @@ def measure(program: Program, *, keep_text: Path | None = None) -> dict[str, Any
             "wire_bytes": two.wire_bytes - one.wire_bytes,
         },
     }
+
+
+def _summed(found: Iterable[Exchange], axis_sizes: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Exchanges of one kind over the same axes together, those that move most first."""
+    rows: dict[tuple[str, tuple[str, ...]], dict[str, Any]] = {}
+    for one in found:
+        axes = one.axes(axis_sizes)
+        empty = {"kind": one.kind, "axes": axes, "calls": 0, "bytes": 0, "wire_bytes": 0.0}
+        row = rows.setdefault((one.kind, axes), empty)
+        row["calls"] += one.calls
+        row["bytes"] += one.calls * one.bytes
+        row["wire_bytes"] += one.calls * one.wire_bytes
+    return sorted(rows.values(), key=lambda row: -row["wire_bytes"])
 
 
 def _text(place: Path, compiled: Any) -> str | None:

@@ -11,10 +11,10 @@ import math
 import re
 from typing import NamedTuple
 
-from dapo_jax.planning import hlo
+from dapo_jax.planning import exchanges, hlo
+from dapo_jax.planning.exchanges import Exchange
 from dapo_jax.planning.hlo import Computation, Instruction
 
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 # What is written into an array that stays where it is: which operand holds the new part.
 IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}
 # Bytes move elsewhere, or not at all.
@@ -27,25 +27,17 @@ _PRODUCT = "__cublas"
 _KERNELS = (_PRODUCT, "__cudnn", "tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu")
 
 
-class Collective(NamedTuple):
-    """The collectives of one kind."""
-
-    calls: int
-    bytes: float  # of what each call leaves on a device, or takes where that is more
-    wire_bytes: float  # that a device must receive at least
-
-
 class Costs(NamedTuple):
     """Of one call of a program, per device."""
 
     flops: float
     bytes_accessed: float
-    collectives: dict[str, Collective]
+    exchanges: tuple[Exchange, ...]  # of which no two are alike
     uncounted_kernels: int  # calls of kernels that do not say what they do
 
     @property
     def wire_bytes(self) -> float:
-        return sum(c.wire_bytes for c in self.collectives.values())
+        return sum(one.wire_bytes * one.calls for one in self.exchanges)
 
 
 def count(text: str, unknown_trips: int = 1) -> Costs:
@@ -57,17 +49,19 @@ def count(text: str, unknown_trips: int = 1) -> Costs:
             micro-batches of an update, the tokens of a decode call. Such loops within them: once.
     """
     entry, computations = hlo.read(text)
-    counter = Counter(computations, unknown_trips)
+    counter = Counter(computations, unknown_trips, hlo.devices(text))
     counter.count(entry, 1, inside=False)
-    return Costs(counter.flops, counter.bytes, dict(counter.collectives), counter.uncounted)
+    found = (one._replace(calls=calls) for one, calls in counter.exchanges.items())
+    return Costs(counter.flops, counter.bytes, tuple(found), counter.uncounted)
 
 
 class Counter:
-    def __init__(self, computations: dict[str, Computation], unknown_trips: int):
+    def __init__(self, computations: dict[str, Computation], unknown_trips: int, devices: int):
         self.computations, self.unknown_trips = computations, unknown_trips
+        self.devices = devices
         self.flops = self.bytes = 0.0
         self.uncounted = 0
-        self.collectives: dict[str, Collective] = {}
+        self.exchanges: dict[Exchange, int] = {}  # and how often
 
     def count(self, name: str, times: int, *, inside: bool, moves: bool = True) -> None:
         """Adds a computation that runs so many times.
@@ -99,29 +93,15 @@ class Counter:
                 self._kernel(i, computation, times, moves)
             else:
                 self.flops += times * _product(i, computation)
-                kind = i.opcode.removesuffix("-start")
-                if kind in COLLECTIVES:
-                    # So TPUs write a reduce-scatter: a fusion of an all-reduce with a slice.
-                    kind = "reduce-scatter" if name.startswith("all-reduce-scatter") else kind
-                    self._collective(kind, i, computation, times)
+                # So TPUs write a reduce-scatter: a fusion of an all-reduce with a slice.
+                scatters = name.startswith("all-reduce-scatter")
+                one = exchanges.read(
+                    i, computation, self.devices, scatters=scatters, in_open_loop=inside
+                )
+                if one is not None:
+                    self.exchanges[one] = self.exchanges.get(one, 0) + times
                 if moves and i.opcode not in _FREE and not i.opcode.endswith("-done"):
                     self.bytes += times * _bytes(i, computation)
-
-    def _collective(self, kind: str, i: Instruction, of: Computation, times: int) -> None:
-        taken = sum(a.bytes for name in i.operands for a in hlo.arrays(name, of))
-        # A -start also names its operands in its type.
-        left = max((a.bytes for a in i.arrays), default=0)
-        if not i.opcode.endswith("-start"):
-            left = sum(a.bytes for a in i.arrays)
-        n = hlo.group_size(i.text)
-        size = max(taken, left)
-        share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0}.get(kind, (n - 1) / n)
-        before = self.collectives.get(kind, Collective(0, 0.0, 0.0))
-        self.collectives[kind] = Collective(
-            before.calls + times,
-            before.bytes + times * size,
-            before.wire_bytes + times * size * share,
-        )
 
     def _kernel(self, i: Instruction, of: Computation, times: int, moves: bool) -> None:
         """A library's product has its sizes; a kernel says itself what it costs, if it does."""

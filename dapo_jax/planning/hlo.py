@@ -6,12 +6,15 @@ import re
 from typing import NamedTuple
 
 BYTES = {"pred": 1, "bf16": 2, "f16": 2, "c64": 8, "c128": 16, "token": 0, "opaque": 0}
+# In the first line of a module.
+HEADS = ("num_partitions", "replica_count")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 
 
 class Array(NamedTuple):
+    dtype: str
     dims: tuple[int, ...]
     bytes: int
     on_chip: bool  # in a memory space of its own, not the device's main memory
@@ -35,6 +38,12 @@ class Instruction(NamedTuple):
 
 
 Computation = dict[str, Instruction]
+
+
+def devices(text: str) -> int:
+    """That run the program together."""
+    heads = (re.search(rf"\b{name}=(\d+)", text[:100_000]) for name in HEADS)
+    return math.prod(int(head[1]) for head in heads if head)
 
 
 def read(text: str) -> tuple[str, dict[str, Computation]]:
@@ -88,7 +97,7 @@ def _types(kind: str) -> tuple[Array, ...]:
         if width is None:
             bits = re.search(r"\d+", dtype)
             width = int(bits[0]) / 8 if bits else 0
-        found.append(Array(size, math.ceil(math.prod(size) * width), bool(space)))
+        found.append(Array(dtype, size, math.ceil(math.prod(size) * width), bool(space)))
     return tuple(found)
 
 
@@ -146,15 +155,3 @@ def branches(i: Instruction) -> list[str]:
         return re.findall(r"%?([\w.\-]+)", listed[1])
     named = (i.called(key) for key in ("true_computation", "false_computation"))
     return [name for name in named if name]
-
-
-def group_size(text: str) -> int:
-    """Devices that take part together."""
-    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", text):
-        return len(listed[1].split(","))
-    if tiled := re.search(r"replica_groups=\[\d+,(\d+)\]", text):
-        return int(tiled[1])
-    if named := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", text):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
-        return math.prod(int(sizes.get(name, 1)) for name in re.findall(r"'(\w+)'", named[2]))
-    return 2  # not said: pairs, as in a permutation

@@ -48,7 +48,7 @@ def plan(
         spent = sum(numbers["compile_seconds"] for numbers in found.values())
         so_far = f", {spent:.0f} s so far" if found else ""
         say(f"compiling {name} for {mesh.size} {chip.name} ({number} of {len(wanted)}{so_far})")
-        numbers = compiled.measure(known[name])
+        numbers = compiled.measure(known[name], mesh.shape)
         bounds = None if numbers["refused"] else estimate.roofline(numbers, chip)
         numbers["roofline"] = bounds and {
             **bounds._asdict(), "seconds": bounds.seconds, "bound": bounds.bound,

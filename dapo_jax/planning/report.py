@@ -121,11 +121,11 @@ def _costs(result: Mapping[str, Any]) -> list[str]:
 
 
 def _collectives(result: Mapping[str, Any]) -> list[str]:
-    rows: list[tuple[str, ...]] = [("collectives", "kind", "calls", "bytes", "received")]
+    rows: list[tuple[str, ...]] = [("collectives", "kind", "over", "calls", "bytes", "received")]
     for name, n in result["programs"].items():
-        for kind, c in (n["collectives"] or {}).items():
+        for c in n["collectives"] or ():
             sizes = _scaled(c["bytes"]), _scaled(c["wire_bytes"])
-            rows.append((name, kind, f"{c['calls']:,}", *sizes))
+            rows.append((name, c["kind"], " x ".join(c["axes"]), f"{c['calls']:,}", *sizes))
     return ["", *_table(rows)] if len(rows) > 1 else []
 
 

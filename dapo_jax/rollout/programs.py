@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dapo_jax import attention, log_probs, model
+from dapo_jax import attention, model, vocabulary
 from dapo_jax.config import MeshConfig
 from dapo_jax.rollout import paged, slots
 from dapo_jax.rollout.sampling import Mode, sample
@@ -244,7 +244,7 @@ class Programs:
             i, state, out, _ = carry
             state = slots.refill(state, A)
             state, goes_B = slots.grow(state, A)
-            logits_BV = log_probs.logits(state.hidden_BD, unembed_VD, temperature=1.0)
+            logits_BV = vocabulary.logits(state.hidden_BD, unembed_VD, temperature=1.0)
             drawn = sample(logits_BV, state.key_B2, state.drawn_B, state.params, mode)
             hidden_BTD, pool = model.hidden_states(
                 c,

@@ -1,0 +1,133 @@
+"""What the benchmarks share: the shape of model and work, and random parameters and prompts."""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from dapo_jax import model
+from dapo_jax.config import MeshConfig, ModelConfig, model_config
+from dapo_jax.rollout import kernels
+from dapo_jax.rollout.spec import EngineSpec
+from dapo_jax.sharding import param_shardings
+from dapo_jax.types import Problem, UserError
+
+LENGTHS = ("uniform", "longtail")
+
+
+class Shape(NamedTuple):
+    """Of the model and of the work."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    d_ff: int
+    vocab: int
+    dtype: str
+    prompts: int
+    group: int
+    prompt_len: int
+    gen_len: int
+    lengths: str
+    slots: int  # 0: as many as there are responses, at most 64 a device
+    decode_steps: int
+    page_tokens: int
+    temperature: float
+    top_p: float
+    runs: int
+
+    def check(self) -> None:
+        """Raises UserError for what is out of range."""
+        for name, value in self._asdict().items():
+            if isinstance(value, int) and value < (0 if name == "slots" else 1):
+                raise UserError(f"--{name} must be above 0; got {value}.")
+        if self.lengths not in LENGTHS:
+            raise UserError(f"--lengths must be {' or '.join(LENGTHS)}; got {self.lengths!r}.")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise UserError(f"--dtype must be float32 or bfloat16; got {self.dtype!r}.")
+        if self.width % self.heads or self.heads % self.kv_heads:
+            raise UserError(
+                f"--heads ({self.heads}) must divide --width ({self.width}), and --kv_heads "
+                f"({self.kv_heads}) --heads."
+            )
+
+
+def bench_model(shape: Shape) -> ModelConfig:
+    """A Qwen2 with tied embeddings."""
+    return model_config(
+        dict(
+            path=None, tokenizer=None, vocab_size=shape.vocab, num_layers=shape.layers,
+            width=shape.width, num_heads=shape.heads, num_kv_heads=shape.kv_heads,
+            head_dim=shape.width // shape.heads, ff_width=shape.d_ff, rope_theta=1e6,
+            rope_scaling=None, rms_norm_eps=1e-6, qkv_bias=True, qk_norm=False,
+            tie_embeddings=True, sliding_window=None, sliding_layers=(), stop_token_ids=(),
+            param_dtype=shape.dtype, compute_dtype=shape.dtype, remat="none",
+            attention="auto", log_prob_chunk_tokens=4096,
+        )
+    )  # fmt: skip
+
+
+def draw_lengths(shape: Shape) -> np.ndarray:
+    """Tokens of each response [prompts, group]: all gen_len, or drawn from a log-normal
+    distribution with sigma 1, cut off at gen_len and scaled to a mean of gen_len / 4."""
+    size = shape.prompts, shape.group
+    if shape.lengths == "uniform":
+        return np.full(size, shape.gen_len)
+    raw = np.random.default_rng(0).lognormal(0.0, 1.0, size)
+    low, high = 0.0, float(shape.gen_len)
+    for _ in range(60):  # the scale at which the mean, after the cut, is as wanted
+        scale = (low + high) / 2
+        mean = np.clip(np.ceil(scale * raw), 1, shape.gen_len).mean()
+        low, high = (scale, high) if mean < shape.gen_len / 4 else (low, scale)
+    return np.clip(np.ceil(high * raw), 1, shape.gen_len).astype(int)
+
+
+def on_shards(shape: Shape, layout: MeshConfig) -> dict[str, int]:
+    """Slots and prompts of a prefill: what the work needs, a multiple of the shards."""
+    shards = layout.data * layout.fsdp
+    wanted = {
+        "slots": shape.slots or min(64 * shards, shape.prompts * shape.group),
+        "prefill_prompts": min(8 * shards, shape.prompts),
+    }
+    return {name: n + -n % shards for name, n in wanted.items()}
+
+
+def bench_spec(
+    shape: Shape,
+    layout: MeshConfig,
+    *,
+    kernel: kernels.Kernel,
+    cache_dtype: Literal["auto", "int8"] = "auto",
+) -> EngineSpec:
+    """An engine for the work, whose responses end at their limits alone."""
+    sizes = on_shards(shape, layout)
+    return EngineSpec(
+        model=bench_model(shape),
+        layout=layout,
+        slots=sizes["slots"],
+        prefill_prompts=sizes["prefill_prompts"],
+        max_prompt_tokens=shape.prompt_len,
+        max_response_tokens=shape.gen_len,
+        stop_tokens=(),
+        temperature=shape.temperature,
+        samples=shape.group,
+        decode_steps=shape.decode_steps,
+        page_tokens=shape.page_tokens,
+        kernel=kernel,
+        cache_dtype=cache_dtype,
+    )
+
+
+def random_params(c: ModelConfig, layout: MeshConfig, mesh: Mesh) -> Any:
+    """As `model.init_params` makes them, where the layout puts them."""
+    at = param_shardings(c, layout, mesh)
+    return jax.jit(lambda key: model.init_params(c, key), out_shardings=at)(jax.random.key(0))
+
+
+def random_problems(shape: Shape) -> list[Problem]:
+    """Prompts of `prompt_len` random tokens."""
+    rng = np.random.default_rng(1)
+    tokens = lambda: tuple(rng.integers(1, shape.vocab, shape.prompt_len).tolist())
+    return [Problem(i, "", tokens(), "", "") for i in range(shape.prompts)]
