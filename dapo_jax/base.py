@@ -32,7 +32,8 @@ from dapo_jax import (
 )
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.config import Config
-from dapo_jax.sharding import param_shardings, replicated
+from dapo_jax.processes import ALONE, Processes
+from dapo_jax.sharding import initial_params, param_shardings
 from dapo_jax.types import RunError, UserError
 
 REPORT_EVERY_STEPS = 50
@@ -67,6 +68,7 @@ def load_or_make(
     *,
     say: Callable[[str], None],
     check_stop: Callable[[], None],
+    them: Processes = ALONE,
 ) -> tuple[model.Params, dict[str, Any]]:
     """(parameters laid out for the mesh, what is known of them: `seconds` it took to make).
 
@@ -74,6 +76,7 @@ def load_or_make(
         directory: where the run keeps its own copy; None: there is no run.
         say: prints a line of progress.
         check_stop: called between steps; raises to abandon the fit.
+        them: the processes of the run, which see the same `directory`. The cache is the first's.
 
     Raises:
         UserError: the checkpoint of `config.model.path` does not fit or cannot be read.
@@ -85,22 +88,28 @@ def load_or_make(
         return params, {"seconds": time.monotonic() - start}
     if config.pretrain is None:
         say("base model: random parameters, from config.seed")
-        init = jax.jit(lambda key: model.init_params(config.model, key), out_shardings=shardings)
-        return init(jax.device_put(jax.random.key(config.seed), replicated(mesh))), {"seconds": 0.0}
+        return initial_params(config.model, config.mesh, mesh, config.seed), {"seconds": 0.0}
     like = jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
         model.param_shapes(config.model),
         shardings,
     )
     cache = _cache_directory(config) / fingerprint(config)
+    if them.count > 1:
+        # The others may not see the cache, and must not find what the first is copying.
+        assert directory is not None
+        if them.first and cache.is_dir() and not directory.is_dir():
+            _copy(cache, directory)
+        them.agree(None)
     restored = None if directory is None else _restore(directory, like)
     if restored is not None:
         say(f"base model: reusing {directory}")
         return restored
-    try:
-        restored = _restore(cache, like)
-    except UserError as error:  # a cache is nobody's only copy: make the base again
-        say(f"base model: the cached one is not usable. {error}")
+    if them.count == 1:
+        try:
+            restored = _restore(cache, like)
+        except UserError as error:  # a cache is nobody's only copy: make the base again
+            say(f"base model: the cached one is not usable. {error}")
     if restored is not None:
         say(f"base model: reusing {cache}")
         if directory is not None:
@@ -123,6 +132,12 @@ def load_or_make(
     if directory is not None:
         _save(directory, params, about)
     try:
+        if them.count > 1:
+            if them.first:
+                assert directory is not None
+                _copy(directory, cache)
+            them.agree(None)
+            return params, about
         temporary = _beside(cache)
         _save(temporary, params, about)
         _put(temporary, cache)

@@ -25,7 +25,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from dapo_jax.types import RunError, UserError
+from dapo_jax.types import RunError, UserError, causes
 
 # orbax logs the traceback of an error in each thread that meets it; here it is told once, in full.
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
@@ -327,7 +327,7 @@ def _told(what: str) -> Iterator[None]:
         yield
     except Exception as error:  # an OSError here, a ValueError of tensorstore's there
         reason, remedy = (str(error).strip() or repr(error)).splitlines()[-1][:300], ""
-        if any(_is_disk_full(cause) for cause in _causes(error)):
+        if any(_is_disk_full(cause) for cause in causes(error)):
             reason, remedy = (
                 "the disk is full",
                 " Free some space and start the same command again.",
@@ -335,12 +335,6 @@ def _told(what: str) -> Iterator[None]:
         raise CheckpointError(
             f"{what} could not be written: {reason}. The checkpoints before it are intact.{remedy}"
         ) from error
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _is_disk_full(error: BaseException) -> bool:

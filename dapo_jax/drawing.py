@@ -9,6 +9,7 @@ import jax
 from dapo_jax import model
 from dapo_jax.dynamic_sampling import Stream
 from dapo_jax.partial_rollouts import Partial
+from dapo_jax.processes import ALONE, LOOK_SECONDS, Processes
 from dapo_jax.progress import Progress
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout import scheduler
@@ -28,6 +29,7 @@ class Drawing:
         key: of the step.
         check_stop: called again and again; raises to abandon.
         watch: is told what is waited for.
+        them: the processes that draw, each with an engine of its own.
     """
 
     def __init__(
@@ -41,7 +43,9 @@ class Drawing:
         progress: Progress,
         check_stop: Callable[[], None],
         watch: Watchdog = UNWATCHED,
+        them: Processes = ALONE,
     ):
+        self.them = them
         self.trainer, self.pool, self.params, self.key, self.step = trainer, pool, params, key, step
         self.progress, self.check_stop, self.watch = progress, check_stop, watch
         self.stats = scheduler.RolloutStats()
@@ -51,22 +55,36 @@ class Drawing:
     def sample(self, problems: Sequence[Problem]) -> list[Group]:
         """The groups of a round, see `dynamic_sampling.sample_batch`."""
         self.rounds += 1
-        self.progress.doing(
-            f"step {self.step}: sampling round {self.rounds}, {len(problems)} prompts"
-        )
-        start = time.monotonic()
-        trainer = self.trainer
-        scoring = Scoring(self.pool, problems, trainer.train_rubrics, self.watch)
-        responses_QG, stats = self._generate(problems, finished=scoring.submit)
-        self._count("rollout", start, stats)
-        start = time.monotonic()
-        groups = scoring.groups(responses_QG, self.step)
-        self._count("reward", start)
-        return groups
+        return self._dealt(problems, f"sampling round {self.rounds}, {len(problems)} prompts")
+
+    def greedy(self, problems: Sequence[Problem], sampling: SamplingParams) -> list[Group]:
+        """A group of one for each problem, drawn as `sampling` says."""
+        what = f"greedy baselines of {len(problems)} prompts"
+        return self._dealt(problems, what, num_samples=1, sampling=sampling)
+
+    def _dealt(self, problems: Sequence[Problem], what: str, **changes: Any) -> list[Group]:
+        """The group of each problem, a share of them drawn by each process."""
+        self.progress.doing(f"step {self.step}: {what}")
+        mine = self.them.deal(list(problems))
+
+        def draw() -> list[Group]:
+            start = time.monotonic()
+            scoring = Scoring(self.pool, mine, self.trainer.train_rubrics, self.watch)
+            responses_QG, stats = self._generate(mine, finished=scoring.submit, **changes)
+            self._count("rollout", start, stats)
+            start = time.monotonic()
+            groups = scoring.groups(responses_QG, self.step)
+            self._count("reward", start)
+            return groups
+
+        return self.them.collect(self.them.all_or_none(draw, self.watch.waiting_for))
 
     def draw(self, stream: Stream, problems: Iterator[Problem | None]) -> None:
-        """Groups for a stream until it is full, see `dynamic_sampling.stream_batch`."""
+        """Groups for a stream until it is over, see `dynamic_sampling.stream_batch`."""
         self.progress.doing(f"step {self.step}: sampling")
+        self.them.all_or_none(lambda: self._draw(stream, problems), self.watch.waiting_for)
+
+    def _draw(self, stream: Stream, problems: Iterator[Problem | None]) -> None:
         start = time.monotonic()
         trainer, rollout = self.trainer, self.trainer.config.rollout
         scoring = Scoring(self.pool, stream.taken, trainer.train_rubrics, self.watch)
@@ -78,6 +96,7 @@ class Drawing:
 
         def full() -> bool:
             grouping.verdicts(scoring.verdicts(wait=False))
+            stream.look()
             return stream.full
 
         partial = None
@@ -88,20 +107,12 @@ class Drawing:
         start = time.monotonic()
         if not stream.full:
             grouping.verdicts(scoring.verdicts())
+        while not stream.over:  # what is missing is drawn by other processes
+            self.watch.waiting_for(f"the verdict on prompt {stream.decided} of another process")
+            self.check_stop()
+            time.sleep(LOOK_SECONDS)
+            stream.look()
         self._count("reward", start)
-
-    def greedy(self, problems: Sequence[Problem], sampling: SamplingParams) -> list[Group]:
-        """A group of one for each problem, drawn as `sampling` says."""
-        self.progress.doing(f"step {self.step}: greedy baselines of {len(problems)} prompts")
-        start = time.monotonic()
-        trainer = self.trainer
-        scoring = Scoring(self.pool, problems, trainer.train_rubrics, self.watch)
-        responses_Q1, _ = self._generate(
-            problems, num_samples=1, sampling=sampling, finished=scoring.submit
-        )
-        groups = scoring.groups(responses_Q1, self.step)
-        self._count("rollout", start)
-        return groups
 
     def _generate(
         self, problems: Iterable[Problem | None], **changes: Any
@@ -118,6 +129,11 @@ class Drawing:
         return scheduler.generate(
             trainer.engine, self.params, problems, trainer.detokenize, **common | changes
         )
+
+    def stats_of_all(self) -> scheduler.RolloutStats:
+        """The stats of all processes together; every process must ask."""
+        each = self.them.agree(tuple(self.stats), self.watch.waiting_for)
+        return sum((scheduler.RolloutStats(*stats) for stats in each), scheduler.RolloutStats())
 
     def _count(self, phase: str, start: float, stats: scheduler.RolloutStats | None = None) -> None:
         self.clock[phase] += time.monotonic() - start

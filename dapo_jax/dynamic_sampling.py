@@ -20,6 +20,7 @@ from dapo_jax import partial_rollouts, prefilter
 from dapo_jax.config import DynamicSamplingConfig
 from dapo_jax.partial_rollouts import Begun
 from dapo_jax.prefilter import PrefilterState, Sieve
+from dapo_jax.processes import ALONE, Board, Processes
 from dapo_jax.types import (
     Group,
     Problem,
@@ -110,50 +111,89 @@ def sample_batch(
 
 
 class Stream:
-    """What of a stream of groups is known so far."""
+    """What one process knows of a stream of groups, some of which others draw.
+
+    Prompts have numbers in the order of the data. Whoever claims one draws it, so that what is
+    drawn depends on no process; only informative or not is told to the others.
+
+    Args:
+        share: of the prompts that are informative, as far as is known.
+        begun: responses of earlier steps to go on with.
+    """
 
     def __init__(
         self,
         config: DynamicSamplingConfig,
         share: float,
         num_prompts: int,
+        board: Board,
         begun: Sequence[Begun] = (),
     ):
-        self.num_prompts, self.share = num_prompts, share
-        self.begun = partial_rollouts.by_visit(begun)  # responses to go on with
-        self.drawn: list[dict[int, Response]] = []  # of each prompt, by sample; told at the end
+        self.num_prompts, self.share, self.board = num_prompts, share, board
+        self.begun = partial_rollouts.by_visit(begun)
         self.most = config.max_rounds * config.max_round_prompts  # prompts begun
-        self.taken: list[Problem] = []
-        self.groups: dict[int, Group] = {}  # by the number of their prompt
-        self.decided = 0  # the first so many prompts have their groups
+        self.every: list[Problem] = []  # by number, as far as this process has looked
+        self.numbers: list[int] = []  # of the prompts that this process draws,
+        self.taken: list[Problem] = []  # and their problems
+        self.drawn: list[dict[int, Response]] = []  # of each of those, by sample; told at the end
+        self.groups: dict[int, Group] = {}  # by number
+        self.decided = 0  # the verdicts on the first so many prompts are known
         self.accepted = 0  # informative ones among those
 
     def problems(self, take: Callable[[int], list[Problem]]) -> Iterator[Problem | None]:
         """The prompts to begin with, as many as should be needed; None while those begun should
         do."""
-        while len(self.taken) < self.most:
-            open_prompts = len(self.taken) - self.decided
+        board = self.board
+        while True:
+            self.look()
+            if board.begun >= self.most:
+                return
             # Of those whose turn has not come some are known already.
-            known = sum(group.informative for i, group in self.groups.items() if i >= self.decided)
-            unknown = open_prompts - sum(i >= self.decided for i in self.groups)
-            expected = self.accepted + known + unknown * max(self.share, 1 / self.most)
+            later = [informative for i, informative in board.verdicts.items() if i >= self.decided]
+            unknown = board.begun - self.decided - len(later)
+            expected = self.accepted + sum(later) + unknown * max(self.share, 1 / self.most)
             if expected >= self.num_prompts:
                 yield None
-            else:
-                self.taken += take(1)
-                yield self.taken[-1]
+                continue
+            number = board.claim()
+            if number >= self.most:  # another was faster
+                return
+            self.see(number, take)
+            self.numbers.append(number)
+            self.taken.append(self.every[number])
+            yield self.taken[-1]
 
-    def scored(self, number: int, group: Group) -> None:
-        """Takes the group of a prompt."""
+    def see(self, number: int, take: Callable[[int], list[Problem]]) -> None:
+        """Looks at the data as far as the prompt of this number."""
+        if number >= len(self.every):
+            self.every += take(number + 1 - len(self.every))
+
+    def scored(self, index: int, group: Group) -> None:
+        """Takes the group of a prompt that this process draws, by its place in `taken`."""
+        number = self.numbers[index]
         self.groups[number] = group
-        while self.decided in self.groups and not self.full:
-            self.accepted += self.groups[self.decided].informative
+        self.board.tell(number, group.informative)
+        self._decide()
+
+    def look(self) -> None:
+        """Takes in what other processes have found."""
+        self.board.look()
+        self._decide()
+
+    def _decide(self) -> None:
+        while self.decided in self.board.verdicts and not self.full:
+            self.accepted += self.board.verdicts[self.decided]
             self.decided += 1
 
     @property
     def full(self) -> bool:
         """Whether the batch is."""
         return self.accepted >= self.num_prompts
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to draw or to wait for."""
+        return self.full or self.decided >= self.most
 
 
 def stream_batch(
@@ -167,6 +207,7 @@ def stream_batch(
     position: Callable[[], Any],
     go_back: Callable[[Any], None],
     draw: Callable[[Stream, Iterator[Problem | None]], None],
+    them: Processes = ALONE,
 ) -> tuple[Batch, SamplingState]:
     """A batch of `num_prompts` informative groups, the first of the data in their order; or fewer
     when max_rounds x max_round_prompts prompts have been tried.
@@ -177,17 +218,26 @@ def stream_batch(
         take: gives the next prompts of the data.
         position: of the data; go_back: returns there.
         draw: draws and scores groups of the prompts that the iterator gives, and hands them to the
-            stream, until that is full or the prompts are at their end; tells it what was drawn if
-            that is to be kept.
+            stream, until that is over; tells it what was drawn if that is to be kept.
+        them: the processes that draw. The batch is the same in all of them.
     """
     before = position()
     sieve = lambda: Sieve(config.prefilter, state.prefilter, seed, take)
     begun, too_old = partial_rollouts.not_stale(
         state.begun, step=step, max_staleness=config.max_staleness
     )
-    stream = Stream(config, state.kept_share, num_prompts, begun)
-    draw(stream, stream.problems(sieve().take))
+    board, sieved = them.board(), sieve()
+    stream = Stream(config, state.kept_share, num_prompts, board, begun)
+    draw(stream, stream.problems(sieved.take))
+    drawn = dict(zip(stream.numbers, stream.drawn))
+    for groups, responses in them.share((_until(stream.decided, stream.groups), drawn)):
+        stream.groups |= groups
+        drawn |= responses
     sampled = [stream.groups[i] for i in range(stream.decided)]
+    returned = board.begun - len(sampled)
+    if them.first:
+        board.clear()
+    stream.see(max(drawn, default=-1), sieved.take)
     # Once more as far as the batch goes: what was left out beyond it does not count.
     go_back(before)
     again = sieve()
@@ -195,16 +245,23 @@ def stream_batch(
     found = sum(group.informative for group in sampled) / max(1, len(sampled))
     share = NEW_WEIGHT * found + (1 - NEW_WEIGHT) * state.kept_share
     kept = [group for group in sampled if group.informative]
-    returned = len(stream.taken) - len(sampled)
     after = prefilter.next_state(config.prefilter, state.prefilter, sampled, again.skipped)
     share = share if sampled else state.kept_share
     if config.partial_rollouts:
         begun = partial_rollouts.next_begun(
-            begun, stream.taken, stream.drawn, decided=stream.decided, step=step
+            begun,
+            stream.every,
+            [drawn.get(i, {}) for i in range(len(stream.every))],
+            decided=stream.decided,
+            step=step,
         )
     tokens_kept = sum(len(r.tokens) for b in begun for _, r in b.responses)
     batch = Batch(kept, sampled, 1, 0, 0, returned, len(again.skipped), too_old, tokens_kept)
     return batch, SamplingState((), share, after, begun)
+
+
+def _until(decided: int, groups: dict[int, Group]) -> dict[int, Group]:
+    return {number: group for number, group in groups.items() if number < decided}
 
 
 def round_size(missing: int, kept_share: float, multiple: int, most: int) -> int:

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from dapo_jax import estimators, model
+from dapo_jax.processes import ALONE, Processes
 from dapo_jax.reward import Rubric
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout import scheduler
@@ -32,34 +33,36 @@ def evaluate(
     key: jax.Array,
     check_stop: Callable[[], None] = lambda: None,
     watch: Watchdog = UNWATCHED,
+    them: Processes = ALONE,
 ) -> dict[str, float]:
     """The figures of a checkpoint as metrics `eval/...`, over all problems; where they are from
-    several sources, avg@k and its like of each as `eval/<source>/...` too."""
-    scoring = Scoring(pool, problems, rubrics, watch)
-    responses_QK, _ = scheduler.generate(
-        engine,
-        params,
-        problems,
-        detokenize,
-        num_samples=num_samples,
-        sampling=sampling,
-        stop_strings=stop_strings,
-        key=key,
-        finished=scoring.submit,
-        check_stop=check_stop,
-        watch=watch,
-    )
-    found = scoring.verdicts()
-    groups = [
-        Attempts(
-            problem,
-            tuple(
-                Attempt(r.text, len(r.tokens), r.truncated, found[q, k])
-                for k, r in enumerate(responses_QK[q])
-            ),
+    several sources, avg@k and its like of each as `eval/<source>/...` too. Each of the processes
+    draws a share, and has all figures."""
+    mine = them.deal(list(problems))
+
+    def draw() -> list[Attempts]:
+        scoring = Scoring(pool, mine, rubrics, watch)
+        responses_QK, _ = scheduler.generate(
+            engine,
+            params,
+            mine,
+            detokenize,
+            num_samples=num_samples,
+            sampling=sampling,
+            stop_strings=stop_strings,
+            key=key,
+            finished=scoring.submit,
+            check_stop=check_stop,
+            watch=watch,
         )
-        for q, problem in enumerate(problems)
-    ]
+        found = scoring.verdicts()
+        attempt = lambda r, verdict: Attempt(r.text, len(r.tokens), r.truncated, verdict)
+        return [
+            Attempts(problem, tuple(attempt(r, found[q, k]) for k, r in enumerate(responses_QK[q])))
+            for q, problem in enumerate(mine)
+        ]
+
+    groups = them.collect(them.all_or_none(draw, watch.waiting_for))
     metrics = _metrics(groups, rubrics, pool, "eval")
     sources = dict.fromkeys(problem.source for problem in problems)
     for source in sources if len(sources) > 1 else ():

@@ -17,7 +17,8 @@ from dapo_jax.benchmarks import Benchmark
 from dapo_jax.checkpoint import restore_part
 from dapo_jax.config import Config, SourceConfig
 from dapo_jax.parameters import parse_scorers
-from dapo_jax.progress import Progress, StopSignals, duration
+from dapo_jax.processes import StopSignals
+from dapo_jax.progress import Progress, duration
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.sampling import SamplingParams

@@ -12,7 +12,8 @@ import jax
 
 from dapo_jax import hf_config, prompts, weights
 from dapo_jax.config import ModelConfig, model_config
-from dapo_jax.progress import Progress, StopSignals, duration
+from dapo_jax.processes import StopSignals
+from dapo_jax.progress import Progress, duration
 from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.spec import EngineSpec

@@ -19,7 +19,7 @@ from dapo_jax.config import Config
 from dapo_jax.optimizer import learning_rate
 from dapo_jax.parameters import SELECTION_PARAMETERS
 from dapo_jax.samples import estimate_advantages, finished_columns, kept_lengths, make_samples
-from dapo_jax.sharding import batch_sharding, batch_shards
+from dapo_jax.sharding import batch_sharding, batch_shards, to_host, to_mesh
 from dapo_jax.types import Group, Rows, RunError, Samples
 
 # Rows [M, B, T] of a mini-batch on the device, and how many of the M are used.
@@ -186,7 +186,7 @@ class Learner:
         def scored(program: Callable[..., jax.Array], params: Any) -> np.ndarray:
             # All calls are on their way before the first result is waited for.
             results = [program(params, *_on_device(batch)) for batch in mini_batches]
-            parts = [take_columns(b.packed, x) for b, x in zip(mini_batches, results)]
+            parts = [take_columns(b.packed, to_host(x)) for b, x in zip(mini_batches, results)]
             return np.concatenate([np.zeros(0, np.float32), *parts])
 
         numbers: dict[str, float] = {}
@@ -250,7 +250,8 @@ class Learner:
         lengths_R = samples.lengths_R[batch.responses]
         current_N = None
         if self.needs_current:
-            current_N = take_columns(batch.packed, self.score(policy.params, *_on_device(batch)))
+            current = self.score(policy.params, *_on_device(batch))
+            current_N = take_columns(batch.packed, to_host(current))
         mine = finished_columns(
             self.config,
             {name: column[batch.tokens] for name, column in columns.items()},
@@ -274,7 +275,7 @@ class Learner:
             rows, rows_per_micro_batch=B, num_micro_batches=batching.max_micro_batches(self.config)
         )
         used = batching.used_micro_batches(len(rows.tokens_BT), B)
-        on_mesh = jax.device_put(stacked, batch_sharding(self.mesh, batch_dim=1))
+        on_mesh = to_mesh(stacked, batch_sharding(self.mesh, batch_dim=1))
         return on_mesh, np.int32(used)
 
     def _check_skipped(self, results: Sequence[Any], step: int) -> None:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from dapo_jax import arithmetic, batching, model
 from dapo_jax.config import Config, PretrainConfig
 from dapo_jax.log_probs import row_statistics
-from dapo_jax.sharding import batch_sharding, head_layout, param_shardings, replicated
+from dapo_jax.sharding import batch_sharding, head_layout, initial_params, param_shardings, to_mesh
 from dapo_jax.types import Rows
 
 
@@ -90,14 +90,13 @@ def make_base(
         changes, moments = optimizer.update(grads, moments, params)
         return (optax.apply_updates(params, changes), moments), value
 
-    init = jax.jit(lambda key: model.init_params(config.model, key), out_shardings=shardings)
-    params = init(jax.device_put(jax.random.key(config.seed), replicated(mesh)))
+    params = initial_params(config.model, config.mesh, mesh, config.seed)
     carry = (params, jax.jit(optimizer.init)(params))
     batches = text_rows(config, tokenizer)
-    put = functools.partial(jax.device_put, device=batch_sharding(mesh))
+    at = batch_sharding(mesh)
     value = None
     for i in range(1, p.num_steps + 1):
-        rows = put(next(batches))  # made while the device works on the step before
+        rows = to_mesh(next(batches), at)  # made while the device works on the step before
         carry, new_value = step(carry, rows)
         if value is not None:  # one step late: the device is already at the next
             report(i - 1, float(value))

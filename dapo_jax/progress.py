@@ -1,12 +1,8 @@
-"""What the terminal shows, and the requests to stop that come from it."""
+"""What the terminal shows."""
 
-import signal
 import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, TextIO
-
-from dapo_jax.types import StopRequested
 
 COLUMNS = (
     ("step", 9), ("reward", 8), ("sampled", 8), ("trained", 8), ("held-out", 9), ("length", 7),
@@ -27,20 +23,27 @@ def duration(seconds: float) -> str:
 
 class Progress:
     """One line per step on standard output, or on `out`; on a terminal, also what is being done
-    right now."""
+    right now.
 
-    def __init__(self, num_steps: int, last_step: int, out: TextIO | None = None):
-        self.num_steps, self.out = num_steps, out
+    Args:
+        quiet: shows nothing.
+    """
+
+    def __init__(
+        self, num_steps: int, last_step: int, out: TextIO | None = None, *, quiet: bool = False
+    ):
+        self.num_steps, self.out, self.quiet = num_steps, out, quiet
         self.first_step = last_step
         self.seconds = 0.0
         self.lines = 0
-        self.live = sys.stderr.isatty()
+        self.live = sys.stderr.isatty() and not quiet
         self.watch: Callable[[str], None] = lambda _: None  # told of all that is being done
 
     def say(self, text: str) -> None:
         """Prints a line."""
         self.doing("")
-        print(text, file=self.out, flush=True)
+        if not self.quiet:
+            print(text, file=self.out, flush=True)
 
     def doing(self, text: str) -> None:
         """Shows on a terminal, until the next output, what is being done."""
@@ -74,32 +77,3 @@ class Progress:
             self.say("".join(name.rjust(width) for name, width in COLUMNS))
         self.lines += 1
         self.say("".join(v.rjust(max(w, len(v) + 1)) for v, (_, w) in zip(values, COLUMNS)))
-
-
-class StopSignals:
-    """While active, SIGTERM and Ctrl-C are remembered instead of acted on; a second one is not."""
-
-    def __init__(self, progress: Progress):
-        self.progress = progress
-        self.received: int | None = None
-
-    def __enter__(self) -> "StopSignals":
-        self.before = {s: signal.signal(s, self._remember) for s in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        self.received = number
-        name = signal.Signals(number).name
-        self.progress.say(f"{name}: saving, then stopping (again to stop at once)")
-
-    def check(self) -> None:
-        """Raises StopRequested if a signal has come."""
-        if self.received is not None:
-            raise StopRequested

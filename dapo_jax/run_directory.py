@@ -40,12 +40,17 @@ MAY_CHANGE = (
 class RunDirectory:
     """Opens a run directory, new or to be continued.
 
+    Args:
+        writes: False: of another process of the run, which leaves the writing to the first.
+
     Raises:
         UserError: it is not writable, or belongs to a run with another config.
     """
 
-    def __init__(self, path: Path, config: Config):
-        self.path = path
+    def __init__(self, path: Path, config: Config, *, writes: bool = True):
+        self.path, self.writes = path, writes
+        if not writes:
+            return
         try:
             path.mkdir(parents=True, exist_ok=True)
             probe = path / ".writable"
@@ -65,6 +70,8 @@ class RunDirectory:
 
     def rewind(self, step: int) -> None:
         """Forgets metrics, events and rollouts after `step`, which a continued run makes again."""
+        if not self.writes:
+            return
         lines = self._metrics.read_text().splitlines() if self._metrics.exists() else []
         kept = [line for line in lines if _step_of(line) <= step]
         _write_atomically(self._metrics, "".join(line + "\n" for line in kept))
@@ -89,6 +96,8 @@ class RunDirectory:
                     "are intact. Look at the metrics of the last steps; a lower "
                     "config.optimizer.learning_rate is the usual remedy."
                 )
+        if not self.writes:
+            return
         with self._metrics.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
             file.flush()
@@ -105,6 +114,8 @@ class RunDirectory:
         Args:
             rewards: shaped rewards, one sequence per group.
         """
+        if not self.writes:
+            return
         directory = self.path / "rollouts"
         directory.mkdir(exist_ok=True)
         per_group = max(1, most // max(1, len(groups)))
@@ -133,11 +144,13 @@ class RunDirectory:
 
     def save_summary(self, summary: dict[str, Any]) -> None:
         """Writes summary.json."""
+        if not self.writes:
+            return
         _write_atomically(self.path / "summary.json", json.dumps(summary, indent=1) + "\n")
 
     def close(self) -> None:
         """Flushes the TensorBoard events."""
-        if self._events is not None:
+        if self.writes and self._events is not None:
             self._events.close()
 
 

@@ -6,15 +6,17 @@ parameters become mesh axes by the table `config.mesh.rules`.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.config import Config, MeshConfig, ModelConfig
-from dapo_jax.model import param_axes, param_shapes
+from dapo_jax.model import init_params, param_axes, param_shapes
 from dapo_jax.types import UserError
 
 AXES = ("data", "fsdp", "tensor")
@@ -52,10 +54,18 @@ def fitting(model: ModelConfig, num_devices: int) -> MeshConfig:
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh of `config` over the given devices (default: all of them)."""
+    """The mesh of `config` over the given devices (default: all of them). Where there are several
+    processes each has whole rows along the tensor axis, if its devices are enough for one."""
     devices = jax.devices() if devices is None else devices
     shape = mesh_shape(config, len(devices))
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    axis_types = (AxisType.Auto,) * 3
+    tensor = shape[-1]
+    of_process = Counter(device.process_index for device in devices)
+    if tensor > 1 and len(of_process) > 1 and not any(n % tensor for n in of_process.values()):
+        # JAX's own order follows the links between the chips, across processes too.
+        by_process = sorted(devices, key=lambda device: (device.process_index, device.id))
+        return Mesh(np.array(by_process).reshape(shape), AXES, axis_types=axis_types)
+    return jax.make_mesh(shape, AXES, axis_types=axis_types, devices=devices)
 
 
 def param_specs(model: ModelConfig, mesh: MeshConfig) -> Any:
@@ -116,6 +126,14 @@ def param_shardings(model: ModelConfig, config: MeshConfig, mesh: Mesh) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(model, config))
 
 
+def initial_params(model: ModelConfig, config: MeshConfig, mesh: Mesh, seed: int) -> Any:
+    """`model.init_params`, made where the parameters lie. Errors as of `param_shardings`."""
+    # As data: a key is an array of one device, which other processes do not have.
+    data = np.asarray(jax.random.key_data(jax.random.key(seed)))
+    make = lambda data: init_params(model, jax.random.wrap_key_data(data))
+    return jax.jit(make, out_shardings=param_shardings(model, config, mesh))(data)
+
+
 class HeadLayout(NamedTuple):
     """Where what the log-probs are computed from, and attention, lies on a mesh."""
 
@@ -169,6 +187,59 @@ def batch_shards(mesh: Mesh) -> int:
 def replicated(mesh: Mesh) -> NamedSharding:
     """The same values on every device."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def to_mesh(arrays: Any, sharding: NamedSharding) -> Any:
+    """Arrays of the host, which all processes have, where the sharding puts them."""
+    put = lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+    return jax.tree.map(put, arrays)
+
+
+def to_host(x: jax.Array) -> np.ndarray:
+    """All of an array, whichever process has its parts."""
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+def own_mesh(mesh: Mesh) -> Mesh:
+    """The part of the mesh that is this process's: whole rows along the tensor axis. The mesh
+    itself where there is one process.
+
+    Raises:
+        UserError: the devices of a row are of several processes.
+    """
+    if not mesh.is_multi_process:
+        return mesh
+    tensor = mesh.shape["tensor"]
+    rows = mesh.devices.reshape(-1, tensor)
+    mine = [[d.process_index == jax.process_index() for d in row] for row in rows]
+    if any(any(row) and not all(row) for row in mine):
+        raise UserError(
+            f"config.mesh.tensor ({tensor}) is more than the devices of a process, or does not "
+            f"divide them ({jax.local_device_count()}): each process draws responses on its own "
+            "devices, the model split over tensor. Choose a divisor, and lay the rest over fsdp."
+        )
+    own = rows[[all(row) for row in mine]]
+    return Mesh(own.reshape(-1, 1, tensor), AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def own_part(arrays: Any, shardings: Any) -> Any:
+    """What this process has of arrays that are whole in it, as arrays of its own mesh; nothing is
+    copied.
+
+    Args:
+        shardings: on that mesh.
+    """
+
+    def own(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+        parts = {shard.device: shard.data for shard in x.addressable_shards}
+        devices = sharding.addressable_devices_indices_map(x.shape)
+        return jax.make_array_from_single_device_arrays(
+            x.shape, sharding, [parts[device] for device in devices]
+        )
+
+    return jax.tree.map(own, arrays, shardings)
 
 
 def bytes_per_device(shapes: Any, specs: Any, axis_sizes: dict[str, int]) -> int:

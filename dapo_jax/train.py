@@ -27,7 +27,8 @@ from dapo_jax.dynamic_sampling import (
 from dapo_jax.evaluate import evaluate
 from dapo_jax.learner import RunState
 from dapo_jax.problems import rubrics
-from dapo_jax.progress import Progress, StopSignals, duration
+from dapo_jax.processes import ALONE, Processes, StopSignals
+from dapo_jax.progress import Progress, duration
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.run_directory import RunDirectory
@@ -59,22 +60,27 @@ class HostState(NamedTuple):
         return cls(**values)._replace(sampling=state_from_json(values["sampling"]))
 
 
-def train(config: Config, workdir: Path) -> int | None:
+def train(config: Config, workdir: Path, them: Processes = ALONE) -> int | None:
     """Runs the config in `workdir`, from the beginning or from its newest checkpoint.
 
+    Args:
+        them: the processes of the run, all of which call this; the first writes and shows.
+
     Returns:
-        The number of the signal that stopped the run, or None when it reached its last step.
+        The number of the signal that stopped the run, whichever process got it, or None when it
+        reached its last step.
 
     Raises:
         UserError: for what the user can mend.
         RunError, CheckpointError: for what went wrong on the way; nothing saved is lost.
     """
     begun = time.monotonic()
-    directory = RunDirectory(workdir, config)
-    progress = Progress(config.train.num_steps, 0)
+    them.check_place(workdir)
+    directory = RunDirectory(workdir, config, writes=them.first)
+    progress = Progress(config.train.num_steps, 0, quiet=not them.first)
     r = config.reward
     with (
-        StopSignals(progress) as signals,
+        StopSignals(progress, them) as signals,
         Watchdog(config.rollout.watchdog_seconds, progress.say) as watch,
         RewardPool(_scorers(config), workers=r.workers, timeout_seconds=r.timeout_seconds) as pool,
         Checkpoints(
@@ -98,7 +104,7 @@ def train(config: Config, workdir: Path) -> int | None:
             progress.say(f"stopped {done}; the same command goes on from there")
         finally:
             directory.close()
-    return signals.received
+    return next((number for number in them.agree(signals.received) if number is not None), None)
 
 
 def _scorers(config: Config) -> set[str]:
@@ -125,6 +131,7 @@ class _Run:
     ):
         self.config, self.workdir, self.directory = config, workdir, directory
         self.progress, self.signals, self.pool = progress, signals, pool
+        self.them = signals.them
         self.checkpoints, self.watch, self.begun = checkpoints, watch, begun
         self.step = -1  # rollout steps completed; -1: not even the base is evaluated
         self.saved_step = -1
@@ -137,8 +144,10 @@ class _Run:
         """Restores the newest checkpoint, or makes the base model and evaluates it."""
         self.compilations = CompilationCounter()
         self.progress.doing("loading tokenizer and problems")
-        self.trainer = trainer = Trainer(self.config, self.workdir, self.progress)
+        self.trainer = trainer = Trainer(self.config, self.workdir, self.progress, self.them)
         devices = trainer.mesh.devices
+        if self.them.count > 1:
+            self.progress.say(self.them.described())
         self.progress.say(
             f"{devices.size} {devices.flat[0].device_kind} device(s), mesh "
             + " x ".join(f"{name} {size}" for name, size in trainer.mesh.shape.items())
@@ -147,7 +156,7 @@ class _Run:
 
         def moving() -> None:
             self.watch.moved()
-            self.signals.check()
+            self.signals.check_together()
 
         params, about = base.load_or_make(
             self.config,
@@ -156,6 +165,7 @@ class _Run:
             self.workdir / "base",
             say=self.progress.say,
             check_stop=moving,
+            them=self.them,
         )
         self.base_seconds = about["seconds"]
         self.progress.doing("compiling the programs of the rollout")
@@ -223,6 +233,7 @@ class _Run:
                 position=trainer.stream.get_state,
                 go_back=trainer.stream.set_state,
                 draw=drawing.draw,
+                them=self.them,
             )
         else:
             batch, sampling = sample_batch(
@@ -234,7 +245,7 @@ class _Run:
                 take=trainer.stream.take,
                 sample=drawing.sample,
             )
-        stats = drawing.stats
+        stats = drawing.stats_of_all()
         del drawing  # and with it the rollout's copy of the parameters: the update needs the memory
         numbers: dict[str, Any] = {"step": step} | metrics.sampling_metrics(batch)
         if self.host.sampling.prefilter is not None:
@@ -298,6 +309,8 @@ class _Run:
         }
         self.directory.save_summary(summary)
         self.directory.close()
+        if not self.them.first:
+            return
         from dapo_jax import report  # here, because matplotlib takes a second to load
 
         page = report.write_report(self.workdir)
@@ -337,7 +350,7 @@ class _Run:
         self.progress.step(numbers)
         if step % self.config.checkpoint.every_steps == 0 or step == self.config.train.num_steps:
             self.save()
-        self.signals.check()
+        self.signals.check_together()
 
     def _greedy_rewards(
         self, groups: Sequence[Group], step: int, clock: dict[str, float]
@@ -368,6 +381,7 @@ class _Run:
             progress=self.progress,
             check_stop=self.signals.check,
             watch=self.watch,
+            them=self.them,
         )
 
     def _next_kl_coefficient(
@@ -425,6 +439,7 @@ class _Run:
             # the evaluation. The base can be evaluated again.
             check_stop=self.signals.check if step == 0 else lambda: None,
             watch=self.watch,
+            them=self.them,
         )
 
     def _accuracy(self, numbers: dict[str, Any]) -> float:

@@ -14,12 +14,19 @@ from dapo_jax.config import Config
 from dapo_jax.data import ProblemStream
 from dapo_jax.learner import Learner
 from dapo_jax.problems import load, rubrics
+from dapo_jax.processes import ALONE, Processes
 from dapo_jax.progress import Progress
 from dapo_jax.rollout import kernels
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.paged import page_bytes
 from dapo_jax.rollout.spec import EngineSpec
-from dapo_jax.sharding import check_batch_shapes, head_layout, make_mesh
+from dapo_jax.sharding import (
+    batch_shards,
+    check_batch_shapes,
+    head_layout,
+    make_mesh,
+    own_mesh,
+)
 from dapo_jax.tokenizer import load_tokenizer, stop_tokens
 from dapo_jax.types import UserError
 
@@ -27,12 +34,13 @@ from dapo_jax.types import UserError
 class Trainer:
     """The compiled programs and the host objects of a run."""
 
-    def __init__(self, config: Config, workdir: Path, progress: Progress):
+    def __init__(self, config: Config, workdir: Path, progress: Progress, them: Processes = ALONE):
         self.config, self.progress = config, progress
         self.mesh = make_mesh(config.mesh)
         check_batch_shapes(config, self.mesh.shape["data"], self.mesh.shape["fsdp"])
         attention_kernels.choose(config.model, head_layout(config.model, config.mesh, self.mesh))
-        self.tokenizer = load_tokenizer(config.model, save_to=workdir / "tokenizer")
+        save_to = workdir / "tokenizer" if them.first else None
+        self.tokenizer = load_tokenizer(config.model, save_to=save_to)
         d = config.data
         sides = {"train": d.train, "heldout": d.heldout}
         problems = {
@@ -65,30 +73,40 @@ def make_engine(
     max_prompt_tokens: int,
 ) -> DecoderEngine:
     """The engine that draws responses of the config's model, as `config.rollout` says unless a
-    request says otherwise.
+    request says otherwise. Of several processes each has one, on its own devices, with its share of
+    the slots.
 
     Raises:
         UserError: the KV cache of `config.rollout.cache_gib` does not hold one sequence.
     """
     stops = stop_tokens(config.model, tokenizer)
-    return DecoderEngine(engine_spec(config, mesh, max_prompt_tokens, stops), mesh)
+    own = own_mesh(mesh)
+    return DecoderEngine(engine_spec(config, own, max_prompt_tokens, stops, mesh), own, mesh)
 
 
 def engine_spec(
-    config: Config, mesh: Mesh, max_prompt_tokens: int, stop_tokens: tuple[int, ...]
+    config: Config,
+    mesh: Mesh,
+    max_prompt_tokens: int,
+    stop_tokens: tuple[int, ...],
+    run_mesh: Mesh | None = None,
 ) -> EngineSpec:
     """What the engine of a config is like on a mesh.
+
+    Args:
+        run_mesh: the mesh of the run, of which `mesh` is a part; None: it is all of it.
 
     Raises:
         UserError: the KV cache of `config.rollout.cache_gib` does not hold one sequence, or
             `config.rollout.kernel` is not for these devices or this model.
     """
     r = config.rollout
+    parts = batch_shards(run_mesh or mesh) // batch_shards(mesh)
     spec = EngineSpec(
         model=config.model,
         layout=dataclasses.replace(config.mesh, data=mesh.shape["data"], fsdp=mesh.shape["fsdp"]),
-        slots=r.slots,
-        prefill_prompts=r.prefill_prompts,
+        slots=r.slots // parts,
+        prefill_prompts=r.prefill_prompts // parts,
         max_prompt_tokens=max_prompt_tokens,
         max_response_tokens=r.max_response_tokens,
         stop_tokens=stop_tokens,

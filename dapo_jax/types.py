@@ -5,7 +5,7 @@ values and NumPy arrays.
 """
 
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +31,13 @@ class RunError(RuntimeError):
 
 class StopRequested(Exception):
     """SIGTERM or Ctrl-C arrived: unwind to the loop, save the last completed step, and leave."""
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, what it was raised from or while handling, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 class Problem(NamedTuple):

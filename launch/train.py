@@ -3,6 +3,10 @@
 Config fields are overridden as --config.optimizer.learning_rate=2e-4. --model=HFDIR takes a Hugging
 Face directory or hub id in the place of the config's model and tokenizer. --dry_run prints the plan
 of the run (sizes, mesh, batch arithmetic, memory) and touches nothing.
+
+On several hosts every process runs this command. On Cloud TPU, GKE and Slurm they find each other;
+elsewhere say it: --coordinator_address=HOST:PORT --num_processes=N --process_id=I, the address that
+of process 0. --coordinator_timeout=300 is how many seconds they wait for each other.
 """
 
 import sys
@@ -12,12 +16,19 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main(argv: list[str]) -> int:
-    """The exit status: 0 done, 2 the user's mistake, 1 a failure, 128 + n stopped by signal n."""
+    """The exit status: 0 done, 2 the user's mistake, 1 a failure, 128 + n stopped by signal n; 75
+    where another process of the run was lost, and 128 + 15 too: start it again."""
     sys.path.insert(0, str(ROOT))
     from dapo_jax.command_line import fail, parse
 
     try:
-        config, flags = parse(argv, __doc__ or "", switches=("dry_run",), texts=("model",))
+        config, flags = parse(
+            argv,
+            __doc__ or "",
+            switches=("dry_run",),
+            texts=("model", "coordinator_address"),
+            integers=("num_processes", "process_id", "coordinator_timeout"),
+        )
         if flags.dry_run:
             from dapo_jax.plan import describe
 
@@ -27,12 +38,23 @@ def main(argv: list[str]) -> int:
 
         if not flags.workdir:
             raise UserError("--workdir is needed: the directory that will hold the run.")
+        from dapo_jax import processes
         from dapo_jax.train import train
 
-        stopped_by = train(config, Path(flags.workdir).expanduser().resolve())
+        them = processes.start(
+            flags.coordinator_address,
+            flags.num_processes,
+            flags.process_id,
+            flags.coordinator_timeout or 300,
+        )
     except Exception as error:
         return fail(error)
-    return 0 if stopped_by is None else 128 + stopped_by
+    try:
+        them.watch()
+        stopped_by = train(config, Path(flags.workdir).expanduser().resolve(), them)
+    except Exception as error:
+        return them.leave(fail(error), error)
+    return them.leave(0 if stopped_by is None else 128 + stopped_by)
 
 
 # Workers that score rewards import this file again; the guard keeps them from training.

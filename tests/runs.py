@@ -3,11 +3,19 @@
 import importlib.util
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 
+import jax
+
+from dapo_jax import model, train_step
+from dapo_jax.checkpoint import Checkpoints
+from dapo_jax.learner import RunState
+from dapo_jax.sharding import make_mesh
 from tests.conftest import FAST_COMPILATION, ROOT
-from tests.helpers import tiny_dict
+from tests.helpers import tiny_config, tiny_dict
 
 
 def load_launcher(name):
@@ -28,17 +36,30 @@ def write_config(directory, **overrides):
     return file
 
 
-def start(workdir, home, *, devices=1, optimise=False, **overrides):
+def start(workdir, home, *, devices=1, optimise=False, flags=(), **overrides):
     """launch/train.py in a process of its own."""
     command = [
         sys.executable,
         str(ROOT / "launch" / "train.py"),
         f"--config={write_config(workdir.with_name(workdir.name + '_config'), **overrides)}",
         f"--workdir={workdir}",
+        *flags,
     ]
     env = environment(home, devices=devices, optimise=optimise)
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=env, cwd="/", stdout=pipe, stderr=pipe, text=True)
+
+
+def start_all(workdir, home, *, processes, devices, **settings):
+    """One run in several processes with so many devices each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = (f"--coordinator_address=127.0.0.1:{port}", f"--num_processes={processes}")
+    return [
+        start(workdir, home, devices=devices, flags=(*common, f"--process_id={i}"), **settings)
+        for i in range(processes)
+    ]
 
 
 def environment(home, *, devices=1, optimise=False):
@@ -74,3 +95,31 @@ def metrics_of(workdir):
         {name: value for name, value in json.loads(line).items() if not name.startswith(varies)}
         for line in lines
     ]
+
+
+def rollouts_of(workdir):
+    return {file.name: file.read_text() for file in (workdir / "rollouts").iterdir()}
+
+
+def params_at(workdir, step, **overrides):
+    """The parameters of a checkpoint, on one device."""
+    config = tiny_config(**overrides | {"mesh__data": 1, "mesh__fsdp": 1, "mesh__tensor": 1})
+    mesh = make_mesh(config.mesh, jax.devices()[:1])
+    state = RunState(train_step.state_shardings(config, mesh), None)
+    shapes = jax.eval_shape(
+        lambda key: RunState(
+            train_step.init_state(config, model.init_params(config.model, key)), None
+        ),
+        jax.random.key(0),
+    )
+    with jax.numpy_dtype_promotion("standard"):
+        like = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, state
+        )
+    copy = workdir.with_name(f"{workdir.name}_upto_{step}")
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(workdir / "checkpoints" / str(step), copy / str(step))
+    with Checkpoints(copy, keep_newest=20, keep_best=0) as checkpoints:
+        restored = checkpoints.restore(like)
+    assert restored is not None and restored[0] == step
+    return jax.device_get(restored[1].policy.params)

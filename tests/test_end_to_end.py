@@ -13,14 +13,21 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from dapo_jax import model, train_step, weights
-from dapo_jax.checkpoint import Checkpoints
+from dapo_jax import weights
 from dapo_jax.config import Config
-from dapo_jax.learner import RunState
 from dapo_jax.sharding import make_mesh, param_shardings
 from tests.conftest import ROOT
 from tests.helpers import tiny_config
-from tests.runs import environment, finish, load_launcher, metrics_of, run, start
+from tests.runs import (
+    environment,
+    finish,
+    load_launcher,
+    metrics_of,
+    params_at,
+    rollouts_of,
+    run,
+    start,
+)
 from tests.test_weights import config_of
 
 STEPS = 12
@@ -52,33 +59,6 @@ WITHOUT_FILTERS = {
 def home(tmp_path_factory):
     """A user's cache for the base model, shared by the runs of this module."""
     return tmp_path_factory.mktemp("home")
-
-
-def rollouts_of(workdir):
-    return {file.name: file.read_text() for file in (workdir / "rollouts").iterdir()}
-
-
-def params_at(workdir, step, **overrides):
-    config = tiny_config(**overrides)
-    mesh = make_mesh(config.mesh, jax.devices()[:1])
-    state = RunState(train_step.state_shardings(config, mesh), None)
-    shapes = jax.eval_shape(
-        lambda key: RunState(
-            train_step.init_state(config, model.init_params(config.model, key)), None
-        ),
-        jax.random.key(0),
-    )
-    with jax.numpy_dtype_promotion("standard"):
-        like = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, state
-        )
-    copy = workdir.with_name(f"{workdir.name}_upto_{step}")
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(workdir / "checkpoints" / str(step), copy / str(step))
-    with Checkpoints(copy, keep_newest=20, keep_best=0) as checkpoints:
-        restored = checkpoints.restore(like)
-    assert restored is not None and restored[0] == step
-    return jax.device_get(restored[1].policy.params)
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ LAYERS = [
     # pure, and hosts' small tools
     ["objective", "policy_losses", "aggregation", "advantage", "corrections", "covariance",
      "batching", "reward", "scorers", "rows", "hub", "sources", "prompts", "estimators",
-     "arithmetic", "prefilter", "partial_rollouts", "progress", "watchdog", "compilations",
-     "hf_config", "rotary", "products"],
+     "arithmetic", "prefilter", "partial_rollouts", "progress", "processes", "watchdog",
+     "compilations", "hf_config", "rotary", "products"],
     ["model", "attention", "attention_kernels", "vocabulary", "log_probs", "sharding",
      "samples", "data", "tokenizer", "checkpoint", "reward_pool", "scoring", "votes",
      "run_directory", "report", "benchmark_page", "report_data", "report_plots", "paper_curves"],

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 
 from dapo_jax import batching, log_probs
-from dapo_jax.bench.shapes import Shape, bench_model, bench_spec, random_params, random_problems
+from dapo_jax.bench.shapes import Shape, bench_model, bench_spec, random_problems
 from dapo_jax.rollout import kernels, scheduler
 from dapo_jax.rollout.engine import DecoderEngine
-from dapo_jax.sharding import fitting, make_mesh
+from dapo_jax.sharding import fitting, initial_params, make_mesh
 from dapo_jax.types import UserError
 
 CACHE_DTYPES = ("auto", "int8")
@@ -38,7 +38,7 @@ def bench_gap(of: Gap) -> dict[str, Any]:
     c = bench_model(shape)
     layout = fitting(c, jax.device_count())
     mesh = make_mesh(layout)
-    params = random_params(c, layout, mesh)
+    params = initial_params(c, layout, mesh, seed=0)
     cache_dtype = cast(Literal["auto", "int8"], of.cache_dtype)
     spec = bench_spec(shape, layout, kernel=of.kernel, cache_dtype=cache_dtype)
     engine = DecoderEngine(spec, mesh)

@@ -13,7 +13,6 @@ from dapo_jax.bench.shapes import (
     bench_model,
     bench_spec,
     draw_lengths,
-    random_params,
     random_problems,
 )
 from dapo_jax.compilations import CompilationCounter
@@ -21,7 +20,7 @@ from dapo_jax.config import ModelConfig
 from dapo_jax.rollout import kernels, scheduler
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.sampling import SamplingParams
-from dapo_jax.sharding import fitting, make_mesh
+from dapo_jax.sharding import fitting, initial_params, make_mesh
 
 
 def bench_rollout(shape: Shape) -> dict[str, Any]:
@@ -37,7 +36,8 @@ def bench_rollout(shape: Shape) -> dict[str, Any]:
     engine, waiting = DecoderEngine(spec, mesh), _WaitingEngine(spec, mesh)
     # Small, so that no token is much more probable than another.
     small = lambda x: x if x.ndim < 3 else 0.3 * x
-    params = engine.load_params(jax.tree.map(small, random_params(c, layout, mesh)))
+    params = jax.tree.map(small, initial_params(c, layout, mesh, seed=0))
+    params = engine.load_params(params)
     problems, lengths = random_problems(shape), draw_lengths(shape)
 
     def run(number: int, engine: DecoderEngine = engine) -> tuple[float, scheduler.RolloutStats]:

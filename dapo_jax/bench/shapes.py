@@ -1,16 +1,12 @@
 """What the benchmarks share: the shape of model and work, and random parameters and prompts."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-import jax
 import numpy as np
-from jax.sharding import Mesh
 
-from dapo_jax import model
 from dapo_jax.config import MeshConfig, ModelConfig, model_config
 from dapo_jax.rollout import kernels
 from dapo_jax.rollout.spec import EngineSpec
-from dapo_jax.sharding import param_shardings
 from dapo_jax.types import Problem, UserError
 
 LENGTHS = ("uniform", "longtail")
@@ -118,12 +114,6 @@ def bench_spec(
         kernel=kernel,
         cache_dtype=cache_dtype,
     )
-
-
-def random_params(c: ModelConfig, layout: MeshConfig, mesh: Mesh) -> Any:
-    """As `model.init_params` makes them, where the layout puts them."""
-    at = param_shardings(c, layout, mesh)
-    return jax.jit(lambda key: model.init_params(c, key), out_shardings=at)(jax.random.key(0))
 
 
 def random_problems(shape: Shape) -> list[Problem]:

@@ -12,7 +12,6 @@ from dapo_jax.bench.shapes import (
     bench_model,
     draw_lengths,
     on_shards,
-    random_params,
     random_problems,
 )
 from dapo_jax.bench.train import bench_config
@@ -20,7 +19,7 @@ from dapo_jax.compilations import CompilationCounter
 from dapo_jax.learner import Learner
 from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.engine import DecoderEngine
-from dapo_jax.sharding import check_batch_shapes, fitting, make_mesh
+from dapo_jax.sharding import check_batch_shapes, fitting, initial_params, make_mesh
 from dapo_jax.trainer import engine_spec
 from dapo_jax.types import Group, Problem, Response, UserError, Verdict
 
@@ -56,7 +55,7 @@ def bench_step(shape: Shape, micro_batch: int, base: dict[str, Any]) -> dict[str
     engine = DecoderEngine(engine_spec(config, mesh, shape.prompt_len, stop_tokens=()), mesh)
     detokenize = lambda sequences: [""] * len(sequences)
     learner = Learner(config, mesh, detokenize, print)
-    state = learner.init_state(random_params(c, config.mesh, mesh))
+    state = learner.init_state(initial_params(c, config.mesh, mesh, seed=0))
     problems = random_problems(shape)
     lengths = draw_lengths(shape)
     rollouts, updates, padding = [], [], 0.0

@@ -10,10 +10,10 @@ import numpy as np
 
 from dapo_jax import batching
 from dapo_jax.bench.memory import resident_bytes
-from dapo_jax.bench.shapes import Shape, bench_model, draw_lengths, random_params
+from dapo_jax.bench.shapes import Shape, bench_model, draw_lengths
 from dapo_jax.config import Config, ModelConfig
 from dapo_jax.learner import Learner
-from dapo_jax.sharding import batch_sharding, fitting, make_mesh
+from dapo_jax.sharding import batch_sharding, fitting, initial_params, make_mesh
 from dapo_jax.types import Rows, UserError
 
 
@@ -80,7 +80,7 @@ def bench_train(shape: TrainShape, base: dict[str, Any]) -> dict[str, Any]:
     rows = make_rows(shape)
     mesh = make_mesh(config.mesh)
     learner = Learner(config, mesh, lambda tokens: [""] * len(tokens), print)
-    state = learner.init_state(random_params(config.model, config.mesh, mesh)).policy
+    state = learner.init_state(initial_params(config.model, config.mesh, mesh, seed=0)).policy
     B = config.train.rows_per_micro_batch
     used = batching.used_micro_batches(shape.batch, B)
     over = config.mesh.data * config.mesh.fsdp

@@ -41,13 +41,18 @@ class Results(jetstream.ResultTokens):
 
 
 class DecoderEngine(jetstream.Engine):
-    """The engine the trainer samples from, and evaluates with."""
+    """The engine the trainer samples from, and evaluates with.
 
-    def __init__(self, spec: EngineSpec, mesh: Mesh):
+    Args:
+        mesh: of this process, see `sharding.own_mesh`.
+        run_mesh: that the trainer's parameters lie on; None: the same.
+    """
+
+    def __init__(self, spec: EngineSpec, mesh: Mesh, run_mesh: Mesh | None = None):
         layout = dataclasses.replace(spec.layout, data=mesh.shape["data"], fsdp=mesh.shape["fsdp"])
         self.spec = spec = dataclasses.replace(spec, layout=layout)
         self._mesh = mesh
-        self._programs = Programs(spec, mesh)
+        self._programs = Programs(spec, mesh, run_mesh)
         prompt = -(-spec.max_prompt_tokens // spec.page_tokens)
         # Longer ones are prompts with what was drawn before their pages were taken away.
         longer = halvings(spec.table_pages) if spec.num_pages is not None else ()
@@ -63,12 +68,13 @@ class DecoderEngine(jetstream.Engine):
         key_RP2: Any,
     ) -> Prefix:
         """Keys, values and last hidden states of prompts padded on the right to whole pages."""
-        return self._programs.prefill(params, tokens_RPT, length_RP, key_RP2)
+        p = self._programs
+        return p.prefill(params, *p.put((tokens_RPT, length_RP, key_RP2)))
 
     def enqueue(self, state: DecodeState, prefix: Prefix, arrivals: Arrivals) -> DecodeState:
         """The state with prompts whose samples wait for slots; every array of `arrivals` has a
         leading axis for the shards. The state is donated."""
-        return self._programs.enqueue(state, prefix, arrivals)
+        return self._programs.enqueue(state, prefix, self._programs.put(arrivals))
 
     def decode(
         self, params: model.Params, state: DecodeState, table_pages: int, mode: Mode
@@ -115,7 +121,7 @@ class DecoderEngine(jetstream.Engine):
     ) -> DecodeState:
         """The state without these samples, W of each shard (the scheduler's calls have
         `EngineSpec.cancelled`), where -1 stands for none; it is donated."""
-        return self._programs.cancel(state, entry_RW, column_RW)
+        return self._programs.cancel(state, *self._programs.put((entry_RW, column_RW)))
 
     def prefill(
         self,
@@ -165,7 +171,8 @@ class DecoderEngine(jetstream.Engine):
 
     def load_params(self, params: model.Params) -> model.Params:
         """The parameters as decoding reads them: split over the tensor axis only, matrices in the
-        compute dtype. Where that is how they are, they are shared and nothing is copied."""
+        compute dtype. Where that is how they are, they are shared and nothing is copied; of several
+        processes each gets all of them."""
         return self._programs.load(params)
 
     def lower(self, params: model.Params, program: str, mode: Mode) -> Any:

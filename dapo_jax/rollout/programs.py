@@ -19,7 +19,7 @@ from dapo_jax.rollout import paged, slots
 from dapo_jax.rollout.sampling import Mode, sample
 from dapo_jax.rollout.slots import Arrivals, DecodeState
 from dapo_jax.rollout.spec import NOT_FINITE, OVER, VALID, EngineSpec, Prefix, Step
-from dapo_jax.sharding import BATCH_AXES, param_shardings, replicated
+from dapo_jax.sharding import BATCH_AXES, own_part, param_shardings, replicated
 
 UNROLLED_LAYERS = 32  # at most, on CPUs: there a scan copies each layer's weights at each token
 
@@ -35,7 +35,7 @@ def rollout_layout(layout: MeshConfig) -> MeshConfig:
 class Programs:
     """The compiled programs, with their layouts and donations."""
 
-    def __init__(self, spec: EngineSpec, mesh: Mesh):
+    def __init__(self, spec: EngineSpec, mesh: Mesh, run_mesh: Mesh | None = None):
         self.spec, self.mesh, c = spec, mesh, spec.model
         platform = mesh.devices.flat[0].platform
         self.unroll = platform == "cpu" and c.num_layers <= UNROLLED_LAYERS
@@ -85,17 +85,26 @@ class Programs:
             out_shardings=state_at,
         )
         shard_R = np.arange(spec.shards, dtype=np.int32)
-        self.place = lambda state, prefix, slot: place(state, prefix, shard_R, slot)
+        self.place = lambda state, prefix, slot: place(state, prefix, self.put(shard_R), slot)
         self.cancel = jit(
             on_shards(self._cancel, batch, batch, batch),
             in_shardings=(state_at, rows, rows),
             out_shardings=state_at,
         )
 
+        # Of several processes each has to say where arrays of the host go, even on its own devices.
+        self.put = lambda tree: tree
+        if jax.process_count() > 1:
+            self.put = functools.partial(jax.device_put, device=rows)
         self.on_shards, self.state_at, self.everywhere = on_shards, state_at, everywhere
+        spread = self.params_at
+        self.several = run_mesh is not None and run_mesh.is_multi_process
+        if self.several:
+            assert run_mesh is not None
+            spread = param_shardings(c, rollout_layout(spec.layout), run_mesh)
         self._to_dtype = jax.jit(
             lambda params: rollout_dtypes(params, jnp.dtype(c.compute_dtype)),
-            out_shardings=self.params_at,
+            out_shardings=spread,
         )
         # One program for each size of the table and each mode.
         self.decode, self.one = functools.cache(self._decode_of), functools.cache(self._one_of)
@@ -132,6 +141,8 @@ class Programs:
 
     def load(self, params: model.Params) -> model.Params:
         """See `DecoderEngine.load_params`."""
+        if self.several:  # one program spreads them over all processes
+            return own_part(self._to_dtype(params), self.params_at)
         if self.spec.model.compute_dtype != self.spec.model.param_dtype:
             params = self._to_dtype(params)
         return jax.device_put(params, self.params_at)

@@ -1,0 +1,429 @@
+"""The processes of a run, and what they tell each other besides collectives.
+
+Every process runs the same program (JAX's multi-controller model). `jax.distributed` finds the
+others, watches over them and keeps a small store of keys and values on process 0, which is enough
+for all that is small: who draws which prompt, which groups are informative, whether to stop. What
+is bulky, the responses that were drawn, travels by a collective.
+
+A run of one process goes through the same code, with a store of its own.
+"""
+
+import json
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax._src import distributed  # the store has no public name; orbax reads it from here too
+from jax.experimental import multihost_utils
+
+from dapo_jax.progress import Progress
+from dapo_jax.types import StopRequested, UserError, causes
+
+T = TypeVar("T")
+# The exit status that says: nothing is wrong with the run, start it again.
+START_AGAIN = 75
+BEAT_SECONDS = 2.0
+DEAD_SECONDS = 30.0  # without a sign of life
+# JAX's own limit: it ends a process with a stack trace, so ours comes first.
+HEARTBEAT_SECONDS = 50
+SHUTDOWN_SECONDS = 60
+LOOK_SECONDS = 0.02  # between two looks at what others tell
+SHARED_AT_ONCE = 2**28  # bytes of all processes together
+
+
+class Board:
+    """Who draws which of the prompts of a step, and what came of them. Prompts have numbers, in the
+    order of the data; each is drawn by the process that claims it."""
+
+    def __init__(self) -> None:
+        self.begun = 0  # prompts claimed, as far as is known
+        self.verdicts: dict[int, bool] = {}  # by number: whether the group is informative
+
+    def claim(self) -> int:
+        """The number of the next prompt, which is the caller's to draw."""
+        self.begun += 1
+        return self.begun - 1
+
+    def tell(self, number: int, informative: bool) -> None:
+        """Tells what came of a prompt."""
+        self.verdicts[number] = informative
+
+    def look(self) -> None:
+        """Takes in what others have told."""
+
+    def clear(self) -> None:
+        """Forgets everything, once nobody looks any more."""
+
+
+class SharedBoard(Board):
+    """One that all processes see."""
+
+    def __init__(self, client: Any, place: str):
+        super().__init__()
+        self._client, self._place, self._looked = client, place, -LOOK_SECONDS
+
+    def claim(self) -> int:
+        number = self._client.key_value_increment(f"{self._place}/next", 1) - 1
+        self.begun = max(self.begun, number + 1)
+        return number
+
+    def tell(self, number: int, informative: bool) -> None:
+        super().tell(number, informative)
+        self._client.key_value_set(f"{self._place}/of/{number}", str(int(informative)))
+
+    def look(self) -> None:
+        now = time.monotonic()
+        if now - self._looked < LOOK_SECONDS:
+            return
+        self._looked = now
+        for key, value in self._client.key_value_dir_get(self._place):
+            name = key.rsplit("/", 1)[1]
+            if name == "next":
+                self.begun = max(self.begun, int(value))
+            else:
+                self.verdicts[int(name)] = value == "1"
+
+    def clear(self) -> None:
+        self._client.key_value_delete(self._place)
+
+
+class Processes:
+    """The processes of a run, seen from one of them.
+
+    Args:
+        client: of the store; None: this process is alone.
+    """
+
+    def __init__(self, index: int = 0, count: int = 1, client: Any = None):
+        self.index, self.count, self._client = index, count, client
+        self.hosts = [socket.gethostname()] * count
+        self._calls = self._boards = 0
+        self._looked = 0.0
+        self._leaving = threading.Event()
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the one that writes and shows."""
+        return self.index == 0
+
+    def described(self) -> str:
+        """Such as "4 processes on 2 hosts, 16 devices"."""
+        hosts = len(set(self.hosts))
+        return (
+            f"{self.count} processes on {hosts} host{'s' * (hosts > 1)}, "
+            f"{jax.device_count()} devices"
+        )
+
+    def agree(self, value: T, waiting: Callable[[str], None] = lambda _: None) -> list[T]:
+        """What each process gave here, in their order; returns when all have. Every process must
+        call it as often as the others.
+
+        Args:
+            value: anything small that JSON can hold.
+            waiting: is told who is waited for.
+        """
+        if self.count == 1:
+            return [value]
+        place, self._calls = f"agree/{self._calls}", self._calls + 1
+        self._client.key_value_set(f"{place}/{self.index}", json.dumps(value))
+        pause = 0.0005
+        while True:
+            found = dict(self._client.key_value_dir_get(place))
+            given = {int(key.rsplit("/", 1)[1]): text for key, text in found.items()}
+            if len(given) == self.count:
+                break
+            missing = [i for i in range(self.count) if i not in given]
+            waiting("process " + ", ".join(map(str, missing[:8])))
+            time.sleep(pause)
+            pause = min(2 * pause, LOOK_SECONDS)
+        if self._calls >= 2:  # all have seen those of the call before, or they were not here
+            self._client.key_value_delete(f"agree/{self._calls - 2}/{self.index}")
+        return [json.loads(given[i]) for i in range(self.count)]
+
+    def all_or_none(
+        self, do: Callable[[], T], waiting: Callable[[str], None] = lambda _: None
+    ) -> T:
+        """What `do` returns; where it raises StopRequested in one process, all raise it."""
+        found: Any = None
+        stopped = False
+        try:
+            found = do()
+        except StopRequested:
+            stopped = True
+        if any(self.agree(stopped, waiting)):
+            raise StopRequested
+        return found
+
+    def share(self, value: T) -> list[T]:
+        """What each process gave here, in their order; for what is bulky. Every process must call
+        it as often as the others."""
+        if self.count == 1:
+            return [value]
+        data = np.frombuffer(pickle.dumps(value, protocol=5), np.uint8)
+        sizes = self.agree(len(data))
+        chunk = max(1, SHARED_AT_ONCE // self.count)
+        parts = []
+        for start in range(0, max(sizes), chunk):
+            mine = np.zeros(min(chunk, max(sizes) - start), np.uint8)
+            mine[: len(data[start : start + chunk])] = data[start : start + chunk]
+            parts.append(np.asarray(multihost_utils.process_allgather(mine)))
+        whole = np.concatenate(parts, axis=1)
+        return [pickle.loads(whole[i, :size].tobytes()) for i, size in enumerate(sizes)]
+
+    def deal(self, values: list[T]) -> list[T]:
+        """Those of the values that are for this process to work on."""
+        return values[self.index :: self.count]
+
+    def collect(self, dealt: list[T]) -> list[T]:
+        """What was made of values that were dealt, in their order, from all processes."""
+        parts = self.share(dealt)
+        return [parts[i % self.count][i // self.count] for i in range(sum(map(len, parts)))]
+
+    def board(self) -> Board:
+        """A board for one step; every process must ask for as many as the others."""
+        self._boards += 1
+        if self.count == 1:
+            return Board()
+        return SharedBoard(self._client, f"board/{self._boards}")
+
+    def ask_to_stop(self, signal_number: int) -> None:
+        """Has `stop_asked` tell all processes of a signal."""
+        if self.count > 1:
+            self._client.key_value_set("stop", str(signal_number), allow_overwrite=True)
+
+    def stop_asked(self) -> int | None:
+        """The signal that some process was sent."""
+        now = time.monotonic()
+        if self.count == 1 or now - self._looked < 5 * LOOK_SECONDS:
+            return None
+        self._looked = now
+        found = dict(self._client.key_value_dir_get("stop"))
+        return int(found["stop"]) if "stop" in found else None
+
+    def check_place(self, directory: Any) -> None:
+        """Raises UserError unless all processes see the same directory."""
+        if self.count == 1:
+            return
+        mark = directory / ".processes"
+        if self.first:
+            directory.mkdir(parents=True, exist_ok=True)
+            mark.write_text(str(os.getpid()))
+        (written, *_) = self.agree(str(os.getpid()))
+        seen = self.agree(mark.exists() and mark.read_text() == written)
+        if self.first:
+            mark.unlink(missing_ok=True)
+        if not all(seen):
+            i = seen.index(False)
+            raise UserError(
+                f"--workdir={directory} is not the same directory for all processes: process {i} "
+                f"on {self.hosts[i]} does not see what process 0 on {self.hosts[0]} wrote there. "
+                "Choose one on a file system that all hosts share."
+            )
+
+    def watch(self) -> None:
+        """From now on, in a thread: gives signs of life, and ends this process where another gives
+        none or has failed."""
+        if self.count > 1:
+            self.hosts = self.agree(socket.gethostname())
+            threading.Thread(target=self._watch, name="processes", daemon=True).start()
+
+    def _watch(self) -> None:
+        beats: dict[int, tuple[str, float]] = {}
+        number = 0
+        while not self._leaving.wait(BEAT_SECONDS):
+            number += 1
+            try:
+                self._client.key_value_set(f"beat/{self.index}", str(number), allow_overwrite=True)
+                failed = self._client.key_value_dir_get("failed")
+                found = self._client.key_value_dir_get("beat")
+            except Exception as error:  # whatever the connection raises when its end is gone
+                if not self._leaving.is_set():
+                    _leave(f"process 0 on {self.hosts[0]} is lost ({_line(error)})", START_AGAIN)
+                return
+            for key, text in failed:
+                i, told = int(key.rsplit("/", 1)[1]), json.loads(text)
+                if i != self.index:
+                    where = f"process {i} on {self.hosts[i]} failed"
+                    _leave(f"{where}: {told['message']}", told["status"])
+            now = time.monotonic()
+            for key, beat in found:
+                i = int(key.rsplit("/", 1)[1])
+                if i not in beats or beats[i][0] != beat:
+                    beats[i] = beat, now
+                elif now - beats[i][1] > DEAD_SECONDS:
+                    _leave(
+                        f"process {i} on {self.hosts[i]} has given no sign of life for "
+                        f"{DEAD_SECONDS:.0f} s",
+                        START_AGAIN,
+                    )
+
+    def leave(self, status: int, error: Exception | None = None) -> int:
+        """The exit status of this process at its end; does not return where it has to be ended at
+        once, for collectives that it was in would be waited for.
+
+        Args:
+            error: that was told, where it ends by one.
+        """
+        if self.count == 1:
+            return status
+        if error is None:
+            self._leaving.set()
+            jax.distributed.shutdown()
+            return status
+        if any(isinstance(cause, jax.errors.JaxRuntimeError) for cause in causes(error)):
+            # If it is because another is lost, the thread knows in a while, and tells who it is.
+            time.sleep(DEAD_SECONDS + 3 * BEAT_SECONDS)
+        told = {"status": status, "message": _line(error)}
+        try:
+            self._client.key_value_set(
+                f"failed/{self.index}", json.dumps(told), allow_overwrite=True
+            )
+            if self.first:
+                time.sleep(3 * BEAT_SECONDS)  # the store ends with this process
+        except Exception:  # the store is gone: the others know
+            pass
+        _end(status)
+        return status
+
+
+ALONE = Processes()
+
+
+class StopSignals:
+    """While active, SIGTERM and Ctrl-C are remembered instead of acted on; a second one is not.
+    What one process was sent counts for all."""
+
+    def __init__(self, progress: Progress, them: Processes = ALONE):
+        self.progress, self.them = progress, them
+        self.received: int | None = None
+        self.told = False  # the other processes
+
+    def __enter__(self) -> "StopSignals":
+        self.before = {s: signal.signal(s, self._remember) for s in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.received = number
+        name = signal.Signals(number).name
+        self.progress.say(f"{name}: saving, then stopping (again to stop at once)")
+
+    def check(self) -> None:
+        """Raises StopRequested if a signal has come. Where there are several processes, one may
+        raise before another: see `Processes.all_or_none`."""
+        if self.received is not None:
+            if not self.told:
+                self.them.ask_to_stop(self.received)
+                self.told = True
+            raise StopRequested
+        self.received = self.them.stop_asked()
+        if self.received is not None:
+            self.told = True
+            raise StopRequested
+
+    def check_together(self) -> None:
+        """Raises StopRequested in all processes, if a signal has come to one of them."""
+        self.them.all_or_none(self.check)
+
+
+def start(
+    coordinator_address: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    timeout_seconds: int,
+) -> Processes:
+    """The processes of this run. Without an address they are found by `jax.distributed`, on Cloud
+    TPU, GKE, Slurm and under Open MPI; where it finds none this process is alone. Where the others
+    are not there in time the process ends.
+
+    Raises:
+        UserError: some of the arguments are missing.
+    """
+    given = (coordinator_address, num_processes, process_id)
+    if any(value is not None for value in given) and None in given:
+        raise UserError(
+            "--coordinator_address, --num_processes and --process_id go together; got "
+            + ", ".join(str(value) for value in given)
+            + "."
+        )
+    if num_processes is not None and process_id is not None:
+        if not 0 <= process_id < num_processes:
+            raise UserError(
+                f"--process_id must be 0 or more and below --num_processes ({num_processes}); got "
+                f"{process_id}."
+            )
+        if num_processes == 1:
+            return ALONE
+    # Read when the CPU backend is made, and by nothing else.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    place = f" at {coordinator_address}" if coordinator_address else ""
+    # JAX would end the process with a stack trace.
+    late = threading.Timer(
+        timeout_seconds,
+        lambda: _leave(
+            f"not all processes were there within {timeout_seconds} s. The coordinator, process 0, "
+            f"was looked for{place}; --coordinator_timeout=SECONDS gives more time",
+            START_AGAIN,
+        ),
+    )
+    late.daemon = True
+    late.start()
+    try:
+        jax.distributed.initialize(
+            coordinator_address,
+            num_processes,
+            process_id,
+            initialization_timeout=timeout_seconds + HEARTBEAT_SECONDS,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+        )
+    except ValueError as error:
+        if "coordinator_address should be defined" in str(error):
+            jax.config.update("jax_cpu_collectives_implementation", None)
+            return ALONE
+        raise UserError(f"the processes of this run cannot be found: {_line(error)}") from error
+    except RuntimeError as error:
+        # Called from a program that has used JAX before, such as a notebook.
+        if coordinator_address is None and "must be called before" in str(error):
+            return ALONE
+        raise UserError(f"the processes of this run cannot be found: {_line(error)}") from error
+    finally:
+        late.cancel()
+    state = distributed.global_state
+    assert state.num_processes is not None
+    if state.num_processes == 1:
+        return ALONE
+    return Processes(state.process_id, state.num_processes, state.client)
+
+
+def _line(error: BaseException) -> str:
+    lines = (str(error).strip() or repr(error)).splitlines()
+    return lines[0][:300]
+
+
+def _leave(message: str, status: int) -> None:
+    again = ". The same command goes on from the last checkpoint" if status == START_AGAIN else ""
+    print(f"error: {message}; this process ends too{again}.", file=sys.stderr)
+    _end(status)
+
+
+def _end(status: int) -> None:
+    """At once: no thread and no collective is waited for."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
