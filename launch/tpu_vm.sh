@@ -1,0 +1,210 @@
+#!/usr/bin/env bash
+# Trains on a Cloud TPU slice that is asked for as a queued resource:
+#
+#   launch/tpu_vm.sh COMMAND FLAGS [-- FLAGS OF launch/train.py]
+#
+# create  asks for the slice
+# setup   copies the last commit to all workers, mounts the shared directory, installs
+# start   starts launch/train.py on all workers, in launch/restart.sh, as a systemd unit
+# status  prints the state of the slice and of the unit on each worker
+# tail    follows the output of the first worker
+# stop    stops the run: everything is saved, then it ends
+# delete  deletes the slice
+# run     all of it: creates, sets up, starts; where the slice is preempted, deletes it and begins
+#         again; at the end deletes it. Started again, it goes on with the slice that is there
+#
+# --project=ID             the Google Cloud project
+# --zone=ZONE              the zone of the slice, such as us-east5-a
+# --name=NAME              of the slice, and of its queued resource
+# --accelerator_type=TYPE  the kind and size of the slice: v5p-128 is 64 chips on 16 hosts
+# --runtime_version=NAME   the software of its machines: v2-alpha-tpuv5 for v5p
+# --nfs=HOST:/SHARE        what is mounted as /shared on every worker; none: it is there already
+# --spot                   takes a slice that may be preempted
+# --reserved               takes it from the project's reservation
+# --service_account=EMAIL  what the workers run as; the project's default if not given
+# --network=NAME           the network of the workers; the project's default if not given
+# --env=NAME=VALUE         sets a variable for launch/train.py; may be given several times
+# --poll_seconds=N         how often run looks at the slice; 60
+# --dry_run                prints every command and runs none
+# --help                   prints this
+#
+# Nothing that is secret belongs into --env: it can be read on the workers.
+set -euo pipefail
+# shellcheck source=launch/common.sh
+source "$(dirname "$0")/common.sh"
+cd "$(dirname "$0")/.."
+
+project='' zone='' name='' accelerator_type='' runtime_version='' nfs='' poll_seconds=60
+spot='' reserved='' service_account='' network=''
+archive=/tmp/dapo_jax.tar.gz
+
+workers() { # WORKER COMMAND
+  act gcloud compute tpus tpu-vm ssh "$name" "--project=$project" "--zone=$zone" \
+    "--worker=$1" "--command=$2"
+}
+
+create() {
+  local options=()
+  [ -z "$spot" ] || options+=(--spot)
+  [ -z "$reserved" ] || options+=(--reserved)
+  [ -z "$service_account" ] || options+=("--service-account=$service_account")
+  [ -z "$network" ] || options+=("--network=$network")
+  act gcloud compute tpus queued-resources create "$name" "--project=$project" "--zone=$zone" \
+    "--node-id=$name" "--accelerator-type=$accelerator_type" \
+    "--runtime-version=$runtime_version" ${options[@]+"${options[@]}"}
+}
+
+# Empty where there is none: a list that is empty differs from one that could not be had.
+slice_state() {
+  act gcloud compute tpus queued-resources list "--project=$project" "--zone=$zone" \
+    "--filter=name~/$name\$" "--format=value(state.state)"
+}
+
+# The first set-up writes down which versions it has installed, and later ones install those: a slice
+# that is made anew in the middle of a run must not bring others.
+setup() {
+  local apt="sudo apt-get -q -o DPkg::Lock::Timeout=600" mount="mountpoint -q /shared"
+  local logs="/shared/logs/$name" versions="/shared/logs/$name/versions.txt"
+  if [ "$nfs" != none ]; then
+    mount="sudo mkdir -p /shared && ($mount || sudo mount -t nfs $(printf %q "$nfs") /shared)\
+ && sudo chmod 1777 /shared"
+  fi
+  act git archive --format=tar.gz --prefix=dapo_jax/ "--output=$archive" HEAD \
+    && act gcloud compute tpus tpu-vm scp "$archive" "$name:" "--project=$project" \
+      "--zone=$zone" --worker=all \
+    && workers all "tar -xzf ${archive##*/} && $apt update\
+ && $apt install -y nfs-common python3-venv" \
+    && workers all "$mount" \
+    && workers all "cd dapo_jax && python3 -m venv .uv && .uv/bin/pip install -q uv\
+ && mkdir -p $logs && if [ -f $versions ]\
+; then .uv/bin/uv venv -q --clear && .uv/bin/uv pip sync -q $versions\
+; else .uv/bin/uv sync -q --no-dev && .uv/bin/uv pip install -q \"jax[tpu]\"\
+ && .uv/bin/uv pip freeze > $versions.\$(hostname) && mv $versions.\$(hostname) $versions; fi"
+}
+
+# systemd and not a shell in the background: it outlives the connection, passes on the SIGTERM of a
+# machine that is shut down, and waits for the checkpoint. The limit on locked memory is lifted, as
+# at a login, because libtpu maps the chips into it. The output is in the shared directory, which
+# outlives the slice.
+start() {
+  local logs="/shared/logs/$name" command variable options
+  options="--unit=dapo --uid=\$(id -u) --working-directory=\$HOME/dapo_jax --remain-after-exit"
+  for variable in KillMode=mixed TimeoutStopSec=600 SuccessExitStatus=143 LimitMEMLOCK=infinity \
+    LimitNOFILE=1048576 "StandardOutput=append:$logs/\$(hostname).log" \
+    "StandardError=append:$logs/\$(hostname).log"; do
+    options+=" --property=$variable"
+  done
+  for variable in "${shared_env[@]}" ${env[@]+"${env[@]}"}; do
+    options+=" --setenv=$(printf %q "$variable")"
+  done
+  command=$(printf ' %q' .venv/bin/python launch/train.py "${rest[@]}")
+  workers all "mkdir -p $logs && (sudo systemctl reset-failed dapo 2>/dev/null || true)\
+ && sudo systemd-run $options \$HOME/dapo_jax/launch/restart.sh --$command"
+}
+
+unit_states() { # a line per worker: status ACTIVE SUB EXIT
+  local show="systemctl show dapo --value --property"
+  workers all "echo status \$($show=ActiveState) \$($show=SubState) \$($show=ExecMainStatus)"
+}
+
+tail_log() { workers 0 "tail -n 100 -F /shared/logs/$name/\$(hostname).log"; }
+
+stop() { workers all "sudo systemctl stop dapo 2>/dev/null || true"; }
+
+delete() {
+  act gcloud compute tpus queued-resources delete "$name" "--project=$project" "--zone=$zone" \
+    --force --quiet
+}
+
+note() { echo "tpu_vm.sh: $*" >&2; }
+
+# Does what there is to do; where that fails five times in a row, the run has ended: a slice that
+# cannot be set up costs what one costs that trains.
+try() {
+  if "$@"; then
+    failures=0
+    return
+  fi
+  failures=$((failures + 1))
+  note "$1 failed, $failures times in a row."
+  [ "$failures" -lt 5 ] || ended=1
+}
+
+begin() { stop && setup && start; }
+
+# One look at the slice and what it calls for. Returns 1 as long as there is more to do; where the
+# run has ended, $ended is its status.
+advance() {
+  local state states failed
+  if ! state=$(slice_state); then
+    note "the state of the slice could not be had."
+    return 1
+  fi
+  case "$state" in
+    '')
+      note "there is no slice $name: it is asked for."
+      try create
+      ;;
+    SUSPENDED | FAILED)
+      note "the slice is $state: it is deleted and asked for again."
+      try delete
+      ;;
+    ACTIVE)
+      if ! states=$(unit_states | grep -o 'status .*'); then
+        note "not all workers answer."
+        return 1
+      fi
+      failed=$(awk '$2 == "failed" { print $4; exit }' <<<"$states")
+      if [ -n "$failed" ]; then
+        ended=$failed
+      elif grep -q '^status inactive' <<<"$states"; then
+        # A new slice, or a worker that was started anew and has forgotten its unit.
+        note "the run is started."
+        try begin
+      elif ! grep -qv '^status active exited' <<<"$states"; then
+        ended=0
+      else
+        failures=0
+      fi
+      ;;
+    *) note "the slice is $state." ;;
+  esac
+  [ -n "$ended" ]
+}
+
+run() {
+  ended='' failures=0
+  if [ -n "$dry_run" ]; then
+    note "the commands of a run that nothing interrupts; the states are asked for every" \
+      "$poll_seconds s, and where the slice was preempted, delete and all before it come again."
+    slice_state && create && slice_state && unit_states && begin
+    unit_states && stop && delete
+    return
+  fi
+  until advance; do sleep "$poll_seconds"; done
+  note "the run has ended with status $ended; its output is in /shared/logs/$name."
+  stop
+  delete
+  exit "$ended"
+}
+
+command=${1:-}
+case "$command" in
+  --help | -h) usage && exit 0 ;;
+  create | setup | start | status | tail | stop | delete | run) shift ;;
+  *) fail "a command is needed: create, setup, start, status, tail, stop, delete or run." ;;
+esac
+parse "project zone name accelerator_type runtime_version nfs service_account network poll_seconds \
+env" \
+  "spot reserved" "$@"
+need project zone
+need_name "$name"
+[ -z "$spot" ] || [ -z "$reserved" ] || fail "--spot and --reserved exclude each other."
+case "$command" in create | run) need accelerator_type runtime_version ;; esac
+case "$command" in setup | run) need nfs ;; esac
+case "$command" in start | run) need_train_flags /shared/ ;; esac
+case "$command" in
+  status) slice_state && unit_states ;;
+  tail) tail_log ;;
+  *) "$command" ;;
+esac
