@@ -1,0 +1,21 @@
+# An image that trains, for TPUs or GPUs:
+#
+#   docker build --platform=linux/amd64 --build-arg=ACCELERATOR=tpu --tag=IMAGE .
+#
+# ACCELERATOR is an extra of jax: tpu, cuda13 or cuda12.
+FROM python:3.12-slim
+
+ARG ACCELERATOR=tpu
+WORKDIR /dapo_jax
+ENV UV_NO_CACHE=1 UV_PYTHON_DOWNLOADS=never
+
+# Before the code, so that a change to it does not install everything again.
+COPY pyproject.toml ./
+RUN python3 -m venv .uv \
+    && .uv/bin/pip install -q --no-cache-dir uv \
+    && .uv/bin/uv sync -q --no-dev \
+    && .uv/bin/uv pip install -q "jax[${ACCELERATOR}]"
+COPY . .
+
+ENV PATH=/dapo_jax/.venv/bin:$PATH
+ENTRYPOINT ["launch/restart.sh", "--", "python", "launch/train.py"]

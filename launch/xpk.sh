@@ -1,0 +1,182 @@
+#!/usr/bin/env bash
+# Trains on a TPU slice of Google Kubernetes Engine. xpk makes the cluster and its storage; the run
+# is a JobSet, launch/jobset.yaml:
+#
+#   launch/xpk.sh COMMAND FLAGS [-- FLAGS OF launch/train.py]
+#
+# create    makes the cluster with one slice, and storage for /shared
+# setup     builds the image of the last state of this directory and pushes it
+# manifest  prints the filled JobSet
+# start     applies it
+# status    prints the JobSet and its pods
+# tail      follows the output of the first process
+# stop      deletes the JobSet: everything is saved, then the pods end
+# delete    deletes the cluster; the storage is left
+# run       creates, sets up, starts, waits for the end and deletes. What restarts the run meanwhile
+#           is the JobSet and, in each pod, launch/restart.sh
+#
+# --project=ID         the Google Cloud project
+# --zone=ZONE          the zone of the slice, such as us-east5-a
+# --cluster=NAME       of the cluster
+# --name=NAME          of the JobSet
+# --tpu_type=TYPE      the kind and size of the slice for xpk: v5p-128 is 64 chips on 16 hosts
+# --accelerator=NAME   the same kind as GKE calls it: tpu-v5p-slice
+# --topology=SHAPE     the same size as GKE calls it: 4x4x4
+# --chips_per_host=N   chips of one host; 4
+# --image=NAME         the image with its registry, which the cluster must be able to read
+# --storage=NAME       of the storage in the cluster, mounted as /shared in every pod
+# --storage_gb=N       the size of that storage in GB
+# --storage_tier=TIER  of Filestore; ZONAL
+# --spot               takes a slice that may be preempted
+# --on_demand          takes one at the full price
+# --reservation=NAME   takes it from that reservation
+# --max_restarts=N     how often the JobSet may be made anew; 100
+# --env=NAME=VALUE     sets a variable for launch/train.py; may be given several times
+# --dry_run            prints every command and runs none
+# --help               prints this
+#
+# Nothing that is secret belongs into --env: it can be read in the cluster.
+set -euo pipefail
+# shellcheck source=launch/common.sh
+source "$(dirname "$0")/common.sh"
+cd "$(dirname "$0")/.."
+
+project='' zone='' cluster='' name='' tpu_type='' accelerator='' topology='' chips_per_host=4
+image='' storage='' storage_gb='' storage_tier=ZONAL max_restarts=100
+spot='' on_demand='' reservation=''
+
+create() {
+  local capacity=--spot place=("--cluster=$cluster" "--project=$project" "--zone=$zone")
+  [ -z "$on_demand" ] || capacity=--on-demand
+  [ -z "$reservation" ] || capacity="--reservation=$reservation"
+  act xpk cluster create "${place[@]}" "--tpu-type=$tpu_type" --num-slices=1 "$capacity" \
+    --enable-gcpfilestore-csi-driver
+  act xpk storage create "$storage" "${place[@]}" --type=gcpfilestore "--size=$storage_gb" \
+    "--tier=$storage_tier" --vol=shared --access-mode=ReadWriteMany --mount-point=/shared \
+    --readonly=false --auto-mount=false
+}
+
+setup() {
+  act docker build --platform=linux/amd64 --build-arg=ACCELERATOR=tpu "--tag=$image" .
+  act docker push "$image"
+}
+
+json() { # the arguments as texts of JSON, with commas between them
+  local text line=''
+  for text in "$@"; do
+    text=${text//\\/\\\\}
+    text=${text//\"/\\\"}
+    line+=", \"$text\""
+  done
+  echo "${line#, }"
+}
+
+# shellcheck disable=SC2016 # the names in the template are to stay as they are
+manifest() {
+  local text variables='' variable chips=1 size command
+  for size in ${topology//x/ }; do chips=$((chips * size)); done
+  for variable in "${shared_env[@]}" ${env[@]+"${env[@]}"}; do
+    variables+=", {\"name\": $(json "${variable%%=*}"), \"value\": $(json "${variable#*=}")}"
+  done
+  command=$(json "${rest[@]}")
+  text=$(<launch/jobset.yaml)
+  text=${text//'${NAME}'/"$name"}
+  text=${text//'${HOSTS}'/"$((chips / chips_per_host))"}
+  text=${text//'${CHIPS_PER_HOST}'/"$chips_per_host"}
+  text=${text//'${ACCELERATOR}'/"$accelerator"}
+  text=${text//'${TOPOLOGY}'/"$topology"}
+  text=${text//'${IMAGE}'/"$image"}
+  text=${text//'${CLAIM}'/"$storage-pvc"}
+  text=${text//'${MAX_RESTARTS}'/"$max_restarts"}
+  text=${text//'${VARIABLES}'/"[${variables#, }]"}
+  text=${text//'${TRAIN_FLAGS}'/"[$command]"}
+  echo "$text"
+}
+
+# Each kubectl is preceded by this: what it talks to must not depend on what was done last.
+credentials() {
+  act gcloud container clusters get-credentials "$cluster" "--project=$project" \
+    "--location=${zone%-*}" --dns-endpoint
+}
+
+start() {
+  credentials
+  if [ -n "$dry_run" ]; then
+    echo "$(quote launch/xpk.sh manifest ${given[@]+"${given[@]}"}) | kubectl apply --filename=-"
+  else
+    manifest | kubectl apply --filename=-
+  fi
+}
+
+status() {
+  credentials
+  act kubectl get "jobset/$name"
+  act kubectl get pods "--selector=jobset.sigs.k8s.io/jobset-name=$name" --output=wide
+}
+
+tail_log() {
+  credentials
+  act kubectl logs --follow --tail=100 \
+    "--selector=jobset.sigs.k8s.io/jobset-name=$name,batch.kubernetes.io/job-completion-index=0"
+}
+
+stop() {
+  credentials
+  act kubectl delete "jobset/$name" --ignore-not-found
+}
+
+delete() { act xpk cluster delete "--cluster=$cluster" "--project=$project" "--zone=$zone"; }
+
+# The JobSet restarts by itself, so all that is left is to wait for its end. A negative time limit
+# is a week for kubectl: it is asked again.
+run() {
+  local end=(kubectl get "jobset/$name" "--output=jsonpath={.status.terminalState}") state=''
+  create && setup && start
+  if [ -n "$dry_run" ]; then
+    act kubectl wait "jobset/$name" "--for=jsonpath={.status.terminalState}" --timeout=-1s
+    act "${end[@]}"
+  else
+    until [ -n "$state" ]; do
+      kubectl wait "jobset/$name" "--for=jsonpath={.status.terminalState}" --timeout=-1s || true
+      state=$("${end[@]}") || sleep 60
+    done
+    echo "xpk.sh: the run has ended: $state." >&2
+  fi
+  stop && delete
+  [ -n "$dry_run" ] || [ "$state" = Completed ]
+}
+
+command=${1:-}
+case "$command" in
+  --help | -h) usage && exit 0 ;;
+  create | setup | manifest | start | status | tail | stop | delete | run) shift ;;
+  *) fail "a command is needed: create, setup, manifest, start, status, tail, stop, delete or run." ;;
+esac
+given=()
+for argument in "$@"; do [ "$argument" = --dry_run ] || given+=("$argument"); done
+parse "project zone cluster name tpu_type accelerator topology chips_per_host image storage storage_gb \
+storage_tier reservation max_restarts env" "spot on_demand" "$@"
+case "$command" in setup | manifest) ;; *) need project zone cluster ;; esac
+case "$command" in
+  create | run)
+    need tpu_type storage storage_gb
+    [ "$spot$on_demand${reservation:+1}" = 1 ] \
+      || fail "one of --spot, --on_demand and --reservation=NAME is needed: what is paid for."
+    ;;
+esac
+case "$command" in setup | manifest | start | run) need image ;; esac
+case "$command" in manifest | start | status | tail | stop | run) need_name "$name" ;; esac
+case "$command" in
+  manifest | start | run)
+    need accelerator topology storage
+    [[ "$topology" =~ ^[0-9]+(x[0-9]+)+$ ]] \
+      || fail "--topology must be a shape such as 4x4x4; got '$topology'."
+    [[ "$chips_per_host" =~ ^[1-9][0-9]*$ && "$max_restarts" =~ ^[0-9]+$ ]] \
+      || fail "--chips_per_host and --max_restarts must be whole numbers."
+    need_train_flags /shared/
+    ;;
+esac
+case "$command" in
+  tail) tail_log ;;
+  *) "$command" ;;
+esac
