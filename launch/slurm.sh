@@ -1,0 +1,103 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=dapo
+#SBATCH --output=%x-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@600
+# Trains on the GPUs of a Slurm cluster:
+#
+#   launch/slurm.sh FLAGS -- FLAGS OF launch/train.py
+#
+# submits itself by sbatch; as the job, it runs launch/train.py on all nodes by srun, each process in
+# launch/restart.sh. The checkout, its .venv and --workdir must be on a file system that all nodes
+# see. Ten minutes before the job's time is over everything is saved, and the job goes into the queue
+# again; so it does when a node fails or the job is preempted. After scancel it does not.
+#
+# --nodes=N                  nodes of the job
+# --gpus_per_node=N          GPUs of a node
+# --cpus_per_process=N       processor cores of a process; the rewards are worked out on them
+# --processes_per_node=N     one per GPU, which is what is given if not given, or 1
+# --time=HH:MM:SS            the time limit of the job; the partition's if not given
+# --partition=NAME           where the job goes; the cluster's default if not given
+# --account=NAME             who pays; the user's default if not given
+# --compilation_cache=DIR    of compiled programs, seen by all nodes; .jax_cache beside the checkout's
+#                            README.md if not given
+# --env=NAME=VALUE           sets a variable for launch/train.py; may be given several times
+# --dry_run                  prints every command and runs none
+# --help                     prints this
+set -euo pipefail
+# Slurm runs a copy of this file from elsewhere; the job starts where it was submitted.
+here=$(dirname "$0")
+[ -f "$here/common.sh" ] || here=${SLURM_SUBMIT_DIR:-.}/launch
+[ -f "$here/common.sh" ] || { echo "error: start launch/slurm.sh from the checkout." >&2; exit 2; }
+# shellcheck source=launch/common.sh
+source "$here/common.sh"
+cd "$here/.."
+
+nodes='' gpus_per_node='' cpus_per_process='' processes_per_node='' time='' partition='' account=''
+compilation_cache=.jax_cache
+
+submit() {
+  local options=()
+  [ -z "$time" ] || options+=("--time=$time")
+  [ -z "$partition" ] || options+=("--partition=$partition")
+  [ -z "$account" ] || options+=("--account=$account")
+  act sbatch "--nodes=$nodes" "--gpus-per-node=$gpus_per_node" \
+    "--ntasks-per-node=$processes_per_node" "--cpus-per-task=$cpus_per_process" \
+    ${options[@]+"${options[@]}"} launch/slurm.sh ${given[@]+"${given[@]}"}
+}
+
+# Sets $train. JAX gives each process the GPU of its number on the node, unless told to give it all.
+# All are to be visible to each process, so Slurm must not bind any. A process whose restart.sh has
+# ended with a status other than 0 ends the others.
+train_command() {
+  local variables=("JAX_COMPILATION_CACHE_DIR=$compilation_cache") ids
+  if [ "$processes_per_node" != "$gpus_per_node" ]; then
+    ids=$(seq -s , 0 $((gpus_per_node - 1)))
+    variables+=("JAX_LOCAL_DEVICE_IDS=${ids%,}")
+  fi
+  train=(env "${variables[@]}" ${env[@]+"${env[@]}"} srun "--nodes=$nodes"
+    "--ntasks-per-node=$processes_per_node" "--cpus-per-task=$cpus_per_process"
+    "--gpus-per-node=$gpus_per_node" --gpu-bind=none --kill-on-bad-exit=1
+    launch/restart.sh -- .venv/bin/python launch/train.py "${rest[@]}")
+}
+
+# Trains, passes on the signals that the shell of the job gets, and where the one that precedes the
+# time limit has stopped the run, asks for more time. srun sends a SIGTERM on to all processes.
+job() {
+  local status interrupted='' again='' child=''
+  trap 'interrupted=1 again=1; [ -z "$child" ] || kill -TERM "$child"' USR1
+  trap 'interrupted=1; [ -z "$child" ] || kill -TERM "$child"' TERM
+  "${train[@]}" &
+  child=$!
+  while :; do
+    interrupted=''
+    if wait "$child"; then status=0; else status=$?; fi
+    [ -n "$interrupted" ] || break
+  done
+  case "$again$status" in 1143 | 1137) act scontrol requeue "$SLURM_JOB_ID" ;; esac
+  exit "$status"
+}
+
+given=()
+for argument in "$@"; do [ "$argument" = --dry_run ] || given+=("$argument"); done
+parse "nodes gpus_per_node cpus_per_process processes_per_node time partition account \
+compilation_cache env" "" "$@"
+need nodes gpus_per_node cpus_per_process
+processes_per_node=${processes_per_node:-$gpus_per_node}
+for flag in nodes gpus_per_node cpus_per_process; do
+  [[ "${!flag}" =~ ^[1-9][0-9]*$ ]] || fail "--$flag must be a whole number; got '${!flag}'."
+done
+[ "$processes_per_node" = 1 ] || [ "$processes_per_node" = "$gpus_per_node" ] \
+  || fail "--processes_per_node must be 1 or --gpus_per_node ($gpus_per_node);" \
+    "got '$processes_per_node'."
+need_train_flags ''
+train_command
+if [ -n "$dry_run" ]; then
+  submit
+  quote "${train[@]}"
+elif [ -n "${SLURM_JOB_ID:-}" ]; then
+  job
+else
+  submit
+fi
