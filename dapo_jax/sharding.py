@@ -35,9 +35,11 @@ def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, int, int]:
         sizes[sizes.index(-1)] = num_devices // given
     if math.prod(sizes) != num_devices:
         text = ", ".join(f"{name}={size}" for name, size in zip(AXES, sizes))
+        number = jax.process_count()
+        of = f" of {number} processes" if number > 1 else ""
         raise UserError(
-            f"config.mesh ({text}) does not fit {num_devices} device(s): the sizes must multiply "
-            f"to {num_devices}. Set one axis to -1 to take the rest, or start on "
+            f"config.mesh ({text}) does not fit {num_devices} device(s){of}: the sizes must "
+            f"multiply to {num_devices}. Set one axis to -1 to take the rest, or start on "
             f"{abs(math.prod(sizes))} devices."
         )
     return sizes[0], sizes[1], sizes[2]

@@ -133,6 +133,7 @@ class _Run:
         self.progress, self.signals, self.pool = progress, signals, pool
         self.them = signals.them
         self.checkpoints, self.watch, self.begun = checkpoints, watch, begun
+        self.started = begun  # of this start; `begun` is earlier by what was worked in those before
         self.step = -1  # rollout steps completed; -1: not even the base is evaluated
         self.saved_step = -1
         self.save_seconds = 0.0  # that the loop waited for the last save
@@ -221,6 +222,8 @@ class _Run:
         begun, compiled = time.monotonic(), self.compilations.count
         drawing = self._drawing(ROLLOUT_KEY, step)
         clock, replaced = drawing.clock, self.pool.replaced
+        jax.block_until_ready(drawing.params)
+        clock["weights"] = time.monotonic() - begun
         d = config.dynamic_sampling
         if d.enabled and d.surplus == "return":
             batch, sampling = stream_batch(
@@ -266,6 +269,8 @@ class _Run:
                 self.state, groups, step, kl_coefficient=kl_coefficient, baselines=baselines
             )
             numbers |= more
+            if first:
+                numbers["time/first_update"] = time.monotonic() - self.started
             kl_coefficient = self._next_kl_coefficient(kl_coefficient, numbers, groups)
         clock["update"] = time.monotonic() - start
         if self._is_evaluated(step):
@@ -286,6 +291,8 @@ class _Run:
         )
         numbers |= {f"time/{name}": seconds for name, seconds in clock.items()}
         numbers["perf/tokens_per_second"] = stats.tokens / max(clock["rollout"], 1e-9)
+        rolling = self.them.count * max(clock["rollout"], 1e-9)
+        numbers["perf/idle_share"] = min(1.0, stats.idle_seconds / rolling)
         if stats.slots_offered:
             numbers["perf/slot_occupancy"] = stats.busy_slots / stats.slots_offered
         numbers |= {"rollout/preempted": stats.preempted, "rollout/invalid": stats.invalid}

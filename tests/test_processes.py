@@ -4,6 +4,7 @@ told to stop, dies, or never comes."""
 import concurrent.futures
 import shutil
 import signal
+import socket
 import time
 
 import jax
@@ -173,6 +174,22 @@ def test_who_never_comes_is_not_waited_for(home, tmp_path):
     code, _, err = finish(process)
     assert code == START_AGAIN
     assert "not all processes were there within 2 s" in err and "127.0.0.1:9" in err
+
+
+def test_all_processes_see_one_directory(home, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = [
+        start(
+            tmp_path / f"of_{i}", home, flags=(
+                f"--coordinator_address=127.0.0.1:{port}", "--num_processes=2", f"--process_id={i}"
+            ),
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    for code, _, err in finish_all(started):
+        assert code == 2 and "is not the same directory for all processes: process 1 on" in err
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ class RolloutStats(NamedTuple):
     slots_offered: int = 0  # the same steps times the number of slots
     preempted: int = 0  # sequences that gave their pages up and were continued later
     invalid: int = 0  # responses that ended because the logits were not finite
+    idle_seconds: float = 0.0  # with nothing to draw, while verdicts were awaited
 
     def __add__(self, other: tuple) -> "RolloutStats":
         return RolloutStats(*(a + b for a, b in zip(self, other)))
@@ -171,6 +172,7 @@ class _Run:
             self.late = _Call(now, had_work_R, self.admission.arrivals)
         if late is None and now is None:
             time.sleep(IDLE_SECONDS)  # for problems that are to come later
+            self.stats += RolloutStats(idle_seconds=IDLE_SECONDS)
         if late is not None:
             self._read(late)
 
