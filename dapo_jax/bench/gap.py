@@ -4,9 +4,10 @@ import functools
 from typing import Any, Literal, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax import batching, log_probs
+from dapo_jax import batching, log_probs, model
 from dapo_jax.bench.shapes import Shape, bench_model, bench_spec, random_problems
 from dapo_jax.rollout import kernels, scheduler
 from dapo_jax.rollout.engine import DecoderEngine
@@ -27,6 +28,10 @@ class Gap(NamedTuple):
 def bench_gap(of: Gap) -> dict[str, Any]:
     """|log p_rollout - log p_trainer| over all response tokens: mean, 99th percentile, max; and the
     mean of the difference with its sign, in nats.
+
+    Beside it, `sensitivity_mean`: how far the trainer's log-probs are from themselves when the
+    scales of the layers' first norms move by a relative 1e-7, less than the order of a float32 sum
+    does. Two programs that add in different orders cannot agree better.
 
     The model is as `model.init_params` makes it. Responses are drawn as in training and scored in
     packed rows of two sequences each, as in training.
@@ -58,9 +63,10 @@ def bench_gap(of: Gap) -> dict[str, Any]:
         np.array([len(r.tokens) for r in flat]),
         2 * (shape.prompt_len + shape.gen_len),
     )
-    score = functools.partial(log_probs.row_statistics, c, temperature=shape.temperature)
-    found_BT = np.asarray(jax.jit(score)(params, packed.rows).log_prob_BT)
-    trainers_N = batching.take_columns(packed, found_BT)
+    score = jax.jit(functools.partial(log_probs.row_statistics, c, temperature=shape.temperature))
+    scored = lambda params: batching.take_columns(packed, score(params, packed.rows).log_prob_BT)
+    trainers_N = scored(params)
+    unmoved_N, moved_N = (scored(_with_norms(params, relative)) for relative in (0.0, 1e-7))
     rollouts_N = np.concatenate([r.log_probs for r in flat])
     gap_N = np.abs(rollouts_N - trainers_N)
     return {
@@ -68,9 +74,17 @@ def bench_gap(of: Gap) -> dict[str, Any]:
         "gap_p99": float(np.quantile(gap_N, 0.99)),
         "gap_max": float(gap_N.max()),
         "difference_mean": float((rollouts_N - trainers_N).mean()),
+        "sensitivity_mean": float(np.abs(moved_N - unmoved_N).mean()),
         "log_prob_mean": float(rollouts_N.mean()),
         "tokens": len(gap_N),
         "device": jax.devices()[0].device_kind,
         "cache_dtype": of.cache_dtype,
         "shape": shape._asdict(),
     }
+
+
+def _with_norms(params: model.Params, relative: float) -> model.Params:
+    """The parameters with the first norm of each layer in float32, each scale moved by so much."""
+    scale = params["layers"]["attention_norm"].astype(jnp.float32)
+    moved = scale * (1 + relative * jax.random.normal(jax.random.key(2), scale.shape))
+    return params | {"layers": params["layers"] | {"attention_norm": moved}}
