@@ -18,11 +18,11 @@ from jax.sharding import PartitionSpec
 
 from dapo_jax.config import ModelConfig
 from dapo_jax.model import NO_WINDOW
+from dapo_jax.products import LANES
 from dapo_jax.sharding import HeadLayout
 from dapo_jax.types import UserError
 
 KERNELS = {"tpu": "splash", "gpu": "flash", "cuda": "flash", "rocm": "flash"}
-LANES = 128  # of a TPU: rows and heads are filled up to a multiple of it
 # Tokens of a block of queries and of keys, at most. Not tuned, see docs/update.md.
 SPLASH_BLOCK, FLASH_BLOCK = 512, 128
 

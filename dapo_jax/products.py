@@ -7,6 +7,8 @@ and GPU choose the order themselves.
 
 import jax
 
+LANES = 128  # columns of a tile of a TPU's memory; of its rows, a multiple
+
 
 def written_out(x: jax.Array) -> jax.Array:
     """x, on CPU computed once: XLA there computes an exp again in each of the sums that read it."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dapo_jax.products import columns_first, written_out
+from dapo_jax.products import LANES, columns_first, written_out
 from dapo_jax.sharding import HeadLayout
 
 # Columns of logits alive at once. Enough for the products to run at full speed with it; the
@@ -160,8 +160,16 @@ class Parts:
 
 
 def even_part(length: int, most: int) -> int:
-    """The size of equal parts, at most `most`."""
-    return -(-length // -(-length // most))
+    """The size of equal parts, at most `most`; large ones are cut between tiles of a TPU's memory.
+
+    Cut elsewhere, an array has to be laid out anew, which the compiler writes out tile by tile: a
+    hundred seconds for the hidden states of a row of 22,528 tokens (docs/log.md).
+    """
+    if length <= most:
+        return length
+    step = LANES if most >= 8 * LANES else 1
+    parts = -(-length // (most - most % step))
+    return step * -(-length // (parts * step))
 
 
 def cut(x: jax.Array, size: int) -> jax.Array:

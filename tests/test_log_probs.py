@@ -111,6 +111,22 @@ def test_parts_of_the_vocabulary_change_nothing(monkeypatch, part, dtype, tolera
         np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * np.abs(y).max())
 
 
+@pytest.mark.parametrize(
+    "length, most, size",
+    [
+        (22_528, 4096, 3840),  # tokens of a long row: 6 parts
+        (38_016, 4096, 3840),  # a quarter of Qwen2.5's vocabulary: 10
+        (22_528, 1100, 1024),  # not between tiles at most 1,100
+        (3000, 4096, 3000),
+        (4096, 1024, 1024),
+        (100, 30, 25),  # too small to matter
+        (1, 1, 1),
+    ],
+)
+def test_large_parts_are_cut_between_the_tiles_of_a_tpu(length, most, size):
+    assert vocabulary.even_part(length, most) == size
+
+
 def test_a_statistic_that_no_loss_reads_costs_no_gradient():
     (hidden, unembed, *_), targets, _ = arrays(np.float32)
 
