@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from dapo_jax import attention_kernels
 from dapo_jax.model import Attend
@@ -78,7 +79,7 @@ def packed(segments_BT: jax.Array, choice: attention_kernels.Choice = XLA) -> At
             else:
                 mask = masks[i] if window is None else seen(*segments[i], window)
                 out.append(_of_part(*arrays, mask))
-        return jnp.concatenate(out, axis=1), cache
+        return checkpoint_name(jnp.concatenate(out, axis=1), attention_kernels.KEPT), cache
 
     return attend
 

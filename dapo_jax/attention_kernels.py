@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from dapo_jax.config import ModelConfig
@@ -25,6 +26,7 @@ from dapo_jax.types import UserError
 KERNELS = {"tpu": "splash", "gpu": "flash", "cuda": "flash", "rocm": "flash"}
 # Tokens of a block of queries and of keys, at most. Not tuned, see docs/update.md.
 SPLASH_BLOCK, FLASH_BLOCK = 512, 128
+KEPT = "attention"  # the name of what `ModelConfig.remat` may keep of attention
 
 
 class Choice(NamedTuple):
@@ -160,6 +162,8 @@ def _splash(
         kernel: Any = library.make_splash_mha_single_device(
             library.MultiHeadMask([mask] * N),
             block_sizes=sizes,
+            # What its backward pass reads: log sum exp, and the attended values.
+            residual_checkpoint_name=KEPT,
             interpret=choice.platform == "cpu",
         )
         segments = library.SegmentIds(segments_BT, segments_BT)
@@ -202,4 +206,4 @@ def _flash(
         causal=True,
         interpret=choice.platform == "cpu",
     )
-    return out_BTNH[:, :T]
+    return checkpoint_name(out_BTNH[:, :T], KEPT)

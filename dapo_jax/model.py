@@ -177,7 +177,6 @@ def hidden_states(
         k_BTKH = rotate(k_XKH.reshape(B, T, K, H), sin_cos)
         v_BTKH = v_XKH.reshape(B, T, K, H)
         a_BTNH, cache = attend(index, q_BTNH, k_BTKH, v_BTKH, cache, window)
-        a_BTNH = checkpoint_name(a_BTNH, "attention")
         x_XD = x_XD + jnp.einsum("XNH,NHD->XD", a_BTNH.reshape(-1, N, H), w["o"])
         y_XD = rms_norm(x_XD, weights["mlp_norm"], c.rms_norm_eps)
         gate_XF = checkpoint_name(jnp.einsum("XD,DF->XF", y_XD, w["gate"]), "mlp")

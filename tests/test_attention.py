@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from dapo_jax import attention, attention_kernels
+from dapo_jax import attention, attention_kernels, model
 from dapo_jax.attention_kernels import Choice
 from dapo_jax.model import NO_WINDOW
 from dapo_jax.progress import Progress
@@ -143,6 +143,32 @@ def test_layers_that_slide_are_told_apart_on_a_mesh(arrays, expected):
         for grad, direction, slope in zip(grads, directions, slopes, strict=True):
             got = np.sum(np.asarray(grad[:B], np.float64) * direction)
             np.testing.assert_allclose(got, slope, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("sliding", [False, True])
+def test_what_is_kept_of_attention_spares_the_kernel_a_second_pass_forward(arrays, sliding):
+    """Also where a branch decides whether the layer slides, with a kernel for each."""
+    mesh = jax.make_mesh((1, 1, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    rows = PartitionSpec(("data", "fsdp"))
+    layout = HeadLayout(mesh, rows, PartitionSpec(), "tensor", "tensor")
+    choice = Choice("splash", window=WINDOW if sliding else None, layout=layout)
+    q, k, v, _ = (jnp.asarray(x, jnp.float32) for x in arrays)
+    attend = attention.packed(jnp.asarray(SEGMENTS), choice)
+
+    def layer(x, window):
+        return attend(0, x, k, v, None, window)[0], None
+
+    def passes(remat):
+        """Forward kernels, each a loop where they are interpreted, in a gradient through layers
+        that are scanned as `model.hidden_states` does."""
+        kept = model._rematerialised(layer, remat)
+        total = lambda q: jnp.sum(jax.lax.scan(kept, q, jnp.array([WINDOW, NO_WINDOW]))[0])
+        lines = jax.jit(jax.grad(total)).lower(q).compile().as_text().splitlines()
+        return sum(" while(" in line and "splash_mha_fwd" in line for line in lines)
+
+    kernels = 2 if sliding else 1
+    assert passes("attention") == passes("attention_mlp") == kernels
+    assert passes("full") == 2 * kernels
 
 
 def on(platform, heads="tensor", kv_heads="tensor"):
