@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from dapo_jax import log_probs, model, objective, policy_losses
 from dapo_jax.config import Config, OptimizerConfig
-from dapo_jax.optimizer import fetched, make_optimizer, moment_shardings
+from dapo_jax.optimizer import make_optimizer, moment_shardings, step
 from dapo_jax.sharding import (
     HeadLayout,
     batch_sharding,
@@ -232,15 +232,11 @@ def optimizer_step(
     """(state after one AdamW step, gradient norm). A loss or gradient that is not finite only
     counts itself."""
     grad_norm = optax.tree.norm(grads)
-    state = state._replace(moments=fetched(config, state.moments))
-    changes, moments = make_optimizer(config).update(grads, state.moments, state.params)
-    params = jax.tree.map(
-        lambda p, u: (p + learning_rate * u).astype(p.dtype), state.params, changes
-    )
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
-    taken = TrainState(params, moments, state.updates + 1, jnp.zeros_like(state.skipped))
-    left = state._replace(skipped=state.skipped + 1)
-    return jax.tree.map(lambda new, old: jnp.where(finite, new, old), taken, left), grad_norm
+    params, moments = step(config, state.params, state.moments, grads, learning_rate, finite)
+    updates = state.updates + finite.astype(jnp.int32)
+    skipped = jnp.where(finite, 0, state.skipped + 1)
+    return TrainState(params, moments, updates, skipped), grad_norm
 
 
 def update(

@@ -133,7 +133,9 @@ def moments_of(state):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("dtype, offload", [("float32", True), ("bfloat16", False)])
+@pytest.mark.parametrize(
+    "dtype, offload", [("float32", True), ("bfloat16", False), ("bfloat16", True)]
+)
 def test_a_run_that_stopped_goes_on_bit_for_bit(tmp_path, plain, dtype, offload):
     """Through a checkpoint, with the moments kept as the config says."""
     run = Run(moments_dtype=dtype, offload=offload)
