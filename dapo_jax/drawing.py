@@ -133,7 +133,7 @@ class Drawing:
     def stats_of_all(self) -> scheduler.RolloutStats:
         """The stats of all processes together; every process must ask."""
         each = self.them.agree(tuple(self.stats), self.watch.waiting_for)
-        return sum((scheduler.RolloutStats(*stats) for stats in each), scheduler.RolloutStats())
+        return sum(map(scheduler.RolloutStats._make, each), scheduler.RolloutStats())
 
     def _count(self, phase: str, start: float, stats: scheduler.RolloutStats | None = None) -> None:
         self.clock[phase] += time.monotonic() - start
