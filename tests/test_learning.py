@@ -2,9 +2,17 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dapo_jax import model
+from dapo_jax.drawing import Drawing
+from dapo_jax.learner import Learner
+from dapo_jax.train import train
+from tests.conftest import ROOT
+from tests.helpers import tiny_config
 from tests.runs import metrics_of, run
 
 LEARNING = {
@@ -50,3 +58,33 @@ def test_reward_and_accuracy_rise(tmp_path):
     assert summary["final_accuracy"] > summary["base_accuracy"] + 0.25, summary
     rewards = [numbers["reward/mean"] for numbers in steps[1:]]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.3, rewards
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_update_does_not_hold_the_rollouts_copy(tmp_path, cache_home, monkeypatch):
+    """The copy is the only thing in bfloat16 that is as large as the embedding."""
+    config = tiny_config(
+        model__compute_dtype="bfloat16",
+        pretrain__num_steps=2,
+        pretrain__warmup_steps=1,
+        train__num_steps=1,
+        reward__scorer=f"{ROOT / 'tests' / 'scorers.py'}:even",
+        mesh__data=8,
+    )
+    shape = model.param_shapes(config.model)["embed"].shape
+    copies = lambda: sum((x.shape, x.dtype) == (shape, jnp.bfloat16) for x in jax.live_arrays())
+    draw, train_on, seen = Drawing.draw, Learner.train_on, []
+
+    def drawing(*arguments):
+        seen.append(copies())
+        return draw(*arguments)
+
+    def training(*arguments, **more):
+        seen.append(copies())
+        return train_on(*arguments, **more)
+
+    monkeypatch.setattr(Drawing, "draw", drawing)
+    monkeypatch.setattr(Learner, "train_on", training)
+    assert train(config, tmp_path / "run") is None
+    assert seen == [1, 0]
