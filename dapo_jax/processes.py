@@ -108,7 +108,8 @@ class Processes:
         self.hosts = [socket.gethostname()] * count
         self._calls = self._boards = 0
         self._looked = 0.0
-        self._leaving = threading.Event()
+        self._leaving = False  # a connection that ends is no loss any more
+        self._gone = threading.Event()
 
     @property
     def first(self) -> bool:
@@ -239,14 +240,14 @@ class Processes:
     def _watch(self) -> None:
         beats: dict[int, tuple[str, float]] = {}
         number = 0
-        while not self._leaving.wait(BEAT_SECONDS):
+        while not self._gone.wait(BEAT_SECONDS):
             number += 1
             try:
                 self._client.key_value_set(f"beat/{self.index}", str(number), allow_overwrite=True)
                 failed = self._client.key_value_dir_get("failed")
                 found = self._client.key_value_dir_get("beat")
             except Exception as error:  # whatever the connection raises when its end is gone
-                if not self._leaving.is_set():
+                if not self._leaving:
                     _leave(f"process 0 on {self.hosts[0]} is lost ({_line(error)})", START_AGAIN)
                 return
             for key, text in failed:
@@ -276,8 +277,9 @@ class Processes:
         if self.count == 1:
             return status
         if error is None:
-            self._leaving.set()
-            jax.distributed.shutdown()
+            self._leaving = True
+            jax.distributed.shutdown()  # waits for all: the others may be writing the report
+            self._gone.set()
             return status
         if any(isinstance(cause, jax.errors.JaxRuntimeError) for cause in causes(error)):
             # If it is because another is lost, the thread knows in a while, and tells who it is.
@@ -369,8 +371,6 @@ def start(
             )
         if num_processes == 1:
             return ALONE
-    # Read when the CPU backend is made, and by nothing else.
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
     place = f" at {coordinator_address}" if coordinator_address else ""
     # JAX would end the process with a stack trace.
     late = threading.Timer(
@@ -394,7 +394,6 @@ def start(
         )
     except ValueError as error:
         if "coordinator_address should be defined" in str(error):
-            jax.config.update("jax_cpu_collectives_implementation", None)
             return ALONE
         raise UserError(f"the processes of this run cannot be found: {_line(error)}") from error
     except RuntimeError as error:
