@@ -95,11 +95,8 @@ def sample_batch(
         sampled += groups
         accepted += [group for group in groups if group.informative]
         rounds += 1
-    if sampled:
-        share = sum(group.informative for group in sampled) / len(sampled)
-        share = NEW_WEIGHT * share + (1 - NEW_WEIGHT) * state.kept_share
-    else:
-        share = state.kept_share
+    informative = sum(group.informative for group in sampled)
+    share = next_share(state.kept_share, informative, len(sampled))
     surplus = accepted[num_prompts:]
     carried = tuple(surplus) if config.surplus == "carry" else ()
     batch = Batch(
@@ -242,11 +239,9 @@ def stream_batch(
     go_back(before)
     again = sieve()
     again.take(len(sampled))
-    found = sum(group.informative for group in sampled) / max(1, len(sampled))
-    share = NEW_WEIGHT * found + (1 - NEW_WEIGHT) * state.kept_share
     kept = [group for group in sampled if group.informative]
     after = prefilter.next_state(config.prefilter, state.prefilter, sampled, again.skipped)
-    share = share if sampled else state.kept_share
+    share = next_share(state.kept_share, len(kept), len(sampled))
     if config.partial_rollouts:
         begun = partial_rollouts.next_begun(
             begun,
@@ -262,6 +257,13 @@ def stream_batch(
 
 def _until(decided: int, groups: dict[int, Group]) -> dict[int, Group]:
     return {number: group for number, group in groups.items() if number < decided}
+
+
+def next_share(before: float, informative: int, sampled: int) -> float:
+    """The running estimate of the share of prompts that are informative, after a step."""
+    if not sampled:
+        return before
+    return NEW_WEIGHT * (informative / sampled) + (1 - NEW_WEIGHT) * before
 
 
 def round_size(missing: int, kept_share: float, multiple: int, most: int) -> int:

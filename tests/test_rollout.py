@@ -211,7 +211,7 @@ def test_where_pages_are_short_sequences_wait_and_go_on_with_the_same_tokens(
         page_tokens=4, samples=4, num_pages=(least + 6) * shards, num_devices=shards, **mesh
     )
     assert engine.spec.shard_pages == least + 6 < roomy.spec.shard_pages / 3
-    run = scheduler._Run(
+    run = scheduler.Run(
         engine, engine.load_params(params), iter(problems), lambda x: [""] * len(x), 4, KEY,
         None, None,
     )  # fmt: skip

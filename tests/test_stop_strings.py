@@ -122,7 +122,7 @@ def test_with_preemption(params, problems, whole):
     )
     preempted = 0
     for stops in (STOPS, ("abcab",), ("dd",)):
-        run = scheduler._Run(
+        run = scheduler.Run(
             engine, engine.load_params(params), iter(problems), spell, 4, KEY, None, None
         )
         run.stop_strings = stops

@@ -84,16 +84,15 @@ def generate(
         watch: is told what is waited for.
         check_stop: called between decode calls; raises to abandon the call.
     """
-    run = _Run(engine, params, iter(problems), detokenize, num_samples, key, sampling, limits)
+    run = Run(engine, params, iter(problems), detokenize, num_samples, key, sampling, limits)
     run.finished, run.drawn, run.stop_strings = finished, drawn, tuple(stop_strings)
     run.watch = watch
     if partial is not None:
         run.table.step, run.admission.begun = partial.step, partial.begun
-    while run.has_work():
-        check_stop()
-        if enough():
-            break
-        run.one_call()
+    for moved in run.turns(enough, check_stop):
+        if not moved:
+            time.sleep(IDLE_SECONDS)  # for problems that are to come later
+            run.stats += RolloutStats(idle_seconds=IDLE_SECONDS)
     if partial is not None:
         partial.left(run.left())
     responses = [
@@ -111,8 +110,8 @@ class _Call(NamedTuple):
     arrivals: int  # requests handed over before it
 
 
-class _Run:
-    """One call of `generate`."""
+class Run:
+    """One call of `generate`. Its arguments are explained there."""
 
     def __init__(
         self,
@@ -146,6 +145,16 @@ class _Run:
         # their entry is already another prompt's.
         self.cancelled = np.zeros_like(self.table.waiting)
 
+    def turns(
+        self, enough: Callable[[], bool], check_stop: Callable[[], None] = lambda: None
+    ) -> Iterator[bool]:
+        """Draws, and gives control back after each call: whether there was anything to do."""
+        while self.has_work():
+            check_stop()
+            if enough():
+                break
+            yield self.one_call()
+
     def has_work(self) -> bool:
         """Whether responses are still to come."""
         if self.late is not None or self.table.waiting.any() or self.admission.queue:
@@ -154,8 +163,9 @@ class _Run:
             self.admission.take(1)
         return bool(self.admission.queue) or not self.admission.exhausted
 
-    def one_call(self) -> None:
-        """Hands prompts over, calls `decode`, reads the results of the call before."""
+    def one_call(self) -> bool:
+        """Hands prompts over, calls `decode`, reads the results of the call before; whether there
+        was one to make or to read."""
         unread = self.late is not None
         self.state = self.admission.admit(self.params, self.state, unread=unread)
         if self.admission.over:
@@ -170,11 +180,9 @@ class _Run:
         if now is not None:
             had_work_R = np.asarray(self.table.waiting.any(axis=(1, 2)))
             self.late = _Call(now, had_work_R, self.admission.arrivals)
-        if late is None and now is None:
-            time.sleep(IDLE_SECONDS)  # for problems that are to come later
-            self.stats += RolloutStats(idle_seconds=IDLE_SECONDS)
         if late is not None:
             self._read(late)
+        return late is not None or now is not None
 
     def left(self) -> list[dict[int, Response]]:
         """What is drawn of each problem taken, by sample, whether it has ended or not."""
