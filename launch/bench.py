@@ -9,6 +9,7 @@ rollout  random weights, tied embeddings: tokens per second, occupancy of the de
   --lengths uniform|longtail   of the responses: all gen_len; or log-normal with sigma 1, mean
                                gen_len / 4, at most gen_len
   --slots 0                    sequences decoded at once; 0: as many as responses, at most 64
+  --prefill_prompts 0          of a call; 0: all there are, at most 8
   --decode_steps 8 --page_tokens 32 --temperature 1 --top_p 1 --runs 7
 gap      how far the log-probs that such rollouts store are from the trainer's, in nats; flags as of
          rollout, but for --runs and --lengths
@@ -67,7 +68,10 @@ def measure(argv: list[str]) -> dict:
     }  # fmt: skip
     text: dict[str, str | None] = {"dtype": "float32", "lengths": "uniform"}
     kinds: dict[str, dict[str, Any]] = {
-        "rollout": {"text": text, "numbers": {**numbers, "top_p": 1.0, "runs": 7}},
+        "rollout": {
+            "text": text,
+            "numbers": {**numbers, "top_p": 1.0, "runs": 7, "prefill_prompts": 0},
+        },
         "gap": {"text": {"dtype": "float32", "cache_dtype": "auto"}, "numbers": numbers},
         "train": {
             "text": text,

@@ -20,6 +20,7 @@ from dapo_jax.config import ModelConfig
 from dapo_jax.rollout import kernels, scheduler
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.sampling import SamplingParams
+from dapo_jax.rollout.spec import VALID
 from dapo_jax.sharding import fitting, initial_params, make_mesh
 
 
@@ -33,7 +34,7 @@ def bench_rollout(shape: Shape) -> dict[str, Any]:
         "auto", jax.default_backend(), c, page_tokens=shape.page_tokens, cache_dtype="auto"
     )
     spec = bench_spec(shape, layout, kernel=kernel)
-    engine, waiting = DecoderEngine(spec, mesh), _WaitingEngine(spec, mesh)
+    engine = DecoderEngine(spec, mesh)
     # Small, so that no token is much more probable than another.
     small = lambda x: x if x.ndim < 3 else 0.3 * x
     params = jax.tree.map(small, initial_params(c, layout, mesh, seed=0))
@@ -58,7 +59,11 @@ def bench_rollout(shape: Shape) -> dict[str, Any]:
     counter = CompilationCounter()
     timed = [run(number) for number in range(1, shape.runs + 1)]
     compilations = counter.count
-    waited, _ = run(shape.runs + 1, waiting)
+    waited = [_WaitingEngine(spec, mesh) for _ in range(shape.runs)]
+    for number, one in enumerate(waited, shape.runs + 1):
+        one.whole, _ = run(number, one)
+    waiting = sorted(waited, key=lambda one: one.whole)[len(waited) // 2]
+    phases = {**waiting.seconds, "host": waiting.whole - sum(waiting.seconds.values())}
     seconds = sorted(t for t, _ in timed)
     median = seconds[len(seconds) // 2]
     stats = timed[0][1]
@@ -81,11 +86,12 @@ def bench_rollout(shape: Shape) -> dict[str, Any]:
         "limit_tokens_per_second": round(limit, 1),
         "seconds": [round(t, 4) for t in seconds],
         "first_seconds": round(first_seconds, 2),
-        "seconds_by_phase": {
-            name: round(t, 4)
-            for name, t in {
-                **waiting.seconds, "host": waited - sum(waiting.seconds.values())
-            }.items()
+        "seconds_by_phase": {name: round(t, 4) for name, t in phases.items()},
+        # Of decode: of one that draws all of its tokens; the last of a rollout draws fewer.
+        "seconds_per_call": {
+            "prefill": round((phases["prefill"] + phases["enqueue"]) / waiting.calls["prefill"], 6),
+            "decode": round(phases["decode"] * spec.decode_steps / waiting.steps, 6),
+            "host": round(phases["host"] / waiting.calls["decode"], 6),
         },
         "tokens": tokens,
         "slots": spec.slots,
@@ -154,11 +160,15 @@ class _WaitingEngine(DecoderEngine):
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self.seconds = {"prefill": 0.0, "enqueue": 0.0, "decode": 0.0}
+        self.calls = dict.fromkeys(self.seconds, 0)
+        self.steps = 0  # tokens drawn in a slot
+        self.whole = 0.0  # seconds of a run
 
     def _timed(self, phase: str, call: Any, *arguments: Any) -> Any:
         begun = time.perf_counter()
         found = jax.block_until_ready(call(*arguments))
         self.seconds[phase] += time.perf_counter() - begun
+        self.calls[phase] += 1
         return found
 
     def prefill_many(self, params: Any, tokens_RPT: Any, length_RP: Any, key_RP2: Any) -> Any:
@@ -169,7 +179,10 @@ class _WaitingEngine(DecoderEngine):
         return self._timed("enqueue", super().enqueue, state, prefix, arrivals)
 
     def decode(self, params: Any, state: Any, table_pages: int, mode: Any) -> Any:
-        return self._timed("decode", super().decode, params, state, table_pages, mode)
+        call = super().decode
+        state, step = self._timed("decode", call, params, state, table_pages, mode)
+        self.steps += int((np.asarray(step.flags_RkB) & VALID).any(axis=(0, 2)).sum())
+        return state, step
 
 
 def _peak_rss() -> int:

@@ -33,11 +33,13 @@ class Shape(NamedTuple):
     temperature: float
     top_p: float
     runs: int
+    prefill_prompts: int = 0  # of a call; 0: all there are, at most 8 a device
 
     def check(self) -> None:
         """Raises UserError for what is out of range."""
         for name, value in self._asdict().items():
-            if isinstance(value, int) and value < (0 if name == "slots" else 1):
+            least = 0 if name in ("slots", "prefill_prompts") else 1
+            if isinstance(value, int) and value < least:
                 raise UserError(f"--{name} must be above 0; got {value}.")
         if self.lengths not in LENGTHS:
             raise UserError(f"--lengths must be {' or '.join(LENGTHS)}; got {self.lengths!r}.")
@@ -85,7 +87,7 @@ def on_shards(shape: Shape, layout: MeshConfig) -> dict[str, int]:
     shards = layout.data * layout.fsdp
     wanted = {
         "slots": shape.slots or min(64 * shards, shape.prompts * shape.group),
-        "prefill_prompts": min(8 * shards, shape.prompts),
+        "prefill_prompts": shape.prefill_prompts or min(8 * shards, shape.prompts),
     }
     return {name: n + -n % shards for name, n in wanted.items()}
 
