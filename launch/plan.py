@@ -14,13 +14,46 @@ everything fits, 1 where not, 2 where the command is wrong. docs/plan.md explain
 --prompt_tokens    the same of prompts
 --search           tries meshes (fsdp x tensor) and remat policies; --program is train if not given
 --json             one object: fits, hbm_bytes, programs and more
+
+python launch/plan.py --config=FILE --simulate_hosts=64 plays the scheduler of so many hosts over a
+virtual clock: how long a rollout takes, how long hosts have nothing to do, and what the rule does
+by which prompts are begun. Nothing is compiled.
+
+--length_distribution  of responses: lognormal:MEAN:SIGMA (lognormal:5120:1 if not given),
+                       uniform:LENGTH, or a .jsonl file with lengths
+--accept               share of the prompts that dynamic sampling keeps; 0.4 if not given
+--lengths_from         directory of a run that saved all its rollouts: its lengths and verdicts
+                       instead, and its measured seconds beside the prediction
+--compare_hosts        other numbers of hosts in the table, for one step each; 1,16,64,256
+--simulate_steps       rollout steps with --simulate_hosts hosts; 3
+--chip                 that decodes, v5p if not given; or, measured:
+--decode_seconds, --prefill_seconds   of a call each
+--host_seconds         of the host for each call; 0
+--reward_seconds       of a worker for each response; 0.001
+--prompt_tokens        mean length of prompts
+--unit_tokens          tokens that are drawn as one; as many as keep a response below 128 of them
 """
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+TEXTS = ("length_distribution", "lengths_from", "compare_hosts", "chip")
+INTEGERS = ("simulate_hosts", "simulate_steps", "unit_tokens")
+FLOATS = ("accept", "decode_seconds", "prefill_seconds", "host_seconds", "reward_seconds")
+
+
+def simulate(config: Any, flags: Any) -> int:
+    """Prints what the simulator finds; 0."""
+    from dapo_jax.planning import many_hosts
+
+    asked = many_hosts.Asked(**{name: getattr(flags, name) for name in many_hosts.Asked._fields})
+    say = lambda text: print(text, file=sys.stderr, flush=True)
+    found = many_hosts.simulate(config, asked, say)
+    print(json.dumps(found) if flags.json else many_hosts.describe(found))
+    return 0
 
 
 def main(argv: list[str]) -> int:
@@ -34,9 +67,12 @@ def main(argv: list[str]) -> int:
             argv,
             __doc__ or "",
             switches=("json", "search"),
-            texts=("topology", "program"),
-            integers=("response_tokens", "prompt_tokens"),
+            texts=("topology", "program", *TEXTS),
+            integers=("response_tokens", "prompt_tokens", *INTEGERS),
+            floats=FLOATS,
         )
+        if flags.simulate_hosts is not None:
+            return simulate(config, flags)
         from dapo_jax.planning import chips, plan, programs, report, search
 
         if flags.topology is None:

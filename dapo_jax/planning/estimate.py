@@ -5,14 +5,21 @@ bytes at the rate of memory, and what it receives from other chips at the rate o
 Nothing is faster. An estimate of a step is its rooflines divided by `UTILISATION`.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+
+from dapo_jax import model
 from dapo_jax.batching import max_micro_batches
-from dapo_jax.config import Config
+from dapo_jax.config import Config, ModelConfig, RolloutConfig
 from dapo_jax.planning.chips import Chip
 from dapo_jax.planning.programs import Cache, scoring_passes
+from dapo_jax.rollout import paged
+from dapo_jax.rollout.programs import rollout_dtypes
 
 UTILISATION = 0.5  # assumed share of the roofline; not measured on any of these chips
 ROW_FILL = 0.95  # assumed share of a packed row that holds tokens
@@ -87,6 +94,65 @@ def _attention_flops(config: Config, sequence_tokens: float, program: str) -> fl
     if program in ("train", "critic_train"):
         passes = 4.0 if c.remat in ("full", "dots_no_batch") else 3.0
     return passes * forward
+
+
+def decode_token(
+    config: Config, chip: Chip, devices: int, *, slots: int, live: float, cached_tokens: float
+) -> Roofline:
+    """Of one token in all slots of one shard, by arithmetic: nothing is compiled. The weights are
+    read once and the cache of every sequence; links are left out.
+
+    Args:
+        devices: over which the shard is split (mesh.tensor).
+        slots: all are computed, whether they hold a sequence or not.
+        live: those that do.
+        cached_tokens: in all of them together.
+    """
+    products = slots * model_flops(config, 0) / 3
+    seen = 2 * cached_tokens / max(live, 1)  # causal attention sees half of a row on average
+    flops = products + live * _attention_flops(config, seen, "decode")
+    read = weight_bytes(config.model) + cached_tokens * _token_bytes(config.model, config.rollout)
+    return _split(chip, devices, flops, read)
+
+
+def prefill_call(
+    config: Config, chip: Chip, devices: int, *, prompts: int, prompt_tokens: int
+) -> Roofline:
+    """Of one call of prefill of one shard, by arithmetic as above.
+
+    Args:
+        prompt_tokens: to which prompts are padded.
+    """
+    tokens = prompts * prompt_tokens
+    flops = tokens * model_flops(config, 0) / 3
+    flops += tokens * _attention_flops(config, prompt_tokens, "prefill")
+    chunks = math.ceil(prompt_tokens / config.rollout.prefill_chunk_tokens)
+    read = chunks * weight_bytes(config.model) + tokens * _token_bytes(config.model, config.rollout)
+    return _split(chip, devices, flops, read)
+
+
+def _split(chip: Chip, devices: int, flops: float, read: float) -> Roofline:
+    assert chip.flops is not None and chip.memory_rate is not None
+    return Roofline(flops / devices / chip.flops, read / devices / chip.memory_rate, 0.0)
+
+
+@functools.cache
+def weight_bytes(c: ModelConfig) -> int:
+    """Of the parameters that a decode step reads: as decoding has them, and of an embedding that is
+    not the unembedding too no more than a few rows."""
+    shapes: Any = jax.eval_shape(
+        lambda params: rollout_dtypes(params, jnp.dtype(c.compute_dtype)), model.param_shapes(c)
+    )
+    size = lambda x: x.size * x.dtype.itemsize
+    whole = sum(map(size, jax.tree.leaves(shapes)))
+    return whole - (0 if c.tie_embeddings else size(shapes["embed"]))
+
+
+@functools.cache
+def _token_bytes(c: ModelConfig, r: RolloutConfig) -> float:
+    """Of keys and values of one token in all layers."""
+    layout = paged.Layout("xla", r.page_tokens, c.compute_dtype, r.cache_dtype, None)
+    return paged.page_bytes(c, layout) / r.page_tokens
 
 
 def step(

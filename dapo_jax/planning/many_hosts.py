@@ -1,0 +1,278 @@
+"""What is asked of the simulator, what it rests on, and what it found, as a table."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dapo_jax.config import Config
+from dapo_jax.planning import chips, estimate, simulation, workload
+from dapo_jax.planning.simulation import POLICIES, Rollout, Setting
+from dapo_jax.planning.virtual import Costs
+from dapo_jax.rollout.spec import halvings
+from dapo_jax.types import UserError
+
+LENGTHS = "lognormal:5120:1"
+COMPARED = "1,16,64,256"
+
+
+class Asked(NamedTuple):
+    """The flags of launch/plan.py with these names; None: not given."""
+
+    simulate_hosts: int
+    compare_hosts: str | None = None
+    simulate_steps: int | None = None
+    length_distribution: str | None = None
+    lengths_from: str | None = None
+    accept: float | None = None
+    prompt_tokens: int | None = None
+    chip: str | None = None
+    decode_seconds: float | None = None
+    prefill_seconds: float | None = None
+    host_seconds: float | None = None
+    reward_seconds: float | None = None
+    unit_tokens: int | None = None
+
+
+def check(config: Config, asked: Asked) -> list[int]:
+    """The numbers of hosts to be compared.
+
+    Raises:
+        UserError: a flag is out of range, or the config is not one that can be simulated.
+    """
+    d = config.dynamic_sampling
+    for name, value, wanted in (
+        ("dynamic_sampling.enabled", d.enabled, True),
+        ("dynamic_sampling.surplus", d.surplus, "return"),
+        ("dynamic_sampling.partial_rollouts", d.partial_rollouts, False),
+        ("rollout.cache_gib", config.rollout.cache_gib, None),
+    ):
+        if value != wanted:
+            raise UserError(f"--simulate_hosts needs config.{name} {wanted}; got {value!r}.")
+    least = {
+        "simulate_hosts": 1, "simulate_steps": 1, "prompt_tokens": 1, "unit_tokens": 1,
+        "decode_seconds": 1e-9, "prefill_seconds": 0, "host_seconds": 0, "reward_seconds": 0,
+    }  # fmt: skip
+    for name, low in least.items():
+        value = getattr(asked, name)
+        if value is not None and not low <= value < math.inf:
+            raise UserError(f"--{name} must be {'above 0' if low else '0 or more'}; got {value}.")
+    if asked.accept is not None and not 0 < asked.accept <= 1:
+        raise UserError(f"--accept must be above 0 and at most 1; got {asked.accept:g}.")
+    if (asked.decode_seconds is None) != (asked.prefill_seconds is None):
+        raise UserError("--decode_seconds and --prefill_seconds go together.")
+    if asked.lengths_from is not None and (asked.accept or asked.length_distribution):
+        raise UserError(
+            "--lengths_from takes lengths and verdicts from a run: leave --accept and "
+            "--length_distribution out."
+        )
+    k, unit = config.rollout.decode_steps, asked.unit_tokens
+    if unit is not None and unit % k and k % unit:
+        raise UserError(
+            f"--unit_tokens must divide config.rollout.decode_steps ({k}) or be a multiple of it; "
+            f"got {unit}."
+        )
+    compared = asked.compare_hosts or ("" if asked.lengths_from else COMPARED)
+    try:
+        hosts = {int(number) for number in compared.split(",") if number}
+    except ValueError:
+        hosts = {0}
+    if any(number < 1 for number in hosts):
+        raise UserError(f"--compare_hosts must be such as {COMPARED}; got {compared!r}.")
+    return sorted(hosts | {asked.simulate_hosts})
+
+
+def simulate(config: Config, asked: Asked, say: Callable[[str], None]) -> dict[str, Any]:
+    """What `describe` tells, as plain values.
+
+    Raises:
+        UserError: see `check`.
+    """
+    numbers = check(config, asked)
+    setting, assumptions = _setting(config, asked)
+    d, r = config.dynamic_sampling, config.rollout
+    steps = asked.simulate_steps or 3
+    measured = None
+    if asked.lengths_from is not None:
+        measured = workload.of_run(Path(asked.lengths_from), config)
+        work, share = measured.workload, 1.0  # as a run begins
+        steps = min(asked.simulate_steps or len(measured.seconds), len(measured.seconds))
+        assumptions += [
+            f"lengths and verdicts of the {steps} steps of {asked.lengths_from}: "
+            f"{measured.tokens:,.0f} tokens on average, {measured.accept:.0%} informative"
+        ]
+    else:
+        text, share = asked.length_distribution or LENGTHS, asked.accept or 0.4
+        lengths = workload.lengths_of(text, r.max_response_tokens)
+        work = workload.drawn(lengths, share, r.group_size, config.seed)
+        some = lengths(np.random.default_rng(0), 100_000)
+        assumptions += [
+            f"lengths {text}, each for itself: {some.mean():,.0f} tokens on average, "
+            f"{np.mean(some == r.max_response_tokens):.1%} of {r.max_response_tokens:,}; "
+            f"{share:.0%} of the prompts informative, as the estimate knows from the start"
+        ]
+    rows, ours = [], []
+    for hosts in numbers:
+        for policy in POLICIES:
+            if hosts == 1 and policy == "dealt":
+                continue  # the same as ours
+            num = steps if hosts == asked.simulate_hosts else 1
+            say(f"{hosts} hosts, {policy}: {num} steps")
+            found = simulation.rollouts(
+                setting, work, hosts=hosts, policy=policy, steps=num, share=share
+            )
+            rows.append({"hosts": hosts, "policy": policy, **_summary(found)})
+            if (hosts, policy) == (asked.simulate_hosts, "ours"):
+                ours = found
+    spec = setting.spec
+    waves = math.ceil(spec.entries * r.group_size / setting.slots)
+    units = spec.max_response_tokens
+    full = setting.slots * (setting.prompt_tokens / setting.unit_tokens + units / 2)
+    longest = units * setting.costs.decode(setting.slots, full)
+    result: dict[str, Any] = {
+        "simulate_hosts": asked.simulate_hosts,
+        "prompts_per_step": config.train.prompts_per_step,
+        "most_prompts": d.max_rounds * d.max_round_prompts,
+        "longest_response_seconds": longest,
+        "verdict_bound_seconds": waves * longest,
+        "assumptions": assumptions,
+        "policies": POLICIES,
+        "rows": rows,
+    }
+    if measured is not None:
+        result["measured"] = _compared(ours, measured.seconds[:steps])
+    return result
+
+
+def _setting(config: Config, asked: Asked) -> tuple[Setting, list[str]]:
+    """What hosts are like, and what that rests on."""
+    r, mesh = config.rollout, config.mesh
+    shards = max(1, mesh.data) * max(1, mesh.fsdp)
+    unit = asked.unit_tokens or simulation.unit_tokens(config)
+    slots, prompts = max(1, r.slots // shards), max(1, r.prefill_prompts // shards)
+    prompt_tokens = asked.prompt_tokens or max(1, config.data.max_prompt_tokens // 4)
+    A = r.page_tokens
+    pages = halvings(-(-config.data.max_prompt_tokens // A))
+    padded = A * next((n for n in pages if n * A >= prompt_tokens), pages[-1])
+    said = [
+        f"a host is one shard of the rollout: {max(1, mesh.tensor)} devices with {slots} slots and "
+        f"{prompts} prompts a prefill, as config.rollout has them for {shards}; however many there "
+        f"are, together they draw the same batch of {config.train.prompts_per_step} prompts x "
+        f"{r.group_size}",
+    ]
+    host, reward = asked.host_seconds or 0.0, asked.reward_seconds
+    reward = 0.001 if reward is None else reward
+    if asked.decode_seconds is not None:
+        assert asked.prefill_seconds is not None
+        token, prefill = asked.decode_seconds / r.decode_steps, asked.prefill_seconds
+        decode = lambda live, cached: unit * token
+        said.append(
+            f"a call of decode takes {asked.decode_seconds:g} s for {r.decode_steps} tokens, one "
+            f"of prefill {prefill:g} s, as given"
+        )
+    else:
+        chip, devices = _chip(asked.chip or "v5p"), max(1, mesh.tensor)
+        at_best = lambda live, cached: (
+            estimate.decode_token(
+                config, chip, devices, slots=slots, live=live, cached_tokens=unit * cached
+            ).seconds
+        )
+        decode = lambda live, cached: unit * at_best(live, cached) / estimate.UTILISATION
+        prefill = estimate.prefill_call(
+            config, chip, devices, prompts=prompts, prompt_tokens=padded
+        ).seconds
+        prefill /= estimate.UTILISATION
+        weights = estimate.weight_bytes(config.model) / 1e9
+        said.append(
+            f"{chip.name} at {estimate.UTILISATION:.0%} of the roofline, by arithmetic: every "
+            f"token in all slots reads {weights:,.1f} GB of weights, a device its share, and the "
+            f"cache of the sequences in slots; prompts of {prompt_tokens} tokens, prefilled as "
+            f"{padded}, take {prefill:.3g} s a call; links take no time"
+        )
+    said += [
+        f"{host:g} s of the host for each call; {reward:g} s of one of {config.reward.workers} "
+        "workers of a host for each reward; the cache holds every slot at its longest",
+        f"{unit} tokens are drawn as one, lengths rounded to them"
+        if unit > 1
+        else "every token is played",
+    ]
+    costs = Costs(decode, prefill, host, reward)
+    return Setting(config, slots, prompts, unit, prompt_tokens, costs), said
+
+
+def _chip(name: str) -> chips.Chip:
+    known = {chip.name: chip for chip in chips.CHIPS.values()}
+    if name not in known:
+        raise UserError(f"--chip must be one of {', '.join(known)}; got {name!r}.")
+    return known[name]
+
+
+def _summary(found: Sequence[Rollout]) -> dict[str, Any]:
+    seconds = [one.seconds for one in found]
+    mean = lambda values: float(np.mean(list(values)))
+    return {
+        "steps": len(found),
+        "seconds": {
+            "mean": mean(seconds),
+            **{f"p{p}": float(np.percentile(seconds, p)) for p in (10, 50, 90)},
+        },
+        "idle_mean": mean(one.idle_H.mean() for one in found),
+        "idle_worst": mean(one.idle_H.max() for one in found),
+        "last_wait_seconds": mean(one.wait_H.max() for one in found),
+        "begun": mean(one.begun for one in found),
+        "given_back": mean(one.begun - one.tried for one in found),
+        "slots_busy": mean(one.slots_busy for one in found),
+        "tokens": mean(one.tokens for one in found),
+        "tokens_lost_share": mean(one.tokens_lost / one.tokens for one in found),
+    }
+
+
+def _compared(ours: Sequence[Rollout], seconds: Sequence[float]) -> dict[str, Any]:
+    """Predicted and measured seconds of a run's steps; the medians as well, for a step that the
+    machine was disturbed in."""
+    predicted = [one.seconds for one in ours]
+    return {
+        "seconds": list(seconds),
+        "predicted_seconds": predicted,
+        "ratio_of_sums": sum(predicted) / sum(seconds),
+        "ratio_of_medians": float(np.median(predicted) / np.median(seconds)),
+    }
+
+
+def describe(result: Mapping[str, Any]) -> str:
+    """The result of `simulate` as text."""
+    lines = ["A simulation, not a measurement. It assumes:"]
+    lines += [f"- {text}" for text in result["assumptions"]]
+    lines += ["", "| hosts | policy | steps | seconds of a rollout | p10 to p90 | idle, mean | "
+              "worst host | longest wait | prompts begun | given back | slots at work | "
+              "tokens lost |", "|" + "---|" * 12]  # fmt: skip
+    for row in result["rows"]:
+        s = row["seconds"]
+        lines.append(
+            f"| {row['hosts']} | {row['policy']} | {row['steps']} | {_seconds(s['mean'])} | "
+            f"{_seconds(s['p10'])} to {_seconds(s['p90'])} | {row['idle_mean']:.1%} | "
+            f"{row['idle_worst']:.1%} | {_seconds(row['last_wait_seconds'])} s | "
+            f"{row['begun']:,.0f} | {row['given_back']:,.0f} | {row['slots_busy']:.1%} | "
+            f"{row['tokens_lost_share']:.1%} |"
+        )
+    lines += ["", *(f"{name}: {text}" for name, text in result["policies"].items())]
+    lines.append(
+        f"A longest response takes {_seconds(result['longest_response_seconds'])} s; a prompt that "
+        f"is begun has its verdict within {_seconds(result['verdict_bound_seconds'])} s, and who "
+        "waits for it waits no longer, but for rewards."
+    )
+    if "measured" in result:
+        m = result["measured"]
+        lines.append(
+            f"Measured {sum(m['seconds']):.3g} s over {len(m['seconds'])} steps, predicted "
+            f"{sum(m['predicted_seconds']):.3g} s: {m['ratio_of_sums'] - 1:+.1%}; medians "
+            f"{np.median(m['seconds']):.3g} and {np.median(m['predicted_seconds']):.3g} s: "
+            f"{m['ratio_of_medians'] - 1:+.1%}."
+        )
+    return "\n".join(lines)
+
+
+def _seconds(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

@@ -1,0 +1,142 @@
+"""What the responses of a simulated run are: drawn from a distribution, or those of a real run."""
+
+import functools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dapo_jax.config import Config
+from dapo_jax.types import UserError
+
+# (generator, how many) -> lengths in tokens.
+Lengths = Callable[[np.random.Generator, int], np.ndarray]
+KNOWN = "lognormal:MEAN:SIGMA, uniform:LENGTH or the path of a .jsonl file"
+
+
+class Group(NamedTuple):
+    """The responses to one prompt."""
+
+    tokens_G: np.ndarray  # int, lengths
+    right_G: np.ndarray  # bool
+
+
+# (rollout step, number of the prompt in it) -> its responses; the same whenever it is asked.
+Workload = Callable[[int, int], Group]
+
+
+def lengths_of(text: str, most: int) -> Lengths:
+    """The distribution that --length_distribution names, cut at `most` tokens.
+
+    Raises:
+        UserError: there is no such distribution, or no such file.
+    """
+    kind, *given = text.split(":")
+    cut = lambda raw: np.clip(np.rint(raw), 1, most).astype(int)
+    if kind.endswith(".jsonl") and not given:
+        found = _lengths_in(Path(text))
+        return lambda rng, num: cut(rng.choice(found, num))
+    try:
+        values = [float(value) for value in given]
+    except ValueError:
+        values = []
+    if kind == "uniform" and len(values) == 1 and 1 <= values[0] <= most:
+        return lambda rng, num: cut(np.full(num, values[0]))
+    if kind == "lognormal" and len(values) == 2 and values[0] > 0 and values[1] >= 0:
+        mean, sigma = values
+        mu = math.log(mean) - sigma**2 / 2
+        return lambda rng, num: cut(rng.lognormal(mu, sigma, num))
+    raise UserError(
+        f"--length_distribution must be {KNOWN}, with lengths from 1 to {most:,}; got {text!r}."
+    )
+
+
+def _lengths_in(path: Path) -> np.ndarray:
+    if not path.is_file():
+        raise UserError(f"--length_distribution={path}: no such file. It may be {KNOWN}.")
+    try:
+        found = [_length(json.loads(line)) for line in path.read_text().splitlines() if line]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"--length_distribution={path}: every line must be a number, or an object with a "
+            f'"length" as in the rollouts that a run saves; {type(error).__name__}: {error}.'
+        ) from error
+    if not found:
+        raise UserError(f"--length_distribution={path} is empty.")
+    return np.array(found)
+
+
+def _length(line: Any) -> int:
+    return int(line["length"] if isinstance(line, dict) else line)
+
+
+def drawn(lengths: Lengths, accept: float, group_size: int, seed: int) -> Workload:
+    """Responses whose lengths depend on nothing, to prompts that are informative with probability
+    `accept`, each for itself."""
+
+    @functools.lru_cache(maxsize=100_000)
+    def group(step: int, number: int) -> Group:
+        rng = np.random.default_rng((seed, step, number))
+        right_G = np.zeros(group_size, bool)
+        right_G[0] = rng.random() < accept
+        return Group(lengths(rng, group_size), right_G)
+
+    return group
+
+
+class Measured(NamedTuple):
+    """What a real run drew, and how long it took."""
+
+    workload: Workload  # of its steps, from 0
+    seconds: list[float]  # of the rollout of each step
+    accept: float
+    tokens: float  # mean length
+
+
+def of_run(directory: Path, config: Config) -> Measured:
+    """The rollouts that a run has saved. Prompts beyond those of a step, which it had begun and
+    given back, have the responses of others of that step.
+
+    Raises:
+        UserError: there is no such run, or it did not save all of its responses.
+    """
+    files = sorted((directory / "rollouts").glob("step_*.jsonl"))
+    if not files or not (directory / "metrics.jsonl").is_file():
+        raise UserError(f"--lengths_from={directory} is not the directory of a run with rollouts.")
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    metrics = {line["step"]: line for line in map(json.loads, lines)}
+    G, steps, seconds = config.rollout.group_size, [], []
+    for file in files:
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+        step = records[0]["step"]
+        tried = metrics.get(step, {}).get("sampling/prompts_tried")
+        if len(records) != G * (tried or 0):
+            raise UserError(
+                f"--lengths_from={directory}: step {step} has {len(records)} responses saved of "
+                f"{tried} prompts with {G} each. Run it with --config.log.rollouts_per_step="
+                "1000000, and give its own config here."
+            )
+        steps.append(
+            [
+                Group(
+                    np.array([r["length"] for r in records[i : i + G]]),
+                    np.array([r["correct"] for r in records[i : i + G]]),
+                )
+                for i in range(0, len(records), G)
+            ]
+        )
+        seconds.append(metrics[step]["time/rollout"])
+
+    def group(step: int, number: int) -> Group:
+        groups = steps[step]
+        if number >= len(groups):
+            number = int(np.random.default_rng((step, number)).integers(len(groups)))
+        return groups[number]
+
+    every = [group for groups in steps for group in groups]
+    informative = [0 < int(group.right_G.sum()) < G for group in every]
+    tokens = float(np.mean([group.tokens_G for group in every]))
+    return Measured(group, seconds, float(np.mean(informative)), tokens)
