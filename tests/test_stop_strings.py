@@ -42,7 +42,7 @@ def problems():
 def engine():
     """Fewer entries than there are problems, so that each is handed out several times."""
     engine = make_engine(slots=8, prefill=2, samples=4, decode_steps=4)
-    assert engine.spec.entries == 6
+    assert engine.spec.entries == 10
     return engine
 
 

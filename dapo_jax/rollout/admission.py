@@ -188,7 +188,8 @@ class Admission:
         P = spec.prefill_prompts // spec.shards
         while True:
             free = [[e for e, r in enumerate(rs) if r is None] for rs in self.table.requests]
-            room = sum(map(len, free))
+            beyond = spec.ahead - int(self.table.waiting.sum())
+            room = min(sum(map(len, free)), max(0, -(-beyond // spec.samples)))
             if len(self.queue) < min(room, spec.prefill_prompts):
                 self.take(min(room, spec.prefill_prompts) - len(self.queue))
             # Part of a batch only when there is no whole one to come, or the slots run dry.
