@@ -170,6 +170,7 @@ def test_a_second_run_stopped_three_times_is_the_same_bit_for_bit(finished, tmp_
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
+@pytest.mark.slow
 def test_a_stop_while_the_base_is_made(tmp_path, home):
     """Before the first step there is nothing to save: the same command starts again."""
     overrides = RUN | {"pretrain__num_steps": 2000, "seed": 5}
@@ -183,6 +184,7 @@ def test_a_stop_while_the_base_is_made(tmp_path, home):
     assert code == 143 and "stopped before the first step" in out
 
 
+@pytest.mark.slow
 def test_eight_devices_train_as_one(tmp_path, home, finished):
     """The same rewards, and the same parameters to 1e-5 after 3 steps, sharded 2 x 2 x 2."""
     eight = {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}
@@ -332,6 +334,7 @@ def test_partial_rollouts_are_trained_on(tmp_path, home):
     assert_documented(steps)
 
 
+@pytest.mark.slow
 def test_divergence_ends_the_run_and_keeps_what_was_saved(tmp_path, home):
     overrides = RUN | WITHOUT_FILTERS | {"optimizer__learning_rate": 1e38}
     code, _, err = finish(start(tmp_path / "run", home, **overrides))

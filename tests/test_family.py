@@ -154,6 +154,7 @@ def ppo(tmp_path_factory, home):
     return workdir
 
 
+@pytest.mark.slow
 def test_ppo_trains_the_critic_first_and_adapts_its_kl(ppo):
     steps = metrics_of(ppo)[1:]
     assert_documented(steps)
@@ -168,6 +169,7 @@ def test_ppo_trains_the_critic_first_and_adapts_its_kl(ppo):
         assert after == pytest.approx(before * (1 + error * 8 / 100), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_ppo_resumes_bit_for_bit(ppo, home, tmp_path):
     """From what a kill leaves before the second checkpoint is whole."""
     workdir = tmp_path / "run"
