@@ -53,7 +53,14 @@ def standard_promotion():
         yield
 
 
-LONGEST = ("test_end_to_end", "test_learning", "test_family", "test_properties")
+LONGEST = (
+    "test_lost_processes",
+    "test_processes",
+    "test_end_to_end",
+    "test_learning",
+    "test_family",
+    "test_properties",
+)
 
 
 def pytest_collection_modifyitems(items):

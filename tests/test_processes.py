@@ -1,11 +1,8 @@
 """Several processes, one run: the same batches, the same parameters; and what happens when one is
 told to stop, dies, or never comes."""
 
-import concurrent.futures
-import shutil
 import signal
 import socket
-import time
 
 import jax
 import numpy as np
@@ -15,45 +12,9 @@ from dapo_jax import processes
 from dapo_jax.dynamic_sampling import Stream
 from dapo_jax.processes import START_AGAIN, Board, Processes
 from dapo_jax.types import Problem, UserError
-from tests.conftest import ROOT
 from tests.helpers import make_group, tiny_config
-from tests.runs import finish, metrics_of, params_at, rollouts_of, run, start, start_all
-
-RUN = {
-    "train__num_steps": 3,
-    "evaluation__every_steps": 2,
-    "checkpoint__every_steps": 1,
-    "checkpoint__keep_newest": 20,
-    "data__train__sums__num_problems": 40,
-    "mesh__data": 2,
-    "mesh__fsdp": 2,
-    # A model that knows nothing, and a scorer that finds something right in what it writes.
-    "pretrain__num_steps": 2,
-    "pretrain__warmup_steps": 1,
-    "reward__scorer": f"{ROOT / 'tests' / 'scorers.py'}:even",
-}
-DEVICES = 4
-LONG = {"train__num_steps": 1000}
-
-
-def finish_all(started):
-    """(exit status, output, errors) of each process."""
-    with concurrent.futures.ThreadPoolExecutor(len(started)) as threads:
-        return list(threads.map(finish, started))
-
-
-def said(text):
-    """Without what the library of collectives says of its connections, in pieces."""
-    return [line for line in text.splitlines() if "peer ranks" not in line and line.strip()]
-
-
-def run_all(workdir, home, number, **settings):
-    ended = finish_all(
-        start_all(workdir, home, processes=number, devices=DEVICES // number, **settings)
-    )
-    for code, out, err in ended:
-        assert code == 0 and err == "", (out, err)
-    return [said(out) for _, out, _ in ended]
+from tests.processes import DEVICES, RUN, assert_same_run, begin, finish_all, run_all, said
+from tests.runs import finish, metrics_of, params_at, rollouts_of, run, start
 
 
 @pytest.fixture(scope="module")
@@ -76,18 +37,6 @@ def two(one, tmp_path_factory, home):
     return workdir, run_all(workdir, home, 2, **RUN)
 
 
-def assert_same_run(one, other):
-    """The same rollouts to the last bit, the same parameters to 1e-5."""
-    assert rollouts_of(one) == rollouts_of(other)
-    for ours, theirs in zip(metrics_of(one), metrics_of(other), strict=True):
-        assert ours.keys() == theirs.keys()
-        for name, value in ours.items():
-            exact = not name.startswith(("policy/", "optimizer/", "rollout/log_prob"))
-            assert value == (theirs[name] if exact else pytest.approx(theirs[name], abs=1e-4)), name
-    a, b = params_at(one, 3, **RUN), params_at(other, 3, **RUN)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), a, b)
-
-
 def test_two_processes_train_as_one(one, two):
     workdir, (first, second) = two
     assert_same_run(one, workdir)
@@ -100,19 +49,6 @@ def test_two_processes_train_as_one(one, two):
 def test_four_processes_train_as_one(one, home, tmp_path):
     run_all(tmp_path / "run", home, 4, **RUN)
     assert_same_run(one, tmp_path / "run")
-
-
-def begin(workdir, home, steps, **settings):
-    """A run in two processes that has taken so many steps."""
-    started = start_all(workdir, home, processes=2, devices=2, **settings)
-    lines = workdir / "metrics.jsonl"
-    limit = time.monotonic() + 240
-    while not (lines.exists() and len(lines.read_text().splitlines()) > steps):
-        for process in started:
-            assert process.poll() is None, finish(process)
-        assert time.monotonic() < limit
-        time.sleep(0.01)
-    return started
 
 
 @pytest.mark.slow
@@ -130,36 +66,6 @@ def test_a_signal_to_one_stops_all_and_the_run_goes_on_bit_for_bit(two, home, tm
     assert metrics_of(workdir) == metrics_of(two[0]) and rollouts_of(workdir) == rollouts_of(two[0])
     ours, theirs = (params_at(place, 3, **RUN) for place in (workdir, two[0]))
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y), ours, theirs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "lost, number", [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)]
-)
-def test_a_process_that_is_lost_ends_the_others_and_the_run_goes_on(
-    one, home, tmp_path, lost, number
-):
-    """In another number of processes, to the same parameters but for rounding."""
-    workdir = tmp_path / "run"
-    started = begin(workdir, home, 1, **RUN | LONG)
-    started[lost].send_signal(number)
-    begun = time.monotonic()
-    code, _, err = finish(started[1 - lost])
-    assert time.monotonic() - begun < 60
-    started[lost].kill()
-    finish(started[lost])
-    # Where the store is lost, JAX may be faster than we are, and aborts.
-    assert code == START_AGAIN or (lost == 0 and code == -signal.SIGABRT), err
-    if code == START_AGAIN:
-        assert f"process {lost}" in err and "goes on from the last checkpoint" in err
-    assert any((workdir / "checkpoints").iterdir())
-    if lost == 1 and number == signal.SIGKILL:
-        # As far as the run that was not disturbed.
-        for step in (workdir / "checkpoints").iterdir():
-            if step.name.isdigit() and int(step.name) > 2:
-                shutil.rmtree(step)
-        run(workdir, home, devices=DEVICES, **RUN)
-        assert_same_run(one, workdir)
 
 
 def test_who_never_comes_is_not_waited_for(home, tmp_path):
