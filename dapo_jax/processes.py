@@ -199,7 +199,7 @@ class Processes:
     def ask_to_stop(self, signal_number: int) -> None:
         """Has `stop_asked` tell all processes of a signal."""
         if self.count > 1:
-            self._client.key_value_set("stop", str(signal_number), allow_overwrite=True)
+            self._client.key_value_set("stop/signal", str(signal_number), allow_overwrite=True)
 
     def stop_asked(self) -> int | None:
         """The signal that some process was sent."""
@@ -208,7 +208,7 @@ class Processes:
             return None
         self._looked = now
         found = dict(self._client.key_value_dir_get("stop"))
-        return int(found["stop"]) if "stop" in found else None
+        return int(found["stop/signal"]) if found else None
 
     def check_place(self, directory: Any) -> None:
         """Raises UserError unless all processes see the same directory."""

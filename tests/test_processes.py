@@ -3,6 +3,7 @@ told to stop, dies, or never comes."""
 
 import signal
 import socket
+import time
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ from dapo_jax import processes
 from dapo_jax.dynamic_sampling import Stream
 from dapo_jax.processes import START_AGAIN, Board, Processes
 from dapo_jax.types import Problem, UserError
+from tests.conftest import ROOT
 from tests.helpers import make_group, tiny_config
 from tests.processes import DEVICES, RUN, assert_same_run, begin, finish_all, run_all, said
 from tests.runs import finish, metrics_of, params_at, rollouts_of, run, start
@@ -68,6 +70,24 @@ def test_a_signal_to_one_stops_all_and_the_run_goes_on_bit_for_bit(two, home, tm
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y), ours, theirs)
 
 
+@pytest.mark.slow
+def test_a_signal_in_the_middle_of_sampling_stops_all(home, tmp_path):
+    """Nothing is ever informative, so that one waits for verdicts of the other."""
+    workdir = tmp_path / "run"
+    settings = RUN | {
+        "reward__scorer": f"{ROOT / 'tests' / 'scorers.py'}:plain",
+        "dynamic_sampling__max_rounds": 100_000,
+    }
+    started = begin(workdir, home, 0, **settings)
+    time.sleep(5)
+    started[1].send_signal(signal.SIGTERM)
+    begun = time.monotonic()
+    ended = finish_all(started)
+    assert time.monotonic() - begun < 30
+    assert [code for code, *_ in ended] == [128 + signal.SIGTERM] * 2, ended
+    assert len(metrics_of(workdir)) == 1
+
+
 def test_who_never_comes_is_not_waited_for(home, tmp_path):
     process = start(
         tmp_path / "run",
@@ -112,7 +132,7 @@ def test_flags_that_do_not_fit(arguments, message):
 
 
 class Store:
-    """The store of keys and values, in memory."""
+    """The store of keys and values, in memory: a place is a directory, not a key."""
 
     def __init__(self):
         self.values = {}
@@ -122,13 +142,14 @@ class Store:
         self.values[key] = value
 
     def key_value_dir_get(self, place):
-        return [(k, v) for k, v in self.values.items() if k.startswith(f"{place}/") or k == place]
+        return [(k, v) for k, v in self.values.items() if k.startswith(f"{place}/")]
 
     def key_value_increment(self, key, by):
         self.values[key] = str(int(self.values.get(key, 0)) + by)
         return int(self.values[key])
 
     def key_value_delete(self, place):
+        self.values.pop(place, None)
         for key, _ in self.key_value_dir_get(place):
             del self.values[key]
 
@@ -171,6 +192,15 @@ def test_who_draws_what_and_when_does_not_matter(number, seed, monkeypatch):
         assert all(groups[n].problem.id == n for n in range(stream.decided))
     # Nobody begins much more than is needed.
     assert each[0][0].board.begun <= informative[7] + 1 + 8 / 0.6 + number
+
+
+def test_a_signal_to_one_is_seen_by_the_others():
+    store = Store()
+    one, other = (Processes(i, 2, store) for i in range(2))
+    assert other.stop_asked() is None
+    other._looked = 0.0
+    one.ask_to_stop(15)
+    assert other.stop_asked() == 15
 
 
 def test_values_are_dealt_and_collected_in_their_order(monkeypatch):
