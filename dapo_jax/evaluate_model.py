@@ -17,13 +17,13 @@ from dapo_jax.benchmarks import Benchmark
 from dapo_jax.checkpoint import restore_part
 from dapo_jax.config import Config, SourceConfig
 from dapo_jax.parameters import parse_scorers
-from dapo_jax.processes import StopSignals
 from dapo_jax.progress import Progress, duration
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.sharding import make_mesh, param_shardings
 from dapo_jax.sources import DATASETS
+from dapo_jax.stop_signals import StopSignals
 from dapo_jax.tokenizer import load_tokenizer
 from dapo_jax.trainer import make_engine
 from dapo_jax.types import Problem, StopRequested, UserError

@@ -10,9 +10,9 @@ import jax
 from dapo_jax import hf_config, weights
 from dapo_jax.config import Config
 from dapo_jax.evaluate_model import load_params
-from dapo_jax.processes import StopSignals
 from dapo_jax.progress import Progress
 from dapo_jax.sharding import fitting, make_mesh
+from dapo_jax.stop_signals import StopSignals
 from dapo_jax.tokenizer import load_tokenizer, stop_tokens
 from dapo_jax.types import UserError
 

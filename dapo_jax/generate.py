@@ -12,12 +12,12 @@ import jax
 
 from dapo_jax import hf_config, prompts, weights
 from dapo_jax.config import ModelConfig, model_config
-from dapo_jax.processes import StopSignals
 from dapo_jax.progress import Progress, duration
 from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.sharding import fitting, make_mesh, param_shardings
+from dapo_jax.stop_signals import StopSignals
 from dapo_jax.tokenizer import load_tokenizer, stop_tokens, text_stream
 from dapo_jax.types import Problem, Response, StopRequested, UserError
 

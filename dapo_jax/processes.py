@@ -11,13 +11,11 @@ A run of one process goes through the same code, with a store of its own.
 import json
 import os
 import pickle
-import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, TypeVar
 
 import jax
@@ -25,7 +23,6 @@ import numpy as np
 from jax._src import distributed  # the store has no public name; orbax reads it from here too
 from jax.experimental import multihost_utils
 
-from dapo_jax.progress import Progress
 from dapo_jax.types import StopRequested, UserError, causes
 
 T = TypeVar("T")
@@ -298,49 +295,6 @@ class Processes:
 
 
 ALONE = Processes()
-
-
-class StopSignals:
-    """While active, SIGTERM and Ctrl-C are remembered instead of acted on; a second one is not.
-    What one process was sent counts for all."""
-
-    def __init__(self, progress: Progress, them: Processes = ALONE):
-        self.progress, self.them = progress, them
-        self.received: int | None = None
-        self.told = False  # the other processes
-
-    def __enter__(self) -> "StopSignals":
-        self.before = {s: signal.signal(s, self._remember) for s in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        self.received = number
-        name = signal.Signals(number).name
-        self.progress.say(f"{name}: saving, then stopping (again to stop at once)")
-
-    def check(self) -> None:
-        """Raises StopRequested if a signal has come. Where there are several processes, one may
-        raise before another: see `Processes.all_or_none`."""
-        if self.received is not None:
-            if not self.told:
-                self.them.ask_to_stop(self.received)
-                self.told = True
-            raise StopRequested
-        self.received = self.them.stop_asked()
-        if self.received is not None:
-            self.told = True
-            raise StopRequested
-
-    def check_together(self) -> None:
-        """Raises StopRequested in all processes, if a signal has come to one of them."""
-        self.them.all_or_none(self.check)
 
 
 def start(

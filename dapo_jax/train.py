@@ -27,12 +27,13 @@ from dapo_jax.dynamic_sampling import (
 from dapo_jax.evaluate import evaluate
 from dapo_jax.learner import RunState
 from dapo_jax.problems import rubrics
-from dapo_jax.processes import ALONE, Processes, StopSignals
+from dapo_jax.processes import ALONE, Processes
 from dapo_jax.progress import Progress, duration
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.run_directory import RunDirectory
 from dapo_jax.samples import adapted_kl_coefficient, shaped_rewards
+from dapo_jax.stop_signals import StopSignals
 from dapo_jax.trainer import Trainer
 from dapo_jax.types import Group, RunError, StopRequested
 from dapo_jax.votes import equivalences

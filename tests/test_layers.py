@@ -14,7 +14,8 @@ LAYERS = [
     # pure, and hosts' small tools
     ["objective", "policy_losses", "aggregation", "advantage", "corrections", "covariance",
      "batching", "reward", "scorers", "rows", "hub", "sources", "prompts", "estimators",
-     "arithmetic", "prefilter", "partial_rollouts", "progress", "processes", "watchdog",
+     "arithmetic", "prefilter", "partial_rollouts", "progress", "processes", "stop_signals",
+     "watchdog",
      "compilations", "hf_config", "rotary", "products"],
     ["model", "attention", "attention_kernels", "vocabulary", "log_probs", "sharding",
      "samples", "data", "tokenizer", "checkpoint", "reward_pool", "scoring", "votes",

@@ -1,0 +1,51 @@
+"""SIGTERM and Ctrl-C: remembered until the run is at a place where it can stop."""
+
+import signal
+from types import FrameType
+
+from dapo_jax.processes import ALONE, Processes
+from dapo_jax.progress import Progress
+from dapo_jax.types import StopRequested
+
+
+class StopSignals:
+    """While active, SIGTERM and Ctrl-C are remembered instead of acted on; a second one is not.
+    What one process was sent counts for all."""
+
+    def __init__(self, progress: Progress, them: Processes = ALONE):
+        self.progress, self.them = progress, them
+        self.received: int | None = None
+        self.told = False  # the other processes
+
+    def __enter__(self) -> "StopSignals":
+        self.before = {s: signal.signal(s, self._remember) for s in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.received = number
+        name = signal.Signals(number).name
+        self.progress.say(f"{name}: saving, then stopping (again to stop at once)")
+
+    def check(self) -> None:
+        """Raises StopRequested if a signal has come. Where there are several processes, one may
+        raise before another: see `Processes.all_or_none`."""
+        if self.received is not None:
+            if not self.told:
+                self.them.ask_to_stop(self.received)
+                self.told = True
+            raise StopRequested
+        self.received = self.them.stop_asked()
+        if self.received is not None:
+            self.told = True
+            raise StopRequested
+
+    def check_together(self) -> None:
+        """Raises StopRequested in all processes, if a signal has come to one of them."""
+        self.them.all_or_none(self.check)
