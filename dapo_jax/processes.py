@@ -29,9 +29,10 @@ T = TypeVar("T")
 # The exit status that says: nothing is wrong with the run, start it again.
 START_AGAIN = 75
 BEAT_SECONDS = 2.0
-DEAD_SECONDS = 30.0  # without a sign of life
-# JAX's own limit: it ends a process with a stack trace, so ours comes first.
-HEARTBEAT_SECONDS = 50
+DEAD_SECONDS = 20.0  # without a sign of life
+# JAX's own limit: it ends a process with a stack trace, so ours comes first. Its signs of life come
+# every half of the limit, so that it acts as early as half of it after a loss.
+HEARTBEAT_SECONDS = 58
 SHUTDOWN_SECONDS = 60
 LOOK_SECONDS = 0.02  # between two looks at what others tell
 SHARED_AT_ONCE = 2**28  # bytes of all processes together

@@ -16,21 +16,11 @@ def home(tmp_path_factory):
     return tmp_path_factory.mktemp("home")
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory, home):
-    """The run in one process."""
-    workdir = tmp_path_factory.mktemp("one") / "run"
-    run(workdir, home, devices=DEVICES, **RUN)
-    return workdir
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "lost, number", [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)]
 )
-def test_a_process_that_is_lost_ends_the_others_and_the_run_goes_on(
-    one, home, tmp_path, lost, number
-):
+def test_a_process_that_is_lost_ends_the_others_and_the_run_goes_on(home, tmp_path, lost, number):
     """In another number of processes, to the same parameters but for rounding."""
     workdir = tmp_path / "run"
     started = begin(workdir, home, 1, **RUN | LONG)
@@ -46,6 +36,8 @@ def test_a_process_that_is_lost_ends_the_others_and_the_run_goes_on(
         assert f"process {lost}" in err and "goes on from the last checkpoint" in err
     assert any((workdir / "checkpoints").iterdir())
     if lost == 1 and number == signal.SIGKILL:
+        one = tmp_path / "one"
+        run(one, home, devices=DEVICES, **RUN)
         # As far as the run that was not disturbed.
         for step in (workdir / "checkpoints").iterdir():
             if step.name.isdigit() and int(step.name) > 2:

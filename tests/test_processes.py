@@ -194,6 +194,13 @@ def test_who_draws_what_and_when_does_not_matter(number, seed, monkeypatch):
     assert each[0][0].board.begun <= informative[7] + 1 + 8 / 0.6 + number
 
 
+def test_we_tell_of_a_lost_process_before_jax_aborts_the_others():
+    """JAX's signs of life come every half of its limit: the last may be so old when a process is
+    lost."""
+    ours = processes.DEAD_SECONDS + 2 * processes.BEAT_SECONDS
+    assert ours < processes.HEARTBEAT_SECONDS / 2 and processes.HEARTBEAT_SECONDS < 60
+
+
 def test_a_signal_to_one_is_seen_by_the_others():
     store = Store()
     one, other = (Processes(i, 2, store) for i in range(2))
