@@ -38,6 +38,12 @@ def config():
     return tiny_config()
 
 
+@pytest.fixture(scope="session")
+def home(tmp_path_factory):
+    """A user's cache directory, shared by the whole runs of a session: base models, programs."""
+    return tmp_path_factory.mktemp("home")
+
+
 @pytest.fixture
 def cache_home(tmp_path_factory, monkeypatch):
     """A user cache directory of the test's own."""

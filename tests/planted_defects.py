@@ -7,6 +7,8 @@ copy as it is and fail on the copy with the defect. --passed: they are known to 
 because the whole suite has just been run.
 """
 
+import concurrent.futures
+import os
 import shutil
 import subprocess
 import sys
@@ -149,7 +151,10 @@ DEFECTS = (
 def run(copy: Path, tests: str) -> int:
     """pytest's exit status: 0 all passed, 1 some failed."""
     command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", *tests.split(" ", 2)]
-    done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+    # The libraries' byte code of the whole suite, see conftest.py, instead of one for each copy.
+    kept = {"PYTHONPYCACHEPREFIX": str(ROOT / ".pytest_cache" / "d" / "bytecode")}
+    env = os.environ | kept | {"PYTHONDONTWRITEBYTECODE": ""}
+    done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
     if done.returncode not in (0, 1):
         raise SystemExit(f"pytest could not run {tests}:\n{done.stdout}{done.stderr}")
     return done.returncode
@@ -163,33 +168,40 @@ def plant(copy: Path, defect: Defect) -> None:
     file.write_text(text.replace(defect.right, defect.wrong))
 
 
+def make_copy(directory: Path) -> Path:
+    """Of what the tests need."""
+    directory.mkdir(parents=True)
+    for part in ("dapo_jax", "configs", "tests", "launch", "pyproject.toml"):
+        source = ROOT / part
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, directory / part)
+    return directory
+
+
 def main() -> int:
     """0 if every defect is found, 1 otherwise."""
     missed = []
     with tempfile.TemporaryDirectory() as temporary:
-        copy = Path(temporary) / "copy"
-        for part in ("dapo_jax", "configs", "tests", "launch", "pyproject.toml"):
-            source = ROOT / part
-            (shutil.copytree if source.is_dir() else shutil.copy)(source, _made(copy) / part)
+        right = make_copy(Path(temporary) / "right")
         passed = sys.argv[1:] == ["--passed"]
         for tests in () if passed else sorted({defect.tests for defect in DEFECTS}):
-            if run(copy, tests):
+            if run(right, tests):
                 raise SystemExit(f"{tests} fails without any defect")
-        for number, defect in enumerate(DEFECTS, 1):
-            right = (copy / defect.file).read_text()
+
+        def found(numbered: tuple[int, Defect]) -> bool:
+            number, defect = numbered
+            copy = make_copy(Path(temporary) / str(number))
             plant(copy, defect)
-            found = run(copy, defect.tests) == 1
-            (copy / defect.file).write_text(right)
-            verdict = "found" if found else "MISSED"
-            print(f"{number}/{len(DEFECTS)} {verdict}: {defect.name} ({defect.tests})", flush=True)
-            if not found:
-                missed.append(defect.name)
+            return run(copy, defect.tests) == 1
+
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+            verdicts = threads.map(found, enumerate(DEFECTS))
+            for number, (defect, seen) in enumerate(zip(DEFECTS, verdicts, strict=True), 1):
+                verdict = "found" if seen else "MISSED"
+                place = f"{number}/{len(DEFECTS)}"
+                print(f"{place} {verdict}: {defect.name} ({defect.tests})", flush=True)
+                if not seen:
+                    missed.append(defect.name)
     return 1 if missed else 0
-
-
-def _made(directory: Path) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ RUN = {
     "reward__scorer": f"{ROOT / 'tests' / 'scorers.py'}:even",
 }
 DEVICES = 4
-LONG = {"train__num_steps": 1000}
 
 
 def finish_all(started):

@@ -56,12 +56,6 @@ WITHOUT_FILTERS = {
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    """A user's cache for the base model, shared by the runs of this module."""
-    return tmp_path_factory.mktemp("home")
-
-
-@pytest.fixture(scope="module")
 def finished(tmp_path_factory, home):
     """A run that nothing disturbed, and what it printed."""
     workdir = tmp_path_factory.mktemp("runs") / "undisturbed"

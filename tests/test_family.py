@@ -73,11 +73,6 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return tmp_path_factory.mktemp("home")
-
-
 def on_policy_groups(trainer, params, rng):
     """Groups of random responses with their true log-probs, half of them right."""
     config = trainer.config

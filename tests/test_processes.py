@@ -20,11 +20,6 @@ from tests.runs import finish, metrics_of, params_at, rollouts_of, run, start
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return tmp_path_factory.mktemp("home")
-
-
-@pytest.fixture(scope="module")
 def one(tmp_path_factory, home):
     """The run in one process."""
     workdir = tmp_path_factory.mktemp("one") / "run"
