@@ -47,8 +47,11 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(lines[:2])}".rstrip(".")
 
 
-def model_directory(path: str, patterns: Sequence[str]) -> Path:
+def model_directory(path: str, patterns: Sequence[str], field: str = "config.model.path") -> Path:
     """The directory of a model: `path` itself, or what the hub has under that id.
+
+    Args:
+        field: that `path` comes from, for errors.
 
     Raises:
         UserError: there is neither such a directory nor such a repository.
@@ -58,14 +61,14 @@ def model_directory(path: str, patterns: Sequence[str]) -> Path:
         return place
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise UserError(
-            f"config.model.path: there is no directory {place.absolute()}. Give a directory in "
+            f"{field}: there is no directory {place.absolute()}. Give a directory in "
             "Hugging Face format or the id of a repository on the hub (owner/name)."
         )
     try:
         return snapshot(path, "model", patterns)
     except Exception as error:
         raise UserError(
-            f"config.model.path: there is no directory {place.absolute()}, and {path} could not be "
+            f"{field}: there is no directory {place.absolute()}, and {path} could not be "
             f"fetched from the hub ({reason(error)}). Check its name and the network, set HF_TOKEN "
             "if it is gated or private, or give a directory."
         ) from error

@@ -11,9 +11,12 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from dapo_jax import arithmetic
+from dapo_jax import arithmetic, hub
 from dapo_jax.config import ModelConfig
 from dapo_jax.types import UserError
+
+# Of a repository, what a tokenizer may consist of.
+FILES = ("*.json", "*.jinja", "tokenizer*", "vocab*", "merges.txt")
 
 
 def arithmetic_tokenizer() -> PreTrainedTokenizerFast:
@@ -57,11 +60,15 @@ def load_tokenizer(config: ModelConfig, save_to: Path | None = None) -> Any:
     if place is None:
         tokenizer = arithmetic_tokenizer()
     else:
+        field = "config.model.tokenizer" if config.tokenizer else "config.model.path"
+        # By the id of a repository transformers asks the hub of one thing after another, and where
+        # the hub is out of reach waits for each.
+        directory = hub.model_directory(place, FILES, field)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(Path(place).expanduser())
+            tokenizer = AutoTokenizer.from_pretrained(directory)
         except (OSError, ValueError) as error:
             raise UserError(
-                f"config.model.tokenizer ({place!r}) could not be loaded: {error} "
+                f"the tokenizer of {field} ({place!r}) could not be loaded: {error} "
                 "Give a directory in Hugging Face format or the id of a repository on the hub."
             ) from error
     if tokenizer.eos_token_id is None:

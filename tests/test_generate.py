@@ -297,3 +297,4 @@ def test_a_model_of_the_hub_is_fetched_once(place, tmp_path):
     assert re.search(r"own/private could not be fetched .*401.*HF_TOKEN", refused.stderr)
     down = ask(hub.url, "own/model")
     assert down.stdout == first.stdout, "from the cache, where the hub is down"
+    assert "Retry" not in down.stderr, "nor is it waited for"
