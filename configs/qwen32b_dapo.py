@@ -46,6 +46,7 @@ def get_config() -> ml_collections.ConfigDict:
             mesh=dict(
                 data=1,
                 fsdp=16,
+                context=1,
                 tensor=4,
                 rules=(
                     ("vocab", "tensor"),

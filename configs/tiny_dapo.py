@@ -46,6 +46,7 @@ def get_config() -> ml_collections.ConfigDict:
             mesh=dict(
                 data=-1,
                 fsdp=1,
+                context=1,
                 tensor=1,
                 rules=(
                     ("vocab", None),

@@ -6,6 +6,7 @@ Softmax and its sum are float32 whatever the compute dtype. Each returns the att
 [B, T, N, H] and the cache.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from dapo_jax import attention_kernels
-from dapo_jax.model import Attend
+from dapo_jax.model import NO_WINDOW, Attend
 
 Arrays = tuple[jax.Array, ...]
 # Queries are cut into parts, each with the keys up to its end only: four parts of a row compute 5/8
@@ -50,6 +51,8 @@ def packed(segments_BT: jax.Array, choice: attention_kernels.Choice = XLA) -> At
     Args:
         choice: the program that attends, from `attention_kernels.choose`.
     """
+    if choice.kernel == "xla" and choice.context > 1:
+        return _over_context(segments_BT, choice)
     T = segments_BT.shape[1]
     long = T > LONG_ROW
     size = max(LEAST_PART, -(-T // PARTS))
@@ -84,6 +87,44 @@ def packed(segments_BT: jax.Array, choice: attention_kernels.Choice = XLA) -> At
     return attend
 
 
+def _over_context(segments_BT: jax.Array, choice: attention_kernels.Choice) -> Attend:
+    """Attention of rows whose tokens lie over the context axis: each device has the queries of its
+    own part and gathers keys and values."""
+    assert choice.layout is not None
+
+    def local(
+        kernels: tuple[Any, ...],
+        window: jax.Array,
+        segments_BC: jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+    ) -> jax.Array:
+        gather = functools.partial(jax.lax.all_gather, axis_name="context", axis=1, tiled=True)
+        segments, k, v = map(gather, (segments_BC, k, v))
+        start = jax.lax.axis_index("context") * q.shape[1]
+        k, v = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (k, v))
+        if segments.shape[1] > LONG_ROW:
+            return by_query_chunks(q, k, v, segments_BC, segments, start, window)
+        return _of_part(q, k, v, seen(segments_BC, segments, start, window))
+
+    program = attention_kernels.of_each_device(local, choice.layout, ())
+
+    def attend(
+        layer: jax.Array | int,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: Any,
+        window: jax.Array | int | None,
+    ) -> tuple[jax.Array, Any]:
+        seen_back = jnp.asarray(NO_WINDOW if window is None else window, jnp.int32)
+        out = program((), seen_back, segments_BT, q, k, v)
+        return checkpoint_name(out, attention_kernels.KEPT), cache
+
+    return attend
+
+
 def seen(
     segments_BC: jax.Array,
     segments_BS: jax.Array,
@@ -111,7 +152,7 @@ def by_query_chunks(
     v_BSKH: jax.Array,
     segments_BT: jax.Array,
     segments_BS: jax.Array,
-    start: int,
+    start: jax.Array | int,
     window: jax.Array | int | None,
 ) -> jax.Array:
     """`dot_product_attention` of the tokens from `start` on over the first S of their row,

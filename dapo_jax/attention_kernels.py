@@ -10,12 +10,13 @@ A kernel is a program of one device: on a mesh each device attends with its own 
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dapo_jax.config import ModelConfig
 from dapo_jax.model import NO_WINDOW
@@ -38,6 +39,11 @@ class Choice(NamedTuple):
     every_layer: bool = False  # slides
     layout: HeadLayout | None = None  # on a mesh of several devices
 
+    @property
+    def context(self) -> int:
+        """In how many parts the tokens of a row lie."""
+        return 1 if self.layout is None else self.layout.context
+
 
 def choose(config: ModelConfig, layout: HeadLayout | None) -> Choice:
     """What `config.model.attention` means: "auto" is the kernel of the platform where that takes
@@ -47,11 +53,14 @@ def choose(config: ModelConfig, layout: HeadLayout | None) -> Choice:
         layout: where rows and heads lie; None: on the one device of the default platform.
 
     Raises:
-        UserError: the kernel that is asked for is another platform's, or does not take the model.
+        UserError: the kernel that is asked for is another platform's, or does not take the model;
+            query and kv heads lie apart where the tokens of a row lie over devices.
     """
     platform = jax.default_backend() if layout is None else layout.mesh.devices.flat[0].platform
     if layout is not None and layout.mesh.size == 1:
         layout = None
+    if layout is not None and layout.context > 1 and layout.heads != layout.kv_heads:
+        raise UserError(f"config.mesh.context ({layout.context}) {_unaligned(layout)}.")
     wanted, of_platform = config.attention, KERNELS.get(platform, "xla")
     kernel = of_platform if wanted == "auto" else wanted
     if kernel not in ("xla", of_platform):
@@ -76,11 +85,10 @@ def _refusal(kernel: str, config: ModelConfig, layout: HeadLayout | None) -> str
     if kernel == "xla":
         return None
     if layout is not None and layout.heads != layout.kv_heads:
-        return (
-            "needs config.mesh.rules to send heads and kv_heads to one mesh axis; they go to "
-            f"{layout.heads!r} and {layout.kv_heads!r}"
-        )
+        return _unaligned(layout)
     if kernel == "flash":
+        if layout is not None and layout.context > 1:
+            return f"needs whole rows; got config.mesh.context {layout.context}"
         if config.sliding_layers:
             return "does not take config.model.sliding_layers"
         if config.compute_dtype != "bfloat16":
@@ -88,6 +96,13 @@ def _refusal(kernel: str, config: ModelConfig, layout: HeadLayout | None) -> str
         if not 16 <= config.head_dim <= 256:
             return f"takes a config.model.head_dim from 16 to 256; got {config.head_dim}"
     return None
+
+
+def _unaligned(layout: HeadLayout) -> str:
+    return (
+        "needs config.mesh.rules to send heads and kv_heads to one mesh axis; they go to "
+        f"{layout.heads!r} and {layout.kv_heads!r}"
+    )
 
 
 def attend(
@@ -103,20 +118,34 @@ def attend(
     Args:
         window: of this layer: that of `choice` or NO_WINDOW; None: no layer slides.
     """
-    local = {"splash": _splash, "flash": _flash}[choice.kernel]
-    local = functools.partial(local, choice)
     window = jnp.asarray(NO_WINDOW if window is None else window, jnp.int32)
-    if choice.layout is not None:
-        rows, heads = choice.layout.rows[0], choice.layout.heads
-        at = PartitionSpec(rows, None, heads)
-        local = jax.shard_map(
-            local,
-            mesh=choice.layout.mesh,
-            in_specs=(PartitionSpec(), PartitionSpec(rows), at, at, at),
-            out_specs=at,
-            check_vma=False,
-        )
-    return local(window, segments_BT, q_BTNH, k_BTKH, v_BTKH)
+    layout, of_heads = choice.layout, 1
+    if layout is not None and layout.heads is not None:
+        of_heads = layout.mesh.shape[layout.heads]
+    T, N = q_BTNH.shape[1] // choice.context, q_BTNH.shape[2] // of_heads
+    # What a kernel is made of is data too: of queries, each device has the part that it attends.
+    kernels = _splash_kernels(choice, T, N) if choice.kernel == "splash" else ()
+    local = functools.partial({"splash": _splash, "flash": _flash}[choice.kernel], choice)
+    if layout is not None:
+        by_queries = NamedSharding(layout.mesh, PartitionSpec(None, "context"))
+        parts = tuple(kernel.manual_sharding_spec(by_queries) for kernel in kernels)
+        local = of_each_device(local, layout, parts)
+    return local(kernels, window, segments_BT, q_BTNH, k_BTKH, v_BTKH)
+
+
+def of_each_device(
+    local: Callable[..., jax.Array], layout: HeadLayout, kernels_at: Any
+) -> Callable[..., jax.Array]:
+    """(kernels, window, segments, q, k, v) -> attended values, computed by each device from what it
+    has: its rows and heads, and its part of their tokens."""
+    at = PartitionSpec(*layout.rows, layout.heads)
+    return jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(kernels_at, PartitionSpec(), layout.rows, at, at, at),
+        out_specs=at,
+        check_vma=False,
+    )
 
 
 def _filled(x: jax.Array, axis: int, multiple: int) -> jax.Array:
@@ -126,60 +155,98 @@ def _filled(x: jax.Array, axis: int, multiple: int) -> jax.Array:
     return jnp.pad(x, widths)
 
 
+def _splash_size(tokens: int) -> tuple[int, int]:
+    """(tokens, filled up to whole blocks; tokens of a block)."""
+    whole = SPLASH_BLOCK if tokens >= SPLASH_BLOCK else LANES
+    full = tokens + -tokens % whole
+    return full, min(SPLASH_BLOCK, full)
+
+
+def _splash_kernels(choice: Choice, part: int, heads: int) -> tuple[Any, ...]:
+    """Splash attention to what layers see that do not slide, and that do; of those that there are.
+
+    Args:
+        part: tokens of a row that a device has the queries of.
+        heads: of a device.
+    """
+    from jax.experimental.pallas.ops.tpu import splash_attention as library
+
+    full, block = _splash_size(part)
+    if choice.window is not None and choice.context > 1 and full > part:
+        raise UserError(
+            f"config.train.row_tokens over config.mesh.context ({choice.context}) leaves {part} "
+            f"tokens to a device; sliding layers need a multiple of {LANES}, of {SPLASH_BLOCK} "
+            f"from {SPLASH_BLOCK} on."
+        )
+    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    blocks: dict[str, Any] = {f"block_{name}": block for name in names}
+    shape = choice.context * full, choice.context * full
+
+    def kernel(seen: int | None) -> Any:
+        mask = (
+            library.CausalMask(shape)
+            if seen is None
+            else library.LocalMask(shape, (seen - 1, 0), 0)
+        )
+        return library.make_splash_mha(
+            library.MultiHeadMask([mask] * heads),
+            block_sizes=library.BlockSizes(**blocks),
+            head_shards=1,
+            q_seq_shards=choice.context,
+            # What its backward pass reads: log sum exp, and the attended values.
+            residual_checkpoint_name=KEPT,
+            interpret=choice.platform == "cpu",
+        )
+
+    if choice.window is None or choice.every_layer:
+        return (kernel(choice.window),)
+    return kernel(None), kernel(choice.window)
+
+
 def _splash(
     choice: Choice,
+    kernels: tuple[Any, ...],
     window: jax.Array,
     segments_BT: jax.Array,
     q_BTNH: jax.Array,
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
 ) -> jax.Array:
-    """Splash attention over the rows and heads of one device.
+    """Splash attention over the rows and heads of one device, and the queries of its part of them.
 
-    Rows are filled up with padding to whole blocks; heads with zeros, which change neither scores
+    Tokens are filled up with padding to whole blocks; heads with zeros, which change neither scores
     nor values.
+
+    Args:
+        kernels: from `_splash_kernels`.
     """
     from jax.experimental.pallas.ops.tpu import splash_attention as library
 
-    _, T, N, H = q_BTNH.shape
-    whole = SPLASH_BLOCK if T >= SPLASH_BLOCK else LANES
-    segments_BT = _filled(segments_BT, 1, whole)
-    fill = lambda x: _filled(_filled(x, 1, whole), 3, LANES).swapaxes(1, 2)
-    q_BNTH, k_BKTH, v_BKTH = map(fill, ((q_BTNH * H**-0.5).astype(q_BTNH.dtype), k_BTKH, v_BTKH))
-    full = segments_BT.shape[1]
-    block = min(SPLASH_BLOCK, full)
-    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-    blocks: dict[str, Any] = {f"block_{name}": block for name in names}
-    sizes = library.BlockSizes(**blocks)
-
-    def attention(seen: int | None) -> jax.Array:
-        shape = (full, full)
-        mask = (
-            library.CausalMask(shape)
-            if seen is None
-            else library.LocalMask(shape, (seen - 1, 0), 0)
-        )
-        kernel: Any = library.make_splash_mha_single_device(
-            library.MultiHeadMask([mask] * N),
-            block_sizes=sizes,
-            # What its backward pass reads: log sum exp, and the attended values.
-            residual_checkpoint_name=KEPT,
-            interpret=choice.platform == "cpu",
-        )
-        segments = library.SegmentIds(segments_BT, segments_BT)
-        return jax.vmap(kernel)(q_BNTH, k_BKTH, v_BKTH, segments)
-
-    if choice.window is None or choice.every_layer:
-        out_BNTH = attention(choice.window)
+    _, T, _, H = q_BTNH.shape
+    full, _ = _splash_size(T)
+    segments_BT = _filled(segments_BT, 1, full)
+    fill = lambda x: _filled(_filled(x, 1, full), 3, LANES).swapaxes(1, 2)
+    q_BNTH, k_BKSH, v_BKSH = map(fill, ((q_BTNH * H**-0.5).astype(q_BTNH.dtype), k_BTKH, v_BTKH))
+    segments_BS = segments_BT
+    if choice.context > 1:  # S tokens of whole rows
+        gather = functools.partial(jax.lax.all_gather, axis_name="context", tiled=True)
+        segments_BS = gather(segments_BT, axis=1)
+        k_BKSH, v_BKSH = gather(k_BKSH, axis=2), gather(v_BKSH, axis=2)
+    segments = library.SegmentIds(segments_BT, segments_BS)
+    by = [
+        lambda kernel=kernel: jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, segments)
+        for kernel in kernels
+    ]
+    if len(by) == 1:
+        out_BNTH = by[0]()
     else:  # which layers slide is data to the scan over layers
-        out_BNTH = jax.lax.cond(
-            window < NO_WINDOW, lambda: attention(choice.window), lambda: attention(None)
-        )
+        out_BNTH = jax.lax.cond(window < NO_WINDOW, by[1], by[0])
     return out_BNTH[:, :, :T, :H].swapaxes(1, 2)
 
 
 def _flash(
     choice: Choice,
+    kernels: tuple[Any, ...],
     window: jax.Array,
     segments_BT: jax.Array,
     q_BTNH: jax.Array,

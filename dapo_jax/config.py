@@ -83,6 +83,7 @@ class MeshConfig:
 
     data: int
     fsdp: int
+    context: int
     tensor: int
     rules: tuple[tuple[str, str | None], ...]  # (logical axis, mesh axis or None)
 

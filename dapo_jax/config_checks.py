@@ -272,14 +272,15 @@ def _check_pretrain(config: Any) -> None:
 
 
 def _check_mesh(mesh: Any) -> None:
-    sizes = {"data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor}
+    split = ("data", "fsdp", "tensor")  # parameters over context as over fsdp
+    sizes = {axis: getattr(mesh, axis) for axis in (*split, "context")}
     for name, size in sizes.items():
         require(size == -1 or size > 0, f"mesh.{name}", size, "positive, or -1 for the rest")
     if sum(size == -1 for size in sizes.values()) > 1:
         raise UserError(f"config.mesh: at most one axis may be -1; got {sizes}.")
     for logical, axis in mesh.rules:
-        if axis is not None and axis not in sizes:
+        if axis is not None and axis not in split:
             raise UserError(
-                f"config.mesh.rules sends {logical!r} to {axis!r}, which is not a mesh axis "
-                f"({', '.join(sizes)})."
+                f"config.mesh.rules sends {logical!r} to {axis!r}, which is not a mesh axis for "
+                f"parameters ({', '.join(split)})."
             )

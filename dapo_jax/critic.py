@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dapo_jax import attention, attention_kernels, log_probs, model
+from dapo_jax import log_probs, model
 from dapo_jax.config import Config, OptimizerConfig
 from dapo_jax.objective import at_least_float32, clamp
 from dapo_jax.optimizer import make_optimizer, moment_shardings
-from dapo_jax.sharding import batch_sharding, head_layout, param_shardings, replicated
+from dapo_jax.sharding import head_layout, param_shardings, replicated, row_sharding
 from dapo_jax.train_step import (
     TrainState,
     compile_map,
@@ -81,13 +81,7 @@ def row_values(
         mesh: that the parameters and rows lie on; None: one device.
     """
     layout = None if mesh is None else head_layout(config.model, config.mesh, mesh)
-    hidden_BTD, _ = model.hidden_states(
-        config.model,
-        log_probs.looked_up(config.model, params.decoder, layout),
-        rows.tokens_BT,
-        rows.positions_BT,
-        attention.packed(rows.segments_BT, attention_kernels.choose(config.model, layout)),
-    )
+    hidden_BTD = log_probs.row_hidden(config.model, params.decoder, rows, layout)
     value_BT = jnp.einsum(
         "BTD,D->BT",
         hidden_BTD,
@@ -169,7 +163,7 @@ def update(
 
 def compile_update(config: Config, mesh: Mesh) -> Callable[..., tuple[TrainState, CriticMetrics]]:
     """`update` jitted for the mesh; the state is donated."""
-    state, rows = state_shardings(config, mesh), batch_sharding(mesh, batch_dim=1)
+    state, rows = state_shardings(config, mesh), row_sharding(mesh, batch_dim=1)
     everywhere = replicated(mesh)
     return jax.jit(
         functools.partial(update, config, mesh=mesh),

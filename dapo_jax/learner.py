@@ -19,7 +19,7 @@ from dapo_jax.config import Config
 from dapo_jax.optimizer import learning_rate
 from dapo_jax.parameters import SELECTION_PARAMETERS
 from dapo_jax.samples import estimate_advantages, finished_columns, kept_lengths, make_samples
-from dapo_jax.sharding import batch_sharding, batch_shards, to_host, to_mesh
+from dapo_jax.sharding import batch_shards, row_sharding, to_host, to_mesh
 from dapo_jax.types import Group, Rows, RunError, Samples
 
 # Rows [M, B, T] of a mini-batch on the device, and how many of the M are used.
@@ -275,7 +275,7 @@ class Learner:
             rows, rows_per_micro_batch=B, num_micro_batches=batching.max_micro_batches(self.config)
         )
         used = batching.used_micro_batches(len(rows.tokens_BT), B)
-        on_mesh = to_mesh(stacked, batch_sharding(self.mesh, batch_dim=1))
+        on_mesh = to_mesh(stacked, row_sharding(self.mesh, batch_dim=1))
         return on_mesh, np.int32(used)
 
     def _check_skipped(self, results: Sequence[Any], step: int) -> None:

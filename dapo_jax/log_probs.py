@@ -258,10 +258,7 @@ def row_statistics(
         reference: parameters of the same architecture for the exact KL, or None.
         layout: see `token_statistics`.
     """
-    attend = attention.packed(rows.segments_BT, attention_kernels.choose(config, layout))
-    hidden = lambda p: model.hidden_states(
-        config, looked_up(config, p, layout), rows.tokens_BT, rows.positions_BT, attend
-    )[0]
+    hidden = lambda p: row_hidden(config, p, rows, layout)
     # The state at t - 1 predicts the token at t: results are moved to the token they speak of.
     statistics = token_statistics(
         hidden(params),
@@ -275,7 +272,24 @@ def row_statistics(
     return TokenStatistics(*(to_own_token(x_BT) for x_BT in statistics))
 
 
-def looked_up(config: ModelConfig, params: model.Params, layout: HeadLayout | None) -> model.Params:
+def row_hidden(
+    config: ModelConfig, params: model.Params, rows: Rows, layout: HeadLayout | None
+) -> jax.Array:
+    """Hidden states of packed rows [B, T, D], before the token that each predicts."""
+    choice = attention_kernels.choose(config, layout)
+    return model.hidden_states(
+        config,
+        _looked_up(config, params, layout),
+        rows.tokens_BT,
+        rows.positions_BT,
+        attention.packed(rows.segments_BT, choice),
+        parts=choice.context,
+    )[0]
+
+
+def _looked_up(
+    config: ModelConfig, params: model.Params, layout: HeadLayout | None
+) -> model.Params:
     """The parameters with the embedding, in the compute dtype, whole along its width.
 
     Looked up in parts of its width, the tokens of all rows would come out in those parts, which XLA

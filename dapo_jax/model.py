@@ -137,6 +137,8 @@ def hidden_states(
     positions_BT: jax.Array,
     attend: Attend,
     cache: Any = None,
+    *,
+    parts: int = 1,
 ) -> tuple[jax.Array, Any]:
     """Final hidden states [B, T, D] in the compute dtype, and the cache as `attend` left it.
 
@@ -146,17 +148,27 @@ def hidden_states(
         positions_BT: int32 positions, restarting at 0 in each packed segment.
         attend: how queries find keys: see `dapo_jax.attention`.
         cache: any pytree that `attend` reads and returns.
+        parts: equal ones, that the tokens of every row lie in on the devices.
     """
     c, dtype = config, jnp.dtype(config.compute_dtype)
     B, T = tokens_BT.shape
-    L, N, K, H = c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim
+    L = c.num_layers
     sin_cos = rotary_angles(positions_BT, c.head_dim, c.rope_theta, c.rope_scaling)
     windows_L = np.full(L, NO_WINDOW, np.int32)
     windows_L[list(c.sliding_layers)] = c.sliding_window or NO_WINDOW
 
     # X = B * T tokens: products with weights are plain matrix products, forward and backward.
     # With B and T apart XLA's CPU backend transposes activations for the weight gradients,
-    # which made the backward pass 1.7 times as slow.
+    # which made the backward pass 1.7 times as slow. They are in the order in which devices have
+    # them: the first part of every row, then the second, so that to join B and T moves nothing.
+    def joined(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [X, ...]
+        rest = x.shape[2:]
+        return x.reshape(B, parts, T // parts, *rest).swapaxes(0, 1).reshape(-1, *rest)
+
+    def apart(x: jax.Array) -> jax.Array:  # [X, ...] -> [B, T, ...]
+        rest = x.shape[1:]
+        return x.reshape(parts, B, T // parts, *rest).swapaxes(0, 1).reshape(B, T, *rest)
+
     def layer(carry, weights_and_index):
         x_XD, cache = carry
         weights, index, window = weights_and_index
@@ -173,18 +185,16 @@ def hidden_states(
         if c.qk_norm:
             q_XNH = rms_norm(q_XNH, weights["q_norm"], c.rms_norm_eps)
             k_XKH = rms_norm(k_XKH, weights["k_norm"], c.rms_norm_eps)
-        q_BTNH = rotate(q_XNH.reshape(B, T, N, H), sin_cos)
-        k_BTKH = rotate(k_XKH.reshape(B, T, K, H), sin_cos)
-        v_BTKH = v_XKH.reshape(B, T, K, H)
-        a_BTNH, cache = attend(index, q_BTNH, k_BTKH, v_BTKH, cache, window)
-        x_XD = x_XD + jnp.einsum("XNH,NHD->XD", a_BTNH.reshape(-1, N, H), w["o"])
+        q_BTNH, k_BTKH = rotate(apart(q_XNH), sin_cos), rotate(apart(k_XKH), sin_cos)
+        a_BTNH, cache = attend(index, q_BTNH, k_BTKH, apart(v_XKH), cache, window)
+        x_XD = x_XD + jnp.einsum("XNH,NHD->XD", joined(a_BTNH), w["o"])
         y_XD = rms_norm(x_XD, weights["mlp_norm"], c.rms_norm_eps)
         gate_XF = checkpoint_name(jnp.einsum("XD,DF->XF", y_XD, w["gate"]), "mlp")
         up_XF = checkpoint_name(jnp.einsum("XD,DF->XF", y_XD, w["up"]), "mlp")
         x_XD = x_XD + jnp.einsum("XF,FD->XD", jax.nn.silu(gate_XF) * up_XF, w["down"])
         return (x_XD, cache), None
 
-    x_XD = params["embed"].astype(dtype)[tokens_BT.reshape(-1)]
+    x_XD = params["embed"].astype(dtype)[joined(tokens_BT)]
     layers = params["layers"]
     if isinstance(layers, tuple):
         for i, weights in enumerate(layers):
@@ -196,7 +206,7 @@ def hidden_states(
             (layers, jnp.arange(L), jnp.asarray(windows_L)),
         )
     x_XD = rms_norm(x_XD, params["final_norm"], c.rms_norm_eps)
-    return x_XD.reshape(B, T, c.width), cache
+    return apart(x_XD), cache
 
 
 def _rematerialised(layer: Callable[..., Any], remat: str) -> Callable[..., Any]:

@@ -30,10 +30,10 @@ def describe(config: Config) -> str:
     Raises:
         UserError: the batch or the model does not divide over the mesh of the config.
     """
-    sizes = [config.mesh.data, config.mesh.fsdp, config.mesh.tensor]
+    sizes = [getattr(config.mesh, axis) for axis in AXES]
     devices = jax.device_count() if -1 in sizes else math.prod(sizes)
     axis_sizes: dict[str, int] = dict(zip(AXES, mesh_shape(config.mesh, devices)))
-    check_batch_shapes(config, axis_sizes["data"], axis_sizes["fsdp"])
+    check_batch_shapes(config, axis_sizes)
     check_divides(config.model, config.mesh, axis_sizes)
     sections = (
         ("model", _model_lines(config)),
@@ -203,7 +203,8 @@ def _memory_lines(config: Config, axis_sizes: dict[str, int]) -> list[tuple[str,
     cache_tokens = config.data.max_prompt_tokens + r.max_response_tokens
     token_bytes = page_bytes(m, Layout("xla", 1, m.compute_dtype, r.cache_dtype))
     kv_axis = dict(config.mesh.rules)["kv_heads"]
-    parts = axis_sizes["data"] * axis_sizes["fsdp"] * (axis_sizes[kv_axis] if kv_axis else 1)
+    parts = math.prod(axis_sizes.values()) // axis_sizes["tensor"]
+    parts *= axis_sizes[kv_axis] if kv_axis else 1
     cache = r.slots * cache_tokens * token_bytes // parts
     parameters, moments = per_device(shapes), 2 * per_device(moment_shapes)
     here = 0 if config.optimizer.offload else moments

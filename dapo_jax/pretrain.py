@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from dapo_jax import arithmetic, batching, model
 from dapo_jax.config import Config, PretrainConfig
 from dapo_jax.log_probs import row_statistics
-from dapo_jax.sharding import batch_sharding, head_layout, initial_params, param_shardings, to_mesh
+from dapo_jax.sharding import head_layout, initial_params, param_shardings, row_sharding, to_mesh
 from dapo_jax.types import Rows
 
 
@@ -93,7 +93,7 @@ def make_base(
     params = initial_params(config.model, config.mesh, mesh, config.seed)
     carry = (params, jax.jit(optimizer.init)(params))
     batches = text_rows(config, tokenizer)
-    at = batch_sharding(mesh)
+    at = row_sharding(mesh)
     value = None
     for i in range(1, p.num_steps + 1):
         rows = to_mesh(next(batches), at)  # made while the device works on the step before

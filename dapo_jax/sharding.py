@@ -1,8 +1,9 @@
 """The device mesh and where arrays lie on it.
 
-Axes: `data` (replicated parameters), `fsdp` (parameters split, gathered on use), `tensor` (heads
-and feed-forward split). Rows of a batch lie over data and fsdp together. Logical axis names of the
-parameters become mesh axes by the table `config.mesh.rules`.
+Axes: `data` (replicated parameters), `fsdp` (parameters split, gathered on use), `context` (the
+tokens of a row split; parameters as over fsdp), `tensor` (heads and feed-forward split). Rows of a
+batch lie over data and fsdp together; responses are drawn on a mesh where context has become data.
+Logical axis names of the parameters become mesh axes by the table `config.mesh.rules`.
 """
 
 import math
@@ -19,17 +20,18 @@ from dapo_jax.config import Config, MeshConfig, ModelConfig
 from dapo_jax.model import init_params, param_axes, param_shapes
 from dapo_jax.types import UserError
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "context", "tensor")
 BATCH_AXES = ("data", "fsdp")
+AXIS_TYPES = (AxisType.Auto,) * len(AXES)
 
 
-def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, int, int]:
-    """Sizes of the data, fsdp and tensor axes on `num_devices` devices, -1 filled in.
+def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, ...]:
+    """Sizes of the AXES on `num_devices` devices, -1 filled in.
 
     Raises:
         UserError: the sizes do not multiply to the number of devices.
     """
-    sizes = [config.data, config.fsdp, config.tensor]
+    sizes = [getattr(config, axis) for axis in AXES]
     given = math.prod(size for size in sizes if size != -1)
     if -1 in sizes and num_devices % given == 0:
         sizes[sizes.index(-1)] = num_devices // given
@@ -42,7 +44,7 @@ def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, int, int]:
             f"multiply to {num_devices}. Set one axis to -1 to take the rest, or start on "
             f"{abs(math.prod(sizes))} devices."
         )
-    return sizes[0], sizes[1], sizes[2]
+    return tuple(sizes)
 
 
 def fitting(model: ModelConfig, num_devices: int) -> MeshConfig:
@@ -52,7 +54,7 @@ def fitting(model: ModelConfig, num_devices: int) -> MeshConfig:
     fsdp = math.gcd(num_devices // tensor, model.width)
     rules = {"embed": "fsdp"} | dict.fromkeys(("vocab", "heads", "kv_heads", "ff"), "tensor")
     rules |= {"layers": None}
-    return MeshConfig(num_devices // tensor // fsdp, fsdp, tensor, tuple(rules.items()))
+    return MeshConfig(num_devices // tensor // fsdp, fsdp, 1, tensor, tuple(rules.items()))
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
@@ -60,18 +62,32 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     processes each has whole rows along the tensor axis, if its devices are enough for one."""
     devices = jax.devices() if devices is None else devices
     shape = mesh_shape(config, len(devices))
-    axis_types = (AxisType.Auto,) * 3
     tensor = shape[-1]
     of_process = Counter(device.process_index for device in devices)
     if tensor > 1 and len(of_process) > 1 and not any(n % tensor for n in of_process.values()):
         # JAX's own order follows the links between the chips, across processes too.
         by_process = sorted(devices, key=lambda device: (device.process_index, device.id))
-        return Mesh(np.array(by_process).reshape(shape), AXES, axis_types=axis_types)
-    return jax.make_mesh(shape, AXES, axis_types=axis_types, devices=devices)
+        return _mesh(np.array(by_process).reshape(shape))
+    return jax.make_mesh(shape, AXES, axis_types=AXIS_TYPES, devices=devices)
+
+
+def _mesh(devices: np.ndarray) -> Mesh:
+    return Mesh(devices, AXES, axis_types=AXIS_TYPES)
+
+
+def axes_of(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of an entry of a `PartitionSpec`."""
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+
+
+def parts_of(entry: Any, axis_sizes: Mapping[str, int]) -> int:
+    """In how many parts what an entry of a `PartitionSpec` stands for lies."""
+    return math.prod(axis_sizes[axis] for axis in axes_of(entry))
 
 
 def param_specs(model: ModelConfig, mesh: MeshConfig) -> Any:
-    """The pytree of `PartitionSpec` of the parameters under `mesh.rules`.
+    """The pytree of `PartitionSpec` of the parameters under `mesh.rules`; what those send to fsdp
+    lies over fsdp and context together.
 
     Raises:
         UserError: a logical axis has no rule, or two axes of one array land on one mesh axis.
@@ -93,7 +109,9 @@ def param_specs(model: ModelConfig, mesh: MeshConfig) -> Any:
                 f"config.mesh.rules sends two axes of parameter {name} {axes} to one mesh axis "
                 f"({mesh_axes}); give them different mesh axes or None."
             )
-        return PartitionSpec(*mesh_axes)
+        # In the order in which `model.hidden_states` has tokens: gradients come out in their parts.
+        both = "fsdp" if mesh.context == 1 else ("context", "fsdp")
+        return PartitionSpec(*(both if axis == "fsdp" else axis for axis in mesh_axes))
 
     is_axes = lambda node: isinstance(node, tuple)
     return jax.tree_util.tree_map_with_path(spec, param_axes(model), is_leaf=is_axes)
@@ -107,11 +125,13 @@ def check_divides(model: ModelConfig, config: MeshConfig, axis_sizes: Mapping[st
     shapes = jax.tree_util.tree_leaves_with_path(param_shapes(model))
     for (path, shape), spec, names in zip(shapes, specs, axes, strict=True):
         for size, axis, name in zip(shape.shape, spec, names):
-            if axis is None or size % axis_sizes[axis] == 0:
+            parts = parts_of(axis, axis_sizes)
+            if size % parts == 0:
                 continue
-            divisors = [n for n in range(1, axis_sizes[axis]) if size % n == 0]
+            divisors = [n for n in range(1, parts) if size % n == 0]
+            product = " x ".join(f"config.mesh.{each}" for each in axes_of(axis))
             raise UserError(
-                f"config.mesh.{axis} ({axis_sizes[axis]}) does not divide the axis {name!r} "
+                f"{product} ({parts}) does not divide the axis {name!r} "
                 f"({size}) of parameter {jax.tree_util.keystr(path)}, which config.mesh.rules "
                 f"lays over it. Choose a divisor of {size}, such as {divisors[-1]}, or send "
                 f"{name!r} to another mesh axis or to None."
@@ -148,8 +168,12 @@ class HeadLayout(NamedTuple):
     @property
     def row_axes(self) -> tuple[str, ...]:
         """The mesh axes that tokens are split over."""
-        axes = [axis if isinstance(axis, tuple) else (axis,) for axis in self.rows if axis]
-        return tuple(name for names in axes for name in names)
+        return tuple(axis for entry in self.rows for axis in axes_of(entry))
+
+    @property
+    def context(self) -> int:
+        """In how many parts the tokens of a row lie."""
+        return self.mesh.shape["context"]
 
 
 def head_layout(model: ModelConfig, config: MeshConfig, mesh: Mesh) -> HeadLayout:
@@ -157,33 +181,49 @@ def head_layout(model: ModelConfig, config: MeshConfig, mesh: Mesh) -> HeadLayou
     spec = param_specs(model, config)["embed" if model.tie_embeddings else "unembed"]
     rules = dict(config.rules)
     return HeadLayout(
-        mesh, batch_sharding(mesh).spec, spec, rules.get("heads"), rules.get("kv_heads")
+        mesh, row_sharding(mesh).spec, spec, rules.get("heads"), rules.get("kv_heads")
     )
 
 
-def check_batch_shapes(config: Config, data: int, fsdp: int) -> None:
-    """Raises UserError unless rows, slots and prompts split evenly over the batch axes."""
-    shards = data * fsdp
-    for field, value in (
-        ("train.rows_per_micro_batch", config.train.rows_per_micro_batch),
-        ("rollout.slots", config.rollout.slots),
-        ("rollout.prefill_prompts", config.rollout.prefill_prompts),
+def check_batch_shapes(config: Config, axis_sizes: Mapping[str, int]) -> None:
+    """Raises UserError unless rows, their tokens, slots and prompts split evenly over the mesh."""
+    rows, tokens, slots = BATCH_AXES, ("context",), (*BATCH_AXES, "context")
+    t, r, p = config.train, config.rollout, config.pretrain
+    for field, value, axes in (
+        ("train.rows_per_micro_batch", t.rows_per_micro_batch, rows),
+        ("train.row_tokens", t.row_tokens, tokens),
+        ("pretrain.row_tokens", p.row_tokens if p is not None else 0, tokens),
+        ("rollout.slots", r.slots, slots),
+        ("rollout.prefill_prompts", r.prefill_prompts, slots),
     ):
+        shards = math.prod(axis_sizes[axis] for axis in axes)
         if value % shards:
+            named = [axis for axis in axes if axis in BATCH_AXES or axis_sizes[axis] > 1]
+            product = " x ".join(f"config.mesh.{axis}" for axis in named)
             raise UserError(
-                f"config.{field} ({value}) must be a multiple of config.mesh.data x "
-                f"config.mesh.fsdp = {shards}; nearest: {value + shards - value % shards}."
+                f"config.{field} ({value}) must be a multiple of {product} = {shards}; nearest: "
+                f"{value + shards - value % shards}."
             )
 
 
-def batch_sharding(mesh: Mesh, batch_dim: int = 0) -> NamedSharding:
-    """Dimension `batch_dim` over the data and fsdp axes, everything else whole."""
-    return NamedSharding(mesh, PartitionSpec(*[None] * batch_dim, BATCH_AXES))
+def row_sharding(mesh: Mesh, batch_dim: int = 0) -> NamedSharding:
+    """Of rows [..., B, T]: dimension `batch_dim` over the data and fsdp axes, the next, their
+    tokens, over context."""
+    return NamedSharding(mesh, PartitionSpec(*[None] * batch_dim, BATCH_AXES, "context"))
 
 
 def batch_shards(mesh: Mesh) -> int:
     """How many parts the rows of a batch lie in."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+
+
+def rollout_mesh(mesh: Mesh) -> Mesh:
+    """The mesh that responses are drawn on: what is split over context are tokens of rows, which
+    decoding has none of, so those devices take responses of their own."""
+    data, fsdp, context, tensor = mesh.devices.shape
+    if context == 1:
+        return mesh
+    return _mesh(mesh.devices.swapaxes(1, 2).reshape(data * context, fsdp, 1, tensor))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -205,8 +245,8 @@ def to_host(x: jax.Array) -> np.ndarray:
 
 
 def own_mesh(mesh: Mesh) -> Mesh:
-    """The part of the mesh that is this process's: whole rows along the tensor axis. The mesh
-    itself where there is one process.
+    """The part of a mesh that is this process's: whole rows along the tensor axis. The mesh itself
+    where there is one process.
 
     Raises:
         UserError: the devices of a row are of several processes.
@@ -223,7 +263,7 @@ def own_mesh(mesh: Mesh) -> Mesh:
             "devices, the model split over tensor. Choose a divisor, and lay the rest over fsdp."
         )
     own = rows[[all(row) for row in mine]]
-    return Mesh(own.reshape(-1, 1, tensor), AXES, axis_types=(AxisType.Auto,) * 3)
+    return _mesh(own.reshape(-1, 1, 1, tensor))
 
 
 def own_part(arrays: Any, shardings: Any) -> Any:
@@ -248,7 +288,7 @@ def bytes_per_device(shapes: Any, specs: Any, axis_sizes: dict[str, int]) -> int
     """Bytes one device holds of arrays of these shapes under these specs."""
 
     def size(shape: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
-        parts = math.prod(axis_sizes[axis] for axis in spec if axis is not None)
+        parts = math.prod(parts_of(entry, axis_sizes) for entry in spec)
         return math.ceil(np.prod(shape.shape, dtype=np.int64) / parts) * shape.dtype.itemsize
 
     return sum(jax.tree.leaves(jax.tree.map(size, shapes, specs)))

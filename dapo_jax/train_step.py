@@ -19,10 +19,10 @@ from dapo_jax.config import Config, OptimizerConfig
 from dapo_jax.optimizer import make_optimizer, moment_shardings, step
 from dapo_jax.sharding import (
     HeadLayout,
-    batch_sharding,
     head_layout,
     param_shardings,
     replicated,
+    row_sharding,
 )
 from dapo_jax.types import Array, Rows
 
@@ -261,7 +261,7 @@ def update(
 def compile_update(config: Config, mesh: Mesh) -> Callable[..., tuple[TrainState, UpdateMetrics]]:
     """`update` jitted for the mesh; the state is donated. `reference` is given where the KL is over
     the whole vocabulary, and None elsewhere."""
-    state, rows = state_shardings(config, mesh), batch_sharding(mesh, batch_dim=1)
+    state, rows = state_shardings(config, mesh), row_sharding(mesh, batch_dim=1)
     reference = state.params if config.objective.kl_estimator == "full" else None
     everywhere = replicated(mesh)
     return jax.jit(
@@ -302,5 +302,5 @@ def compile_map(
         zeros_MBT = jnp.zeros(rows_MBT.tokens_BT.shape, jnp.float32)
         return jax.lax.fori_loop(0, num_micro_batches, one, zeros_MBT)
 
-    rows = batch_sharding(mesh, batch_dim=1)
+    rows = row_sharding(mesh, batch_dim=1)
     return jax.jit(every, in_shardings=(param_at, rows, replicated(mesh)), out_shardings=rows)

@@ -26,6 +26,7 @@ from dapo_jax.sharding import (
     head_layout,
     make_mesh,
     own_mesh,
+    rollout_mesh,
 )
 from dapo_jax.tokenizer import load_tokenizer, stop_tokens
 from dapo_jax.types import UserError
@@ -37,7 +38,7 @@ class Trainer:
     def __init__(self, config: Config, workdir: Path, progress: Progress, them: Processes = ALONE):
         self.config, self.progress = config, progress
         self.mesh = make_mesh(config.mesh)
-        check_batch_shapes(config, self.mesh.shape["data"], self.mesh.shape["fsdp"])
+        check_batch_shapes(config, self.mesh.shape)
         attention_kernels.choose(config.model, head_layout(config.model, config.mesh, self.mesh))
         save_to = workdir / "tokenizer" if them.first else None
         self.tokenizer = load_tokenizer(config.model, save_to=save_to)
@@ -80,8 +81,10 @@ def make_engine(
         UserError: the KV cache of `config.rollout.cache_gib` does not hold one sequence.
     """
     stops = stop_tokens(config.model, tokenizer)
-    own = own_mesh(mesh)
-    return DecoderEngine(engine_spec(config, own, max_prompt_tokens, stops, mesh), own, mesh)
+    everywhere = rollout_mesh(mesh)
+    own = own_mesh(everywhere)
+    spec = engine_spec(config, own, max_prompt_tokens, stops, everywhere)
+    return DecoderEngine(spec, own, mesh)
 
 
 def engine_spec(
@@ -94,7 +97,8 @@ def engine_spec(
     """What the engine of a config is like on a mesh.
 
     Args:
-        run_mesh: the mesh of the run, of which `mesh` is a part; None: it is all of it.
+        mesh: that this process draws on.
+        run_mesh: that all draw on, see `sharding.rollout_mesh`; None: `mesh` is all of it.
 
     Raises:
         UserError: the KV cache of `config.rollout.cache_gib` does not hold one sequence, or
@@ -104,7 +108,7 @@ def engine_spec(
     parts = batch_shards(run_mesh or mesh) // batch_shards(mesh)
     spec = EngineSpec(
         model=config.model,
-        layout=dataclasses.replace(config.mesh, data=mesh.shape["data"], fsdp=mesh.shape["fsdp"]),
+        layout=dataclasses.replace(config.mesh, **mesh.shape),
         slots=r.slots // parts,
         prefill_prompts=r.prefill_prompts // parts,
         max_prompt_tokens=max_prompt_tokens,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from dapo_jax.products import LANES, columns_first, written_out
-from dapo_jax.sharding import HeadLayout
+from dapo_jax.sharding import HeadLayout, axes_of
 
 # Columns of logits alive at once. Enough for the products to run at full speed with it; the
 # memory is this times `model.log_prob_chunk_tokens`.
@@ -149,10 +149,11 @@ class Parts:
 
     def own(self, d_unembed_PD: jax.Array) -> jax.Array:
         """The gradient over the tokens of all devices, of the width that this device holds."""
-        whole_axes = tuple(axis for axis in self.row_axes if axis != self.width_axis)
+        width_axes = axes_of(self.width_axis)
+        whole_axes = tuple(axis for axis in self.row_axes if axis not in width_axes)
         if whole_axes:
             d_unembed_PD = jax.lax.psum(d_unembed_PD, whole_axes)
-        if self.width_axis in self.row_axes:
+        if set(width_axes) & set(self.row_axes):
             d_unembed_PD = jax.lax.psum_scatter(
                 d_unembed_PD, self.width_axis, scatter_dimension=1, tiled=True
             )

@@ -13,7 +13,7 @@ import jax
 from dapo_jax import model, train_step
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.learner import RunState
-from dapo_jax.sharding import make_mesh
+from dapo_jax.sharding import AXES, make_mesh
 from tests.conftest import FAST_COMPILATION, ROOT
 from tests.helpers import tiny_config, tiny_dict
 
@@ -103,7 +103,7 @@ def rollouts_of(workdir):
 
 def params_at(workdir, step, **overrides):
     """The parameters of a checkpoint, on one device."""
-    config = tiny_config(**overrides | {"mesh__data": 1, "mesh__fsdp": 1, "mesh__tensor": 1})
+    config = tiny_config(**overrides | {f"mesh__{axis}": 1 for axis in AXES})
     mesh = make_mesh(config.mesh, jax.devices()[:1])
     state = RunState(train_step.state_shardings(config, mesh), None)
     shapes = jax.eval_shape(

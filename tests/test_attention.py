@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax import attention, attention_kernels, model
 from dapo_jax.attention_kernels import Choice
 from dapo_jax.model import NO_WINDOW
 from dapo_jax.progress import Progress
-from dapo_jax.sharding import HeadLayout
+from dapo_jax.sharding import AXES, AXIS_TYPES, HeadLayout, row_sharding
 from dapo_jax.trainer import Trainer
 from dapo_jax.types import UserError
 from tests.helpers import replace_model, tiny_config
@@ -115,14 +115,12 @@ def test_kernels(arrays, expected, choice, window):
 def test_layers_that_slide_are_told_apart_on_a_mesh(arrays, expected):
     """Which layer slides is an array inside the scan over layers; rows lie over four devices, heads
     over two."""
-    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
-    rows = PartitionSpec(("data", "fsdp"))
-    layout = HeadLayout(mesh, rows, PartitionSpec(), "tensor", "tensor")
+    layout = layout_over(2, 2, 1, 2)
     choice = Choice("splash", window=WINDOW, layout=layout)
     twice = lambda x: jnp.concatenate([x, x])  # four rows
     *inputs, weights = (jnp.asarray(x, jnp.float32) for x in arrays)
-    at = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None, "tensor"))
-    segments = jax.device_put(twice(jnp.asarray(SEGMENTS)), NamedSharding(mesh, rows))
+    at = NamedSharding(layout.mesh, PartitionSpec(*layout.rows, "tensor"))
+    segments = jax.device_put(twice(jnp.asarray(SEGMENTS)), row_sharding(layout.mesh))
 
     @jax.jit
     def program(window, *inputs):
@@ -148,9 +146,7 @@ def test_layers_that_slide_are_told_apart_on_a_mesh(arrays, expected):
 @pytest.mark.parametrize("sliding", [False, True])
 def test_what_is_kept_of_attention_spares_the_kernel_a_second_pass_forward(arrays, sliding):
     """Also where a branch decides whether the layer slides, with a kernel for each."""
-    mesh = jax.make_mesh((1, 1, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
-    rows = PartitionSpec(("data", "fsdp"))
-    layout = HeadLayout(mesh, rows, PartitionSpec(), "tensor", "tensor")
+    layout = layout_over(1, 1, 1, 2)
     choice = Choice("splash", window=WINDOW if sliding else None, layout=layout)
     q, k, v, _ = (jnp.asarray(x, jnp.float32) for x in arrays)
     attend = attention.packed(jnp.asarray(SEGMENTS), choice)
@@ -171,10 +167,59 @@ def test_what_is_kept_of_attention_spares_the_kernel_a_second_pass_forward(array
     assert passes("full") == 2 * kernels
 
 
-def on(platform, heads="tensor", kv_heads="tensor"):
+@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.parametrize("kernel, long", [("xla", False), ("xla", True), ("splash", False)])
+def test_tokens_of_a_row_on_several_devices(
+    monkeypatch, arrays, expected, kernel, long, window, context=3
+):
+    """Each attends with its own queries; a kernel needs whole blocks where layers slide."""
+    if long:  # in chunks of 4, of 7 tokens
+        monkeypatch.setattr(attention, "LONG_ROW", T - 1)
+        monkeypatch.setattr(attention, "QUERY_CHUNK", 4)
+    choice = Choice(kernel, window=window, layout=layout_over(1, 1, context, 2))
+    attend = attention.packed(jnp.asarray(SEGMENTS), choice)
+    if kernel == "splash" and window is not None:
+        with pytest.raises(UserError, match="leaves 7 tokens to a device; sliding layers need a m"):
+            check(attend, arrays, expected, window)
+    else:
+        check(attend, arrays, expected, window)
+
+
+def test_sliding_layers_of_rows_on_several_devices():
+    """In whole blocks, as XLA on one device."""
+    rng = np.random.default_rng(0)
+    shapes = [(1, 256, heads, 8) for heads in (2, 1, 1, 2)]
+    *inputs, weights = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+    segments = jnp.asarray(np.repeat([[1, 2, 3, 0]], [100, 60, 90, 6], axis=1))
+    weights = jnp.where((segments > 0)[:, :, None, None], weights, 0.0)
+
+    def found(choice, window):
+        def total(*inputs):
+            return jnp.sum(
+                weights * attention.packed(segments, choice)(0, *inputs, None, window)[0]
+            )
+
+        return jax.jit(jax.value_and_grad(total, (0, 1, 2)))(*inputs)
+
+    over = Choice("splash", window=40, layout=layout_over(1, 1, 2, 1))
+    for window in (40, NO_WINDOW):
+        here, there = found(attention.XLA, window), found(over, jnp.int32(window))
+        for a, b in zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
+
+
+def layout_over(*sizes):
+    """A layout over so many devices of each axis, heads over tensor."""
+    devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
+    mesh = Mesh(devices, AXES, axis_types=AXIS_TYPES)
+    return HeadLayout(mesh, row_sharding(mesh).spec, PartitionSpec(), "tensor", "tensor")
+
+
+def on(platform, heads="tensor", kv_heads="tensor", context=1):
     """A layout over a device of a platform that is not there."""
     device = SimpleNamespace(platform=platform)
-    mesh = SimpleNamespace(devices=np.array([device] * 2), size=2)
+    shape = {"context": context}
+    mesh = SimpleNamespace(devices=np.array([device] * 2), size=2, shape=shape)
     return HeadLayout(mesh, PartitionSpec(("data", "fsdp")), PartitionSpec(), heads, kv_heads)
 
 
@@ -209,6 +254,7 @@ def test_windows_are_those_of_the_layers_that_slide():
         (on("tpu"), {"attention": "flash"}, "the devices are 'tpu'. Set it to 'auto'"),
         (on("cuda"), {"attention": "flash"}, "compute_dtype 'bfloat16' only; got 'float32'"),
         (on("tpu", kv_heads=None), {"attention": "splash"}, "go to 'tensor' and None"),
+        (on("cuda", context=2), {"attention": "flash"}, "needs whole rows; got config.mesh.con"),
         (
             on("cuda"),
             {"attention": "flash", "sliding_window": 5, "sliding_layers": (0,)},
@@ -219,6 +265,11 @@ def test_windows_are_those_of_the_layers_that_slide():
 def test_a_kernel_that_does_not_take_the_model_is_refused(layout, changes, said):
     with pytest.raises(UserError, match=said):
         attention_kernels.choose(replace_model(CONFIG, **changes), layout)
+
+
+def test_tokens_over_devices_need_heads_on_one_axis():
+    with pytest.raises(UserError, match=r"config.mesh.context \(2\) needs .* to 'tensor' and None"):
+        attention_kernels.choose(CONFIG.model, on("cpu", kv_heads=None, context=2))
 
 
 def test_a_run_refuses_it_before_it_begins(tmp_path):

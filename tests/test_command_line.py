@@ -82,7 +82,7 @@ def test_a_mesh_that_does_not_match_the_devices(capsys, tmp_path):
     arguments = [TINY, f"--workdir={tmp_path / 'run'}", "--config.mesh.data=16"]
     status, _, err = call(capsys, *arguments)
     assert status == 2
-    assert "config.mesh (data=16, fsdp=1, tensor=1) does not fit 8 device(s)" in err
+    assert "config.mesh (data=16, fsdp=1, context=1, tensor=1) does not fit 8 device(s)" in err
 
 
 def test_weights_that_are_not_there(capsys, tmp_path):

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dapo_jax import log_probs, vocabulary
-from dapo_jax.sharding import HeadLayout
+from dapo_jax.sharding import AXES, AXIS_TYPES, HeadLayout, row_sharding
 
 
 def distribution(hidden, unembed, temperature):
@@ -151,10 +151,11 @@ def sizes(text):
     return [1] + [int(np.prod([int(n) for n in dims.split(",")])) for dims in SHAPE.findall(text)]
 
 
-def test_over_a_mesh_neither_logits_nor_the_unembedding_are_gathered(monkeypatch):
+@pytest.mark.parametrize("shape", [(2, 2, 1, 2), (1, 2, 2, 2)])
+def test_over_a_mesh_neither_logits_nor_the_unembedding_are_gathered(monkeypatch, shape):
     monkeypatch.setattr(vocabulary, "VOCAB_CHUNK", 16)
-    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
-    rows, unembed = PartitionSpec(("data", "fsdp")), PartitionSpec("tensor", "fsdp")
+    mesh = jax.make_mesh(shape, AXES, axis_types=AXIS_TYPES)
+    rows, unembed = row_sharding(mesh).spec, PartitionSpec("tensor", "fsdp")
     layout = HeadLayout(mesh, rows, unembed)
     inputs, targets, weights = arrays(np.float32)
     at = [NamedSharding(mesh, spec) for spec in (rows, unembed)]

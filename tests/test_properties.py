@@ -10,7 +10,7 @@ import pytest
 from dapo_jax import batching, train_step
 from dapo_jax.aggregation import aggregate
 from dapo_jax.policy_losses import LOSSES
-from dapo_jax.sharding import batch_sharding, param_shardings
+from dapo_jax.sharding import param_shardings, row_sharding
 from tests.helpers import make_mesh, make_params, pack_samples, random_samples, tiny_config
 from tests.test_aggregation import MEANS, SUMS
 from tests.test_policy_losses import configured
@@ -22,7 +22,7 @@ MICRO = {
     "model__ff_width": 16, "objective__kl_coefficient": 0.1, "objective__kl_estimator": "k3",
     "objective__entropy_coefficient": 0.01,
 }  # fmt: skip
-gradient = jax.jit(train_step.gradient, static_argnums=0)
+gradient = jax.jit(train_step.gradient, static_argnums=0, static_argnames="mesh")
 
 
 def make_batch(seed=0):
@@ -87,7 +87,8 @@ def assert_same(a, b):
 )  # fmt: skip
 def test_no_way_of_cutting_the_batch_matters(name):
     """Packing, padding, order and micro-batches; eight devices as one."""
-    config = tiny_config(**configured(name), **MICRO)
+    sizes = {"mesh__data": 2, "mesh__fsdp": 2, "mesh__context": 2}
+    config = tiny_config(**configured(name), **MICRO, **sizes)
     params, batch, order = make_params(config), make_batch(), np.arange(10)
     mesh = make_mesh(config, 8)
     spread = jax.device_put(params, param_shardings(config.model, config.mesh, mesh))
@@ -104,8 +105,8 @@ def test_no_way_of_cutting_the_batch_matters(name):
         alone = alone._replace(weight_BT=weights_like(alone, weights))
         assert_same(whole, gradient(config, params, *cut(alone, 2, 5), W)[0])
         rows_M, n = cut(rows, 8, 1)
-        rows_M = jax.device_put(rows_M, batch_sharding(mesh, batch_dim=1))
-        assert_same(whole, gradient(config, spread, rows_M, n, W)[0])
+        rows_M = jax.device_put(rows_M, row_sharding(mesh, batch_dim=1))
+        assert_same(whole, gradient(config, spread, rows_M, n, W, mesh=mesh)[0])
 
 
 def weights_like(rows, other):

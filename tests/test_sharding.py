@@ -9,7 +9,7 @@ import pytest
 
 from dapo_jax import batching, model, plan, train_step
 from dapo_jax.planning import costs, exchanges, hlo
-from dapo_jax.sharding import param_shardings, param_specs
+from dapo_jax.sharding import AXES, param_shardings, param_specs
 from dapo_jax.types import UserError
 from tests.helpers import make_mesh, replace_model, tiny_config
 
@@ -40,14 +40,18 @@ def mesh():
 
 @pytest.fixture(scope="module")
 def compiled(mesh):
-    """The update of two micro-batches of eight rows of 22 tokens."""
-    params = model.param_shapes(CONFIG.model)
+    return compiled_update(CONFIG, mesh)
+
+
+def compiled_update(config, mesh):
+    """Of two micro-batches of eight rows of 22 tokens."""
+    params = model.param_shapes(config.model)
     with jax.numpy_dtype_promotion("standard"):
-        state = jax.eval_shape(functools.partial(train_step.init_state, CONFIG), params)
+        state = jax.eval_shape(functools.partial(train_step.init_state, config), params)
         rows = batching.to_micro_batches(
             batching.empty_rows(16, 22), rows_per_micro_batch=8, num_micro_batches=2
         )
-        program = train_step.compile_update(CONFIG, mesh)
+        program = train_step.compile_update(config, mesh)
         return program.lower(state, rows, np.int32(2), np.float32(1), np.float32(1), None).compile()
 
 
@@ -120,26 +124,76 @@ def test_what_an_update_exchanges(compiled, mesh):
     assert over("all-reduce", "tensor")
 
 
+def test_what_rows_over_devices_exchange_besides():
+    """Keys and values of each layer, forward and again in the backward pass, and their gradients;
+    weights are split over the axis as over fsdp."""
+    config = dataclasses.replace(CONFIG, mesh=dataclasses.replace(CONFIG.mesh, fsdp=2, context=2))
+    mesh = make_mesh(config, 8)
+    compiled = compiled_update(config, mesh)
+    found = costs.count(compiled.as_text()).exchanges
+    table = exchanges.described(found, mesh.shape)
+    print(table)
+    over = [one for one in found if "f32" in one.shapes and one.axes(mesh.shape) == ("context",)]
+    large = {(one.kind, one.shapes, one.calls) for one in over if one.bytes > 4 * 22 * 4}
+    kinds = {"all-gather": ("f32[4,22,1,10]", 3 * 4), "reduce-scatter": ("f32[4,11,1,10]", 3 * 2)}
+    assert large == {(kind, *rest) for kind, rest in kinds.items()}, table
+    gathered = {one.shapes: one.calls for one in found if one.axes(mesh.shape) == BOTH}
+    assert gathered["f32[32,48]"] == 3 * 4, table
+    (state, *_), _ = compiled.input_shardings
+    assert state.params["layers"]["up"].shard_shape((3, 32, 96)) == (3, 32 // 4, 96 // 2)
+
+
+BOTH = ("fsdp", "context")
+
+
+def with_shapes(layout, rows, row_tokens, slots):
+    assert CONFIG.pretrain is not None
+    return dataclasses.replace(
+        CONFIG,
+        mesh=layout,
+        pretrain=dataclasses.replace(CONFIG.pretrain, row_tokens=row_tokens),
+        train=dataclasses.replace(CONFIG.train, rows_per_micro_batch=rows, row_tokens=row_tokens),
+        rollout=dataclasses.replace(CONFIG.rollout, slots=slots, prefill_prompts=slots),
+    )
+
+
+@pytest.mark.parametrize(
+    "shapes, message",
+    [
+        (
+            (9, 64, 16),
+            r"rows_per_micro_batch \(9\) must .*mesh.data x config.mesh.fsdp = 2; .*: 10.",
+        ),
+        (
+            (8, 66, 16),
+            r"train.row_tokens \(66\) must be a multiple of config.mesh.context = 4; .* 68",
+        ),
+        ((8, 64, 20), r"rollout.slots \(20\) .*fsdp x config.mesh.context = 8; nearest: 24."),
+    ],
+)
+def test_a_mesh_that_does_not_divide_the_batch(shapes, message):
+    layout = dataclasses.replace(CONFIG.mesh, fsdp=2, context=4, tensor=1)
+    with pytest.raises(UserError, match=message):
+        plan.describe(with_shapes(layout, *shapes))
+
+
 @pytest.mark.parametrize(
     "sizes, message",
     [
-        ((1, 1, 4), r"mesh.tensor \(4\) does not divide the axis 'kv_heads' \(2\) .* such as 2"),
+        ((1, 1, 1, 4), r"mesh.tensor \(4\) does not divide the axis 'kv_heads' \(2\) .* such as 2"),
         (
-            (1, 3, 1),
+            (1, 3, 1, 1),
             r"mesh.fsdp \(3\) does not divide the axis 'embed' \(32\) .* such as 2,",
+        ),
+        (
+            (1, 1, 3, 1),
+            r"config.mesh.context x config.mesh.fsdp \(3\) does not divide the axis 'embed' \(32\)",
         ),
     ],
 )
 def test_a_mesh_that_does_not_divide_the_model(sizes, message):
-    names = ("data", "fsdp", "tensor")
-    layout = dataclasses.replace(CONFIG.mesh, **dict(zip(names, sizes, strict=True)))
-    shapes = {"rows_per_micro_batch": 3 * 8}, {"slots": 3 * 16, "prefill_prompts": 3 * 8}
-    config = dataclasses.replace(
-        CONFIG,
-        mesh=layout,
-        train=dataclasses.replace(CONFIG.train, **shapes[0]),
-        rollout=dataclasses.replace(CONFIG.rollout, **shapes[1]),
-    )
+    layout = dataclasses.replace(CONFIG.mesh, **dict(zip(AXES, sizes, strict=True)))
+    config = with_shapes(layout, 3 * 8, 3 * 32, 3 * 16)
     with pytest.raises(UserError, match=message):
         plan.describe(config)
     with pytest.raises(UserError, match=message):

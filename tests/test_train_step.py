@@ -154,15 +154,22 @@ def test_packing_and_padding_do_not_matter(params, samples):
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
-    "data, fsdp, tensor, vocab", [(8, 1, 1, None), (2, 2, 2, "tensor"), (1, 4, 2, None)]
+    "sizes, vocab",
+    [
+        ((8, 1, 1, 1), None),
+        ((2, 2, 1, 2), "tensor"),
+        ((1, 4, 1, 2), None),
+        ((1, 2, 2, 2), "tensor"),
+        ((1, 1, 8, 1), None),
+    ],
 )
-def test_eight_devices_give_what_one_gives(params, samples, data, fsdp, tensor, vocab):
+def test_eight_devices_give_what_one_gives(params, samples, sizes, vocab):
     rows, n, W = stack(samples, rows_per_micro_batch=8, num_micro_batches=2)
     results = []
-    for shape in ((1, 1, 1), (data, fsdp, tensor)):
+    for shape in ((1, 1, 1, 1), sizes):
         layout = dataclasses.replace(
             CONFIG.mesh,
-            **dict(zip(("data", "fsdp", "tensor"), shape, strict=True)),
+            **dict(zip(sharding.AXES, shape, strict=True)),
             rules=(("vocab", vocab), *CONFIG.mesh.rules[1:]),
         )
         config = dataclasses.replace(CONFIG, mesh=layout)
@@ -173,9 +180,8 @@ def test_eight_devices_give_what_one_gives(params, samples, data, fsdp, tensor, 
             state, rows, n, W, np.float32(1e-3), None
         )
         results.append(jax.device_get((state, result)))
-        if shape != (1, 1, 1) and fsdp * tensor > 1:
-            q = state.params["layers"]["q"]
-            assert q.addressable_shards[0].data.size == q.size // (fsdp * tensor)
+        q, (_, *split) = state.params["layers"]["q"], shape
+        assert q.addressable_shards[0].data.size == q.size // np.prod(split)
     (one, one_result), (many, many_result) = results
     assert_close(one_result.sums, many_result.sums, 2e-5)
     np.testing.assert_allclose(one_result.grad_norm, many_result.grad_norm, rtol=1e-5)

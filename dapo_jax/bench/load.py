@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from dapo_jax import hf_config, weights
 from dapo_jax.bench.memory import PeakMemory, resident_bytes
 from dapo_jax.config import ModelConfig, model_config
-from dapo_jax.sharding import fitting, make_mesh, param_shardings
+from dapo_jax.sharding import AXES, fitting, make_mesh, param_shardings
 from dapo_jax.types import UserError
 
 WIDTH, FF_WIDTH, VOCAB = 2048, 8192, 32_768
@@ -115,7 +115,7 @@ def measure(place: Path) -> dict[str, Any]:
     tensors = weights.expected_shapes(c).values()
     return {
         "devices": jax.device_count(),
-        "mesh": {"data": layout.data, "fsdp": layout.fsdp, "tensor": layout.tensor},
+        "mesh": {axis: getattr(layout, axis) for axis in AXES},
         "seconds": round(seconds, 2),
         "gigabytes": round(2e-9 * sum(int(np.prod(shape)) for shape in tensors), 2),
         "arrays_mb": round(held / 1e6),

@@ -51,7 +51,7 @@ def bench_step(shape: Shape, micro_batch: int, base: dict[str, Any]) -> dict[str
         page_tokens=shape.page_tokens,
     )
     mesh = make_mesh(config.mesh)
-    check_batch_shapes(config, mesh.shape["data"], mesh.shape["fsdp"])
+    check_batch_shapes(config, mesh.shape)
     engine = DecoderEngine(engine_spec(config, mesh, shape.prompt_len, stop_tokens=()), mesh)
     detokenize = lambda sequences: [""] * len(sequences)
     learner = Learner(config, mesh, detokenize, print)

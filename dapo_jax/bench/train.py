@@ -13,7 +13,7 @@ from dapo_jax.bench.memory import resident_bytes
 from dapo_jax.bench.shapes import Shape, bench_model, draw_lengths
 from dapo_jax.config import Config, ModelConfig
 from dapo_jax.learner import Learner
-from dapo_jax.sharding import batch_sharding, fitting, initial_params, make_mesh
+from dapo_jax.sharding import AXES, fitting, initial_params, make_mesh, row_sharding
 from dapo_jax.types import Rows, UserError
 
 
@@ -90,7 +90,7 @@ def bench_train(shape: TrainShape, base: dict[str, Any]) -> dict[str, Any]:
             f"{over}, the devices that rows lie over."
         )
     stacked = batching.to_micro_batches(rows, rows_per_micro_batch=B, num_micro_batches=used)
-    on_mesh = jax.device_put(stacked, batch_sharding(mesh, batch_dim=1))
+    on_mesh = jax.device_put(stacked, row_sharding(mesh, batch_dim=1))
     program: Any = learner.update
     rest = (on_mesh, np.int32(used), np.float32(rows.mask_BT.sum()), np.float32(1e-6), None)
     begun = time.perf_counter()
@@ -143,7 +143,7 @@ def bench_config(
         rollout: other fields of `config.rollout`.
     """
     layout = fitting(c, jax.device_count())
-    sizes = {name: getattr(layout, name) for name in ("data", "fsdp", "tensor", "rules")}
+    sizes = {name: getattr(layout, name) for name in (*AXES, "rules")}
     changes: dict[str, dict[str, Any]] = {
         "model": {name: getattr(c, name) for name in base["model"]},
         "mesh": sizes,

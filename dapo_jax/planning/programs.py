@@ -17,7 +17,7 @@ from dapo_jax.parameters import SELECTION_PARAMETERS
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.programs import rollout_dtypes, rollout_layout
 from dapo_jax.rollout.spec import EngineSpec
-from dapo_jax.sharding import check_batch_shapes, param_shardings
+from dapo_jax.sharding import check_batch_shapes, param_shardings, rollout_mesh, row_sharding
 from dapo_jax.trainer import engine_spec
 
 PROGRAMS = ("train", "old_logprobs", "decode", "prefill")
@@ -50,7 +50,7 @@ class Cache(NamedTuple):
 
 def cache(config: Config, mesh: Mesh) -> Cache:
     """The KV cache of the run's engine on a mesh."""
-    spec = engine_spec(config, mesh, config.data.max_prompt_tokens, STOP_TOKENS)
+    spec = engine_spec(config, rollout_mesh(mesh), config.data.max_prompt_tokens, STOP_TOKENS)
     pool = _pool_bytes(spec, mesh)
     slot = pool // spec.shard_pages * spec.table_pages
     return Cache(pool, slot, spec.max_tokens, spec.shards)
@@ -67,7 +67,7 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
     Raises:
         UserError: the config does not fit the mesh.
     """
-    check_batch_shapes(config, mesh.shape["data"], mesh.shape["fsdp"])
+    check_batch_shapes(config, mesh.shape)
     c, t = config.model, config.train
     M = batching.max_micro_batches(config)
     rows_MBT = jax.tree.map(
@@ -81,16 +81,17 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
     state_at = train_step.state_shardings(config, mesh)
     reference = params if config.objective.kl_estimator == "full" else None
 
-    spec = engine_spec(config, mesh, config.data.max_prompt_tokens, STOP_TOKENS)
-    engine = DecoderEngine(spec, mesh)
+    drawn_on = rollout_mesh(mesh)
+    spec = engine_spec(config, drawn_on, config.data.max_prompt_tokens, STOP_TOKENS)
+    engine = DecoderEngine(spec, drawn_on)
     rolled = jax.eval_shape(lambda p: rollout_dtypes(p, jnp.dtype(c.compute_dtype)), params)
-    rolled_at = param_shardings(c, rollout_layout(spec.layout), mesh)
+    rolled_at = param_shardings(c, rollout_layout(spec.layout), drawn_on)
 
     parameters = device_bytes(params, params_at)
     policy = device_bytes(state, state_at)
     copy = device_bytes(rolled, rolled_at)
     pool = _pool_bytes(spec, mesh)
-    rows = sum(x.size * x.dtype.itemsize for x in rows_MBT) // spec.shards
+    rows = device_bytes(rows_MBT, jax.tree.map(lambda _: row_sharding(mesh, 1), rows_MBT))
     # What a run holds throughout a step; the rollout's copy of the parameters is dropped before the
     # update, see `train.one_step`.
     held = {"policy with optimiser": policy}

@@ -19,7 +19,7 @@ from dapo_jax.batching import max_micro_batches
 from dapo_jax.config import Config, ModelConfig
 from dapo_jax.planning import chips, plan
 from dapo_jax.planning.estimate import model_flops
-from dapo_jax.sharding import bytes_per_device, param_specs
+from dapo_jax.sharding import AXES, axes_of, bytes_per_device, param_specs, parts_of
 from dapo_jax.types import UserError
 
 # The arithmetic is rough: what seems to need so much more than there is may still fit.
@@ -50,7 +50,9 @@ def candidates(config: Config, target: chips.Target) -> tuple[list[Candidate], l
     devices = len(target.devices)
     found, refused = [], []
     for tensor in (n for n in range(1, devices + 1) if devices % n == 0):
-        fsdp = devices // tensor
+        if devices // tensor % config.mesh.context:
+            continue
+        fsdp = devices // tensor // config.mesh.context
         try:
             on_mesh = _on_mesh(config, fsdp, tensor)
         except UserError as error:
@@ -146,8 +148,7 @@ def _row(config: Config, c: Candidate, found: Mapping[str, Any] | None) -> dict[
         seconds = sum(b["seconds"] for b in bounds) if all(bounds) else None
     return {
         "name": c.name,
-        "mesh": {"data": c.config.mesh.data, "fsdp": c.config.mesh.fsdp,
-                 "tensor": c.config.mesh.tensor},
+        "mesh": {axis: getattr(c.config.mesh, axis) for axis in AXES},
         "remat": c.config.model.remat,
         "changes": _changes(config, c.config),
         "bytes": size,
@@ -174,23 +175,25 @@ def _on_mesh(config: Config, fsdp: int, tensor: int) -> Config:
     Raises:
         UserError: an axis of a parameter is not divisible.
     """
-    layout = dataclasses.replace(config.mesh, data=1, fsdp=fsdp, tensor=tensor)
-    sizes = {"data": 1, "fsdp": fsdp, "tensor": tensor}
+    sizes = {"data": 1, "fsdp": fsdp, "context": config.mesh.context, "tensor": tensor}
+    layout = dataclasses.replace(config.mesh, **sizes)
 
     def check(shape: jax.ShapeDtypeStruct, spec: jax.sharding.PartitionSpec) -> None:
         for size, axis in zip(shape.shape, spec):
-            if axis is not None and size % sizes[axis]:
-                raise UserError(f"{axis} {sizes[axis]} does not divide {size}")
+            if size % parts_of(axis, sizes):
+                raise UserError(f"{' x '.join(axes_of(axis))} does not divide {size}")
 
     shapes = model.param_shapes(config.model)
     jax.tree.map(check, shapes, param_specs(config.model, layout))
-    up = lambda n: n + -n % fsdp
-    t, r = config.train, config.rollout
+    up = lambda n, parts: n + -n % parts
+    t, r, drawn_in = config.train, config.rollout, fsdp * config.mesh.context
     return dataclasses.replace(
         config,
         mesh=layout,
-        train=dataclasses.replace(t, rows_per_micro_batch=up(t.rows_per_micro_batch)),
-        rollout=dataclasses.replace(r, slots=up(r.slots), prefill_prompts=up(r.prefill_prompts)),
+        train=dataclasses.replace(t, rows_per_micro_batch=up(t.rows_per_micro_batch, fsdp)),
+        rollout=dataclasses.replace(
+            r, slots=up(r.slots, drawn_in), prefill_prompts=up(r.prefill_prompts, drawn_in)
+        ),
     )
 
 
@@ -202,7 +205,7 @@ def _by_arithmetic(config: Config, target: chips.Target) -> Candidate:
     """
     c, t, m, chip = config.model, config.train, config.mesh, target.chip
     shapes, specs = model.param_shapes(c), param_specs(c, m)
-    sizes = {"data": m.data, "fsdp": m.fsdp, "tensor": m.tensor}
+    sizes = {axis: getattr(m, axis) for axis in AXES}
     like = lambda dtype: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
     held = lambda tree: bytes_per_device(tree, specs, sizes)
     state = held(shapes) + held(like(jnp.float32))
@@ -212,7 +215,7 @@ def _by_arithmetic(config: Config, target: chips.Target) -> Candidate:
     number = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
     copy = number * width / m.tensor
     rows = t.rows_per_micro_batch / (m.data * m.fsdp)
-    tokens, T = rows * t.row_tokens, t.row_tokens
+    tokens, T = rows * t.row_tokens / m.context, t.row_tokens
     attended, ff = c.num_heads * c.head_dim / m.tensor, c.ff_width / m.tensor
     products = 2 * attended + 2 * c.num_kv_heads * c.head_dim / m.tensor + 2 * ff + 2 * c.width
     kept = {
@@ -224,7 +227,7 @@ def _by_arithmetic(config: Config, target: chips.Target) -> Candidate:
         "full": 0.0,
     }[c.remat] + c.width
     kernel = c.attention != "xla" and target.devices[0].platform != "cpu"
-    queries = T if T <= attention.LONG_ROW else attention.QUERY_CHUNK
+    queries = T / m.context if T <= attention.LONG_ROW else attention.QUERY_CHUNK
     scores = 0.0 if kernel else rows * c.num_heads / m.tensor * queries * T * (4 + width)
     of_scores = c.num_layers if c.remat in ("none", "dots") else 1
     layers = c.num_layers * tokens * kept * width + of_scores * scores
@@ -234,7 +237,7 @@ def _by_arithmetic(config: Config, target: chips.Target) -> Candidate:
     again = {"full": 4 / 3, "attention": 1.3, "attention_mlp": 1.15}.get(c.remat, 1.0)
     compute = again * model_flops(config, T) * tokens / m.tensor / chip.flops
     passes = 2 if c.remat in ("none", "dots") else 3
-    gathered = passes * number / m.tensor * width * (1 - 1 / m.fsdp)
+    gathered = passes * number / m.tensor * width * (1 - 1 / (m.fsdp * m.context))
     reduced = passes * 2 * c.num_layers * tokens * c.width * width * 2 * (1 - 1 / m.tensor)
     seconds = max(compute, (gathered + reduced) / chip.link_rate)
     return Candidate(config, state + max(copy, layers), seconds * max_micro_batches(config))

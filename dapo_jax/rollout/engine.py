@@ -49,7 +49,7 @@ class DecoderEngine(jetstream.Engine):
     """
 
     def __init__(self, spec: EngineSpec, mesh: Mesh, run_mesh: Mesh | None = None):
-        layout = dataclasses.replace(spec.layout, data=mesh.shape["data"], fsdp=mesh.shape["fsdp"])
+        layout = dataclasses.replace(spec.layout, **mesh.shape)
         self.spec = spec = dataclasses.replace(spec, layout=layout)
         self._mesh = mesh
         self._programs = Programs(spec, mesh, run_mesh)

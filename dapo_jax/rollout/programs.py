@@ -98,8 +98,8 @@ class Programs:
             self.put = functools.partial(jax.device_put, device=rows)
         self.on_shards, self.state_at, self.everywhere = on_shards, state_at, everywhere
         spread = self.params_at
-        self.several = run_mesh is not None and run_mesh.is_multi_process
-        if self.several:
+        self.elsewhere = run_mesh is not None and run_mesh != mesh
+        if self.elsewhere:
             assert run_mesh is not None
             spread = param_shardings(c, rollout_layout(spec.layout), run_mesh)
         self._to_dtype = jax.jit(
@@ -141,7 +141,7 @@ class Programs:
 
     def load(self, params: model.Params) -> model.Params:
         """See `DecoderEngine.load_params`."""
-        if self.several:  # one program spreads them over all processes
+        if self.elsewhere:  # one program spreads them over all devices of the run
             return own_part(self._to_dtype(params), self.params_at)
         if self.spec.model.compute_dtype != self.spec.model.param_dtype:
             params = self._to_dtype(params)
