@@ -5,7 +5,8 @@ attention (Pallas, Triton), because it takes segment ids: cuDNN's, as `jax.nn` o
 lengths only, and so one sequence a row. It has not been run on one. Elsewhere XLA, see
 `dapo_jax.attention`.
 
-A kernel is a program of one device: on a mesh each device attends with its own rows and heads.
+A kernel is a program of one device: on a mesh each device attends with its own rows and heads, and
+to keys and values of whole rows where it has only part of their tokens.
 """
 
 import functools

@@ -256,6 +256,17 @@ def test_training_needs_six_operations_a_parameter():
     assert attention == 6 * c.num_layers * c.num_heads * c.head_dim * 100
 
 
+def test_search_keeps_the_context_of_the_config():
+    config = dataclasses.replace(CONFIG, mesh=dataclasses.replace(CONFIG.mesh, context=2))
+    ranked, _ = search.candidates(config, chips.target("local"))
+    names = {c.name.split(",")[0] for c in ranked}
+    assert {"fsdp 4 x context 2 x tensor 1", "fsdp 2 x context 2 x tensor 2"} <= names
+    for c in ranked:
+        m, r = c.config.mesh, c.config.rollout
+        assert m.data * m.fsdp * m.context * m.tensor == 8
+        assert r.slots % (m.fsdp * m.context) == r.prefill_prompts % (m.fsdp * m.context) == 0
+
+
 @pytest.mark.usefixtures("standard_promotion")
 def test_search_ranks_shapes_that_divide_and_compiles_the_best():
     target, said = chips.target("local")._replace(chip=V5P), []

@@ -38,7 +38,12 @@ class Candidate(NamedTuple):
     @property
     def name(self) -> str:
         m = self.config.mesh
-        return f"fsdp {m.fsdp} x tensor {m.tensor}, remat {self.config.model.remat}"
+        return f"{_shape(m.fsdp, m.context, m.tensor)}, remat {self.config.model.remat}"
+
+
+def _shape(fsdp: int, context: int, tensor: int) -> str:
+    between = f" x context {context}" if context > 1 else ""
+    return f"fsdp {fsdp}{between} x tensor {tensor}"
 
 
 def candidates(config: Config, target: chips.Target) -> tuple[list[Candidate], list[str]]:
@@ -50,13 +55,14 @@ def candidates(config: Config, target: chips.Target) -> tuple[list[Candidate], l
     devices = len(target.devices)
     found, refused = [], []
     for tensor in (n for n in range(1, devices + 1) if devices % n == 0):
-        if devices // tensor % config.mesh.context:
+        context = config.mesh.context
+        if devices // tensor % context:
             continue
-        fsdp = devices // tensor // config.mesh.context
+        fsdp = devices // tensor // context
         try:
             on_mesh = _on_mesh(config, fsdp, tensor)
         except UserError as error:
-            refused.append(f"fsdp {fsdp} x tensor {tensor}: {error}")
+            refused.append(f"{_shape(fsdp, context, tensor)}: {error}")
             continue
         for remat in REMAT:
             changed = dataclasses.replace(
