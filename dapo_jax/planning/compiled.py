@@ -116,10 +116,17 @@ def too_large(program: Program) -> dict[str, Any]:
 
 def _refused(message: str, program: Program) -> dict[str, Any] | None:
     """What is known of a program that was refused for its memory; None: for something else."""
-    used = re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", message)
+    size = r"([\d.]+)([KMGT]?)"
+    whole = re.search(rf"Used {size} of [\d.]+[KMGT]? hbm", message)
+    temporaries = re.search(
+        rf"required for HLO temporaries \({size}\) exceeds available HBM \([\d.]+[KMGT]?\)", message
+    )
+    used = whole or temporaries
     if used is None:
         return None
-    return _without_costs(program, int(float(used[1]) * UNITS[used[2]]), used[0])
+    size = int(float(used[1]) * UNITS[used[2]])
+    peak = size if whole else program.argument_bytes + size
+    return _without_costs(program, peak, used[0])
 
 
 def _without_costs(program: Program, peak_bytes: int, reason: str) -> dict[str, Any]:
