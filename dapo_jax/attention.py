@@ -6,7 +6,6 @@ Softmax and its sum are float32 whatever the compute dtype. Each returns the att
 [B, T, N, H] and the cache.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from dapo_jax import attention_kernels
+from dapo_jax import attention_kernels, row_order
 from dapo_jax.model import NO_WINDOW, Attend
 
 Arrays = tuple[jax.Array, ...]
@@ -49,6 +48,8 @@ def packed(segments_BT: jax.Array, choice: attention_kernels.Choice = XLA) -> At
     """Attention within the segments of packed rows, causal; leaves the cache alone.
 
     Args:
+        segments_BT: where the tokens of a row lie over devices, in the order of `row_order`, as
+            queries, keys and values then are.
         choice: the program that attends, from `attention_kernels.choose`.
     """
     if choice.kernel == "xla" and choice.context > 1:
@@ -58,7 +59,9 @@ def packed(segments_BT: jax.Array, choice: attention_kernels.Choice = XLA) -> At
     size = max(LEAST_PART, -(-T // PARTS))
     size += -size % QUERY_CHUNK if long else 0
     parts = [slice(start, min(start + size, T)) for start in range(0, T, size)]
-    segments = [(segments_BT[:, own], segments_BT[:, : own.stop], own.start) for own in parts]
+    at = lambda part: jnp.arange(part.start or 0, part.stop)
+    of = lambda part: (segments_BT[:, part], at(part))
+    segments = [(*of(own), *of(slice(own.stop))) for own in parts]
     # The same in every layer that does not slide: outside the scan over them.
     masks = [] if long else [seen(*of_part, None) for of_part in segments]
 
@@ -91,6 +94,8 @@ def _over_context(segments_BT: jax.Array, choice: attention_kernels.Choice) -> A
     """Attention of rows whose tokens lie over the context axis: each device has the queries of its
     own part and gathers keys and values."""
     assert choice.layout is not None
+    parts, T = choice.context, segments_BT.shape[1]
+    order_T = jnp.asarray(row_order.order(T, parts))
 
     def local(
         kernels: tuple[Any, ...],
@@ -100,13 +105,14 @@ def _over_context(segments_BT: jax.Array, choice: attention_kernels.Choice) -> A
         k: jax.Array,
         v: jax.Array,
     ) -> jax.Array:
-        gather = functools.partial(jax.lax.all_gather, axis_name="context", axis=1, tiled=True)
-        segments, k, v = map(gather, (segments_BC, k, v))
-        start = jax.lax.axis_index("context") * q.shape[1]
+        segments, k, v = (attention_kernels.whole_rows(x, parts) for x in (segments_BC, k, v))
         k, v = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (k, v))
-        if segments.shape[1] > LONG_ROW:
-            return by_query_chunks(q, k, v, segments_BC, segments, start, window)
-        return _of_part(q, k, v, seen(segments_BC, segments, start, window))
+        part = jax.lax.axis_index("context")
+        at_C = jax.lax.dynamic_slice_in_dim(order_T, part * (T // parts), T // parts)
+        who = segments_BC, at_C, segments, jnp.arange(T)
+        if T > LONG_ROW:
+            return by_query_chunks(q, k, v, *who, window)
+        return _of_part(q, k, v, seen(*who, window))
 
     program = attention_kernels.of_each_device(local, choice.layout, ())
 
@@ -127,14 +133,18 @@ def _over_context(segments_BT: jax.Array, choice: attention_kernels.Choice) -> A
 
 def seen(
     segments_BC: jax.Array,
+    at_C: jax.Array,
     segments_BS: jax.Array,
-    start: jax.Array | int,
+    at_S: jax.Array,
     window: jax.Array | int | None,
 ) -> jax.Array:
-    """Which of the first S tokens of a row the C tokens from `start` on see, [B, C, S]: those of
-    their segment up to themselves, the last `window` of them."""
-    C, S = segments_BC.shape[1], segments_BS.shape[1]
-    back_CS = start + jnp.arange(C)[:, None] - jnp.arange(S)[None]
+    """Which of S tokens of a row C of its tokens see, [B, C, S]: those of their segment up to
+    themselves, the last `window` of them.
+
+    Args:
+        at_C, at_S: where in the row they are.
+    """
+    back_CS = at_C[:, None] - at_S[None]
     near_CS = back_CS >= 0 if window is None else (back_CS >= 0) & (back_CS < window)
     return (segments_BC[:, :, None] == segments_BS[:, None]) & near_CS[None]
 
@@ -151,27 +161,27 @@ def by_query_chunks(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     segments_BT: jax.Array,
+    at_T: jax.Array,
     segments_BS: jax.Array,
-    start: jax.Array | int,
+    at_S: jax.Array,
     window: jax.Array | int | None,
 ) -> jax.Array:
-    """`dot_product_attention` of the tokens from `start` on over the first S of their row,
-    QUERY_CHUNK of them at a time; the backward pass computes their scores again."""
+    """`dot_product_attention` of T tokens of a row over S of them, QUERY_CHUNK of the T at a time;
+    the backward pass computes their scores again. Other arguments as of `seen`."""
     B, T, N, H = q_BTNH.shape
     C = QUERY_CHUNK
 
     def cut(x: jax.Array) -> jax.Array:
         x = jnp.pad(x, [(0, 0), (0, -T % C)] + [(0, 0)] * (x.ndim - 2))
-        return x.reshape(B, -1, C, *x.shape[2:]).swapaxes(0, 1)
+        return x.reshape(len(x), -1, C, *x.shape[2:]).swapaxes(0, 1)
 
     @jax.checkpoint
     def attended(chunk: Arrays) -> jax.Array:
-        first, q_BCNH, segments_BC = chunk
-        mask_BCS = seen(segments_BC, segments_BS, first, window)
+        at_1C, q_BCNH, segments_BC = chunk
+        mask_BCS = seen(segments_BC, at_1C[0], segments_BS, at_S, window)
         return _of_part(q_BCNH, k_BSKH, v_BSKH, mask_BCS)
 
-    q, segments = cut(q_BTNH), cut(segments_BT)
-    out = jax.lax.map(attended, (start + C * jnp.arange(len(q)), q, segments))
+    out = jax.lax.map(attended, (cut(at_T[None]), cut(q_BTNH), cut(segments_BT)))
     return out.swapaxes(0, 1).reshape(B, -1, N, H)[:, :T]
 
 

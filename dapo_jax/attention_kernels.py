@@ -16,9 +16,11 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dapo_jax import row_order
 from dapo_jax.config import ModelConfig
 from dapo_jax.model import NO_WINDOW
 from dapo_jax.products import LANES
@@ -123,7 +125,7 @@ def attend(
     layout, of_heads = choice.layout, 1
     if layout is not None and layout.heads is not None:
         of_heads = layout.mesh.shape[layout.heads]
-    T, N = q_BTNH.shape[1] // choice.context, q_BTNH.shape[2] // of_heads
+    T, N = q_BTNH.shape[1], q_BTNH.shape[2] // of_heads
     # What a kernel is made of is data too: of queries, each device has the part that it attends.
     kernels = _splash_kernels(choice, T, N) if choice.kernel == "splash" else ()
     local = functools.partial({"splash": _splash, "flash": _flash}[choice.kernel], choice)
@@ -156,6 +158,13 @@ def _filled(x: jax.Array, axis: int, multiple: int) -> jax.Array:
     return jnp.pad(x, widths)
 
 
+def whole_rows(x_BT: jax.Array, parts: int) -> jax.Array:
+    """Whole rows in their own order, from the part that this device has of their tokens."""
+    if parts == 1:
+        return x_BT
+    return row_order.to_rows(jax.lax.all_gather(x_BT, "context", axis=1, tiled=True), parts)
+
+
 def _splash_size(tokens: int) -> tuple[int, int]:
     """(tokens, filled up to whole blocks; tokens of a block)."""
     whole = SPLASH_BLOCK if tokens >= SPLASH_BLOCK else LANES
@@ -163,37 +172,37 @@ def _splash_size(tokens: int) -> tuple[int, int]:
     return full, min(SPLASH_BLOCK, full)
 
 
-def _splash_kernels(choice: Choice, part: int, heads: int) -> tuple[Any, ...]:
+def _splash_kernels(choice: Choice, T: int, heads: int) -> tuple[Any, ...]:
     """Splash attention to what layers see that do not slide, and that do; of those that there are.
 
     Args:
-        part: tokens of a row that a device has the queries of.
+        T: tokens of a row.
         heads: of a device.
     """
     from jax.experimental.pallas.ops.tpu import splash_attention as library
 
-    full, block = _splash_size(part)
-    if choice.window is not None and choice.context > 1 and full > part:
-        raise UserError(
-            f"config.train.row_tokens over config.mesh.context ({choice.context}) leaves {part} "
-            f"tokens to a device; sliding layers need a multiple of {LANES}, of {SPLASH_BLOCK} "
-            f"from {SPLASH_BLOCK} on."
-        )
-    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-    blocks: dict[str, Any] = {f"block_{name}": block for name in names}
-    shape = choice.context * full, choice.context * full
+    C = choice.context
+    (full, block), (full_kv, block_kv) = _splash_size(T // C), _splash_size(T)
+    blocks: dict[str, Any] = {f"block_{name}": block for name in ("q", "q_dkv", "q_dq")}
+    of_kv = ("kv", "kv_compute", "kv_dkv", "kv_dkv_compute", "kv_dq")
+    blocks |= {f"block_{name}": block_kv for name in of_kv}
+    # Where in the row the queries of each device are; those that fill up are where its last is.
+    order_CX = row_order.order(T, C).reshape(C, -1)
+    order_CX = np.pad(order_CX, ((0, 0), (0, full - T // C)), mode="edge")
 
     def kernel(seen: int | None) -> Any:
+        shape = C * full, full_kv
         mask = (
             library.CausalMask(shape)
             if seen is None
             else library.LocalMask(shape, (seen - 1, 0), 0)
         )
+        mask.q_sequence = order_CX.reshape(-1).astype(np.int32)
         return library.make_splash_mha(
             library.MultiHeadMask([mask] * heads),
             block_sizes=library.BlockSizes(**blocks),
             head_shards=1,
-            q_seq_shards=choice.context,
+            q_seq_shards=C,
             # What its backward pass reads: log sum exp, and the attended values.
             residual_checkpoint_name=KEPT,
             interpret=choice.platform == "cpu",
@@ -224,16 +233,13 @@ def _splash(
     from jax.experimental.pallas.ops.tpu import splash_attention as library
 
     _, T, _, H = q_BTNH.shape
-    full, _ = _splash_size(T)
-    segments_BT = _filled(segments_BT, 1, full)
-    fill = lambda x: _filled(_filled(x, 1, full), 3, LANES).swapaxes(1, 2)
-    q_BNTH, k_BKSH, v_BKSH = map(fill, ((q_BTNH * H**-0.5).astype(q_BTNH.dtype), k_BTKH, v_BTKH))
-    segments_BS = segments_BT
-    if choice.context > 1:  # S tokens of whole rows
-        gather = functools.partial(jax.lax.all_gather, axis_name="context", tiled=True)
-        segments_BS = gather(segments_BT, axis=1)
-        k_BKSH, v_BKSH = gather(k_BKSH, axis=2), gather(v_BKSH, axis=2)
-    segments = library.SegmentIds(segments_BT, segments_BS)
+    arrays = segments_BT, k_BTKH, v_BTKH
+    segments_BS, k_BSKH, v_BSKH = (whole_rows(x, choice.context) for x in arrays)
+    (full, _), (full_kv, _) = _splash_size(T), _splash_size(segments_BS.shape[1])
+    segments = library.SegmentIds(_filled(segments_BT, 1, full), _filled(segments_BS, 1, full_kv))
+    fill = lambda x, full: _filled(_filled(x, 1, full), 3, LANES).swapaxes(1, 2)
+    q_BNTH = fill((q_BTNH * H**-0.5).astype(q_BTNH.dtype), full)
+    k_BKSH, v_BKSH = fill(k_BSKH, full_kv), fill(v_BSKH, full_kv)
     by = [
         lambda kernel=kernel: jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, segments)
         for kernel in kernels

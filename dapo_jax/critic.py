@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dapo_jax import log_probs, model
+from dapo_jax import log_probs, model, row_order
 from dapo_jax.config import Config, OptimizerConfig
 from dapo_jax.objective import at_least_float32, clamp
 from dapo_jax.optimizer import make_optimizer, moment_shardings
@@ -88,7 +88,8 @@ def row_values(
         params.head_D.astype(hidden_BTD.dtype),
         preferred_element_type=jnp.float32,
     )
-    return log_probs.to_own_token(value_BT)
+    parts = 1 if layout is None else layout.context
+    return log_probs.to_own_token(row_order.to_rows(value_BT, parts))
 
 
 def optimizer_config(config: Config) -> OptimizerConfig:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dapo_jax import attention, attention_kernels, model, vocabulary
+from dapo_jax import attention, attention_kernels, model, row_order, vocabulary
 from dapo_jax.config import ModelConfig
 from dapo_jax.products import columns_first
 from dapo_jax.sharding import HeadLayout
@@ -259,31 +259,36 @@ def row_statistics(
         layout: see `token_statistics`.
     """
     hidden = lambda p: row_hidden(config, p, rows, layout)
+    parts = 1 if layout is None else layout.context
     # The state at t - 1 predicts the token at t: results are moved to the token they speak of.
     statistics = token_statistics(
         hidden(params),
         model.unembedding(params),
-        jnp.roll(rows.tokens_BT, -1, axis=1),
+        row_order.to_devices(jnp.roll(rows.tokens_BT, -1, axis=1), parts),
         temperature=temperature,
         chunk_tokens=config.log_prob_chunk_tokens,
         reference=None if reference is None else (hidden(reference), model.unembedding(reference)),
         layout=layout,
     )
-    return TokenStatistics(*(to_own_token(x_BT) for x_BT in statistics))
+    own = lambda x_BT: to_own_token(row_order.to_rows(x_BT, parts))
+    return TokenStatistics(*map(own, statistics))
 
 
 def row_hidden(
     config: ModelConfig, params: model.Params, rows: Rows, layout: HeadLayout | None
 ) -> jax.Array:
-    """Hidden states of packed rows [B, T, D], before the token that each predicts."""
+    """Hidden states of packed rows [B, T, D], before the token that each predicts; where the tokens
+    of a row lie over devices, in the order of `row_order`."""
     choice = attention_kernels.choose(config, layout)
+    parts = choice.context
+    of_devices = functools.partial(row_order.to_devices, parts=parts)
     return model.hidden_states(
         config,
         _looked_up(config, params, layout),
-        rows.tokens_BT,
-        rows.positions_BT,
-        attention.packed(rows.segments_BT, choice),
-        parts=choice.context,
+        of_devices(rows.tokens_BT),
+        of_devices(rows.positions_BT),
+        attention.packed(of_devices(rows.segments_BT), choice),
+        parts=parts,
     )[0]
 
 

@@ -187,19 +187,21 @@ def head_layout(model: ModelConfig, config: MeshConfig, mesh: Mesh) -> HeadLayou
 
 def check_batch_shapes(config: Config, axis_sizes: Mapping[str, int]) -> None:
     """Raises UserError unless rows, their tokens, slots and prompts split evenly over the mesh."""
-    rows, tokens, slots = BATCH_AXES, ("context",), (*BATCH_AXES, "context")
+    rows, context = parts_of(BATCH_AXES, axis_sizes), axis_sizes["context"]
+    of_rows = rows, "config.mesh.data x config.mesh.fsdp"
+    of_slots, of_tokens = of_rows, (1, "")
+    if context > 1:
+        of_slots = rows * context, f"{of_rows[1]} x config.mesh.context"
+        of_tokens = 2 * context, "2 x config.mesh.context"  # see `row_order`
     t, r, p = config.train, config.rollout, config.pretrain
-    for field, value, axes in (
-        ("train.rows_per_micro_batch", t.rows_per_micro_batch, rows),
-        ("train.row_tokens", t.row_tokens, tokens),
-        ("pretrain.row_tokens", p.row_tokens if p is not None else 0, tokens),
-        ("rollout.slots", r.slots, slots),
-        ("rollout.prefill_prompts", r.prefill_prompts, slots),
+    for field, value, (shards, product) in (
+        ("train.rows_per_micro_batch", t.rows_per_micro_batch, of_rows),
+        ("train.row_tokens", t.row_tokens, of_tokens),
+        ("pretrain.row_tokens", p.row_tokens if p is not None else 0, of_tokens),
+        ("rollout.slots", r.slots, of_slots),
+        ("rollout.prefill_prompts", r.prefill_prompts, of_slots),
     ):
-        shards = math.prod(axis_sizes[axis] for axis in axes)
         if value % shards:
-            named = [axis for axis in axes if axis in BATCH_AXES or axis_sizes[axis] > 1]
-            product = " x ".join(f"config.mesh.{axis}" for axis in named)
             raise UserError(
                 f"config.{field} ({value}) must be a multiple of {product} = {shards}; nearest: "
                 f"{value + shards - value % shards}."
@@ -208,7 +210,7 @@ def check_batch_shapes(config: Config, axis_sizes: Mapping[str, int]) -> None:
 
 def row_sharding(mesh: Mesh, batch_dim: int = 0) -> NamedSharding:
     """Of rows [..., B, T]: dimension `batch_dim` over the data and fsdp axes, the next, their
-    tokens, over context."""
+    tokens, over context (of what is computed from them in the order of `row_order`)."""
     return NamedSharding(mesh, PartitionSpec(*[None] * batch_dim, BATCH_AXES, "context"))
 
 

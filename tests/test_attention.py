@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dapo_jax import attention, attention_kernels, model
+from dapo_jax import attention, attention_kernels, model, row_order
 from dapo_jax.attention_kernels import Choice
 from dapo_jax.model import NO_WINDOW
 from dapo_jax.progress import Progress
@@ -172,21 +172,34 @@ def test_what_is_kept_of_attention_spares_the_kernel_a_second_pass_forward(array
 def test_tokens_of_a_row_on_several_devices(
     monkeypatch, arrays, expected, kernel, long, window, context=3
 ):
-    """Each attends with its own queries; a kernel needs whole blocks where layers slide."""
-    if long:  # in chunks of 4, of 7 tokens
+    """Each attends with its own queries."""
+    if long:  # in chunks of 3, of 8 tokens
         monkeypatch.setattr(attention, "LONG_ROW", T - 1)
-        monkeypatch.setattr(attention, "QUERY_CHUNK", 4)
-    choice = Choice(kernel, window=window, layout=layout_over(1, 1, context, 2))
-    attend = attention.packed(jnp.asarray(SEGMENTS), choice)
-    if kernel == "splash" and window is not None:
-        with pytest.raises(UserError, match="leaves 7 tokens to a device; sliding layers need a m"):
-            check(attend, arrays, expected, window)
-    else:
-        check(attend, arrays, expected, window)
+        monkeypatch.setattr(attention, "QUERY_CHUNK", 3)
+    choice = Choice(kernel, window=window, every_layer=True, layout=layout_over(1, 1, context, 2))
+    filled = lambda x: jnp.pad(x, ((0, 0), (0, 24 - T), *[(0, 0)] * (x.ndim - 2)))
+    of_devices = lambda x: row_order.to_devices(filled(x), context)
+
+    def attend(layer, q, k, v, cache, window):
+        found = attention.packed(of_devices(jnp.asarray(SEGMENTS)), choice)
+        out, cache = found(layer, *map(of_devices, (q, k, v)), cache, window)
+        return row_order.to_rows(out, context)[:, :T], cache
+
+    check(attend, arrays, expected, window)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_devices_see_as_much_of_a_row(parts):
+    order = row_order.order(24, parts)
+    seen = (order + 1).reshape(parts, -1).sum(axis=1)
+    assert sorted(order.tolist()) == list(range(24)) and len(set(seen)) == 1
+    x = jnp.arange(2 * 24 * 3).reshape(2, 24, 3)
+    np.testing.assert_array_equal(row_order.to_devices(x, parts), x[:, order])
+    np.testing.assert_array_equal(row_order.to_rows(x[:, order], parts), x)
 
 
 def test_sliding_layers_of_rows_on_several_devices():
-    """In whole blocks, as XLA on one device."""
+    """Whole blocks, and which layer slides told by an array, as XLA on one device."""
     rng = np.random.default_rng(0)
     shapes = [(1, 256, heads, 8) for heads in (2, 1, 1, 2)]
     *inputs, weights = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
@@ -195,9 +208,10 @@ def test_sliding_layers_of_rows_on_several_devices():
 
     def found(choice, window):
         def total(*inputs):
-            return jnp.sum(
-                weights * attention.packed(segments, choice)(0, *inputs, None, window)[0]
-            )
+            of_devices = lambda x: row_order.to_devices(x, choice.context)
+            attend = attention.packed(of_devices(segments), choice)
+            out = attend(0, *map(of_devices, inputs), None, window)[0]
+            return jnp.sum(of_devices(weights) * out)
 
         return jax.jit(jax.value_and_grad(total, (0, 1, 2)))(*inputs)
 

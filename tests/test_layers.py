@@ -13,9 +13,9 @@ LAYERS = [
     ["config"],
     # pure, and hosts' small tools
     ["objective", "policy_losses", "aggregation", "advantage", "corrections", "covariance",
-     "batching", "reward", "scorers", "rows", "hub", "sources", "prompts", "estimators",
-     "arithmetic", "prefilter", "partial_rollouts", "progress", "processes", "stop_signals",
-     "watchdog",
+     "batching", "row_order", "reward", "scorers", "rows", "hub", "sources", "prompts",
+     "estimators", "arithmetic", "prefilter", "partial_rollouts", "progress", "processes",
+     "stop_signals", "watchdog",
      "compilations", "hf_config", "rotary", "products"],
     ["model", "attention", "attention_kernels", "vocabulary", "log_probs", "sharding",
      "samples", "data", "tokenizer", "checkpoint", "reward_pool", "scoring", "votes",
