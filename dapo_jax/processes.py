@@ -36,6 +36,7 @@ HEARTBEAT_SECONDS = 58
 SHUTDOWN_SECONDS = 60
 LOOK_SECONDS = 0.02  # between two looks at what others tell
 SHARED_AT_ONCE = 2**28  # bytes of all processes together
+LEAST_SHARED = 2**16  # bytes of each
 
 
 class Board:
@@ -169,10 +170,12 @@ class Processes:
             return [value]
         data = np.frombuffer(pickle.dumps(value, protocol=5), np.uint8)
         sizes = self.agree(len(data))
-        chunk = max(1, SHARED_AT_ONCE // self.count)
+        # Of a few sizes, as every one is a program of its own.
+        room = 1 << (max(*sizes, LEAST_SHARED) - 1).bit_length()
+        chunk = min(room, max(1, SHARED_AT_ONCE // self.count))
         parts = []
         for start in range(0, max(sizes), chunk):
-            mine = np.zeros(min(chunk, max(sizes) - start), np.uint8)
+            mine = np.zeros(chunk, np.uint8)
             mine[: len(data[start : start + chunk])] = data[start : start + chunk]
             parts.append(np.asarray(multihost_utils.process_allgather(mine)))
         whole = np.concatenate(parts, axis=1)

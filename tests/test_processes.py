@@ -1,6 +1,7 @@
 """Several processes, one run: the same batches, the same parameters; and what happens when one is
 told to stop, dies, or never comes."""
 
+import json
 import signal
 import socket
 import time
@@ -40,6 +41,8 @@ def test_two_processes_train_as_one(one, two):
     assert sum(group["sampling/prompts_kept"] for group in metrics_of(workdir)[1:]) == 12
     assert "2 processes on 1 host, 4 devices" in first and any("3/3" in line for line in first)
     assert second == [], "one process shows and writes"
+    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    assert [line.get("perf/compilations", 0) for line in lines][2:] == [0, 0], "but at first"
 
 
 @pytest.mark.slow
