@@ -59,9 +59,8 @@ def packed(segments_BT: jax.Array, choice: attention_kernels.Choice = XLA) -> At
     size = max(LEAST_PART, -(-T // PARTS))
     size += -size % QUERY_CHUNK if long else 0
     parts = [slice(start, min(start + size, T)) for start in range(0, T, size)]
-    at = lambda part: jnp.arange(part.start or 0, part.stop)
-    of = lambda part: (segments_BT[:, part], at(part))
-    segments = [(*of(own), *of(slice(own.stop))) for own in parts]
+    tokens = lambda start, end: (segments_BT[:, start:end], jnp.arange(start, end))
+    segments = [(*tokens(own.start, own.stop), *tokens(0, own.stop)) for own in parts]
     # The same in every layer that does not slide: outside the scan over them.
     masks = [] if long else [seen(*of_part, None) for of_part in segments]
 

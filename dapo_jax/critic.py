@@ -89,7 +89,8 @@ def row_values(
         preferred_element_type=jnp.float32,
     )
     parts = 1 if layout is None else layout.context
-    return log_probs.to_own_token(row_order.to_rows(value_BT, parts))
+    value_BT = row_order.to_rows(value_BT, parts)
+    return log_probs.to_own_token(value_BT)
 
 
 def optimizer_config(config: Config) -> OptimizerConfig:

@@ -4,6 +4,7 @@ import re
 import tomllib
 
 from tests.conftest import ROOT
+from tests.planted_defects import DEFECTS
 
 
 def test_requirements_are_those_of_pyproject():
@@ -29,3 +30,9 @@ def test_every_function_in_the_readmes_trace_exists():
         source = (ROOT / path).read_text()
         for name in re.findall(r"`(\w+)`", names):
             assert re.search(rf"^\s*(def|class) {name}\b", source, re.M), (path, name)
+
+
+def test_planted_defects_have_their_places():
+    for defect in DEFECTS:
+        text = (ROOT / defect.file).read_text()
+        assert text.count(defect.right) == 1, f"{defect.name}: its place in {defect.file} changed"

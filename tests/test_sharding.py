@@ -137,13 +137,11 @@ def test_what_rows_over_devices_exchange_besides():
     large = {(one.kind, one.shapes, one.calls) for one in over if one.bytes > 4 * 24 * 4}
     kinds = {"all-gather": ("f32[4,24,1,10]", 3 * 4), "reduce-scatter": ("f32[4,12,1,10]", 3 * 2)}
     assert large == {(kind, *rest) for kind, rest in kinds.items()}, table
-    gathered = {one.shapes: one.calls for one in found if one.axes(mesh.shape) == BOTH}
+    both = ("fsdp", "context")
+    gathered = {one.shapes: one.calls for one in found if one.axes(mesh.shape) == both}
     assert gathered["f32[32,48]"] == 3 * 4, table
     (state, *_), _ = compiled.input_shardings
     assert state.params["layers"]["up"].shard_shape((3, 32, 96)) == (3, 32 // 4, 96 // 2)
-
-
-BOTH = ("fsdp", "context")
 
 
 def with_shapes(layout, rows, row_tokens, slots):

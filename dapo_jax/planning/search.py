@@ -55,12 +55,12 @@ def candidates(config: Config, target: chips.Target) -> tuple[list[Candidate], l
     devices = len(target.devices)
     found, refused = [], []
     for tensor in (n for n in range(1, devices + 1) if devices % n == 0):
-        context = config.mesh.context
+        context = max(1, config.mesh.context)
         if devices // tensor % context:
             continue
         fsdp = devices // tensor // context
         try:
-            on_mesh = _on_mesh(config, fsdp, tensor)
+            on_mesh = _on_mesh(config, fsdp, context, tensor)
         except UserError as error:
             refused.append(f"{_shape(fsdp, context, tensor)}: {error}")
             continue
@@ -175,13 +175,13 @@ def _changes(before: Config, after: Config) -> dict[str, Any]:
     return found
 
 
-def _on_mesh(config: Config, fsdp: int, tensor: int) -> Config:
+def _on_mesh(config: Config, fsdp: int, context: int, tensor: int) -> Config:
     """The config on a mesh of this shape.
 
     Raises:
         UserError: an axis of a parameter is not divisible.
     """
-    sizes = {"data": 1, "fsdp": fsdp, "context": config.mesh.context, "tensor": tensor}
+    sizes = {"data": 1, "fsdp": fsdp, "context": context, "tensor": tensor}
     layout = dataclasses.replace(config.mesh, **sizes)
 
     def check(shape: jax.ShapeDtypeStruct, spec: jax.sharding.PartitionSpec) -> None:
@@ -192,7 +192,7 @@ def _on_mesh(config: Config, fsdp: int, tensor: int) -> Config:
     shapes = model.param_shapes(config.model)
     jax.tree.map(check, shapes, param_specs(config.model, layout))
     up = lambda n, parts: n + -n % parts
-    t, r, drawn_in = config.train, config.rollout, fsdp * config.mesh.context
+    t, r, drawn_in = config.train, config.rollout, fsdp * context
     return dataclasses.replace(
         config,
         mesh=layout,
