@@ -181,7 +181,7 @@ def test_a_stop_while_the_base_is_made(tmp_path, home):
 @pytest.mark.slow
 def test_eight_devices_train_as_one(tmp_path, home, finished):
     """The same rewards, and the same parameters to 1e-5 after 3 steps, sharded 2 x 2 x 2."""
-    eight = {"mesh__fsdp": 2, "mesh__context": 2, "mesh__tensor": 2}
+    eight = {"mesh__data": 2, "mesh__context": 2, "mesh__tensor": 2}
     workdir = tmp_path / "eight"
     shutil.copytree(finished[0] / "base", workdir / "base")  # the same base to the last bit
     run(workdir, home, devices=8, **RUN | {"train__num_steps": 3} | eight)

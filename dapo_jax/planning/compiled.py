@@ -116,10 +116,11 @@ def too_large(program: Program) -> dict[str, Any]:
 
 def _refused(message: str, program: Program) -> dict[str, Any] | None:
     """What is known of a program that was refused for its memory; None: for something else."""
-    size = r"([\d.]+)([KMGT]?)"
-    whole = re.search(rf"Used {size} of [\d.]+[KMGT]? hbm", message)
+    figure = r"([\d.]+)([KMGT]?)"
+    whole = re.search(rf"Used {figure} of [\d.]+[KMGT]? hbm", message)
     temporaries = re.search(
-        rf"required for HLO temporaries \({size}\) exceeds available HBM \([\d.]+[KMGT]?\)", message
+        rf"required for HLO temporaries \({figure}\) exceeds available HBM \([\d.]+[KMGT]?\)",
+        message,
     )
     used = whole or temporaries
     if used is None:
