@@ -48,6 +48,7 @@ def get_config() -> ml_collections.ConfigDict:
                 fsdp=1,
                 context=1,
                 tensor=1,
+                rollout_tensor=ml_collections.config_dict.placeholder(int),
                 rules=(
                     ("vocab", None),
                     ("embed", "fsdp"),

@@ -85,6 +85,9 @@ class MeshConfig:
     fsdp: int
     context: int
     tensor: int
+    # Devices that draw responses together, the model split over them by the rules for `tensor`;
+    # None: as many as `tensor`.
+    rollout_tensor: int | None
     rules: tuple[tuple[str, str | None], ...]  # (logical axis, mesh axis or None)
 
 

@@ -276,6 +276,9 @@ def _check_mesh(mesh: Any) -> None:
     sizes = {axis: getattr(mesh, axis) for axis in (*split, "context")}
     for name, size in sizes.items():
         require(size == -1 or size > 0, f"mesh.{name}", size, "positive, or -1 for the rest")
+    together = mesh.rollout_tensor
+    require(together is None or together > 0, "mesh.rollout_tensor", together,
+             "positive, or None for as many as config.mesh.tensor")  # fmt: skip
     if sum(size == -1 for size in sizes.values()) > 1:
         raise UserError(f"config.mesh: at most one axis may be -1; got {sizes}.")
     for logical, axis in mesh.rules:

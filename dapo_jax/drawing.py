@@ -9,7 +9,7 @@ import jax
 from dapo_jax import model
 from dapo_jax.dynamic_sampling import Stream
 from dapo_jax.partial_rollouts import Partial
-from dapo_jax.processes import ALONE, LOOK_SECONDS, Processes
+from dapo_jax.processes import LOOK_SECONDS
 from dapo_jax.progress import Progress
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout import scheduler
@@ -24,12 +24,11 @@ class Drawing:
     """What is drawn with the parameters of one step, and what it took.
 
     Args:
-        trainer: its engine, detokenize, train_rubrics and config are read.
+        trainer: its engine, team, detokenize, train_rubrics and config are read.
         params: in the engine's layout.
         key: of the step.
         check_stop: called again and again; raises to abandon.
         watch: is told what is waited for.
-        them: the processes that draw, each with an engine of its own.
     """
 
     def __init__(
@@ -43,9 +42,8 @@ class Drawing:
         progress: Progress,
         check_stop: Callable[[], None],
         watch: Watchdog = UNWATCHED,
-        them: Processes = ALONE,
     ):
-        self.them = them
+        self.team, self.them = trainer.team, trainer.team.them
         self.trainer, self.pool, self.params, self.key, self.step = trainer, pool, params, key, step
         self.progress, self.check_stop, self.watch = progress, check_stop, watch
         self.stats = scheduler.RolloutStats()
@@ -63,21 +61,22 @@ class Drawing:
         return self._dealt(problems, what, num_samples=1, sampling=sampling)
 
     def _dealt(self, problems: Sequence[Problem], what: str, **changes: Any) -> list[Group]:
-        """The group of each problem, a share of them drawn by each process."""
+        """The group of each problem, a share of them drawn by each team."""
         self.progress.doing(f"step {self.step}: {what}")
-        mine = self.them.deal(list(problems))
+        mine = self.team.deal(list(problems))
 
         def draw() -> list[Group]:
             start = time.monotonic()
             scoring = Scoring(self.pool, mine, self.trainer.train_rubrics, self.watch)
-            responses_QG, stats = self._generate(mine, finished=scoring.submit, **changes)
+            finished = scoring.submit if self.team.first else scheduler.IGNORE
+            responses_QG, stats = self._generate(mine, finished=finished, **changes)
             self._count("rollout", start, stats)
             start = time.monotonic()
-            groups = scoring.groups(responses_QG, self.step)
+            groups = scoring.groups(responses_QG, self.step) if self.team.first else []
             self._count("reward", start)
             return groups
 
-        return self.them.collect(self.them.all_or_none(draw, self.watch.waiting_for))
+        return self.team.collect(self.them.all_or_none(draw, self.watch.waiting_for))
 
     def draw(self, stream: Stream, problems: Iterator[Problem | None]) -> None:
         """Groups for a stream until it is over, see `dynamic_sampling.stream_batch`."""
@@ -99,13 +98,19 @@ class Drawing:
             stream.look()
             return stream.full
 
-        partial = None
+        first, partial = self.team.first, None
         if trainer.config.dynamic_sampling.partial_rollouts:
-            partial = Partial(self.step, stream.begun, stream.drawn.extend)
-        _, stats = self._generate(problems, finished=ended, enough=full, partial=partial)
+            left = stream.drawn.extend if first else lambda _: None
+            partial = Partial(self.step, stream.begun, left)
+        _, stats = self._generate(
+            problems,
+            finished=ended if first else scheduler.IGNORE,
+            enough=lambda: self.team.told(full, self.watch.waiting_for),
+            partial=partial,
+        )
         self._count("rollout", start, stats)
         start = time.monotonic()
-        if not stream.full:
+        if first and not stream.full:
             grouping.verdicts(scoring.verdicts())
         while not stream.over:  # what is missing is drawn by other processes
             self.watch.waiting_for(f"the verdict on prompt {stream.decided} of another process")
@@ -123,7 +128,7 @@ class Drawing:
             "num_samples": rollout.group_size,
             "key": self.key,
             "stop_strings": rollout.stop_strings,
-            "check_stop": self.check_stop,
+            "check_stop": lambda: self.team.told(self.check_stop, self.watch.waiting_for),
             "watch": self.watch,
         }
         return scheduler.generate(
@@ -137,5 +142,5 @@ class Drawing:
 
     def _count(self, phase: str, start: float, stats: scheduler.RolloutStats | None = None) -> None:
         self.clock[phase] += time.monotonic() - start
-        if stats is not None:
+        if stats is not None and self.team.first:
             self.stats += stats

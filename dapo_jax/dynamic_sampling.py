@@ -20,7 +20,8 @@ from dapo_jax import partial_rollouts, prefilter
 from dapo_jax.config import DynamicSamplingConfig
 from dapo_jax.partial_rollouts import Begun
 from dapo_jax.prefilter import PrefilterState, Sieve
-from dapo_jax.processes import ALONE, Board, Processes
+from dapo_jax.processes import Board
+from dapo_jax.teams import ALONE, Team
 from dapo_jax.types import (
     Group,
     Problem,
@@ -116,6 +117,7 @@ class Stream:
     Args:
         share: of the prompts that are informative, as far as is known.
         begun: responses of earlier steps to go on with.
+        team: that this process draws with.
     """
 
     def __init__(
@@ -125,12 +127,14 @@ class Stream:
         num_prompts: int,
         board: Board,
         begun: Sequence[Begun] = (),
+        team: Team = ALONE,
     ):
+        self.team = team
         self.num_prompts, self.share, self.board = num_prompts, share, board
         self.begun = partial_rollouts.by_visit(begun)
         self.most = config.max_rounds * config.max_round_prompts  # prompts begun
         self.every: list[Problem] = []  # by number, as far as this process has looked
-        self.numbers: list[int] = []  # of the prompts that this process draws,
+        self.numbers: list[int] = []  # of the prompts that this team draws,
         self.taken: list[Problem] = []  # and their problems
         self.drawn: list[dict[int, Response]] = []  # of each of those, by sample; told at the end
         self.groups: dict[int, Group] = {}  # by number
@@ -140,25 +144,27 @@ class Stream:
     def problems(self, take: Callable[[int], list[Problem]]) -> Iterator[Problem | None]:
         """The prompts to begin with, as many as should be needed; None while those begun should
         do."""
-        board = self.board
-        while True:
-            self.look()
-            if board.begun >= self.most:
-                return
-            # Of those whose turn has not come some are known already.
-            later = [informative for i, informative in board.verdicts.items() if i >= self.decided]
-            unknown = board.begun - self.decided - len(later)
-            expected = self.accepted + sum(later) + unknown * max(self.share, 1 / self.most)
-            if expected >= self.num_prompts:
+        while (number := self.team.told(self.claim)) is None or number < self.most:
+            if number is None:
                 yield None
                 continue
-            number = board.claim()
-            if number >= self.most:  # another was faster
-                return
             self.see(number, take)
             self.numbers.append(number)
             self.taken.append(self.every[number])
             yield self.taken[-1]
+
+    def claim(self) -> int | None:
+        """The number of the prompt to begin with; None: those begun should do; `most` or beyond:
+        there are no more."""
+        self.look()
+        board = self.board
+        if board.begun >= self.most:
+            return self.most
+        # Of those whose turn has not come some are known already.
+        later = [informative for i, informative in board.verdicts.items() if i >= self.decided]
+        unknown = board.begun - self.decided - len(later)
+        expected = self.accepted + sum(later) + unknown * max(self.share, 1 / self.most)
+        return None if expected >= self.num_prompts else board.claim()
 
     def see(self, number: int, take: Callable[[int], list[Problem]]) -> None:
         """Looks at the data as far as the prompt of this number."""
@@ -204,7 +210,7 @@ def stream_batch(
     position: Callable[[], Any],
     go_back: Callable[[Any], None],
     draw: Callable[[Stream, Iterator[Problem | None]], None],
-    them: Processes = ALONE,
+    team: Team = ALONE,
 ) -> tuple[Batch, SamplingState]:
     """A batch of `num_prompts` informative groups, the first of the data in their order; or fewer
     when max_rounds x max_round_prompts prompts have been tried.
@@ -216,15 +222,16 @@ def stream_batch(
         position: of the data; go_back: returns there.
         draw: draws and scores groups of the prompts that the iterator gives, and hands them to the
             stream, until that is over; tells it what was drawn if that is to be kept.
-        them: the processes that draw. The batch is the same in all of them.
+        team: that this process draws with. The batch is the same in all of all teams.
     """
     before = position()
     sieve = lambda: Sieve(config.prefilter, state.prefilter, seed, take)
     begun, too_old = partial_rollouts.not_stale(
         state.begun, step=step, max_staleness=config.max_staleness
     )
-    board, sieved = them.board(), sieve()
-    stream = Stream(config, state.kept_share, num_prompts, board, begun)
+    them, sieved = team.them, sieve()
+    board = them.board()
+    stream = Stream(config, state.kept_share, num_prompts, board, begun, team)
     draw(stream, stream.problems(sieved.take))
     drawn = dict(zip(stream.numbers, stream.drawn))
     for groups, responses in them.share((_until(stream.decided, stream.groups), drawn)):

@@ -7,13 +7,13 @@ import jax
 import numpy as np
 
 from dapo_jax import estimators, model
-from dapo_jax.processes import ALONE, Processes
 from dapo_jax.reward import Rubric
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.scoring import Scoring
+from dapo_jax.teams import ALONE, Team
 from dapo_jax.types import Attempt, Attempts, Problem
 from dapo_jax.votes import votes
 from dapo_jax.watchdog import UNWATCHED, Watchdog
@@ -33,12 +33,12 @@ def evaluate(
     key: jax.Array,
     check_stop: Callable[[], None] = lambda: None,
     watch: Watchdog = UNWATCHED,
-    them: Processes = ALONE,
+    team: Team = ALONE,
 ) -> dict[str, float]:
     """The figures of a checkpoint as metrics `eval/...`, over all problems; where they are from
-    several sources, avg@k and its like of each as `eval/<source>/...` too. Each of the processes
-    draws a share, and has all figures."""
-    mine = them.deal(list(problems))
+    several sources, avg@k and its like of each as `eval/<source>/...` too. Each team of
+    processes draws a share, and all have all figures."""
+    mine = team.deal(list(problems))
 
     def draw() -> list[Attempts]:
         scoring = Scoring(pool, mine, rubrics, watch)
@@ -51,10 +51,12 @@ def evaluate(
             sampling=sampling,
             stop_strings=stop_strings,
             key=key,
-            finished=scoring.submit,
-            check_stop=check_stop,
+            finished=scoring.submit if team.first else scheduler.IGNORE,
+            check_stop=lambda: team.told(check_stop, watch.waiting_for),
             watch=watch,
         )
+        if not team.first:
+            return []
         found = scoring.verdicts()
         attempt = lambda r, verdict: Attempt(r.text, len(r.tokens), r.truncated, verdict)
         return [
@@ -62,7 +64,7 @@ def evaluate(
             for q, problem in enumerate(mine)
         ]
 
-    groups = them.collect(them.all_or_none(draw, watch.waiting_for))
+    groups = team.collect(team.them.all_or_none(draw, watch.waiting_for))
     metrics = _metrics(groups, rubrics, pool, "eval")
     sources = dict.fromkeys(problem.source for problem in problems)
     for source in sources if len(sources) > 1 else ():

@@ -203,8 +203,9 @@ def _memory_lines(config: Config, axis_sizes: dict[str, int]) -> list[tuple[str,
     cache_tokens = config.data.max_prompt_tokens + r.max_response_tokens
     token_bytes = page_bytes(m, Layout("xla", 1, m.compute_dtype, r.cache_dtype))
     kv_axis = dict(config.mesh.rules)["kv_heads"]
-    parts = math.prod(axis_sizes.values()) // axis_sizes["tensor"]
-    parts *= axis_sizes[kv_axis] if kv_axis else 1
+    together = config.mesh.rollout_tensor or axis_sizes["tensor"]
+    parts = math.prod(axis_sizes.values()) // together
+    parts *= {**axis_sizes, "tensor": together}[kv_axis] if kv_axis else 1
     cache = r.slots * cache_tokens * token_bytes // parts
     parameters, moments = per_device(shapes), 2 * per_device(moment_shapes)
     here = 0 if config.optimizer.offload else moments

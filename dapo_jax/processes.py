@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -105,7 +105,7 @@ class Processes:
     def __init__(self, index: int = 0, count: int = 1, client: Any = None):
         self.index, self.count, self._client = index, count, client
         self.hosts = [socket.gethostname()] * count
-        self._calls = self._boards = 0
+        self._calls = self._boards = self._tellings = 0
         self._looked = 0.0
         self._leaving = False  # a connection that ends is no loss any more
         self._gone = threading.Event()
@@ -181,14 +181,27 @@ class Processes:
         whole = np.concatenate(parts, axis=1)
         return [pickle.loads(whole[i, :size].tobytes()) for i, size in enumerate(sizes)]
 
-    def deal(self, values: list[T]) -> list[T]:
-        """Those of the values that are for this process to work on."""
-        return values[self.index :: self.count]
+    def tell(self, others: Sequence[int], value: Any) -> None:
+        """Gives other processes a small value that JSON can hold, for `hear`. One process may tell
+        another, and always the same ones."""
+        for other in others:
+            self._client.key_value_set(f"told/{other}/{self._tellings}", json.dumps(value))
+        self._tellings += 1
 
-    def collect(self, dealt: list[T]) -> list[T]:
-        """What was made of values that were dealt, in their order, from all processes."""
-        parts = self.share(dealt)
-        return [parts[i % self.count][i // self.count] for i in range(sum(map(len, parts)))]
+    def hear(self, from_whom: int, waiting: Callable[[str], None] = lambda _: None) -> Any:
+        """The next value that this process is told."""
+        key = f"told/{self.index}/{self._tellings}"
+        self._tellings += 1
+        while True:
+            try:
+                text = self._client.blocking_key_value_get(key, int(1000 * BEAT_SECONDS))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+                waiting(f"process {from_whom}")
+                continue
+            self._client.key_value_delete(key)
+            return json.loads(text)
 
     def board(self) -> Board:
         """A board for one step; every process must ask for as many as the others."""

@@ -2,13 +2,18 @@
 
 Axes: `data` (replicated parameters), `fsdp` (parameters split, gathered on use), `context` (the
 tokens of a row split; parameters as over fsdp), `tensor` (heads and feed-forward split). Rows of a
-batch lie over data and fsdp together; responses are drawn on a mesh where context has become data.
-Logical axis names of the parameters become mesh axes by the table `config.mesh.rules`.
+batch lie over data and fsdp together. Logical axis names of the parameters become mesh axes by the
+table `config.mesh.rules`.
+
+Responses are drawn on a mesh of the same devices in the same order, where all that is not tensor
+is data: each shard of it draws responses of its own with a whole copy of the model. The devices of
+a shard are of one process, or of some that draw together (see `teams`).
 """
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -54,17 +59,20 @@ def fitting(model: ModelConfig, num_devices: int) -> MeshConfig:
     fsdp = math.gcd(num_devices // tensor, model.width)
     rules = {"embed": "fsdp"} | dict.fromkeys(("vocab", "heads", "kv_heads", "ff"), "tensor")
     rules |= {"layers": None}
-    return MeshConfig(num_devices // tensor // fsdp, fsdp, 1, tensor, tuple(rules.items()))
+    return MeshConfig(num_devices // tensor // fsdp, fsdp, 1, tensor, None, tuple(rules.items()))
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh of `config` over the given devices (default: all of them). Where there are several
-    processes each has whole rows along the tensor axis, if its devices are enough for one."""
+    processes, the devices that draw together are of one, or are all devices of some, if that can
+    be."""
     devices = jax.devices() if devices is None else devices
     shape = mesh_shape(config, len(devices))
-    tensor = shape[-1]
-    of_process = Counter(device.process_index for device in devices)
-    if tensor > 1 and len(of_process) > 1 and not any(n % tensor for n in of_process.values()):
+    together = config.rollout_tensor or shape[-1]
+    numbers = list(Counter(device.process_index for device in devices).values())
+    in_one = not any(number % together for number in numbers)
+    in_some = len(set(numbers)) == 1 and together % numbers[0] == 0
+    if together > 1 and len(numbers) > 1 and (in_one or in_some):
         # JAX's own order follows the links between the chips, across processes too.
         by_process = sorted(devices, key=lambda device: (device.process_index, device.id))
         return _mesh(np.array(by_process).reshape(shape))
@@ -117,8 +125,17 @@ def param_specs(model: ModelConfig, mesh: MeshConfig) -> Any:
     return jax.tree_util.tree_map_with_path(spec, param_axes(model), is_leaf=is_axes)
 
 
-def check_divides(model: ModelConfig, config: MeshConfig, axis_sizes: Mapping[str, int]) -> None:
-    """Raises UserError unless every mesh axis divides what `mesh.rules` lays over it."""
+def check_divides(
+    model: ModelConfig,
+    config: MeshConfig,
+    axis_sizes: Mapping[str, int],
+    fields: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Raises UserError unless every mesh axis divides what `mesh.rules` lays over it.
+
+    Args:
+        fields: of config.mesh that the sizes come from, where they are not called as the axis.
+    """
     is_axes = lambda node: isinstance(node, tuple)
     axes = jax.tree.leaves(param_axes(model), is_leaf=is_axes)
     specs = jax.tree.leaves(param_specs(model, config))
@@ -129,7 +146,7 @@ def check_divides(model: ModelConfig, config: MeshConfig, axis_sizes: Mapping[st
             if size % parts == 0:
                 continue
             divisors = [n for n in range(1, parts) if size % n == 0]
-            product = " x ".join(f"config.mesh.{each}" for each in axes_of(axis))
+            product = " x ".join(f"config.mesh.{fields.get(each, each)}" for each in axes_of(axis))
             raise UserError(
                 f"{product} ({parts}) does not divide the axis {name!r} "
                 f"({size}) of parameter {jax.tree_util.keystr(path)}, which config.mesh.rules "
@@ -193,6 +210,16 @@ def check_batch_shapes(config: Config, axis_sizes: Mapping[str, int]) -> None:
     if context > 1:
         of_slots = rows * context, f"{of_rows[1]} x config.mesh.context"
         of_tokens = 2 * context, "2 x config.mesh.context"  # see `row_order`
+    together = config.mesh.rollout_tensor
+    if together is not None:
+        devices = math.prod(axis_sizes.values())
+        of_slots = devices // together, f"the devices ({devices}) / config.mesh.rollout_tensor"
+        check_divides(
+            config.model,
+            config.mesh,
+            {**axis_sizes, "tensor": together},
+            {"tensor": "rollout_tensor"},
+        )
     t, r, p = config.train, config.rollout, config.pretrain
     for field, value, (shards, product) in (
         ("train.rows_per_micro_batch", t.rows_per_micro_batch, of_rows),
@@ -219,13 +246,25 @@ def batch_shards(mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
-def rollout_mesh(mesh: Mesh) -> Mesh:
-    """The mesh that responses are drawn on: what is split over context are tokens of rows, which
-    decoding has none of, so those devices take responses of their own."""
-    data, fsdp, context, tensor = mesh.devices.shape
-    if context == 1:
+def rollout_mesh(mesh: Mesh, together: int | None) -> Mesh:
+    """The mesh that responses are drawn on: that of training, if it is one; else the same devices,
+    with as many along tensor as draw together and the rest along data.
+
+    Args:
+        together: config.mesh.rollout_tensor.
+
+    Raises:
+        UserError: they are not a part of the devices.
+    """
+    number = together or mesh.shape["tensor"]
+    if mesh.shape["context"] == 1 and mesh.shape["tensor"] == number:
         return mesh
-    return _mesh(mesh.devices.swapaxes(1, 2).reshape(data * context, fsdp, 1, tensor))
+    if mesh.size % number:
+        raise UserError(
+            f"config.mesh.rollout_tensor ({number}) must divide the number of devices "
+            f"({mesh.size}): so many draw responses together."
+        )
+    return _mesh(mesh.devices.reshape(-1, 1, 1, number))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -247,25 +286,60 @@ def to_host(x: jax.Array) -> np.ndarray:
 
 
 def own_mesh(mesh: Mesh) -> Mesh:
-    """The part of a mesh that is this process's: whole rows along the tensor axis. The mesh itself
-    where there is one process.
+    """The part of a rollout's mesh that this process draws on: the rows along the tensor axis that
+    are all its own, or the one that is all of some processes. The mesh itself where there is one
+    process.
 
     Raises:
-        UserError: the devices of a row are of several processes.
+        UserError: neither is so.
     """
     if not mesh.is_multi_process:
         return mesh
-    tensor = mesh.shape["tensor"]
-    rows = mesh.devices.reshape(-1, tensor)
-    mine = [[d.process_index == jax.process_index() for d in row] for row in rows]
-    if any(any(row) and not all(row) for row in mine):
+    tensor, me = mesh.shape["tensor"], jax.process_index()
+    processes = np.vectorize(lambda device: device.process_index)(mesh.devices).reshape(-1, tensor)
+    own = (processes == me).any(axis=1)
+    team = np.unique(processes[own])
+    if len(team) > 1 and np.isin(processes, team).sum() > tensor:
         raise UserError(
-            f"config.mesh.tensor ({tensor}) is more than the devices of a process, or does not "
-            f"divide them ({jax.local_device_count()}): each process draws responses on its own "
-            "devices, the model split over tensor. Choose a divisor, and lay the rest over fsdp."
+            f"config.mesh.rollout_tensor or, without it, config.mesh.tensor ({tensor}) must divide "
+            f"the devices of a process ({jax.local_device_count()}) or be a multiple of them, and "
+            "all processes must have as many: the devices that draw responses together are of one "
+            "process, or all devices of some."
         )
-    own = rows[[all(row) for row in mine]]
-    return _mesh(own.reshape(-1, 1, 1, tensor))
+    return _mesh(mesh.devices.reshape(-1, tensor)[own].reshape(-1, 1, 1, tensor))
+
+
+def team_size(mesh: Mesh) -> int:
+    """How many processes draw together on such a mesh as `own_mesh` gives."""
+    return len({device.process_index for device in mesh.devices.flat})
+
+
+def towards_rollout(model: ModelConfig, config: MeshConfig, mesh: Mesh, together: int) -> list[Any]:
+    """Layouts that parameters take one after another on their way from training on `mesh` to
+    devices that draw `together`, if those are not the tensor axis; None for one that takes none.
+
+    The compiler would gather all of a matrix to turn one that is split by its width into one that
+    is split by its heads. So each device first gives the others of its shard their heads of its
+    part of the width, and the shards exchange those.
+    """
+    data, fsdp, context, tensor = mesh.devices.shape
+    if together == tensor or context > 1 or fsdp * tensor % together:
+        return []
+    shape = data, fsdp * tensor // together, together
+    via = Mesh(mesh.devices.reshape(shape), ("data", "shard", "part"))
+    specs, shapes = param_specs(model, config), param_shapes(model)
+
+    def step(**axes: Any) -> Any:
+        def one(spec: PartitionSpec, x: jax.ShapeDtypeStruct) -> NamedSharding | None:
+            split = {axis: size for axis, size in zip(spec, x.shape) if axis is not None}
+            if split.keys() != {"fsdp", "tensor"} or split["fsdp"] % (fsdp * tensor):
+                return None
+            entries = [None if axis is None else axes.get(axis) for axis in spec]
+            return NamedSharding(via, PartitionSpec(*entries))
+
+        return jax.tree.map(one, specs, shapes)
+
+    return [step(fsdp=("shard", "part")), step(fsdp="shard", tensor="part")]
 
 
 def own_part(arrays: Any, shardings: Any) -> Any:

@@ -237,7 +237,7 @@ class _Run:
                 position=trainer.stream.get_state,
                 go_back=trainer.stream.set_state,
                 draw=drawing.draw,
-                them=self.them,
+                team=trainer.team,
             )
         else:
             batch, sampling = sample_batch(
@@ -292,7 +292,7 @@ class _Run:
         )
         numbers |= {f"time/{name}": seconds for name, seconds in clock.items()}
         numbers["perf/tokens_per_second"] = stats.tokens / max(clock["rollout"], 1e-9)
-        rolling = self.them.count * max(clock["rollout"], 1e-9)
+        rolling = trainer.team.count * max(clock["rollout"], 1e-9)
         numbers["perf/idle_share"] = min(1.0, stats.idle_seconds / rolling)
         if stats.slots_offered:
             numbers["perf/slot_occupancy"] = stats.busy_slots / stats.slots_offered
@@ -389,7 +389,6 @@ class _Run:
             progress=self.progress,
             check_stop=self.signals.check,
             watch=self.watch,
-            them=self.them,
         )
 
     def _next_kl_coefficient(
@@ -447,7 +446,7 @@ class _Run:
             # the evaluation. The base can be evaluated again.
             check_stop=self.signals.check if step == 0 else lambda: None,
             watch=self.watch,
-            them=self.them,
+            team=self.trainer.team,
         )
 
     def _accuracy(self, numbers: dict[str, Any]) -> float:

@@ -27,7 +27,9 @@ from dapo_jax.sharding import (
     make_mesh,
     own_mesh,
     rollout_mesh,
+    team_size,
 )
+from dapo_jax.teams import Team
 from dapo_jax.tokenizer import load_tokenizer, stop_tokens
 from dapo_jax.types import UserError
 
@@ -60,6 +62,7 @@ class Trainer:
         self.engine = make_engine(
             config, self.mesh, self.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens
         )
+        self.team = Team(them, team_size(self.engine.mesh))
         self.learner = Learner(config, self.mesh, self.detokenize, progress.say)
 
     def detokenize(self, sequences: Sequence[np.ndarray]) -> list[str]:
@@ -75,13 +78,13 @@ def make_engine(
 ) -> DecoderEngine:
     """The engine that draws responses of the config's model, as `config.rollout` says unless a
     request says otherwise. Of several processes each has one, on its own devices, with its share of
-    the slots.
+    the slots; or those that draw together have one.
 
     Raises:
         UserError: the KV cache of `config.rollout.cache_gib` does not hold one sequence.
     """
     stops = stop_tokens(config.model, tokenizer)
-    everywhere = rollout_mesh(mesh)
+    everywhere = rollout_mesh(mesh, config.mesh.rollout_tensor)
     own = own_mesh(everywhere)
     spec = engine_spec(config, own, max_prompt_tokens, stops, everywhere)
     return DecoderEngine(spec, own, mesh)

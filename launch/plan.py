@@ -7,8 +7,8 @@ everything fits, 1 where not, 2 where the command is wrong. docs/plan.md explain
 
 --config           of the run; --config.FIELD=VALUE as in launch/train.py
 --topology         such as v5p:2x2x2, v5p:4x4x4, v6e:8x8; local: the devices of this machine
---program          train, old_logprobs, decode, prefill or all, which it is if not given; with a
-                   critic also critic_train, critic_values
+--program          train, old_logprobs, weights, decode, prefill or all, which it is if not given;
+                   with a critic also critic_train, critic_values
 --response_tokens  mean length of the responses of the step that is estimated; a quarter of the
                    longest if not given
 --prompt_tokens    the same of prompts

@@ -26,6 +26,34 @@ RUN = {
 DEVICES = 4
 
 
+class Store:
+    """The store of keys and values, in memory: a place is a directory, not a key."""
+
+    def __init__(self):
+        self.values = {}
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        assert allow_overwrite or key not in self.values
+        self.values[key] = value
+
+    def key_value_dir_get(self, place):
+        return [(k, v) for k, v in self.values.items() if k.startswith(f"{place}/")]
+
+    def key_value_increment(self, key, by):
+        self.values[key] = str(int(self.values.get(key, 0)) + by)
+        return int(self.values[key])
+
+    def blocking_key_value_get(self, key, timeout_in_ms):
+        if key not in self.values:
+            raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {timeout_in_ms} ms")
+        return self.values[key]
+
+    def key_value_delete(self, place):
+        self.values.pop(place, None)
+        for key, _ in self.key_value_dir_get(place):
+            del self.values[key]
+
+
 def finish_all(started):
     """(exit status, output, errors) of each process."""
     with concurrent.futures.ThreadPoolExecutor(len(started)) as threads:

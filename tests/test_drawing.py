@@ -18,6 +18,7 @@ from dapo_jax.dynamic_sampling import SamplingState, state_from_json, state_to_j
 from dapo_jax.progress import Progress
 from dapo_jax.reward import Rubric, Task
 from dapo_jax.reward_pool import RewardPool
+from dapo_jax.teams import ALONE
 from dapo_jax.types import Problem
 from dapo_jax.watchdog import Watchdog
 from tests.engines import make_engine
@@ -71,7 +72,7 @@ def one_step(engine, params, pool, state, *, step, place=0, detokenize=spell, wa
     data = Data()
     data.go_back(place)
     trainer = SimpleNamespace(
-        engine=engine, detokenize=detokenize, config=CONFIG,
+        engine=engine, team=ALONE, detokenize=detokenize, config=CONFIG,
         train_rubrics={"test": Rubric(((SCORER, 1.0),), 1.0, -1.0)},
     )  # fmt: skip
     drawing = Drawing(

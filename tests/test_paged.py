@@ -1,22 +1,27 @@
 """Attention over pages: what it reads and writes, and what is handed to JAX's kernels."""
 
 import dataclasses
+import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic import tpu_info  # what lowering asks of the devices; no public name
+from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention as kernel_module
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel import (
     ref_ragged_paged_attention,
 )
 
-from dapo_jax import attention
+from dapo_jax import attention, model
 from dapo_jax.bench.gap import Gap, bench_gap
 from dapo_jax.bench.shapes import Shape
 from dapo_jax.config_checks import check
 from dapo_jax.rollout import kernels, paged, scheduler
 from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.programs import rollout_dtypes
 from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.types import Problem, UserError
 from tests.helpers import make_mesh, make_params, tiny_config, tiny_dict
@@ -240,3 +245,37 @@ def test_int8_needs_log_probs_of_the_trainer():
     config = tiny_config(rollout__cache_dtype="int8", rollout__log_prob_source="recompute")
     check(config)
     assert tiny_dict()["rollout"]["cache_dtype"] == tiny_dict()["rollout"]["kernel"] == "auto"
+
+
+@pytest.mark.parametrize("mesh", [{}, dict(tensor=2), dict(fsdp=2, tensor=2)])
+def test_decoding_with_the_tpus_kernel_is_lowered_on_every_mesh(mesh, monkeypatch):
+    """Its kernel leaves nothing to the compiler's partitioner, also not axes of one device. Nothing
+    is compiled: that takes libtpu, see `launch/plan.py`."""
+    v5p = functools.partial(pltpu.get_tpu_info_for_chip, pltpu.ChipVersion.TPU_V5P, 1)
+    monkeypatch.setitem(tpu_info.registry, "cpu", v5p)
+    wide = dict(head_dim=128, width=256, ff_width=256, compute_dtype="bfloat16")
+    c = dataclasses.replace(CONFIG.model, **wide)
+    layout = dataclasses.replace(CONFIG.mesh, **mesh)
+    spec = EngineSpec(
+        model=c,
+        layout=layout,
+        slots=8,
+        prefill_prompts=4,
+        max_prompt_tokens=128,
+        max_response_tokens=128,
+        stop_tokens=(1,),
+        page_tokens=64,
+        kernel="tpu",
+    )
+    config = dataclasses.replace(CONFIG, mesh=layout)
+    programs = DecoderEngine(spec, make_mesh(config, math.prod(mesh.values())))._programs
+    params = jax.eval_shape(lambda p: rollout_dtypes(p, jnp.bfloat16), model.param_shapes(c))
+    params, state = (
+        jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), *given)
+        for given in (
+            (params, programs.params_at),
+            (jax.eval_shape(programs.init), programs.state_at),
+        )
+    )
+    traced = programs.decode(spec.table_pages, spec.params.mode, 2).trace(params, state)
+    assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()

@@ -7,6 +7,7 @@ import re
 import jax
 import pytest
 
+from dapo_jax import model
 from dapo_jax.command_line import parse
 from dapo_jax.planning import chips, compiled, costs, estimate, plan, programs, report, search
 from dapo_jax.sharding import make_mesh
@@ -76,11 +77,12 @@ def test_what_a_trip_adds(found):
 
 def test_the_result(found):
     assert found["fits"] and found["hbm_bytes"] > 0 and found["devices"] == 8
-    assert set(found["programs"]) == {"train", "old_logprobs", "decode", "prefill"}
+    assert set(found["programs"]) == {"train", "old_logprobs", "weights", "decode", "prefill"}
     for name, n in found["programs"].items():
         assert n["loops_counted"] and n["uncounted_kernels"] == 0, name
         assert n["peak_bytes"] >= n["argument_bytes"] + n["temp_bytes"] > 0
-        assert n["flops"] > 0 and n["bytes_accessed"] > n["argument_bytes"] / 2
+        assert (n["flops"] > 0) == (n["roofline"]["compute"] > 0) == (name != "weights")
+        assert n["bytes_accessed"] > n["argument_bytes"] / 2
         assert n["compile_seconds"] > 0 and n["roofline"]["seconds"] > 0
     train = found["programs"]["train"]
     assert train["argument_bytes"] == pytest.approx(
@@ -311,7 +313,7 @@ def test_search_ranks_shapes_that_divide_and_compiles_the_best():
         ([], "--topology is needed"),
         (
             ["--topology=v5p:4x4x4", "--program=sing"],
-            "--program must be one of train, old_logprobs, decode, prefill, all; got 'sing'",
+            "--program must be one of train, old_logprobs, weights, decode, prefill, all; got ",
         ),
         (["--topology=v9:1"], r"--topology=v9:1 is not known. Known are .*v5p:4x4x4.*local"),
         (["--topology=local"], r"config.mesh .*does not fit 8 device"),
@@ -349,10 +351,26 @@ def test_a_copy_for_rollouts_that_is_the_policy_is_no_copy():
     assert "policy with optimiser" in spread, "gathered over fsdp"
 
 
+def test_what_is_copied_for_rollouts_is_counted(capsys):
+    """Trained over fsdp alone, drawn two devices together: each receives what it has not of half
+    the parameters."""
+    layout = dataclasses.replace(CONFIG.mesh, data=1, fsdp=8, tensor=1, rollout_tensor=2)
+    config = dataclasses.replace(CONFIG, mesh=layout)
+    target = chips.target("local")
+    found = plan.plan(config, target, ("weights",), lambda _: None, **LENGTHS)
+    n = found["programs"]["weights"]
+    whole = 4 * sum(x.size for x in jax.tree.leaves(model.param_shapes(config.model)))
+    least = whole / 2 - whole / 8
+    assert least <= n["wire_bytes"] <= 1.2 * least, (least, n["collectives"])
+    shared = ["program", "--config=configs/tiny_dapo.py", "--topology=local", "--program=weights"]
+    assert main([*shared, "--config.mesh.data=8"]) == 2
+    assert "rollouts read the trainer's own arrays" in capsys.readouterr().err
+
+
 def test_a_run_with_a_critic_has_its_programs_too():
     config, _ = parse(["program", "--config=configs/tiny_ppo.py", "--config.mesh.data=8"], "")
     found = programs.programs(config, make_mesh(config.mesh))
-    assert set(found) == set(programs.names(config)) == {
+    assert {*found, "weights"} == set(programs.names(config)) == {
         *programs.PROGRAMS, "critic_train", "critic_values",
     }  # fmt: skip
     assert "critic with optimiser" in found["train"].held

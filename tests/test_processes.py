@@ -16,7 +16,7 @@ from dapo_jax.processes import START_AGAIN, Board, Processes
 from dapo_jax.types import Problem, UserError
 from tests.conftest import ROOT
 from tests.helpers import make_group, tiny_config
-from tests.processes import DEVICES, RUN, assert_same_run, begin, finish_all, run_all, said
+from tests.processes import DEVICES, RUN, Store, assert_same_run, begin, finish_all, run_all, said
 from tests.runs import finish, metrics_of, params_at, rollouts_of, run, start
 
 
@@ -129,29 +129,6 @@ def test_flags_that_do_not_fit(arguments, message):
         processes.start(*arguments, 1)
 
 
-class Store:
-    """The store of keys and values, in memory: a place is a directory, not a key."""
-
-    def __init__(self):
-        self.values = {}
-
-    def key_value_set(self, key, value, allow_overwrite=False):
-        assert allow_overwrite or key not in self.values
-        self.values[key] = value
-
-    def key_value_dir_get(self, place):
-        return [(k, v) for k, v in self.values.items() if k.startswith(f"{place}/")]
-
-    def key_value_increment(self, key, by):
-        self.values[key] = str(int(self.values.get(key, 0)) + by)
-        return int(self.values[key])
-
-    def key_value_delete(self, place):
-        self.values.pop(place, None)
-        for key, _ in self.key_value_dir_get(place):
-            del self.values[key]
-
-
 @pytest.mark.parametrize("number", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(4))
 def test_who_draws_what_and_when_does_not_matter(number, seed, monkeypatch):
@@ -208,16 +185,8 @@ def test_a_signal_to_one_is_seen_by_the_others():
     assert other.stop_asked() == 15
 
 
-def test_values_are_dealt_and_collected_in_their_order(monkeypatch):
-    all_of_them = [Processes(i, 3, Store()) for i in range(3)]
-    dealt = [them.deal(list(range(8))) for them in all_of_them]
-    assert dealt == [[0, 3, 6], [1, 4, 7], [2, 5]]
-    monkeypatch.setattr(Processes, "share", lambda self, value: dealt)
-    assert all_of_them[1].collect(dealt[1]) == list(range(8))
-
-
 def test_a_process_alone_shares_with_itself():
     them = Processes()
     assert them.first and them.agree(3) == [3] and them.share("x") == ["x"]
-    assert them.collect(them.deal([1, 2])) == [1, 2] and them.stop_asked() is None
+    assert them.stop_asked() is None
     assert type(them.board()) is Board and them.leave(5) == 5

@@ -64,7 +64,7 @@ def measure(
         "trips": program.trips,
         "each_trip": None,
         "lower_seconds": round(lowering, 1),
-        "compile_seconds": round(seconds, 1),
+        "compile_seconds": round(seconds, 3),
     }
     if text is None:
         return found

@@ -103,7 +103,7 @@ def decode_token(
     read once and the cache of every sequence; links are left out.
 
     Args:
-        devices: over which the shard is split (mesh.tensor).
+        devices: that draw together.
         slots: all are computed, whether they hold a sequence or not.
         live: those that do.
         cached_tokens: in all of them together.
@@ -179,6 +179,7 @@ def step(
     decoded = responses * response_tokens / (r.slots * SLOTS_BUSY)
     calls = max(decoded, r.max_response_tokens) / r.decode_steps
     times = {
+        "weights": 1,
         "prefill": math.ceil(t.prompts_per_step / r.prefill_prompts),
         "decode": calls,
         "old_logprobs": scoring_passes(config) * updates,

@@ -12,6 +12,7 @@ from dapo_jax.planning import chips, estimate, simulation, workload
 from dapo_jax.planning.simulation import POLICIES, Rollout, Setting
 from dapo_jax.planning.virtual import Costs
 from dapo_jax.rollout.spec import halvings
+from dapo_jax.sharding import AXES
 from dapo_jax.types import UserError
 
 LENGTHS = "lognormal:5120:1"
@@ -149,7 +150,8 @@ def simulate(config: Config, asked: Asked, say: Callable[[str], None]) -> dict[s
 def _setting(config: Config, asked: Asked) -> tuple[Setting, list[str]]:
     """What hosts are like, and what that rests on."""
     r, mesh = config.rollout, config.mesh
-    shards = max(1, mesh.data) * max(1, mesh.fsdp)
+    devices = mesh.rollout_tensor or max(1, mesh.tensor)
+    shards = math.prod(max(1, getattr(mesh, axis)) for axis in AXES) // devices
     unit = asked.unit_tokens or simulation.unit_tokens(config)
     slots, prompts = max(1, r.slots // shards), max(1, r.prefill_prompts // shards)
     prompt_tokens = asked.prompt_tokens or max(1, config.data.max_prompt_tokens // 4)
@@ -157,7 +159,7 @@ def _setting(config: Config, asked: Asked) -> tuple[Setting, list[str]]:
     pages = halvings(-(-config.data.max_prompt_tokens // A))
     padded = A * next((n for n in pages if n * A >= prompt_tokens), pages[-1])
     said = [
-        f"a host is one shard of the rollout: {max(1, mesh.tensor)} devices with {slots} slots and "
+        f"a host is one shard of the rollout: {devices} devices with {slots} slots and "
         f"{prompts} prompts a prefill, as config.rollout has them for {shards}; however many there "
         f"are, together they draw the same batch of {config.train.prompts_per_step} prompts x "
         f"{r.group_size}",
@@ -173,7 +175,7 @@ def _setting(config: Config, asked: Asked) -> tuple[Setting, list[str]]:
             f"of prefill {prefill:g} s, as given"
         )
     else:
-        chip, devices = _chip(asked.chip or "v5p"), max(1, mesh.tensor)
+        chip = _chip(asked.chip or "v5p")
         at_best = lambda live, cached: (
             estimate.decode_token(
                 config, chip, devices, slots=slots, live=live, cached_tokens=unit * cached

@@ -6,6 +6,7 @@ from typing import Any
 from dapo_jax.config import Config
 from dapo_jax.planning import chips, compiled, estimate, programs
 from dapo_jax.sharding import make_mesh
+from dapo_jax.types import UserError
 
 GIB = chips.GIB
 
@@ -33,11 +34,17 @@ def plan(
         among them `slots_that_fit`.
 
     Raises:
-        UserError: the mesh does not fit the devices, or the config the mesh.
+        UserError: the mesh does not fit the devices, or the config the mesh; or "weights" alone is
+            wanted where there is no such program.
     """
     mesh = make_mesh(config.mesh, target.devices)
     chip, hbm = target.chip, target.hbm_bytes
     known = programs.programs(config, mesh)
+    if list(wanted) == ["weights"] and "weights" not in known:
+        raise UserError(
+            "--program=weights: there is none here, rollouts read the trainer's own arrays."
+        )
+    wanted = [name for name in wanted if name in known]
     found = {}
     for number, name in enumerate(wanted, 1):
         least = known[name].argument_bytes + sum(known[name].held.values())
@@ -95,11 +102,11 @@ def remedy(config: Config, result: Mapping[str, Any]) -> str:
         reason = "; alone it would fit, what the run holds beside it does not"
     largest = max(parts, key=lambda part: parts[part])
     t, shards = config.train, shape["data"] * shape["fsdp"]
-    training = name not in ("decode", "prefill")
+    training = name not in ("weights", "decode", "prefill")
     ways = []
     if training and config.model.remat != "full":
         ways.append("config.model.remat='full' (layers computed again in the backward pass)")
-    if training and not config.optimizer.offload:
+    if (training or name == "weights") and not config.optimizer.offload:
         ways.append("config.optimizer.offload or moments_dtype='bfloat16'")
     if training and t.rows_per_micro_batch > shards:
         ways.append(f"config.train.rows_per_micro_batch={shards} (one row a shard)")
@@ -110,8 +117,12 @@ def remedy(config: Config, result: Mapping[str, Any]) -> str:
             if slots
             else "config.rollout.cache_dtype='int8'"
         )
-    if largest == "temporaries" or name == "prefill":
-        ways.append("a larger config.mesh.tensor (heads, feed-forward, the rollout's parameters)")
+    if largest == "temporaries" or name in ("weights", "prefill"):
+        ways.append(
+            "a larger config.mesh.tensor (heads, feed-forward)"
+            if training
+            else "a larger config.mesh.rollout_tensor (the rollout's parameters, heads, cache)"
+        )
     if training:
         ways.append("more devices on config.mesh.fsdp (parameters and optimiser)")
         if largest == "temporaries":

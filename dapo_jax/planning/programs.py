@@ -20,7 +20,8 @@ from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.sharding import check_batch_shapes, param_shardings, rollout_mesh, row_sharding
 from dapo_jax.trainer import engine_spec
 
-PROGRAMS = ("train", "old_logprobs", "decode", "prefill")
+# Weights are shared, and have no program, where rollouts read them as they lie in training.
+PROGRAMS = ("train", "old_logprobs", "weights", "decode", "prefill")
 CRITIC_PROGRAMS = ("critic_train", "critic_values")  # where there is a critic
 # An update never reads it; any token will do.
 STOP_TOKENS = (0,)
@@ -50,8 +51,9 @@ class Cache(NamedTuple):
 
 def cache(config: Config, mesh: Mesh) -> Cache:
     """The KV cache of the run's engine on a mesh."""
-    spec = engine_spec(config, rollout_mesh(mesh), config.data.max_prompt_tokens, STOP_TOKENS)
-    pool = _pool_bytes(spec, mesh)
+    drawn_on = rollout_mesh(mesh, config.mesh.rollout_tensor)
+    spec = engine_spec(config, drawn_on, config.data.max_prompt_tokens, STOP_TOKENS)
+    pool = _pool_bytes(spec, drawn_on)
     slot = pool // spec.shard_pages * spec.table_pages
     return Cache(pool, slot, spec.max_tokens, spec.shards)
 
@@ -81,16 +83,16 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
     state_at = train_step.state_shardings(config, mesh)
     reference = params if config.objective.kl_estimator == "full" else None
 
-    drawn_on = rollout_mesh(mesh)
+    drawn_on = rollout_mesh(mesh, config.mesh.rollout_tensor)
     spec = engine_spec(config, drawn_on, config.data.max_prompt_tokens, STOP_TOKENS)
-    engine = DecoderEngine(spec, drawn_on)
+    engine = DecoderEngine(spec, drawn_on, mesh)
     rolled = jax.eval_shape(lambda p: rollout_dtypes(p, jnp.dtype(c.compute_dtype)), params)
     rolled_at = param_shardings(c, rollout_layout(spec.layout), drawn_on)
 
     parameters = device_bytes(params, params_at)
     policy = device_bytes(state, state_at)
     copy = device_bytes(rolled, rolled_at)
-    pool = _pool_bytes(spec, mesh)
+    pool = _pool_bytes(spec, drawn_on)
     rows = device_bytes(rows_MBT, jax.tree.map(lambda _: row_sharding(mesh, 1), rows_MBT))
     # What a run holds throughout a step; the rollout's copy of the parameters is dropped before the
     # update, see `train.one_step`.
@@ -149,6 +151,17 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
             cache=pool,
         ),
     }
+    if not shared:
+        here = jax.tree.map(
+            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), params, params_at
+        )
+        found["weights"] = program(
+            lambda: engine.lower(here, "weights", spec.params.mode),
+            1,
+            parameters,
+            "policy with optimiser",
+            optimiser=policy - parameters,
+        )
     if config.critic is not None:
         change: Any = critic.compile_update(config, mesh)
         value: Any = critic.compile_values(config, mesh)

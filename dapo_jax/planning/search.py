@@ -192,7 +192,8 @@ def _on_mesh(config: Config, fsdp: int, context: int, tensor: int) -> Config:
     shapes = model.param_shapes(config.model)
     jax.tree.map(check, shapes, param_specs(config.model, layout))
     up = lambda n, parts: n + -n % parts
-    t, r, drawn_in = config.train, config.rollout, fsdp * context
+    t, r, together = config.train, config.rollout, config.mesh.rollout_tensor or tensor
+    drawn_in = max(1, fsdp * context * tensor // together)
     return dataclasses.replace(
         config,
         mesh=layout,
@@ -219,7 +220,7 @@ def _by_arithmetic(config: Config, target: chips.Target) -> Candidate:
         state += 2 * held(like(jnp.dtype(config.optimizer.moments_dtype)))
     width = jnp.dtype(c.compute_dtype).itemsize
     number = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
-    copy = number * width / m.tensor
+    copy = number * width / (m.rollout_tensor or m.tensor)
     rows = t.rows_per_micro_batch / (m.data * m.fsdp)
     tokens, T = rows * t.row_tokens / m.context, t.row_tokens
     attended, ff = c.num_heads * c.head_dim / m.tensor, c.ff_width / m.tensor

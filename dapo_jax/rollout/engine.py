@@ -44,15 +44,15 @@ class DecoderEngine(jetstream.Engine):
     """The engine the trainer samples from, and evaluates with.
 
     Args:
-        mesh: of this process, see `sharding.own_mesh`.
-        run_mesh: that the trainer's parameters lie on; None: the same.
+        mesh: that this process draws on, see `sharding.own_mesh`.
+        trained_on: the trainer's mesh; None: the same.
     """
 
-    def __init__(self, spec: EngineSpec, mesh: Mesh, run_mesh: Mesh | None = None):
+    def __init__(self, spec: EngineSpec, mesh: Mesh, trained_on: Mesh | None = None):
         layout = dataclasses.replace(spec.layout, **mesh.shape)
         self.spec = spec = dataclasses.replace(spec, layout=layout)
         self._mesh = mesh
-        self._programs = Programs(spec, mesh, run_mesh)
+        self._programs = Programs(spec, mesh, trained_on or mesh)
         prompt = -(-spec.max_prompt_tokens // spec.page_tokens)
         # Longer ones are prompts with what was drawn before their pages were taken away.
         longer = halvings(spec.table_pages) if spec.num_pages is not None else ()
@@ -172,13 +172,16 @@ class DecoderEngine(jetstream.Engine):
     def load_params(self, params: model.Params) -> model.Params:
         """The parameters as decoding reads them: split over the tensor axis only, matrices in the
         compute dtype. Where that is how they are, they are shared and nothing is copied; of several
-        processes each gets all of them."""
+        processes each gets all of them, or its part of a team's."""
         return self._programs.load(params)
 
     def lower(self, params: model.Params, program: str, mode: Mode) -> Any:
-        """ "decode" or "prefill" of the longest prompts, for shapes of the parameters: lowered, to
-        be compiled ahead of time."""
+        """One program, lowered, to be compiled ahead of time: "decode", or "prefill" of the longest
+        prompts, for shapes of the parameters; or "weights", what `load_params` runs where it
+        copies, for shapes of the trainer's, with shardings."""
         p, spec = self._programs, self.spec
+        if program == "weights":
+            return p.to_rollout.lower(params)
         sharded = lambda shapes, at: jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, at
         )

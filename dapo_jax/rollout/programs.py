@@ -19,7 +19,15 @@ from dapo_jax.rollout import paged, slots
 from dapo_jax.rollout.sampling import Mode, sample
 from dapo_jax.rollout.slots import Arrivals, DecodeState
 from dapo_jax.rollout.spec import NOT_FINITE, OVER, VALID, EngineSpec, Prefix, Step
-from dapo_jax.sharding import BATCH_AXES, own_part, param_shardings, replicated
+from dapo_jax.sharding import (
+    BATCH_AXES,
+    own_part,
+    param_shardings,
+    replicated,
+    rollout_mesh,
+    to_mesh,
+    towards_rollout,
+)
 
 UNROLLED_LAYERS = 32  # at most, on CPUs: there a scan copies each layer's weights at each token
 
@@ -35,7 +43,7 @@ def rollout_layout(layout: MeshConfig) -> MeshConfig:
 class Programs:
     """The compiled programs, with their layouts and donations."""
 
-    def __init__(self, spec: EngineSpec, mesh: Mesh, run_mesh: Mesh | None = None):
+    def __init__(self, spec: EngineSpec, mesh: Mesh, trained_on: Mesh):
         self.spec, self.mesh, c = spec, mesh, spec.model
         platform = mesh.devices.flat[0].platform
         self.unroll = platform == "cpu" and c.num_layers <= UNROLLED_LAYERS
@@ -60,9 +68,10 @@ class Programs:
                 found = function(*map(own, arguments, specs))
                 return jax.tree.map(lambda a: a[None], found)
 
+            # All axes but that of the heads, as a TPU kernel must have none left to the compiler.
             return jax.shard_map(
-                local, mesh=mesh, in_specs=specs, out_specs=batch, axis_names=set(BATCH_AXES),
-                check_vma=False,
+                local, mesh=mesh, in_specs=specs, out_specs=batch,
+                axis_names={*BATCH_AXES, "context"}, check_vma=False,
             )  # fmt: skip
 
         whole = PartitionSpec()
@@ -92,19 +101,31 @@ class Programs:
             out_shardings=state_at,
         )
 
-        # Of several processes each has to say where arrays of the host go, even on its own devices.
+        # Of several processes each has to say where arrays of the host go, even on its own devices;
+        # those that draw together all have them.
         self.put = lambda tree: tree
-        if jax.process_count() > 1:
+        if mesh.is_multi_process:
+            self.put = lambda tree: to_mesh(tree, rows)
+        elif jax.process_count() > 1:
             self.put = functools.partial(jax.device_put, device=rows)
         self.on_shards, self.state_at, self.everywhere = on_shards, state_at, everywhere
-        spread = self.params_at
-        self.elsewhere = run_mesh is not None and run_mesh != mesh
-        if self.elsewhere:
-            assert run_mesh is not None
-            spread = param_shardings(c, rollout_layout(spec.layout), run_mesh)
-        self._to_dtype = jax.jit(
-            lambda params: rollout_dtypes(params, jnp.dtype(c.compute_dtype)),
-            out_shardings=spread,
+        self.elsewhere, together = mesh != trained_on, mesh.shape["tensor"]
+        everywhere = rollout_mesh(trained_on, together)
+        way = towards_rollout(c, spec.layout, trained_on, together)
+
+        def to_rollout(params: model.Params) -> model.Params:
+            params = rollout_dtypes(params, jnp.dtype(c.compute_dtype))
+            for layout in way:
+                params = jax.tree.map(
+                    lambda at, x: x if at is None else jax.lax.with_sharding_constraint(x, at),
+                    layout,
+                    params,
+                    is_leaf=lambda node: node is None,
+                )
+            return params
+
+        self.to_rollout = jax.jit(
+            to_rollout, out_shardings=param_shardings(c, rollout_layout(spec.layout), everywhere)
         )
         # One program for each size of the table and each mode.
         self.decode, self.one = functools.cache(self._decode_of), functools.cache(self._one_of)
@@ -141,10 +162,10 @@ class Programs:
 
     def load(self, params: model.Params) -> model.Params:
         """See `DecoderEngine.load_params`."""
-        if self.elsewhere:  # one program spreads them over all devices of the run
-            return own_part(self._to_dtype(params), self.params_at)
+        if self.elsewhere:  # one program brings them to where all processes draw
+            return own_part(self.to_rollout(params), self.params_at)
         if self.spec.model.compute_dtype != self.spec.model.param_dtype:
-            params = self._to_dtype(params)
+            params = self.to_rollout(params)
         return jax.device_put(params, self.params_at)
 
     def _pool_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:

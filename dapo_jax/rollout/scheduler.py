@@ -26,6 +26,7 @@ from dapo_jax.watchdog import UNWATCHED, Watchdog
 IDLE_SECONDS = 0.002
 # Takes (problem, sample, response) of responses that have ended.
 Finished = Callable[[list[tuple[int, int, Response]]], None]
+IGNORE: Finished = lambda _: None
 # Takes (problem, sample, tokens just drawn, whether they are the last).
 Drawn = Callable[[list[tuple[int, int, list[int], bool]]], None]
 
@@ -55,7 +56,7 @@ def generate(
     sampling: SamplingParams | None = None,
     limits: Callable[[int, int], int] | None = None,
     stop_strings: Sequence[str] = (),
-    finished: Finished = lambda _: None,
+    finished: Finished = IGNORE,
     drawn: Drawn | None = None,
     enough: Callable[[], bool] = lambda: False,
     partial: Partial | None = None,
@@ -128,7 +129,7 @@ class Run:
         self.engine, self.params, self.detokenize = engine, params, detokenize
         sampling = spec.params if sampling is None else sampling
         self.mode: Mode = sampling.mode
-        self.finished: Finished = lambda _: None
+        self.finished: Finished = IGNORE
         self.drawn: Drawn | None = None
         self.stop_strings: tuple[str, ...] = ()
         self.watch = UNWATCHED

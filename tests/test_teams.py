@@ -1,0 +1,129 @@
+"""Processes that draw together: what the first decides, the others are told; and whole runs in
+which a model lies over the devices of several processes."""
+
+import pytest
+
+from dapo_jax.processes import Processes
+from dapo_jax.sharding import check_batch_shapes, make_mesh, own_mesh, rollout_mesh, team_size
+from dapo_jax.teams import ALONE, Team
+from dapo_jax.types import StopRequested, UserError
+from tests.helpers import tiny_config
+from tests.processes import RUN, Store, assert_same_run, finish_all, run_all, said
+from tests.runs import finish, run, start_all
+
+TOGETHER = RUN | {"mesh__rollout_tensor": 2}
+
+
+def of_two(store, number=4):
+    return [Team(Processes(i, number, store), 2) for i in range(number)]
+
+
+def test_the_first_asks_and_the_others_are_told():
+    teams = of_two(Store())
+    assert [team.first for team in teams] == [True, False, True, False]
+    assert [(team.index, team.count) for team in teams] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+
+    def never():
+        raise AssertionError("only the first asks")
+
+    asked = iter([3, None, True, 4])
+    for team, said_by in ((0, [3, None, True]), (2, [4])):
+        assert [teams[team].told(lambda: next(asked)) for _ in said_by] == said_by
+        assert [teams[team + 1].told(never) for _ in said_by] == said_by
+    assert ALONE.told(lambda: 5) == 5
+
+
+def test_a_stop_that_the_first_sees_stops_all():
+    store = Store()
+    first, second, *_ = of_two(store)
+
+    def stop():
+        raise StopRequested
+
+    for team, ask in ((first, stop), (second, lambda: None)):
+        with pytest.raises(StopRequested):
+            team.told(ask)
+    assert not store.values, "what was told is not kept"
+
+
+def test_who_waits_says_for_whom():
+    first, second, *_ = of_two(Store())
+    waited = []
+
+    def waiting(what):
+        waited.append(what)
+        first.told(lambda: 7)
+
+    assert second.told(lambda: 0, waiting) == 7 and waited == ["process 0"]
+
+
+@pytest.mark.parametrize("size, dealt", [(1, 4), (2, 2)])
+def test_values_are_dealt_to_teams_and_collected_in_their_order(size, dealt, monkeypatch):
+    teams = [Team(Processes(i, 4, Store()), size) for i in range(4)]
+    values = list(range(7))
+    shares = [team.deal(values) for team in teams]
+    assert shares == [values[i // size :: dealt] for i in range(4)]
+    # What is not the first's is not looked at.
+    given = [s if team.first else ["?"] for s, team in zip(shares, teams)]
+    monkeypatch.setattr(
+        Processes, "share", lambda _, value: [g if t.first else [] for g, t in zip(given, teams)]
+    )
+    for team, mine in zip(teams, given):
+        assert team.collect(mine) == values
+
+
+def test_the_mesh_that_responses_are_drawn_on():
+    layout = lambda **sizes: tiny_config(**{f"mesh__{k}": v for k, v in sizes.items()}).mesh
+    mesh = make_mesh(layout(data=1, fsdp=8, rollout_tensor=2))
+    drawn_on = rollout_mesh(mesh, 2)
+    assert dict(drawn_on.shape) == {"data": 4, "fsdp": 1, "context": 1, "tensor": 2}
+    assert drawn_on.devices.ravel().tolist() == mesh.devices.ravel().tolist()
+    assert own_mesh(drawn_on) is drawn_on and team_size(drawn_on) == 1
+    mesh = make_mesh(layout(data=2, fsdp=2, tensor=2))
+    assert rollout_mesh(mesh, None) is mesh
+    with pytest.raises(UserError, match=r"rollout_tensor \(3\) must divide the number of devices"):
+        rollout_mesh(mesh, 3)
+
+
+@pytest.mark.parametrize(
+    "sizes, fields, message",
+    [
+        ({"fsdp": 8}, {"mesh__rollout_tensor": 4}, r"config.mesh.rollout_tensor \(4\) does not "),
+        (
+            {"fsdp": 8},
+            {"mesh__rollout_tensor": 2, "rollout__slots": 18},
+            r"config.rollout.slots \(18\) must be a multiple of the devices \(8\) / "
+            r"config.mesh.rollout_tensor = 4; nearest: 20",
+        ),
+    ],
+)
+def test_what_does_not_divide_is_refused(sizes, fields, message):
+    axis_sizes = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1} | sizes
+    with pytest.raises(UserError, match=message):
+        check_batch_shapes(tiny_config(**fields), axis_sizes)
+
+
+def test_two_processes_that_draw_together_train_as_one(home, tmp_path):
+    """The model is split over both while drawing, and over fsdp in training."""
+    settings = TOGETHER | {"mesh__data": 1}
+    run(tmp_path / "one", home, devices=2, **settings)
+    ended = finish_all(start_all(tmp_path / "two", home, processes=2, devices=1, **settings))
+    for code, out, err in ended:
+        assert code == 0 and err == "", (out, err)
+    assert said(ended[1][1]) == []
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.slow
+def test_two_teams_train_as_one_process(home, tmp_path):
+    run(tmp_path / "one", home, devices=4, **TOGETHER)
+    run_all(tmp_path / "four", home, 4, **TOGETHER)
+    assert_same_run(tmp_path / "one", tmp_path / "four")
+
+
+def test_devices_of_half_a_process_are_no_team(home, tmp_path):
+    settings = {"mesh__data": 1, "mesh__fsdp": 2, "mesh__tensor": 3, "model__num_kv_heads": 3}
+    settings |= {"model__num_heads": 3, "model__width": 24, "model__ff_width": 48}
+    started = start_all(tmp_path / "run", home, processes=3, devices=2, **settings)
+    for code, _, err in map(finish, started):
+        assert code == 2 and "config.mesh.tensor (3) must divide the devices of a process" in err
