@@ -13,7 +13,7 @@ ENV UV_NO_CACHE=1 UV_PYTHON_DOWNLOADS=never
 COPY pyproject.toml ./
 RUN python3 -m venv .uv \
     && .uv/bin/pip install -q --no-cache-dir uv \
-    && .uv/bin/uv sync -q --no-dev \
+    && .uv/bin/uv sync -q --no-dev --extra gcs \
     && .uv/bin/uv pip install -q "jax[${ACCELERATOR}]"
 COPY . .
 

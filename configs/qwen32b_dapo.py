@@ -199,7 +199,12 @@ def get_config() -> ml_collections.ConfigDict:
                 rows_per_micro_batch=16,  # ours: one per fsdp shard
             ),
             evaluation=dict(every_steps=5, num_samples=32, temperature=1.0, top_p=0.7),
-            checkpoint=dict(every_steps=5, keep_newest=2, keep_best=1),  # script: every 5
+            checkpoint=dict(
+                every_steps=5,  # script
+                keep_newest=2,
+                keep_best=1,
+                directory=ml_collections.config_dict.placeholder(str),
+            ),
             log=dict(rollouts_per_step=64),  # ours
         )
     )

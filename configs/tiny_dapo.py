@@ -208,7 +208,12 @@ def get_config() -> ml_collections.ConfigDict:
                 rows_per_micro_batch=16,
             ),
             evaluation=dict(every_steps=3, num_samples=32, temperature=1.0, top_p=0.7),
-            checkpoint=dict(every_steps=3, keep_newest=2, keep_best=1),
+            checkpoint=dict(
+                every_steps=3,
+                keep_newest=2,
+                keep_best=1,
+                directory=ml_collections.config_dict.placeholder(str),
+            ),
             log=dict(rollouts_per_step=16),
         )
     )

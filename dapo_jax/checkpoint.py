@@ -3,6 +3,9 @@
 orbax writes a step into a temporary directory and renames it when everything is on disk, so that
 a kill at any moment leaves the checkpoints before it. What orbax does not do is notice a file that
 was damaged later: sums over the bits of every array are kept beside them and compared on restore.
+
+In a bucket (gs://) nothing can be renamed at once: there orbax leaves a file in a step that is
+whole, and takes no other for one.
 """
 
 import contextlib
@@ -10,19 +13,20 @@ import errno
 import functools
 import gc
 import hashlib
+import importlib.util
 import json
 import logging
 import operator
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
+from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from dapo_jax.types import RunError, UserError, causes
@@ -46,17 +50,40 @@ def _without_closed_loops(before: Callable[[Any], Any]) -> Callable[[Any], None]
 sys.unraisablehook = _without_closed_loops(sys.unraisablehook)
 
 DAMAGED = "damaged"
+BUCKET = "gs://"
 
 
 class CheckpointError(RunError):
     """A checkpoint could not be written. Those written before it are intact."""
 
 
+def place(directory: epath.PathLike) -> epath.Path:
+    """A directory, or a place in a bucket (gs://BUCKET/PLACE), as a whole path.
+
+    Raises:
+        UserError: it is another kind of place, or what reads buckets is not installed.
+    """
+    text = str(directory)
+    if "://" not in text:
+        return epath.Path(text).expanduser().resolve()
+    if not text.startswith(BUCKET):
+        raise UserError(
+            f"checkpoints cannot be kept in {text}: it must be gs://BUCKET/PLACE or a directory."
+        )
+    if importlib.util.find_spec("gcsfs") is None:
+        raise UserError(f"{text} is read and written with gcsfs: pip install gcsfs.")
+    from fsspec.config import conf
+
+    # What another process writes, and tensorstore, is to be seen at once.
+    conf["gcs"] = {"use_listings_cache": False}
+    return epath.Path(text)
+
+
 class Checkpoints:
     """The checkpoints in a directory; a context manager that waits for the last save.
 
     Args:
-        directory: made if it is not there.
+        directory: see `place`; made if it is not there.
         keep_newest: how many of the newest are kept.
         keep_best: how many of those with the highest accuracy are kept besides.
         say: prints a line, when a damaged checkpoint is passed over.
@@ -67,13 +94,13 @@ class Checkpoints:
 
     def __init__(
         self,
-        directory: Path,
+        directory: epath.PathLike,
         *,
         keep_newest: int,
         keep_best: int,
         say: Callable[[str], None] = print,
     ):
-        self.directory, self.say = directory.resolve(), say
+        self.directory, self.say = place(directory), say
         latest = preservation_policy.LatestN(keep_newest)
         best = preservation_policy.BestN(
             get_metric_fn=lambda metrics: metrics["accuracy"],
@@ -90,10 +117,11 @@ class Checkpoints:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self.manager = self.open()
-        except OSError as error:
+        except Exception as error:  # an OSError; of a bucket also what its libraries raise
+            reason = error.strerror if isinstance(error, OSError) else None
             raise UserError(
-                f"checkpoints cannot be kept in {self.directory}: {error.strerror or error}. "
-                "Choose another --workdir or mend its permissions."
+                f"checkpoints cannot be kept in {self.directory}: {reason or error}. Choose "
+                "another --workdir or config.checkpoint.directory, or mend its permissions."
             ) from error
 
     def __enter__(self) -> "Checkpoints":
@@ -143,7 +171,8 @@ class Checkpoints:
     def restore(self, like: Any) -> tuple[int, Any, Any] | None:
         """(step, arrays, host state) of the newest checkpoint that is whole; None if there is none.
 
-        Damaged ones that are newer are told of and moved to `damaged/`.
+        Damaged ones that are newer are told of and moved to `damaged/`, or beside the directory
+        where that is in a bucket.
 
         Args:
             like: pytree of jax.ShapeDtypeStruct with the shardings wanted.
@@ -188,27 +217,40 @@ class Checkpoints:
         if not damaged:
             return
         self.manager.close()
-        (self.directory / DAMAGED).mkdir(exist_ok=True)
+        if jax.process_index() == 0:
+            self._move(damaged)
+        multihost_utils.sync_global_devices("damaged checkpoints are set aside")
+        self.manager = self.open()
+
+    def _move(self, damaged: dict[int, str]) -> None:
+        place = self.directory / DAMAGED
+        if str(place).startswith(BUCKET):
+            # There orbax clears away what is not marked as whole.
+            place = self.directory.with_name(f"{self.directory.name}_{DAMAGED}")
+        place.mkdir(exist_ok=True)
+        told = "".join(f"{step}: {reason}\n" for step, reason in damaged.items())
+        # In a bucket a directory is there when something is in it.
+        (place / "reasons.txt").write_text(told)
         for step, reason in damaged.items():
             self.say(
                 f"warning: checkpoint {step} in {self.directory} is damaged ({reason}); it is "
-                f"moved to {DAMAGED}/ and the one before it is used"
+                f"moved to {place.name}/ and the one before it is used"
             )
-            aside = self.directory / DAMAGED / str(step)
-            shutil.rmtree(aside, ignore_errors=True)
+            aside = place / str(step)
+            if aside.exists():
+                aside.rmtree()
             (self.directory / str(step)).rename(aside)
-        self.manager = self.open()
 
 
 def restore_part(
-    directory: Path, step: int | None, place: Sequence[str], like: Any
+    directory: epath.PathLike, step: int | None, fields: Sequence[str], like: Any
 ) -> tuple[int, Any]:
     """(step, part of the arrays) of a checkpoint. Nothing else of it is read, and nothing in the
     directory changes.
 
     Args:
         step: None: the newest.
-        place: names of the fields that lead to the part, from the outermost.
+        fields: names of those that lead to the part, from the outermost.
         like: the part as a pytree of jax.ShapeDtypeStruct with the shardings wanted.
 
     Raises:
@@ -216,9 +258,10 @@ def restore_part(
     """
     options = ocp.CheckpointManagerOptions(read_only=True)
     names = ("arrays", "host")
+    directory = place(directory)
     if not directory.is_dir():
         raise UserError(f"{directory}: there are no checkpoints.")
-    with ocp.CheckpointManager(directory.resolve(), options=options, item_names=names) as manager:
+    with ocp.CheckpointManager(directory, options=options, item_names=names) as manager:
         steps = sorted(manager.all_steps())
         if not steps or (step is not None and step not in steps):
             raise UserError(
@@ -229,18 +272,18 @@ def restore_part(
         try:
             host = ocp.args.Composite(host=ocp.args.JsonRestore())
             record = manager.restore(step, args=host).host
-            path = "".join(f".{field}" for field in place)
+            path = "".join(f".{field}" for field in fields)
             wanted = _describe(like, path)
             saved = {name: value for name, value in record["arrays"].items() if name in wanted}
             _check_same(step, directory, saved, wanted)
-            nested = functools.reduce(lambda inner, field: {field: inner}, reversed(place), like)
+            nested = functools.reduce(lambda inner, field: {field: inner}, reversed(fields), like)
             part = ocp.args.PyTreeRestore(
                 nested,
                 restore_args=ocp.checkpoint_utils.construct_restore_args(nested),
                 partial_restore=True,
             )
             found = manager.restore(step, args=ocp.args.Composite(arrays=part)).arrays
-            arrays = functools.reduce(operator.getitem, place, found)
+            arrays = functools.reduce(operator.getitem, fields, found)
             _check_sums({name: record["sums"][name] for name in wanted}, _sums(arrays, path))
         except UserError:
             raise
@@ -258,7 +301,9 @@ def fingerprint(arrays: Any) -> str:
     return hashlib.sha256(json.dumps(_sums(arrays), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _check_same(step: int, directory: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+def _check_same(
+    step: int, directory: epath.Path, saved: dict[str, Any], wanted: dict[str, Any]
+) -> None:
     for name in sorted(saved.keys() | wanted.keys()):
         if saved.get(name) != wanted.get(name):
             there, now = saved.get(name, "nothing"), wanted.get(name, "nothing")

@@ -348,6 +348,8 @@ class CheckpointConfig:
     every_steps: int
     keep_newest: int
     keep_best: int  # by held-out avg@k
+    # Where they are: gs://BUCKET/PLACE or a directory; None: checkpoints/ in that of the run.
+    directory: str | None
 
 
 @dataclasses.dataclass(frozen=True)

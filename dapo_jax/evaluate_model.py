@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from dapo_jax import base, benchmarks, checkpoint, model, problems
+from dapo_jax import base, benchmarks, checkpoint, model, problems, run_directory
 from dapo_jax.benchmark_page import table
 from dapo_jax.benchmarks import Benchmark
 from dapo_jax.checkpoint import restore_part
@@ -232,14 +232,15 @@ def load_params(
         UserError: there is no such run or checkpoint, or it is of another model.
     """
     if workdir is not None:
-        _check_model(config, workdir)
+        run = _run_of(config, workdir)
         shardings = param_shardings(config.model, config.mesh, mesh)
         shapes = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
             model.param_shapes(config.model),
             shardings,
         )
-        step, params = restore_part(workdir / "checkpoints", step, ("policy", "params"), shapes)
+        place = run_directory.checkpoints(workdir, run)
+        step, params = restore_part(place, step, ("policy", "params"), shapes)
         return f"{workdir.name}, step {step}", params
     params, _ = base.load_or_make(
         config, mesh, tokenizer, None, say=progress.say, check_stop=signals.check
@@ -247,10 +248,11 @@ def load_params(
     return f"base model {config.model.path or ''}".strip(), params
 
 
-def _check_model(config: Config, workdir: Path) -> None:
-    """The run must be of the model that the config describes."""
+def _run_of(config: Config, workdir: Path) -> dict[str, Any]:
+    """The config of a run, which must be of the model that this config describes."""
     try:
-        frozen = json.loads((workdir / "config.json").read_text())["config"]["model"]
+        run = json.loads((workdir / "config.json").read_text())["config"]
+        frozen = run["model"]
     except (OSError, ValueError, LookupError) as error:
         raise UserError(f"--workdir={workdir} holds no run: {error}.") from error
     # As JSON has it, where tuples are lists.
@@ -260,6 +262,7 @@ def _check_model(config: Config, workdir: Path) -> None:
                 f"config.model.{name} is {value!r}, and {frozen.get(name)!r} in {workdir}. Give "
                 "the --config and the --model that the run was made with."
             )
+    return run
 
 
 def _output(request: Request, label: str) -> Path:

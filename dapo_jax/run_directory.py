@@ -17,7 +17,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,22 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tran
 # Fields that may differ when a run goes on: they change how long and how closely, not what.
 MAY_CHANGE = (
     "train.num_steps",
-    "checkpoint.",
+    "checkpoint.every_steps",
+    "checkpoint.keep_",
     "log.",
     "reward.workers",
     "rollout.watchdog_seconds",
 )
+
+
+def checkpoints(workdir: Path, config: Mapping[str, Any]) -> str:
+    """Where the checkpoints of a run are.
+
+    Args:
+        config: the run's, as `frozen` has it.
+    """
+    # Runs of before have none.
+    return config["checkpoint"].get("directory") or str(workdir / "checkpoints")
 
 
 class RunDirectory:
@@ -61,10 +72,10 @@ class RunDirectory:
                 f"--workdir={path} cannot be written to: {error.strerror}. Choose another "
                 "directory or mend its permissions."
             ) from error
-        frozen = path / "config.json"
-        if frozen.exists():
-            _check_same_config(frozen, config)
-        _write_atomically(frozen, json.dumps(_frozen_config(config), indent=1))
+        file = path / "config.json"
+        if file.exists():
+            _check_same_config(file, config)
+        _write_atomically(file, json.dumps(_frozen_config(config), indent=1))
         self._metrics = path / "metrics.jsonl"
         self._events: tensorboardX.SummaryWriter | None = None
 
@@ -198,15 +209,30 @@ def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
     }
 
 
-def _check_same_config(frozen: Path, config: Config) -> None:
+def _check_same_config(file: Path, config: Config) -> None:
     try:
-        old = _flat(json.loads(frozen.read_text())["config"])
+        old = json.loads(file.read_text())["config"]
     except (json.JSONDecodeError, KeyError) as error:
         raise UserError(
-            f"{frozen} cannot be read ({error}). If this directory holds a run, restore that file; "
+            f"{file} cannot be read ({error}). If this directory holds a run, restore that file; "
             "otherwise choose another --workdir."
         ) from error
-    new = _flat(json.loads(json.dumps(config.to_dict())))
+    check_same(old, config, file.parent)
+
+
+def frozen(config: Config) -> dict[str, Any]:
+    """The config as JSON has it."""
+    return json.loads(json.dumps(config.to_dict()))
+
+
+def check_same(old: dict[str, Any], config: Config, where: Any) -> None:
+    """Raises UserError unless the config may go on with a run.
+
+    Args:
+        old: the run's own, from `frozen`.
+        where: it was found.
+    """
+    old, new = _flat(old), _flat(frozen(config))
     differing = [
         f"config.{name}: {old.get(name)!r} there, {new.get(name)!r} now"
         for name in sorted(old.keys() | new.keys())
@@ -214,7 +240,7 @@ def _check_same_config(frozen: Path, config: Config) -> None:
     ]
     if differing:
         raise UserError(
-            f"{frozen.parent} belongs to a run with another config:\n  "
+            f"{where} belongs to a run with another config:\n  "
             + "\n  ".join(differing)
             + "\nChoose another --workdir, or start with the config it was made with."
         )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from dapo_jax import base, metrics, prefilter
+from dapo_jax import base, metrics, prefilter, run_directory
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.compilations import CompilationCounter
 from dapo_jax.config import Config
@@ -76,7 +76,10 @@ def train(config: Config, workdir: Path, them: Processes = ALONE) -> int | None:
         RunError, CheckpointError: for what went wrong on the way; nothing saved is lost.
     """
     begun = time.monotonic()
-    them.check_place(workdir)
+    apart = config.checkpoint.directory is not None
+    # The base model, if it is made, and checkpoints are all that other processes read there.
+    if not apart or config.pretrain is not None:
+        them.check_place(workdir)
     directory = RunDirectory(workdir, config, writes=them.first)
     progress = Progress(config.train.num_steps, 0, quiet=not them.first)
     r = config.reward
@@ -85,7 +88,7 @@ def train(config: Config, workdir: Path, them: Processes = ALONE) -> int | None:
         Watchdog(config.rollout.watchdog_seconds, progress.say) as watch,
         RewardPool(_scorers(config), workers=r.workers, timeout_seconds=r.timeout_seconds) as pool,
         Checkpoints(
-            workdir / "checkpoints",
+            run_directory.checkpoints(workdir, run_directory.frozen(config)),
             keep_newest=config.checkpoint.keep_newest,
             keep_best=config.checkpoint.keep_best,
             say=progress.say,
@@ -183,6 +186,9 @@ class _Run:
         restored = self.checkpoints.restore(like)
         if restored is not None:
             self.step, self.state, values = restored
+            config = values.pop("config", None)  # older ones have none
+            if config is not None:
+                run_directory.check_same(config, self.config, self.checkpoints.directory)
             self.host = HostState.from_json(values)
             self.begun -= self.host.seconds
             self.saved_step = self.step
@@ -340,7 +346,7 @@ class _Run:
         self.checkpoints.save(
             self.step,
             self.state,
-            self.host.to_json(),
+            self.host.to_json() | {"config": run_directory.frozen(self.config)},
             accuracy=self.host.accuracy if evaluated else None,
         )
         self.saved_step = self.step

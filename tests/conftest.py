@@ -62,6 +62,7 @@ def standard_promotion():
 LONGEST = (
     "test_lost_processes",
     "test_processes",
+    "test_teams",
     "test_end_to_end",
     "test_learning",
     "test_family",

@@ -50,12 +50,15 @@ def start(workdir, home, *, devices=1, optimise=False, flags=(), **overrides):
     return subprocess.Popen(command, env=env, cwd="/", stdout=pipe, stderr=pipe, text=True)
 
 
-def start_all(workdir, home, *, processes, devices, **settings):
-    """One run in several processes with so many devices each."""
+def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = (f"--coordinator_address=127.0.0.1:{port}", f"--num_processes={processes}")
+        return free.getsockname()[1]
+
+
+def start_all(workdir, home, *, processes, devices, **settings):
+    """One run in several processes with so many devices each."""
+    common = (f"--coordinator_address=127.0.0.1:{free_port()}", f"--num_processes={processes}")
     return [
         start(workdir, home, devices=devices, flags=(*common, f"--process_id={i}"), **settings)
         for i in range(processes)

@@ -2,8 +2,8 @@
 told to stop, dies, or never comes."""
 
 import json
+import shutil
 import signal
-import socket
 import time
 
 import jax
@@ -17,7 +17,7 @@ from dapo_jax.types import Problem, UserError
 from tests.conftest import ROOT
 from tests.helpers import make_group, tiny_config
 from tests.processes import DEVICES, RUN, Store, assert_same_run, begin, finish_all, run_all, said
-from tests.runs import finish, metrics_of, params_at, rollouts_of, run, start
+from tests.runs import finish, free_port, metrics_of, params_at, rollouts_of, run, start
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +69,20 @@ def test_a_signal_to_one_stops_all_and_the_run_goes_on_bit_for_bit(two, home, tm
 
 
 @pytest.mark.slow
+def test_a_damaged_checkpoint_is_set_aside_once(two, home, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(two[0], workdir)
+    damaged = [file for file in (workdir / "checkpoints" / "3" / "arrays").rglob("d/*")]
+    for file in damaged:
+        file.write_bytes(b"\0" * file.stat().st_size)
+    first, _ = run_all(workdir, home, 2, **RUN)
+    assert damaged and any(line.startswith("warning: checkpoint 3 in") for line in first)
+    assert "resuming after step 2 of 3" in first
+    assert (workdir / "checkpoints" / "damaged" / "3").exists()
+    assert metrics_of(workdir) == metrics_of(two[0])
+
+
+@pytest.mark.slow
 def test_a_signal_in_the_middle_of_sampling_stops_all(home, tmp_path):
     """Nothing is ever informative, so that one waits for verdicts of the other."""
     workdir = tmp_path / "run"
@@ -101,9 +115,7 @@ def test_who_never_comes_is_not_waited_for(home, tmp_path):
 
 
 def test_all_processes_see_one_directory(home, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     started = [
         start(
             tmp_path / f"of_{i}", home, flags=(
