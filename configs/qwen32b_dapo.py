@@ -113,6 +113,7 @@ def get_config() -> ml_collections.ConfigDict:
                 # Here rollout and training are one program.
                 log_prob_source="rollout",
                 watchdog_seconds=120.0,
+                watchdog_limit_seconds=1800.0,
             ),
             reward=dict(
                 scorer="math_dapo",

@@ -123,6 +123,7 @@ def get_config() -> ml_collections.ConfigDict:
                 kernel="auto",
                 log_prob_source="rollout",
                 watchdog_seconds=120.0,
+                watchdog_limit_seconds=0.0,
             ),
             reward=dict(
                 scorer="exact_match",

@@ -61,7 +61,7 @@ def check(config: Any) -> None:
         *("seed", "reward.overlong_buffer_tokens", "reward.overlong_penalty"),
         *("objective.entropy_coefficient", "optimizer.warmup_steps", "optimizer.weight_decay"),
         *("checkpoint.keep_best", "log.rollouts_per_step", "evaluation.temperature"),
-        "rollout.watchdog_seconds",
+        *("rollout.watchdog_seconds", "rollout.watchdog_limit_seconds"),
     )
     for field in ("rollout.top_p", "evaluation.top_p"):
         value = get(config, field)

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 
 from dapo_jax import model
+from dapo_jax.board import LOOK_SECONDS
 from dapo_jax.dynamic_sampling import Stream
 from dapo_jax.partial_rollouts import Partial
-from dapo_jax.processes import LOOK_SECONDS
 from dapo_jax.progress import Progress
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout import scheduler

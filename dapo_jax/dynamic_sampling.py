@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from dapo_jax import partial_rollouts, prefilter
+from dapo_jax.board import Board
 from dapo_jax.config import DynamicSamplingConfig
 from dapo_jax.partial_rollouts import Begun
 from dapo_jax.prefilter import PrefilterState, Sieve
-from dapo_jax.processes import Board
 from dapo_jax.teams import ALONE, Team
 from dapo_jax.types import (
     Group,

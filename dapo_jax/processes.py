@@ -23,6 +23,7 @@ import numpy as np
 from jax._src import distributed  # the store has no public name; orbax reads it from here too
 from jax.experimental import multihost_utils
 
+from dapo_jax.board import LOOK_SECONDS, Board, SharedBoard
 from dapo_jax.types import StopRequested, UserError, causes
 
 T = TypeVar("T")
@@ -34,65 +35,8 @@ DEAD_SECONDS = 20.0  # without a sign of life
 # every half of the limit, so that it acts as early as half of it after a loss.
 HEARTBEAT_SECONDS = 58
 SHUTDOWN_SECONDS = 60
-LOOK_SECONDS = 0.02  # between two looks at what others tell
 SHARED_AT_ONCE = 2**28  # bytes of all processes together
 LEAST_SHARED = 2**16  # bytes of each
-
-
-class Board:
-    """Who draws which of the prompts of a step, and what came of them. Prompts have numbers, in the
-    order of the data; each is drawn by the process that claims it."""
-
-    def __init__(self) -> None:
-        self.begun = 0  # prompts claimed, as far as is known
-        self.verdicts: dict[int, bool] = {}  # by number: whether the group is informative
-
-    def claim(self) -> int:
-        """The number of the next prompt, which is the caller's to draw."""
-        self.begun += 1
-        return self.begun - 1
-
-    def tell(self, number: int, informative: bool) -> None:
-        """Tells what came of a prompt."""
-        self.verdicts[number] = informative
-
-    def look(self) -> None:
-        """Takes in what others have told."""
-
-    def clear(self) -> None:
-        """Forgets everything, once nobody looks any more."""
-
-
-class SharedBoard(Board):
-    """One that all processes see."""
-
-    def __init__(self, client: Any, place: str):
-        super().__init__()
-        self._client, self._place, self._looked = client, place, -LOOK_SECONDS
-
-    def claim(self) -> int:
-        number = self._client.key_value_increment(f"{self._place}/next", 1) - 1
-        self.begun = max(self.begun, number + 1)
-        return number
-
-    def tell(self, number: int, informative: bool) -> None:
-        super().tell(number, informative)
-        self._client.key_value_set(f"{self._place}/of/{number}", str(int(informative)))
-
-    def look(self) -> None:
-        now = time.monotonic()
-        if now - self._looked < LOOK_SECONDS:
-            return
-        self._looked = now
-        for key, value in self._client.key_value_dir_get(self._place):
-            name = key.rsplit("/", 1)[1]
-            if name == "next":
-                self.begun = max(self.begun, int(value))
-            else:
-                self.verdicts[int(name)] = value == "1"
-
-    def clear(self) -> None:
-        self._client.key_value_delete(self._place)
 
 
 class Processes:
@@ -262,20 +206,20 @@ class Processes:
                 found = self._client.key_value_dir_get("beat")
             except Exception as error:  # whatever the connection raises when its end is gone
                 if not self._leaving:
-                    _leave(f"process 0 on {self.hosts[0]} is lost ({_line(error)})", START_AGAIN)
+                    leave(f"process 0 on {self.hosts[0]} is lost ({_line(error)})", START_AGAIN)
                 return
             for key, text in failed:
                 i, told = int(key.rsplit("/", 1)[1]), json.loads(text)
                 if i != self.index:
                     where = f"process {i} on {self.hosts[i]} failed"
-                    _leave(f"{where}: {told['message']}", told["status"])
+                    leave(f"{where}: {told['message']}", told["status"])
             now = time.monotonic()
             for key, beat in found:
                 i = int(key.rsplit("/", 1)[1])
                 if i not in beats or beats[i][0] != beat:
                     beats[i] = beat, now
                 elif now - beats[i][1] > DEAD_SECONDS:
-                    _leave(
+                    leave(
                         f"process {i} on {self.hosts[i]} has given no sign of life for "
                         f"{DEAD_SECONDS:.0f} s",
                         START_AGAIN,
@@ -346,7 +290,7 @@ def start(
     # JAX would end the process with a stack trace.
     late = threading.Timer(
         timeout_seconds,
-        lambda: _leave(
+        lambda: leave(
             f"not all processes were there within {timeout_seconds} s. The coordinator, process 0, "
             f"was looked for{place}; --coordinator_timeout=SECONDS gives more time",
             START_AGAIN,
@@ -386,9 +330,10 @@ def _line(error: BaseException) -> str:
     return lines[0][:300]
 
 
-def _leave(message: str, status: int) -> None:
+def leave(message: str, status: int) -> None:
+    """Ends this process at once, from whatever thread, and says why."""
     again = ". The same command goes on from the last checkpoint" if status == START_AGAIN else ""
-    print(f"error: {message}; this process ends too{again}.", file=sys.stderr)
+    print(f"error: {message}; this process ends{again}.", file=sys.stderr)
     _end(status)
 
 

@@ -34,7 +34,7 @@ MAY_CHANGE = (
     "checkpoint.keep_",
     "log.",
     "reward.workers",
-    "rollout.watchdog_seconds",
+    "rollout.watchdog_",
 )
 
 

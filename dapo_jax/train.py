@@ -27,7 +27,7 @@ from dapo_jax.dynamic_sampling import (
 from dapo_jax.evaluate import evaluate
 from dapo_jax.learner import RunState
 from dapo_jax.problems import rubrics
-from dapo_jax.processes import ALONE, Processes
+from dapo_jax.processes import ALONE, START_AGAIN, Processes, leave
 from dapo_jax.progress import Progress, duration
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout.sampling import SamplingParams
@@ -82,11 +82,16 @@ def train(config: Config, workdir: Path, them: Processes = ALONE) -> int | None:
         them.check_place(workdir)
     directory = RunDirectory(workdir, config, writes=them.first)
     progress = Progress(config.train.num_steps, 0, quiet=not them.first)
-    r = config.reward
+    r = config.rollout
     with (
         StopSignals(progress, them) as signals,
-        Watchdog(config.rollout.watchdog_seconds, progress.say) as watch,
-        RewardPool(_scorers(config), workers=r.workers, timeout_seconds=r.timeout_seconds) as pool,
+        Watchdog(
+            r.watchdog_seconds,
+            progress.say,
+            most=r.watchdog_limit_seconds,
+            give_up=lambda why: leave(why, START_AGAIN),
+        ) as watch,
+        _reward_pool(config) as pool,
         Checkpoints(
             run_directory.checkpoints(workdir, run_directory.frozen(config)),
             keep_newest=config.checkpoint.keep_newest,
@@ -111,11 +116,14 @@ def train(config: Config, workdir: Path, them: Processes = ALONE) -> int | None:
     return next((number for number in them.agree(signals.received) if number is not None), None)
 
 
-def _scorers(config: Config) -> set[str]:
-    """All that a response of the run may be put to."""
+def _reward_pool(config: Config) -> RewardPool:
+    """Workers for all that a response of the run may be put to."""
     train, heldout = rubrics(config, config.data.train), rubrics(config, config.data.heldout)
     named = {name for rubric in (*train.values(), *heldout.values()) for name in rubric.names}
-    return named | equivalences(heldout)
+    r = config.reward
+    return RewardPool(
+        named | equivalences(heldout), workers=r.workers, timeout_seconds=r.timeout_seconds
+    )
 
 
 class _Run:

@@ -2,9 +2,11 @@
 
 A hung device, a lost host or a stuck scorer shows as silence: the main thread sits in a call that
 does not come back. A thread beside it needs nothing of the main thread but what that has said
-before it went to wait. It only says; what to do about it is the user's to decide.
+before it went to wait. It says so, and where it is told to it ends the process in the end, so that
+what started the run can start it again.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +18,8 @@ LONGEST_LOOK_SECONDS = 5.0
 
 
 class Watchdog:
-    """Tells of silence once it has lasted `seconds`, and each time that it has doubled.
+    """Tells of silence once it has lasted `seconds`, and each time that it has doubled; gives up
+    when it has lasted `most`.
 
     A context manager: the thread lives within it.
 
@@ -24,6 +27,8 @@ class Watchdog:
         seconds: of silence before the first line; 0: it never says anything.
         say: prints a line; called from the thread.
         clock: seconds that pass.
+        most: seconds of silence; 0: it never gives up.
+        give_up: is told why; called from the thread.
     """
 
     def __init__(
@@ -31,17 +36,21 @@ class Watchdog:
         seconds: float,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        most: float = 0.0,
+        give_up: Callable[[str], None] = lambda _: None,
     ):
-        self.seconds, self.say, self.clock = seconds, say, clock
+        self.seconds, self.say, self.clock = seconds or math.inf, say, clock
+        self.most, self.give_up = most or math.inf, give_up
         self.what = "the run to begin"
-        self._since, self._due = clock(), seconds
+        self._since, self._due = clock(), self.seconds
         # Of the same thread again: a signal may interrupt `moved` and have something to say.
         self._lock = threading.RLock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
-        if self.seconds > 0:
+        if min(self.seconds, self.most) < math.inf:
             self._thread.start()
         return self
 
@@ -68,16 +77,19 @@ class Watchdog:
     def look(self) -> None:
         """Says what is being waited for if the silence has lasted long enough."""
         with self._lock:
-            silence = self.clock() - self._since
-            if silence < self._due:
-                return
+            silence, what = self.clock() - self._since, self.what
+            due = silence >= self._due
             while self._due <= silence:
                 self._due *= 2
-            what = self.what
-        self.say(f"  nothing has moved for {duration(silence)}; waiting for {what}")
+        text = f"nothing has moved for {duration(silence)}; waiting for {what}"
+        if silence >= self.most:
+            self.give_up(text)
+        elif due:
+            self.say(f"  {text}")
 
     def _watch(self) -> None:
-        while not self._over.wait(min(self.seconds / LOOKS_A_SILENCE, LONGEST_LOOK_SECONDS)):
+        shortest = min(self.seconds, self.most)
+        while not self._over.wait(min(shortest / LOOKS_A_SILENCE, LONGEST_LOOK_SECONDS)):
             self.look()
 
 

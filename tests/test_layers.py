@@ -14,8 +14,8 @@ LAYERS = [
     # pure, and hosts' small tools
     ["objective", "policy_losses", "aggregation", "advantage", "corrections", "covariance",
      "batching", "row_order", "reward", "scorers", "rows", "hub", "sources", "prompts",
-     "estimators", "arithmetic", "prefilter", "partial_rollouts", "progress", "processes",
-     "stop_signals", "watchdog",
+     "estimators", "arithmetic", "prefilter", "partial_rollouts", "progress", "board",
+     "processes", "teams", "stop_signals", "watchdog",
      "compilations", "hf_config", "rotary", "products"],
     ["model", "attention", "attention_kernels", "vocabulary", "log_probs", "sharding",
      "samples", "data", "tokenizer", "checkpoint", "reward_pool", "scoring", "votes",
@@ -44,6 +44,8 @@ LAYERS = [
 PLACES = {
     "jetstream": {"rollout.jetstream"},
     "orbax": {"checkpoint"},
+    "etils": {"checkpoint"},
+    "fsspec": {"checkpoint"},
     "grain": {"data"},
     "transformers": {"tokenizer"},
     "tokenizers": {"tokenizer"},
@@ -64,8 +66,8 @@ WITHOUT_JAX = {
     "reward", "scorers", "reward_pool", "estimators", "rows", "hub", "hf_config", "sources",
     "prompts", "problems", "votes", "scoring",
     "arithmetic", "data", "aggregation", "advantage", "corrections", "covariance", "batching",
-    "samples", "prefilter", "partial_rollouts", "progress", "watchdog", "report", "report_data",
-    "report_plots", "paper_curves",
+    "samples", "prefilter", "partial_rollouts", "progress", "board", "watchdog", "report",
+    "report_data", "report_plots", "paper_curves",
 }  # fmt: skip
 PACKAGES = {"dapo_jax", "dapo_jax.rollout", "dapo_jax.bench", "dapo_jax.planning"}
 NEVER = {"torch", "tensorflow", "seqio"}

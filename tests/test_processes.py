@@ -10,9 +10,10 @@ import jax
 import numpy as np
 import pytest
 
-from dapo_jax import processes
+from dapo_jax import board, processes
+from dapo_jax.board import Board
 from dapo_jax.dynamic_sampling import Stream
-from dapo_jax.processes import START_AGAIN, Board, Processes
+from dapo_jax.processes import START_AGAIN, Processes
 from dapo_jax.types import Problem, UserError
 from tests.conftest import ROOT
 from tests.helpers import make_group, tiny_config
@@ -145,7 +146,7 @@ def test_flags_that_do_not_fit(arguments, message):
 @pytest.mark.parametrize("seed", range(4))
 def test_who_draws_what_and_when_does_not_matter(number, seed, monkeypatch):
     """Processes take turns as chance has it; all see the batch that one alone would."""
-    monkeypatch.setattr(processes, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(board, "LOOK_SECONDS", 0.0)
     rng = np.random.default_rng(seed)
     right = np.random.default_rng(7).integers(0, 5, 400)  # of 4; 0 and 4 teach nothing
     problem = lambda i: Problem(i, "", (1,), "", "")

@@ -1,10 +1,14 @@
 """Silence is told of, and what is waited for; whatever the main thread is blocked in."""
 
 import os
+import subprocess
+import sys
 import threading
 
+from dapo_jax.processes import START_AGAIN
 from dapo_jax.progress import Progress
 from dapo_jax.watchdog import UNWATCHED, Watchdog
+from tests.conftest import ROOT
 
 
 def test_it_tells_of_silence_once_and_then_each_time_it_has_doubled():
@@ -50,6 +54,38 @@ def test_a_main_thread_that_is_blocked_need_do_nothing():
     os.close(there)
     assert 2 <= len(told) <= 3 and all(line.endswith("waiting for a pipe") for line in told)
     assert not any(thread.name == "watchdog" for thread in threading.enumerate())
+
+
+def test_it_gives_up_in_the_end_and_says_of_what():
+    said, given_up, now = [], [], [0.0]
+    watch = Watchdog(10.0, said.append, lambda: now[0], most=35.0, give_up=given_up.append)
+    watch.moved("the device")
+    for now[0] in range(36):
+        watch.look()
+    assert len(said) == 2 and given_up == ["nothing has moved for 35 s; waiting for the device"]
+    watch.moved()
+    watch.look()
+    assert len(given_up) == 1
+
+
+def test_a_process_that_hangs_ends_with_the_status_that_starts_it_again():
+    program = """if True:
+        import os
+        from dapo_jax.processes import START_AGAIN, leave
+        from dapo_jax.watchdog import Watchdog
+        here, _ = os.pipe()
+        with Watchdog(0.0, print, most=0.3, give_up=lambda why: leave(why, START_AGAIN)) as watch:
+            watch.moved("a pipe")
+            os.read(here, 1)
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == START_AGAIN and ended.stdout == ""
+    assert ended.stderr == (
+        "error: nothing has moved for 0 s; waiting for a pipe; this process ends. The same command "
+        "goes on from the last checkpoint.\n"
+    )
 
 
 def test_switched_off_there_is_no_thread():

@@ -3,7 +3,7 @@
 Each host has a `scheduler.Run` with its admission, a `dynamic_sampling.Stream`, `Scoring` and
 `Grouping`: the code of a run, in the order of `drawing.Drawing`. What is not real takes time and
 computes nothing (see `virtual`). All hosts see one board: what one tells the others know at once,
-where in a run they look every `processes.LOOK_SECONDS`. The host whose clock is behind goes next.
+where in a run they look every `board.LOOK_SECONDS`. The host whose clock is behind goes next.
 """
 
 import dataclasses
@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from dapo_jax.board import Board
 from dapo_jax.config import Config
 from dapo_jax.dynamic_sampling import Stream, next_share
 from dapo_jax.planning.virtual import Clock, Costs, VirtualEngine, VirtualPool, Work, detokenize
 from dapo_jax.planning.workload import Workload
-from dapo_jax.processes import Board
 from dapo_jax.reward import Rubric
 from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.spec import EngineSpec
