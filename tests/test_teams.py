@@ -1,11 +1,25 @@
 """Processes that draw together: what the first decides, the others are told; and whole runs in
 which a model lies over the devices of several processes."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from dapo_jax.processes import Processes
-from dapo_jax.sharding import check_batch_shapes, make_mesh, own_mesh, rollout_mesh, team_size
+from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.programs import rollout_dtypes, rollout_layout
+from dapo_jax.sharding import (
+    check_batch_shapes,
+    initial_params,
+    make_mesh,
+    own_mesh,
+    param_shardings,
+    rollout_mesh,
+    team_size,
+)
 from dapo_jax.teams import ALONE, Team
+from dapo_jax.trainer import engine_spec
 from dapo_jax.types import StopRequested, UserError
 from tests.helpers import tiny_config
 from tests.processes import RUN, Store, assert_same_run, finish_all, run_all, said
@@ -101,6 +115,36 @@ def test_what_does_not_divide_is_refused(sizes, fields, message):
     axis_sizes = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1} | sizes
     with pytest.raises(UserError, match=message):
         check_batch_shapes(tiny_config(**fields), axis_sizes)
+
+
+@pytest.mark.parametrize(
+    "sizes, together",
+    [
+        (dict(fsdp=8), 2),
+        (dict(data=2, fsdp=4), 4),
+        (dict(data=2, fsdp=2, tensor=2), 4),
+        (dict(fsdp=4, tensor=2), 1),
+        (dict(fsdp=2, context=2, tensor=2), 4),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parameters_come_to_those_that_draw_together_as_they_are(sizes, together, dtype):
+    sizes = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1, "rollout_tensor": together} | sizes
+    config = tiny_config(
+        **{f"mesh__{name}": size for name, size in sizes.items()},
+        model__num_kv_heads=4,
+        model__compute_dtype=dtype,
+    )
+    mesh = make_mesh(config.mesh)
+    drawn_on = rollout_mesh(mesh, together)
+    engine = DecoderEngine(engine_spec(config, drawn_on, 24, (1,)), drawn_on, mesh)
+    params = initial_params(config.model, config.mesh, mesh, seed=0)
+    loaded = engine.load_params(params)
+    at = param_shardings(config.model, rollout_layout(config.mesh), drawn_on)
+    wanted = rollout_dtypes(params, jnp.dtype(dtype))
+    for ours, theirs, sharding in zip(*map(jax.tree.leaves, (loaded, wanted, at)), strict=True):
+        assert ours.dtype == theirs.dtype and ours.sharding.is_equivalent_to(sharding, ours.ndim)
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 
 
 def test_two_processes_that_draw_together_train_as_one(home, tmp_path):
