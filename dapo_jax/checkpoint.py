@@ -75,7 +75,7 @@ def place(directory: epath.PathLike) -> epath.Path:
     from fsspec.config import conf
 
     # What another process writes, and tensorstore, is to be seen at once.
-    conf["gcs"] = {"use_listings_cache": False}
+    conf.setdefault("gcs", {})["use_listings_cache"] = False
     return epath.Path(text)
 
 
@@ -223,20 +223,20 @@ class Checkpoints:
         self.manager = self.open()
 
     def _move(self, damaged: dict[int, str]) -> None:
-        place = self.directory / DAMAGED
-        if str(place).startswith(BUCKET):
+        apart = self.directory / DAMAGED
+        if str(apart).startswith(BUCKET):
             # There orbax clears away what is not marked as whole.
-            place = self.directory.with_name(f"{self.directory.name}_{DAMAGED}")
-        place.mkdir(exist_ok=True)
+            apart = self.directory.with_name(f"{self.directory.name}_{DAMAGED}")
+        apart.mkdir(exist_ok=True)
         told = "".join(f"{step}: {reason}\n" for step, reason in damaged.items())
         # In a bucket a directory is there when something is in it.
-        (place / "reasons.txt").write_text(told)
+        (apart / "reasons.txt").write_text(told)
         for step, reason in damaged.items():
             self.say(
                 f"warning: checkpoint {step} in {self.directory} is damaged ({reason}); it is "
-                f"moved to {place.name}/ and the one before it is used"
+                f"moved to {apart.name}/ and the one before it is used"
             )
-            aside = place / str(step)
+            aside = apart / str(step)
             if aside.exists():
                 aside.rmtree()
             (self.directory / str(step)).rename(aside)

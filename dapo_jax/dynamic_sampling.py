@@ -222,7 +222,7 @@ def stream_batch(
         position: of the data; go_back: returns there.
         draw: draws and scores groups of the prompts that the iterator gives, and hands them to the
             stream, until that is over; tells it what was drawn if that is to be kept.
-        team: that this process draws with. The batch is the same in all of all teams.
+        team: that this process draws with. The batch is the same in every process.
     """
     before = position()
     sieve = lambda: Sieve(config.prefilter, state.prefilter, seed, take)

@@ -318,9 +318,9 @@ def towards_rollout(model: ModelConfig, config: MeshConfig, mesh: Mesh, together
     """Layouts that parameters take one after another on their way from training on `mesh` to
     devices that draw `together`, if those are not the tensor axis; None for one that takes none.
 
-    The compiler would gather all of a matrix to turn one that is split by its width into one that
-    is split by its heads. So each device first gives the others of its shard their heads of its
-    part of the width, and the shards exchange those.
+    XLA's own partitioner (on CPU; libtpu's does better) gathers all of a matrix to turn one that
+    is split by its width into one that is split by its heads. So each device first gives the others
+    of its shard their heads of its part of the width, and the shards exchange those.
     """
     data, fsdp, context, tensor = mesh.devices.shape
     if together == tensor or context > 1 or fsdp * tensor % together:
