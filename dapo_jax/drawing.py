@@ -105,7 +105,7 @@ class Drawing:
         _, stats = self._generate(
             problems,
             finished=ended if first else scheduler.IGNORE,
-            enough=lambda: self.team.told(full, self.watch.waiting_for),
+            enough=full,
             partial=partial,
         )
         self._count("rollout", start, stats)
@@ -120,7 +120,10 @@ class Drawing:
         self._count("reward", start)
 
     def _generate(
-        self, problems: Iterable[Problem | None], **changes: Any
+        self,
+        problems: Iterable[Problem | None],
+        enough: Callable[[], bool] = lambda: False,
+        **changes: Any,
     ) -> tuple[list[list[Response]], scheduler.RolloutStats]:
         """`scheduler.generate` as the run draws, with what one way of drawing has of its own."""
         trainer, rollout = self.trainer, self.trainer.config.rollout
@@ -128,7 +131,9 @@ class Drawing:
             "num_samples": rollout.group_size,
             "key": self.key,
             "stop_strings": rollout.stop_strings,
-            "check_stop": lambda: self.team.told(self.check_stop, self.watch.waiting_for),
+            "enough": self.team.enough(enough, self.check_stop, self.watch.waiting_for),
+            # A team that has nothing to draw does not ask all the time: all are told each time.
+            "idle_seconds": scheduler.IDLE_SECONDS if self.team.size == 1 else LOOK_SECONDS,
             "watch": self.watch,
         }
         return scheduler.generate(

@@ -52,7 +52,7 @@ def evaluate(
             stop_strings=stop_strings,
             key=key,
             finished=scoring.submit if team.first else scheduler.IGNORE,
-            check_stop=lambda: team.told(check_stop, watch.waiting_for),
+            enough=team.enough(lambda: False, check_stop, watch.waiting_for),
             watch=watch,
         )
         if not team.first:

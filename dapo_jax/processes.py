@@ -35,6 +35,7 @@ DEAD_SECONDS = 20.0  # without a sign of life
 # every half of the limit, so that it acts as early as half of it after a loss.
 HEARTBEAT_SECONDS = 58
 SHUTDOWN_SECONDS = 60
+TOLD_TOGETHER = 256  # what one process tells another is forgotten by so many at a time
 SHARED_AT_ONCE = 2**28  # bytes of all processes together
 LEAST_SHARED = 2**16  # bytes of each
 
@@ -129,23 +130,28 @@ class Processes:
         """Gives other processes a small value that JSON can hold, for `hear`. One process may tell
         another, and always the same ones."""
         for other in others:
-            self._client.key_value_set(f"told/{other}/{self._tellings}", json.dumps(value))
+            self._client.key_value_set(self._told(other), json.dumps(value))
         self._tellings += 1
 
     def hear(self, from_whom: int, waiting: Callable[[str], None] = lambda _: None) -> Any:
         """The next value that this process is told."""
-        key = f"told/{self.index}/{self._tellings}"
-        self._tellings += 1
+        key = self._told(self.index)
         while True:
             try:
                 text = self._client.blocking_key_value_get(key, int(1000 * BEAT_SECONDS))
+                break
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
                 waiting(f"process {from_whom}")
-                continue
-            self._client.key_value_delete(key)
-            return json.loads(text)
+        self._tellings += 1
+        if self._tellings % TOLD_TOGETHER == 0:
+            self._client.key_value_delete(key.rsplit("/", 1)[0])
+        return json.loads(text)
+
+    def _told(self, whom: int) -> str:
+        """The key of what a process is told next."""
+        return f"told/{whom}/{self._tellings // TOLD_TOGETHER}/{self._tellings}"
 
     def board(self) -> Board:
         """A board for one step; every process must ask for as many as the others."""

@@ -56,6 +56,21 @@ class Team:
         self.them.tell(self._others, (False, value))
         return value
 
+    def enough(
+        self,
+        enough: Callable[[], bool],
+        check_stop: Callable[[], None],
+        waiting: Callable[[str], None],
+    ) -> Callable[[], bool]:
+        """What all of the team ask between calls of the engine: both at once, as telling takes
+        time. Raises what `check_stop` does."""
+
+        def ask() -> bool:
+            check_stop()
+            return enough()
+
+        return lambda: self.told(ask, waiting)
+
     def deal(self, values: list[T]) -> list[T]:
         """Those of the values that are for this team to work on."""
         return values[self.index :: self.count]

@@ -57,7 +57,25 @@ def test_a_stop_that_the_first_sees_stops_all():
     for team, ask in ((first, stop), (second, lambda: None)):
         with pytest.raises(StopRequested):
             team.told(ask)
-    assert not store.values, "what was told is not kept"
+
+
+def test_what_was_told_is_forgotten():
+    store = Store()
+    first, second, *_ = of_two(store)
+    for n in range(1000):
+        first.told(lambda n=n: n)
+        assert second.told(lambda: None) == n
+    assert len(store.values) < 256
+
+
+def test_whether_to_stop_and_whether_it_is_enough_are_asked_at_once():
+    store = Store()
+    first, second, *_ = of_two(store)
+    stops, enoughs = [], iter([False, True])
+    ask = first.enough(lambda: next(enoughs), lambda: stops.append(1), lambda _: None)
+    follow = second.enough(lambda: False, lambda: stops.append(2), lambda _: None)
+    assert [ask(), follow(), ask(), follow()] == [False, False, True, True]
+    assert stops == [1, 1] and len(store.values) == 2
 
 
 def test_who_waits_says_for_whom():

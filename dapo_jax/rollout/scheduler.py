@@ -62,6 +62,7 @@ def generate(
     partial: Partial | None = None,
     watch: Watchdog = UNWATCHED,
     check_stop: Callable[[], None] = lambda: None,
+    idle_seconds: float = IDLE_SECONDS,
 ) -> tuple[list[list[Response]], RolloutStats]:
     """`num_samples` responses to every problem, in order, and what it took.
 
@@ -84,6 +85,7 @@ def generate(
             drawn by this call's parameters and key.
         watch: is told what is waited for.
         check_stop: called between decode calls; raises to abandon the call.
+        idle_seconds: until problems that are to come later are asked for again.
     """
     run = Run(engine, params, iter(problems), detokenize, num_samples, key, sampling, limits)
     run.finished, run.drawn, run.stop_strings = finished, drawn, tuple(stop_strings)
@@ -92,8 +94,8 @@ def generate(
         run.table.step, run.admission.begun = partial.step, partial.begun
     for moved in run.turns(enough, check_stop):
         if not moved:
-            time.sleep(IDLE_SECONDS)  # for problems that are to come later
-            run.stats += RolloutStats(idle_seconds=IDLE_SECONDS)
+            time.sleep(idle_seconds)  # for problems that are to come later
+            run.stats += RolloutStats(idle_seconds=idle_seconds)
     if partial is not None:
         partial.left(run.left())
     responses = [
