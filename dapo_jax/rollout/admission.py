@@ -271,8 +271,9 @@ class Admission:
                 ]
             self.table.open(r, e, request, self.arrivals)
             self.arrivals += 1
-        keys_RP2 = _problem_keys(self.key_data, ids_RP2.reshape(-1, 2)).reshape(R, P, 2)
-        prefix = self.engine.prefill_many(params, tokens_RPT, length_RP, np.asarray(keys_RP2))
+        # Not read here: on the device the keys wait behind the call of decode that is under way.
+        keys_RP2 = _problem_keys(self.key_data, ids_RP2)
+        prefix = self.engine.prefill_many(params, tokens_RPT, length_RP, keys_RP2)
         full = lambda value, dtype: np.full((R, P), value, dtype)
         t, p, k, m = self.sampling
         asked = SamplingParams(
@@ -283,11 +284,11 @@ class Admission:
 
 
 @jax.jit
-def _problem_keys(key_2: jax.Array, ids_P2: jax.Array) -> jax.Array:
-    """uint32 [P, 2]: the step's key folded with the id and the epoch of each problem."""
+def _problem_keys(key_2: jax.Array, ids_RP2: jax.Array) -> jax.Array:
+    """uint32 [R, P, 2]: the step's key folded with the id and the epoch of each problem."""
 
     def fold(id_2: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(key_2), id_2[0])
         return jax.random.key_data(jax.random.fold_in(key, id_2[1]))
 
-    return jax.vmap(fold)(ids_P2)
+    return jax.vmap(jax.vmap(fold))(ids_RP2)

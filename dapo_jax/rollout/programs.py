@@ -105,7 +105,7 @@ class Programs:
         # those that draw together all have them.
         self.put = lambda tree: tree
         if mesh.is_multi_process:
-            self.put = lambda tree: to_mesh(tree, rows)
+            self.put = lambda tree: to_mesh(jax.tree.map(np.asarray, tree), rows)
         elif jax.process_count() > 1:
             self.put = functools.partial(jax.device_put, device=rows)
         self.on_shards, self.state_at, self.everywhere = on_shards, state_at, everywhere
