@@ -172,8 +172,8 @@ class RolloutConfig:
     log_prob_source: Literal["rollout", "recompute"]  # where the ratio's old log-probs come from
     # When nothing has moved for so long, the run says what it waits for; 0: never.
     watchdog_seconds: float
-    # When nothing has moved for so long, the run ends with the status by which launch/restart.sh
-    # starts it again from its last checkpoint; 0: never.
+    # When nothing has moved for so long in a step, the run ends with the status by which
+    # launch/restart.sh starts it again from its last checkpoint; 0: never.
     watchdog_limit_seconds: float
 
 

@@ -50,6 +50,7 @@ class Learner:
     Args:
         detokenize: token sequences to texts.
         say: prints a line above the progress display.
+        doing: shows what is being done, and that it goes on.
     """
 
     def __init__(
@@ -58,8 +59,10 @@ class Learner:
         mesh: Mesh,
         detokenize: Callable[[Sequence[np.ndarray]], list[str]],
         say: Callable[[str], None],
+        doing: Callable[[str], None] = lambda _: None,
     ):
-        self.config, self.mesh, self.detokenize, self.say = config, mesh, detokenize, say
+        self.config, self.mesh, self.detokenize = config, mesh, detokenize
+        self.say, self.doing = say, doing
         self.reference: model.Params | None = None  # the base model, where something asks for it
         self.update = train_step.compile_update(config, mesh)
         self.score = train_step.compile_scoring(config, mesh)
@@ -186,7 +189,10 @@ class Learner:
         def scored(program: Callable[..., jax.Array], params: Any) -> np.ndarray:
             # All calls are on their way before the first result is waited for.
             results = [program(params, *_on_device(batch)) for batch in mini_batches]
-            parts = [take_columns(b.packed, to_host(x)) for b, x in zip(mini_batches, results)]
+            parts = []
+            for batch, result in zip(mini_batches, results):
+                parts.append(take_columns(batch.packed, to_host(result)))
+                self.doing(f"{len(parts)} of {len(mini_batches)} mini-batches scored")
             return np.concatenate([np.zeros(0, np.float32), *parts])
 
         numbers: dict[str, float] = {}
@@ -252,6 +258,7 @@ class Learner:
         if self.needs_current:
             current = self.score(policy.params, *_on_device(batch))
             current_N = take_columns(batch.packed, to_host(current))
+            self.doing("updating, each mini-batch scored first")
         mine = finished_columns(
             self.config,
             {name: column[batch.tokens] for name, column in columns.items()},
@@ -280,7 +287,10 @@ class Learner:
 
     def _check_skipped(self, results: Sequence[Any], step: int) -> None:
         limit = self.config.optimizer.max_nonfinite_updates
-        in_a_row = max((int(result.skipped) for result in results), default=0)
+        in_a_row = 0
+        for number, result in enumerate(results, 1):
+            in_a_row = max(in_a_row, int(result.skipped))  # waits for this update
+            self.doing(f"step {step}: {number} of {len(results)} updates made")
         if in_a_row >= limit:
             raise RunError(
                 f"The gradient was not finite in {in_a_row} updates in a row, at step {step} "

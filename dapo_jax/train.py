@@ -233,6 +233,7 @@ class _Run:
     def one_step(self) -> None:
         """One rollout step: sample until the batch is full, update, evaluate, log, save."""
         assert self.state is not None and self.host is not None
+        self.watch.limited = True
         trainer, config, step = self.trainer, self.config, self.step + 1
         begun, compiled = time.monotonic(), self.compilations.count
         drawing = self._drawing(ROLLOUT_KEY, step)
@@ -344,6 +345,7 @@ class _Run:
 
     def save(self) -> None:
         """Saves the last completed step, unless that is done."""
+        self.watch.limited = False  # until the next step: storage may be slow
         if self.step < 0 or self.saved_step == self.step:
             return
         assert self.state is not None and self.host is not None

@@ -63,7 +63,7 @@ class Trainer:
             config, self.mesh, self.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens
         )
         self.team = Team(them, team_size(self.engine.mesh))
-        self.learner = Learner(config, self.mesh, self.detokenize, progress.say)
+        self.learner = Learner(config, self.mesh, self.detokenize, progress.say, progress.doing)
 
     def detokenize(self, sequences: Sequence[np.ndarray]) -> list[str]:
         return self.tokenizer.batch_decode(sequences, skip_special_tokens=True)

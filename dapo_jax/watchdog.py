@@ -29,6 +29,9 @@ class Watchdog:
         clock: seconds that pass.
         most: seconds of silence; 0: it never gives up.
         give_up: is told why; called from the thread.
+
+    `limited` says whether to give up now: not while what is slow is outside the run, such as
+    weights that are fetched or storage.
     """
 
     def __init__(
@@ -42,7 +45,7 @@ class Watchdog:
     ):
         self.seconds, self.say, self.clock = seconds or math.inf, say, clock
         self.most, self.give_up = most or math.inf, give_up
-        self.what = "the run to begin"
+        self.what, self.limited = "the run to begin", False
         self._since, self._due = clock(), self.seconds
         # Of the same thread again: a signal may interrupt `moved` and have something to say.
         self._lock = threading.RLock()
@@ -82,7 +85,7 @@ class Watchdog:
             while self._due <= silence:
                 self._due *= 2
         text = f"nothing has moved for {duration(silence)}; waiting for {what}"
-        if silence >= self.most:
+        if self.limited and silence >= self.most:
             self.give_up(text)
         elif due:
             self.say(f"  {text}")

@@ -44,6 +44,12 @@ def unhurried(response: str, answer: str) -> bool:
     return response.startswith(answer)
 
 
+def hanging(response: str, answer: str) -> bool:
+    """A scorer that takes longer than anybody waits for it."""
+    time.sleep(60)
+    return True
+
+
 def plain(response: str, answer: str) -> bool:
     """A scorer that says nothing but right or wrong."""
     return response == answer

@@ -15,6 +15,7 @@ from dapo_jax import checkpoint
 from dapo_jax.checkpoint import Checkpoints, restore_part
 from dapo_jax.types import UserError
 from tests.conftest import ROOT
+from tests.processes import finish_all
 from tests.runs import finish, free_port, metrics_of, rollouts_of, run, start
 
 
@@ -127,6 +128,35 @@ def test_places_that_cannot_be(monkeypatch):
 def test_a_bucket_that_there_is_not(bucket):
     with pytest.raises(UserError, match="cannot be kept in gs://nobodys/run: .*Choose another"):
         Checkpoints("gs://nobodys/run", keep_newest=1, keep_best=0)  # pyright: ignore
+
+
+@pytest.mark.slow
+def test_processes_share_nothing_but_the_bucket(storage, home, tmp_path, monkeypatch):
+    """Where the base model is not made by the run: each has a directory of its own."""
+    for name, value in storage.items():
+        monkeypatch.setenv(name, value)
+    scorer = {"reward__scorer": f"{ROOT / 'tests' / 'scorers.py'}:even"}
+    first = scorer | {"pretrain__num_steps": 2, "pretrain__warmup_steps": 1}
+    run(tmp_path / "made", home, **first | {"train__num_steps": 1})
+    settings = scorer | {
+        "pretrain": None,
+        "model__tokenizer": str(tmp_path / "made" / "tokenizer"),
+        "mesh__data": 2,
+        "checkpoint__directory": "gs://bucket/apart",
+    }
+    for steps in (1, 2):
+        common = (f"--coordinator_address=127.0.0.1:{free_port()}", "--num_processes=2")
+        started = [
+            start(
+                tmp_path / f"of_{i}_{steps}", home, flags=(*common, f"--process_id={i}"),
+                **settings | {"train__num_steps": steps},
+            )
+            for i in range(2)
+        ]  # fmt: skip
+        ended = finish_all(started)
+        assert [code for code, *_ in ended] == [0, 0], ended
+    assert "resuming after step 1 of 2" in ended[0][1]
+    assert not (tmp_path / "of_1_2").exists()
 
 
 @pytest.mark.slow

@@ -15,9 +15,12 @@ from transformers import AutoTokenizer
 
 from dapo_jax import weights
 from dapo_jax.config import Config
-from dapo_jax.sharding import make_mesh, param_shardings
+from dapo_jax.processes import START_AGAIN
+from dapo_jax.progress import Progress
+from dapo_jax.sharding import initial_params, make_mesh, param_shardings
+from dapo_jax.trainer import Trainer
 from tests.conftest import ROOT
-from tests.helpers import tiny_config
+from tests.helpers import make_group, tiny_config
 from tests.runs import (
     environment,
     finish,
@@ -278,6 +281,38 @@ def test_a_damaged_newest_checkpoint_is_told_and_more_steps_go_on(finished, tmp_
     assert f"resuming after step {STEPS - 3} of {STEPS + 2}" in out
     assert metrics_of(workdir)[: STEPS + 1] == metrics_of(finished[0])
     assert len(metrics_of(workdir)) == STEPS + 3
+
+
+@pytest.mark.slow
+def test_a_run_in_which_nothing_moves_ends_and_can_be_started_again(tmp_path, home):
+    """In a step: the base, evaluated before, takes as long as it takes."""
+    settings = RUN | {
+        "reward__scorer": f"{ROOT / 'tests' / 'scorers.py'}:hanging",
+        "reward__timeout_seconds": 100.0,
+        "data__heldout__sums__scorer": "exact_match",
+        "rollout__watchdog_limit_seconds": 3.0,
+    }
+    code, _, err = finish(start(tmp_path / "run", home, **settings))
+    assert code == START_AGAIN, err
+    assert "waiting for reward workers" in err and "goes on from the last checkpoint" in err
+    assert len(metrics_of(tmp_path / "run")) == 1
+
+
+def test_each_update_is_a_movement(tmp_path, standard_promotion):
+    """However long the updates of a step take together."""
+    settings = {"train__num_steps": 1, "rollout__log_prob_source": "recompute"}
+    shown = []
+    config = tiny_config(**settings)
+    progress = Progress(1, 0)
+    progress.watch = shown.append
+    trainer = Trainer(config, tmp_path, progress)
+    params = initial_params(config.model, config.mesh, trainer.mesh, seed=0)
+    groups = [make_group([True, False, True, False], id=i) for i in range(4)]
+    trainer.learner.train_on(trainer.learner.init_state(params), groups, 1, kl_coefficient=0.0)
+    assert shown[-4:] == [
+        "1 of 2 mini-batches scored", "2 of 2 mini-batches scored",
+        "step 1: 1 of 2 updates made", "step 1: 2 of 2 updates made",
+    ]  # fmt: skip
 
 
 def test_another_config_is_refused_and_nothing_changes(finished, home):

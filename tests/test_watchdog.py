@@ -59,6 +59,12 @@ def test_a_main_thread_that_is_blocked_need_do_nothing():
 def test_it_gives_up_in_the_end_and_says_of_what():
     said, given_up, now = [], [], [0.0]
     watch = Watchdog(10.0, said.append, lambda: now[0], most=35.0, give_up=given_up.append)
+    watch.moved("storage")
+    for now[0] in range(100):
+        watch.look()
+    assert len(said) == 4 and given_up == [], "only where it is limited"
+    said.clear()
+    watch.limited, now[0] = True, 0.0
     watch.moved("the device")
     for now[0] in range(36):
         watch.look()
@@ -75,6 +81,7 @@ def test_a_process_that_hangs_ends_with_the_status_that_starts_it_again():
         from dapo_jax.watchdog import Watchdog
         here, _ = os.pipe()
         with Watchdog(0.0, print, most=0.3, give_up=lambda why: leave(why, START_AGAIN)) as watch:
+            watch.limited = True
             watch.moved("a pipe")
             os.read(here, 1)
     """
