@@ -198,6 +198,7 @@ def get_config() -> ml_collections.ConfigDict:
                 prompts_per_update=32,  # 512 responses
                 row_tokens=22_528,  # script: tokens per device of a micro-batch
                 rows_per_micro_batch=16,  # ours: one per fsdp shard
+                share_prompts=False,
             ),
             evaluation=dict(every_steps=5, num_samples=32, temperature=1.0, top_p=0.7),
             checkpoint=dict(

@@ -207,6 +207,7 @@ def get_config() -> ml_collections.ConfigDict:
                 prompts_per_update=4,
                 row_tokens=128,
                 rows_per_micro_batch=16,
+                share_prompts=False,
             ),
             evaluation=dict(every_steps=3, num_samples=32, temperature=1.0, top_p=0.7),
             checkpoint=dict(

@@ -7,7 +7,7 @@ Softmax and its sum are float32 whatever the compute dtype. Each returns the att
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,21 @@ Arrays = tuple[jax.Array, ...]
 PARTS, LEAST_PART = 4, 32
 LONG_ROW, QUERY_CHUNK = 2048, 256
 XLA = attention_kernels.Choice("xla")
+
+
+class SharedPrompts(NamedTuple):
+    """Of packed rows whose responses share their prompts, [B, T]."""
+
+    prefixes_BT: jax.Array  # the segment that a token sees beside its own; its own: none
+    positions_BT: jax.Array
+
+
+class Places(NamedTuple):
+    """Where tokens of rows are."""
+
+    segments_BT: jax.Array
+    at_BT: jax.Array  # increasing along whatever sees each other; [1, T] where rows are alike
+    prefixes_BT: jax.Array | None  # see SharedPrompts; None: nothing is shared
 
 
 def dot_product_attention(
@@ -44,25 +59,34 @@ def dot_product_attention(
     return out_BKXH.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
-def packed(segments_BT: jax.Array, choice: attention_kernels.Choice = XLA) -> Attend:
+def packed(
+    segments_BT: jax.Array,
+    choice: attention_kernels.Choice = XLA,
+    shared: SharedPrompts | None = None,
+) -> Attend:
     """Attention within the segments of packed rows, causal; leaves the cache alone.
 
     Args:
         segments_BT: where the tokens of a row lie over devices, in the order of `row_order`, as
             queries, keys and values then are.
         choice: the program that attends, from `attention_kernels.choose`.
+        shared: in the order of `segments_BT`; for XLA alone. None: a segment sees itself only.
     """
+    assert shared is None or choice.kernel == "xla"
     if choice.kernel == "xla" and choice.context > 1:
-        return _over_context(segments_BT, choice)
+        return _over_context(segments_BT, choice, shared)
     T = segments_BT.shape[1]
     long = T > LONG_ROW
     size = max(LEAST_PART, -(-T // PARTS))
     size += -size % QUERY_CHUNK if long else 0
     parts = [slice(start, min(start + size, T)) for start in range(0, T, size)]
-    tokens = lambda start, end: (segments_BT[:, start:end], jnp.arange(start, end))
-    segments = [(*tokens(own.start, own.stop), *tokens(0, own.stop)) for own in parts]
+    row = Places(segments_BT, jnp.arange(T)[None], None)
+    if shared is not None:
+        row = Places(segments_BT, shared.positions_BT, shared.prefixes_BT)
+    tokens = lambda own: jax.tree.map(lambda x: x[:, own], row)
+    places = [(tokens(own), tokens(slice(0, own.stop))) for own in parts]
     # The same in every layer that does not slide: outside the scan over them.
-    masks = [] if long else [seen(*of_part, None) for of_part in segments]
+    masks = [] if long else [seen(*of_part, None) for of_part in places]
 
     def attend(
         layer: jax.Array | int,
@@ -80,16 +104,18 @@ def packed(segments_BT: jax.Array, choice: attention_kernels.Choice = XLA) -> At
         for i, own in enumerate(parts):
             arrays = q[:, own], k[:, : own.stop], v[:, : own.stop]
             if long:
-                out.append(by_query_chunks(*arrays, *segments[i], window))
+                out.append(by_query_chunks(*arrays, *places[i], window))
             else:
-                mask = masks[i] if window is None else seen(*segments[i], window)
+                mask = masks[i] if window is None else seen(*places[i], window)
                 out.append(_of_part(*arrays, mask))
         return checkpoint_name(jnp.concatenate(out, axis=1), attention_kernels.KEPT), cache
 
     return attend
 
 
-def _over_context(segments_BT: jax.Array, choice: attention_kernels.Choice) -> Attend:
+def _over_context(
+    segments_BT: jax.Array, choice: attention_kernels.Choice, shared: SharedPrompts | None
+) -> Attend:
     """Attention of rows whose tokens lie over the context axis: each device has the queries of its
     own part and gathers keys and values."""
     assert choice.layout is not None
@@ -99,19 +125,25 @@ def _over_context(segments_BT: jax.Array, choice: attention_kernels.Choice) -> A
     def local(
         kernels: tuple[Any, ...],
         window: jax.Array,
-        segments_BC: jax.Array,
+        rows: tuple[jax.Array, SharedPrompts | None],
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
     ) -> jax.Array:
-        segments, k, v = (attention_kernels.whole_rows(x, parts) for x in (segments_BC, k, v))
-        k, v = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (k, v))
-        part = jax.lax.axis_index("context")
-        at_C = jax.lax.dynamic_slice_in_dim(order_T, part * (T // parts), T // parts)
-        who = segments_BC, at_C, segments, jnp.arange(T)
+        whole = lambda x: attention_kernels.whole_rows(x, parts)
+        k, v = (whole(x).astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (k, v))
+        segments_BC, shared = rows
+        if shared is None:
+            part = jax.lax.axis_index("context")
+            at_C = jax.lax.dynamic_slice_in_dim(order_T, part * (T // parts), T // parts)
+            own = Places(segments_BC, at_C[None], None)
+            row = Places(whole(segments_BC), jnp.arange(T)[None], None)
+        else:
+            own = Places(segments_BC, shared.positions_BT, shared.prefixes_BT)
+            row = jax.tree.map(whole, own)
         if T > LONG_ROW:
-            return by_query_chunks(q, k, v, *who, window)
-        return _of_part(q, k, v, seen(*who, window))
+            return by_query_chunks(q, k, v, own, row, window)
+        return _of_part(q, k, v, seen(own, row, window))
 
     program = attention_kernels.of_each_device(local, choice.layout, ())
 
@@ -124,28 +156,22 @@ def _over_context(segments_BT: jax.Array, choice: attention_kernels.Choice) -> A
         window: jax.Array | int | None,
     ) -> tuple[jax.Array, Any]:
         seen_back = jnp.asarray(NO_WINDOW if window is None else window, jnp.int32)
-        out = program((), seen_back, segments_BT, q, k, v)
+        out = program((), seen_back, (segments_BT, shared), q, k, v)
         return checkpoint_name(out, attention_kernels.KEPT), cache
 
     return attend
 
 
-def seen(
-    segments_BC: jax.Array,
-    at_C: jax.Array,
-    segments_BS: jax.Array,
-    at_S: jax.Array,
-    window: jax.Array | int | None,
-) -> jax.Array:
-    """Which of S tokens of a row C of its tokens see, [B, C, S]: those of their segment up to
-    themselves, the last `window` of them.
-
-    Args:
-        at_C, at_S: where in the row they are.
-    """
-    back_CS = at_C[:, None] - at_S[None]
-    near_CS = back_CS >= 0 if window is None else (back_CS >= 0) & (back_CS < window)
-    return (segments_BC[:, :, None] == segments_BS[:, None]) & near_CS[None]
+def seen(queries: Places, keys: Places, window: jax.Array | int | None) -> jax.Array:
+    """Which of S tokens of a row T of its tokens see, [B, T, S]: those of their segment up to
+    themselves, and of its prefix, the last `window` of them."""
+    of = lambda x_BT: x_BT[:, :, None] == keys.segments_BT[:, None]
+    within_BTS = of(queries.segments_BT)
+    if queries.prefixes_BT is not None:
+        within_BTS = within_BTS | of(queries.prefixes_BT)
+    back_BTS = queries.at_BT[:, :, None] - keys.at_BT[:, None]
+    near_BTS = back_BTS >= 0 if window is None else (back_BTS >= 0) & (back_BTS < window)
+    return within_BTS & near_BTS
 
 
 def _of_part(
@@ -159,10 +185,8 @@ def by_query_chunks(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
-    segments_BT: jax.Array,
-    at_T: jax.Array,
-    segments_BS: jax.Array,
-    at_S: jax.Array,
+    queries: Places,
+    keys: Places,
     window: jax.Array | int | None,
 ) -> jax.Array:
     """`dot_product_attention` of T tokens of a row over S of them, QUERY_CHUNK of the T at a time;
@@ -175,12 +199,11 @@ def by_query_chunks(
         return x.reshape(len(x), -1, C, *x.shape[2:]).swapaxes(0, 1)
 
     @jax.checkpoint
-    def attended(chunk: Arrays) -> jax.Array:
-        at_1C, q_BCNH, segments_BC = chunk
-        mask_BCS = seen(segments_BC, at_1C[0], segments_BS, at_S, window)
-        return _of_part(q_BCNH, k_BSKH, v_BSKH, mask_BCS)
+    def attended(chunk: tuple[jax.Array, Places]) -> jax.Array:
+        q_BCNH, of_chunk = chunk
+        return _of_part(q_BCNH, k_BSKH, v_BSKH, seen(of_chunk, keys, window))
 
-    out = jax.lax.map(attended, (cut(at_T[None]), cut(q_BTNH), cut(segments_BT)))
+    out = jax.lax.map(attended, (cut(q_BTNH), jax.tree.map(cut, queries)))
     return out.swapaxes(0, 1).reshape(B, -1, N, H)[:, :T]
 
 

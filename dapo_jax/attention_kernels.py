@@ -48,12 +48,15 @@ class Choice(NamedTuple):
         return 1 if self.layout is None else self.layout.context
 
 
-def choose(config: ModelConfig, layout: HeadLayout | None) -> Choice:
+def choose(
+    config: ModelConfig, layout: HeadLayout | None, *, share_prompts: bool = False
+) -> Choice:
     """What `config.model.attention` means: "auto" is the kernel of the platform where that takes
     the model, else XLA.
 
     Args:
         layout: where rows and heads lie; None: on the one device of the default platform.
+        share_prompts: `config.train.share_prompts`.
 
     Raises:
         UserError: the kernel that is asked for is another platform's, or does not take the model;
@@ -71,7 +74,7 @@ def choose(config: ModelConfig, layout: HeadLayout | None) -> Choice:
             f"config.model.attention {wanted!r} is a kernel for another platform; the devices are "
             f"{platform!r}. Set it to 'auto'."
         )
-    refused = _refusal(kernel, config, layout)
+    refused = _refusal(kernel, config, layout, share_prompts)
     if refused is not None and wanted != "auto":
         raise UserError(
             f"config.model.attention {wanted!r} {refused}. Set it to 'auto' or 'xla', which "
@@ -83,10 +86,14 @@ def choose(config: ModelConfig, layout: HeadLayout | None) -> Choice:
     return Choice(taken, platform, window, every_layer, layout)
 
 
-def _refusal(kernel: str, config: ModelConfig, layout: HeadLayout | None) -> str | None:
+def _refusal(
+    kernel: str, config: ModelConfig, layout: HeadLayout | None, share_prompts: bool
+) -> str | None:
     """Why a kernel does not take a model, or None."""
     if kernel == "xla":
         return None
+    if share_prompts:
+        return "knows a token by one segment, which config.train.share_prompts needs two of"
     if layout is not None and layout.heads != layout.kv_heads:
         return _unaligned(layout)
     if kernel == "flash":
@@ -139,8 +146,8 @@ def attend(
 def of_each_device(
     local: Callable[..., jax.Array], layout: HeadLayout, kernels_at: Any
 ) -> Callable[..., jax.Array]:
-    """(kernels, window, segments, q, k, v) -> attended values, computed by each device from what it
-    has: its rows and heads, and its part of their tokens."""
+    """(kernels, window, arrays of rows [B, T], q, k, v) -> attended values, computed by each device
+    from what it has: its rows and heads, and its part of their tokens."""
     at = PartitionSpec(*layout.rows, layout.heads)
     return jax.shard_map(
         local,

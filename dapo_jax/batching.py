@@ -21,27 +21,44 @@ class Packed(NamedTuple):
     where_N: np.ndarray  # index of each response token in a flattened row array
 
 
-def first_fit_decreasing(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
+def first_fit_decreasing(
+    lengths: Sequence[int], row_tokens: int, prefixes: Sequence[tuple[int, ...]] | None = None
+) -> list[list[int]]:
     """Rows as lists of indices into `lengths`: longest first, each into the first row with room.
 
     Deterministic: equal lengths keep their order.
 
+    Args:
+        prefixes: the tokens that each begins with and has in common with others of its row, so that
+            they are there once. Sequences with one prefix then come one after another, longest
+            first, and rows that have it before others. None: nothing is shared.
+
     Raises:
         ValueError: a length exceeds `row_tokens`.
     """
+    prefixes = prefixes or [()] * len(lengths)
+    turns = {prefix: turn for turn, prefix in enumerate(dict.fromkeys(prefixes))}
     rows: list[list[int]] = []
     room: list[int] = []
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    having: dict[tuple[int, ...], list[int]] = {prefix: [] for prefix in turns if prefix}  # rows
+    for i in sorted(range(len(lengths)), key=lambda i: (turns[prefixes[i]], -lengths[i], i)):
         if lengths[i] > row_tokens:
             raise ValueError(f"sequence {i} has {lengths[i]} tokens, a row holds {row_tokens}")
-        for row, left in enumerate(room):
-            if lengths[i] <= left:
-                rows[row].append(i)
-                room[row] -= lengths[i]
-                break
-        else:
-            rows.append([i])
-            room.append(row_tokens - lengths[i])
+        having_it = having.get(prefixes[i], [])
+        alone = lengths[i] - len(prefixes[i])
+        row = next((row for row in having_it if alone <= room[row]), None)
+        if row is not None:
+            rows[row].append(i)
+            room[row] -= alone
+            continue
+        row = next((row for row, left in enumerate(room) if lengths[i] <= left), None)
+        if row is None:
+            row = len(rows)
+            rows.append([])
+            room.append(row_tokens)
+        rows[row].append(i)
+        room[row] -= lengths[i]
+        having_it.append(row)
     return rows
 
 
@@ -113,7 +130,8 @@ def imbalance(
 def empty_rows(num_rows: int, row_tokens: int) -> Rows:
     """Rows of nothing but padding, as NumPy arrays."""
     dtypes = dict(mask_BT=bool, selected_BT=bool)
-    dtypes |= dict(tokens_BT=np.int32, positions_BT=np.int32, segments_BT=np.int32, lag_BT=np.int32)
+    names = "tokens_BT", "positions_BT", "segments_BT", "prefixes_BT", "lag_BT"
+    dtypes |= dict.fromkeys(names, np.int32)
     shape = (num_rows, row_tokens)
     return Rows(**{name: np.zeros(shape, dtypes.get(name, np.float32)) for name in Rows._fields})
 
@@ -126,6 +144,7 @@ def pack(
     *,
     rows_per_micro_batch: int = 1,
     shards: int = 1,
+    share_prompts: bool = False,
 ) -> Packed:
     """As few rows as first-fit-decreasing needs for R prompts with their responses.
 
@@ -134,13 +153,17 @@ def pack(
         tokens_N: int32, the tokens of all responses, one after the other.
         lengths_R: of each response.
         rows_per_micro_batch, shards: what the rows are put in order for, see `balanced`.
+        share_prompts: prompts stand once in a row, as segments of their own that those of their
+            responses see. A prompt's last token, whose state predicts the first of a response,
+            begins each response's segment.
 
     Raises:
         ValueError: a prompt with its response exceeds `row_tokens`.
     """
     total = [len(prompt) + int(n) for prompt, n in zip(prompts, lengths_R)]
+    prefixes = [tuple(prompt[:-1]) if share_prompts else () for prompt in prompts]
     layout = balanced(
-        first_fit_decreasing(total, row_tokens),
+        first_fit_decreasing(total, row_tokens, prefixes),
         total,
         rows_per_micro_batch=rows_per_micro_batch,
         shards=shards,
@@ -149,15 +172,24 @@ def pack(
     offsets_R = np.cumsum(lengths_R) - lengths_R
     where_N = np.zeros(len(tokens_N), np.int64)
     for row, members in enumerate(layout):
-        start = 0
-        for segment, i in enumerate(members, start=1):
-            n, first = int(lengths_R[i]), start + len(prompts[i])
-            whole = slice(start, start + total[i])
-            rows.tokens_BT[row, start:first] = prompts[i]
-            rows.positions_BT[row, whole] = np.arange(total[i])
-            rows.segments_BT[row, whole] = segment
-            where_N[offsets_R[i] : offsets_R[i] + n] = row * row_tokens + first + np.arange(n)
-            start += total[i]
+        start = segment = 0
+        shared: dict[tuple[int, ...], int] = {}  # the segments of prefixes
+        for i in members:
+            prefix, n = prefixes[i], int(lengths_R[i])
+            own = prompts[i][len(prefix) :], len(prefix), total[i]
+            pieces = [own]  # (tokens that are known here, first position, end)
+            if prefix and prefix not in shared:
+                shared[prefix] = segment + 1
+                pieces = [(prefix, 0, len(prefix)), own]
+            for tokens, first, end in pieces:
+                segment += 1
+                whole = slice(start, start + end - first)
+                rows.tokens_BT[row, start : start + len(tokens)] = tokens
+                rows.positions_BT[row, whole] = np.arange(first, end)
+                rows.segments_BT[row, whole] = segment
+                rows.prefixes_BT[row, whole] = shared.get(prefix, segment)
+                start = whole.stop
+            where_N[offsets_R[i] : offsets_R[i] + n] = row * row_tokens + start - n + np.arange(n)
     packed = Packed(rows, where_N)
     return Packed(fill(packed, tokens_BT=tokens_N, mask_BT=np.ones(len(tokens_N), bool)), where_N)
 
@@ -207,7 +239,7 @@ def max_micro_batches(config: Config) -> int:
     """Micro-batches that the longest possible mini-batch needs: the fixed shape of an update.
 
     Of the longest sequences, k = row_tokens // longest fit in a row, and first-fit leaves at most
-    one row with fewer than k.
+    one row with fewer than k, as it opens a row only where none has room for the longest.
     """
     t = config.train
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens

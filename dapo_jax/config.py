@@ -336,6 +336,9 @@ class TrainConfig:
     prompts_per_update: int  # groups in one mini-batch, that is one optimiser step
     row_tokens: int  # length of a packed row
     rows_per_micro_batch: int  # rows whose activations are alive at once, over all devices
+    # The responses in a row to one prompt have it there once. Pays for prompts about as long as
+    # responses, see docs/update.md; XLA attends then.
+    share_prompts: bool
 
 
 @dataclasses.dataclass(frozen=True)

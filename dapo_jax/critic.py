@@ -81,7 +81,9 @@ def row_values(
         mesh: that the parameters and rows lie on; None: one device.
     """
     layout = None if mesh is None else head_layout(config.model, config.mesh, mesh)
-    hidden_BTD = log_probs.row_hidden(config.model, params.decoder, rows, layout)
+    hidden_BTD = log_probs.row_hidden(
+        config.model, params.decoder, rows, layout, share_prompts=config.train.share_prompts
+    )
     value_BT = jnp.einsum(
         "BTD,D->BT",
         hidden_BTD,

@@ -175,6 +175,7 @@ class Learner:
                 self.config.train.row_tokens,
                 rows_per_micro_batch=self.config.train.rows_per_micro_batch,
                 shards=batch_shards(self.mesh),
+                share_prompts=self.config.train.share_prompts,
             )
             scored = self._micro_batches(packed.rows) if self.needs_scoring else None
             mini_batches.append(MiniBatch(responses, tokens, packed, scored))

@@ -249,6 +249,7 @@ def row_statistics(
     temperature: float,
     reference: model.Params | None = None,
     layout: HeadLayout | None = None,
+    share_prompts: bool = False,
 ) -> TokenStatistics:
     """`TokenStatistics` of each token given its segment before it [B, T].
 
@@ -257,8 +258,9 @@ def row_statistics(
     Args:
         reference: parameters of the same architecture for the exact KL, or None.
         layout: see `token_statistics`.
+        share_prompts: see `row_hidden`.
     """
-    hidden = lambda p: row_hidden(config, p, rows, layout)
+    hidden = lambda p: row_hidden(config, p, rows, layout, share_prompts=share_prompts)
     parts = 1 if layout is None else layout.context
     # The state at t - 1 predicts the token at t: results are moved to the token they speak of.
     statistics = token_statistics(
@@ -275,19 +277,31 @@ def row_statistics(
 
 
 def row_hidden(
-    config: ModelConfig, params: model.Params, rows: Rows, layout: HeadLayout | None
+    config: ModelConfig,
+    params: model.Params,
+    rows: Rows,
+    layout: HeadLayout | None,
+    *,
+    share_prompts: bool = False,
 ) -> jax.Array:
     """Hidden states of packed rows [B, T, D], before the token that each predicts; where the tokens
-    of a row lie over devices, in the order of `row_order`."""
-    choice = attention_kernels.choose(config, layout)
+    of a row lie over devices, in the order of `row_order`.
+
+    Args:
+        share_prompts: `rows.prefixes_BT` says something.
+    """
+    choice = attention_kernels.choose(config, layout, share_prompts=share_prompts)
     parts = choice.context
     of_devices = functools.partial(row_order.to_devices, parts=parts)
+    shared, positions_BT = None, of_devices(rows.positions_BT)
+    if share_prompts:
+        shared = attention.SharedPrompts(of_devices(rows.prefixes_BT), positions_BT)
     return model.hidden_states(
         config,
         _looked_up(config, params, layout),
         of_devices(rows.tokens_BT),
-        of_devices(rows.positions_BT),
-        attention.packed(of_devices(rows.segments_BT), choice),
+        positions_BT,
+        attention.packed(of_devices(rows.segments_BT), choice, shared),
         parts=parts,
     )[0]
 

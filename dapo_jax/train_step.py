@@ -106,6 +106,7 @@ def loss_and_sums(
         temperature=config.rollout.temperature,
         reference=reference,
         layout=_head_layout(config, mesh),
+        share_prompts=config.train.share_prompts,
     )
     log_prob_BT, entropy_BT = statistics.log_prob_BT, statistics.entropy_BT
     chosen = (rows.selected_BT,) if o.loss in policy_losses.COVARIANCE_LOSSES else ()
@@ -279,10 +280,13 @@ def compile_scoring(config: Config, mesh: Mesh) -> Callable[[model.Params, Rows,
     """
 
     def log_prob(params: model.Params, rows: Rows) -> jax.Array:
-        temperature = config.rollout.temperature
-        layout = _head_layout(config, mesh)
         return log_probs.row_statistics(
-            config.model, params, rows, temperature=temperature, layout=layout
+            config.model,
+            params,
+            rows,
+            temperature=config.rollout.temperature,
+            layout=_head_layout(config, mesh),
+            share_prompts=config.train.share_prompts,
         ).log_prob_BT
 
     params = param_shardings(config.model, config.mesh, mesh)

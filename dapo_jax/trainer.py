@@ -41,7 +41,9 @@ class Trainer:
         self.config, self.progress = config, progress
         self.mesh = make_mesh(config.mesh)
         check_batch_shapes(config, self.mesh.shape)
-        attention_kernels.choose(config.model, head_layout(config.model, config.mesh, self.mesh))
+        layout = head_layout(config.model, config.mesh, self.mesh)
+        share_prompts = config.train.share_prompts
+        attention_kernels.choose(config.model, layout, share_prompts=share_prompts)
         save_to = workdir / "tokenizer" if them.first else None
         self.tokenizer = load_tokenizer(config.model, save_to=save_to)
         d = config.data

@@ -184,8 +184,11 @@ class Rows(NamedTuple):
     """
 
     tokens_BT: Array  # int32
-    positions_BT: Array  # int32, restarts at 0 in each segment
+    positions_BT: Array  # int32, in the sequence: 0 for the first token of its prompt
     segments_BT: Array  # int32, 0 is padding, segments count from 1 in each row
+    # int32, the segment that a token sees beside its own: that of the prompt, but for its last
+    # token, where responses share it; its own where they do not.
+    prefixes_BT: Array
     lag_BT: Array  # int32, rollout steps since the token was drawn
     mask_BT: Array  # bool, the token is a response token that is trained
     weight_BT: Array  # float32, numerator of its weight in the loss; 0 where mask_BT is False

@@ -24,6 +24,7 @@ train    one update, objective and optimiser of configs/tiny_dapo.py, random wei
   --micro_batch 8 --runs 7       rows whose activations are alive at once; 0: all
 step     a whole step, rollout and one update on packed rows: seconds, and seconds by phase; flags
          as of rollout, and --micro_batch 8 --runs 5
+  --share_prompts                prompts stand once in a row for all of their responses there
 packing  nothing is run: how evenly attention over packed rows lies over devices, with the rows of
          a mini-batch as first-fit-decreasing leaves them, and in the order that updates take
   --responses 512 --prompt_len 512 --row_len 22528 --lengths longtail|uniform
@@ -80,7 +81,11 @@ def measure(argv: list[str]) -> dict:
             },
             "switches": ("packed",),
         },
-        "step": {"text": text, "numbers": {**numbers, "top_p": 1.0, "micro_batch": 8, "runs": 5}},
+        "step": {
+            "text": text,
+            "numbers": {**numbers, "top_p": 1.0, "micro_batch": 8, "runs": 5},
+            "switches": ("share_prompts",),
+        },
         "packing": {
             "text": {"lengths": "longtail"},
             "numbers": {
@@ -121,8 +126,10 @@ def measure(argv: list[str]) -> dict:
         from configs import tiny_dapo
         from dapo_jax.bench.step import bench_step
 
+        base = tiny_dapo.get_config().to_dict()
+        base["train"] = base["train"] | {"share_prompts": flags.pop("share_prompts")}
         micro_batch = flags.pop("micro_batch")
-        return bench_step(Shape(**flags), micro_batch, tiny_dapo.get_config().to_dict())
+        return bench_step(Shape(**flags), micro_batch, base)
     if kind == "gap":
         from dapo_jax.bench.gap import Gap, bench_gap
 

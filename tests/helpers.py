@@ -103,6 +103,12 @@ class Sample(NamedTuple):
         return len(self.prompt_tokens) + len(self.response_tokens)
 
 
+def in_groups(samples: Sequence[Sample], size: int) -> list[Sample]:
+    """The samples with the prompt of the first of each `size` for all of these."""
+    prompts = [sample.prompt_tokens for sample in samples[::size] for _ in range(size)]
+    return [s._replace(prompt_tokens=prompt) for s, prompt in zip(samples, prompts)]
+
+
 def random_samples(
     rng: np.random.Generator, num: int, *, vocab_size: int = 32, longest: int = 28
 ) -> list[Sample]:
@@ -122,23 +128,26 @@ def random_samples(
     ]
 
 
-def pack_samples(samples: Sequence[Sample], row_tokens: int) -> batching.Packed:
+def pack_samples(
+    samples: Sequence[Sample], row_tokens: int, *, share_prompts: bool = False
+) -> batching.Packed:
     """The samples packed, without their columns."""
     return batching.pack(
         [sample.prompt_tokens for sample in samples],
         np.concatenate([sample.response_tokens for sample in samples]),
         np.array([len(sample.response_tokens) for sample in samples]),
         row_tokens,
+        share_prompts=share_prompts,
     )
 
 
-def rows_of(samples: Sequence[Sample], row_tokens: int) -> Rows:
+def rows_of(samples: Sequence[Sample], row_tokens: int, *, share_prompts: bool = False) -> Rows:
     """Packed rows with every column that a loss reads."""
     lengths = [len(sample.response_tokens) for sample in samples]
     of_tokens = lambda values: np.repeat(np.array(values), lengths)
     trained = of_tokens([sample.trained for sample in samples])
     return batching.fill(
-        pack_samples(samples, row_tokens),
+        pack_samples(samples, row_tokens, share_prompts=share_prompts),
         mask_BT=trained,
         weight_BT=trained * of_tokens([sample.weight for sample in samples]),
         log_prob_old_BT=np.concatenate([sample.log_prob_old for sample in samples]),

@@ -2,6 +2,7 @@
 
 import functools
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax import attention, attention_kernels, model, row_order
+from dapo_jax.attention import SharedPrompts
 from dapo_jax.attention_kernels import Choice
 from dapo_jax.model import NO_WINDOW
 from dapo_jax.progress import Progress
@@ -26,15 +28,53 @@ SEGMENTS[1, 1:8] = 2
 CONFIG = tiny_config()
 
 
-def loop(q, k, v, window):
+class Packed(NamedTuple):
+    """Rows, as nested tuples so that they can be cached by."""
+
+    segments: tuple
+    prefixes: tuple
+    positions: tuple
+
+    @property
+    def real(self):
+        return np.array(self.segments) > 0
+
+    @property
+    def shared(self):
+        return SharedPrompts(jnp.asarray(self.prefixes), jnp.asarray(self.positions))
+
+
+def nested(array):
+    return tuple(map(tuple, np.asarray(array).tolist()))
+
+
+ALONE = Packed(nested(SEGMENTS), nested(SEGMENTS), nested([range(T)] * B))
+# One prompt of two responses, and padding; prompts of one response each, the first with two.
+SIZES = [5, 6, 7, 3]
+SHARED = Packed(
+    nested(np.repeat([[1, 2, 3, 0], [1, 2, 3, 4]], SIZES, axis=1)),
+    nested(np.repeat([[1, 1, 1, 0], [1, 1, 3, 3]], SIZES, axis=1)),
+    nested(
+        [
+            [*range(5), *range(5, 11), *range(5, 12), *range(3)],
+            [*range(5), *range(5, 11), *range(7), *range(7, 10)],
+        ]
+    ),
+)
+
+
+def loop(q, k, v, window, rows):
     """softmax(q k / sqrt(H)) v of every query by itself, in float64; zeros for padding."""
     out = np.zeros(q.shape)
+    segments, prefixes, positions = rows
     for b, t, n in np.ndindex(B, T, N):
-        see = [s for s in range(max(0, t - window + 1), t + 1) if SEGMENTS[b, s] == SEGMENTS[b, t]]
+        own = segments[b][t], prefixes[b][t]
+        back = [positions[b][t] - positions[b][s] for s in range(T)]
+        see = [s for s in range(T) if segments[b][s] in own and 0 <= back[s] < window]
         scores = np.array([q[b, t, n] @ k[b, s, n // G] for s in see]) / np.sqrt(H)
         weights = np.exp(scores - scores.max())
         out[b, t, n] = weights @ v[b, see, n // G] / weights.sum()
-    return out * (SEGMENTS > 0)[:, :, None, None]
+    return out * rows.real[:, :, None, None]
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +90,9 @@ def expected(arrays):
     """Of a window: values, and by central differences the derivative along a direction."""
 
     @functools.cache
-    def of(window):
+    def of(window, rows=ALONE):
         *inputs, weights = arrays
+        weights = weights * rows.real[:, :, None, None]
         rng = np.random.default_rng(1)
         directions = [rng.standard_normal(x.shape) for x in inputs]
 
@@ -60,17 +101,19 @@ def expected(arrays):
             for step in (1e-5, -1e-5):
                 moved = list(inputs)
                 moved[i] = moved[i] + step * directions[i]
-                ends.append(np.sum(weights * loop(*moved, window)))
+                ends.append(np.sum(weights * loop(*moved, window, rows)))
             return (ends[0] - ends[1]) / 2e-5
 
-        return loop(*inputs, window), directions, [slope(i) for i in range(3)]
+        return loop(*inputs, window, rows), directions, [slope(i) for i in range(3)]
 
     return of
 
 
-def check(attend, arrays, expected, window, *, atol=2e-6):
+def check(attend, arrays, expected, window, rows=ALONE, *, atol=2e-6):
     """Value and gradient of `attend`, finite everywhere, and none by way of padding."""
+    real = rows.real
     *inputs, weights = (jnp.asarray(x, jnp.float32) for x in arrays)
+    weights = jnp.where(real[:, :, None, None], weights, 0.0)
     seen = NO_WINDOW if window is None else window
 
     def total(*inputs):
@@ -79,8 +122,7 @@ def check(attend, arrays, expected, window, *, atol=2e-6):
 
     program = jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))
     (_, out), grads = program(*inputs)
-    values, directions, slopes = expected(seen)
-    real = SEGMENTS > 0
+    values, directions, slopes = expected(seen, rows)
     assert np.isfinite(out).all()
     np.testing.assert_allclose(out[real], values[real], rtol=0, atol=atol)
     for grad, direction, slope in zip(grads, directions, slopes, strict=True):
@@ -91,12 +133,15 @@ def check(attend, arrays, expected, window, *, atol=2e-6):
 
 @pytest.mark.parametrize("window", [None, WINDOW])
 @pytest.mark.parametrize("long", [False, True])
-def test_xla(monkeypatch, arrays, expected, window, long):
+@pytest.mark.parametrize("rows", [ALONE, SHARED], ids=["alone", "shared"])
+def test_xla(monkeypatch, arrays, expected, window, long, rows):
     monkeypatch.setattr(attention, "LEAST_PART", 1)  # four parts, of 6, 6, 6 and 3 tokens
     if long:  # three parts, of 8, 8 and 5, in chunks of 4
         monkeypatch.setattr(attention, "LONG_ROW", T - 1)
         monkeypatch.setattr(attention, "QUERY_CHUNK", 4)
-    check(attention.packed(jnp.asarray(SEGMENTS)), arrays, expected, window)
+    shared = rows.shared if rows is SHARED else None
+    attend = attention.packed(jnp.asarray(rows.segments), shared=shared)
+    check(attend, arrays, expected, window, rows)
 
 
 @pytest.mark.parametrize(
@@ -168,9 +213,19 @@ def test_what_is_kept_of_attention_spares_the_kernel_a_second_pass_forward(array
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])
-@pytest.mark.parametrize("kernel, long", [("xla", False), ("xla", True), ("splash", False)])
+@pytest.mark.parametrize(
+    "kernel, long, rows",
+    [
+        ("xla", False, ALONE),
+        ("xla", True, ALONE),
+        ("xla", False, SHARED),
+        ("xla", True, SHARED),
+        ("splash", False, ALONE),
+    ],
+    ids=["xla", "xla-long", "xla-shared", "xla-long-shared", "splash"],
+)
 def test_tokens_of_a_row_on_several_devices(
-    monkeypatch, arrays, expected, kernel, long, window, context=3
+    monkeypatch, arrays, expected, kernel, long, rows, window, context=3
 ):
     """Each attends with its own queries."""
     if long:  # in chunks of 3, of 8 tokens
@@ -181,11 +236,12 @@ def test_tokens_of_a_row_on_several_devices(
     of_devices = lambda x: row_order.to_devices(filled(x), context)
 
     def attend(layer, q, k, v, cache, window):
-        found = attention.packed(of_devices(jnp.asarray(SEGMENTS)), choice)
+        shared = jax.tree.map(of_devices, rows.shared) if rows is SHARED else None
+        found = attention.packed(of_devices(jnp.asarray(rows.segments)), choice, shared)
         out, cache = found(layer, *map(of_devices, (q, k, v)), cache, window)
         return row_order.to_rows(out, context)[:, :T], cache
 
-    check(attend, arrays, expected, window)
+    check(attend, arrays, expected, window, rows)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
@@ -279,6 +335,15 @@ def test_windows_are_those_of_the_layers_that_slide():
 def test_a_kernel_that_does_not_take_the_model_is_refused(layout, changes, said):
     with pytest.raises(UserError, match=said):
         attention_kernels.choose(replace_model(CONFIG, **changes), layout)
+
+
+def test_shared_prompts_are_for_xla():
+    kernel = lambda model: (
+        attention_kernels.choose(model, on("tpu"), share_prompts=True).kernel == "xla"
+    )
+    assert kernel(CONFIG.model)
+    with pytest.raises(UserError, match="'splash' knows .* which config.train.share_prompts needs"):
+        kernel(replace_model(CONFIG, attention="splash"))
 
 
 def test_tokens_over_devices_need_heads_on_one_axis():

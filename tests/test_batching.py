@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dapo_jax import batching
-from tests.helpers import pack_samples, random_samples, rows_of
+from tests.helpers import in_groups, pack_samples, random_samples, rows_of
 
 
 def unpack(rows):
@@ -30,6 +30,57 @@ def test_every_sample_comes_back_whole():
         np.testing.assert_allclose(got.weight_BT[P:], sample.weight, rtol=1e-6)
         assert not got.weight_BT[:P].any() and not got.advantage_BT[:P].any()
         assert not got.log_prob_ref_BT.any() and not got.lag_BT.any()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_responses_of_a_row_share_their_prompt(seed):
+    """Read back along `prefixes_BT`, every sample is whole, and no row has a prompt twice."""
+    samples = in_groups(random_samples(np.random.default_rng(seed), 40), 5)
+    packed = pack_samples(samples, 64, share_prompts=True)
+    rows, found, prefixes = packed.rows, [], []
+    for row, segments in enumerate(rows.segments_BT):
+        in_row = []
+        for segment in range(1, segments.max() + 1):
+            at = segments == segment
+            (prefix,) = set(rows.prefixes_BT[row, at])
+            before = (segments == prefix) & (prefix != segment)
+            positions = [*rows.positions_BT[row, before], *rows.positions_BT[row, at]]
+            assert positions == list(range(len(positions)))
+            tokens = [*rows.tokens_BT[row, before], *rows.tokens_BT[row, at]]
+            if rows.mask_BT[row, at].any():
+                assert not before.any() or np.flatnonzero(before)[-1] < np.flatnonzero(at)[0]
+                found.append(tokens)
+            else:  # what others see
+                assert (rows.prefixes_BT[row, segments != segment] == segment).any()
+                in_row.append(tuple(tokens))
+        assert len(set(in_row)) == len(in_row)
+        prefixes += in_row
+    whole = [[*sample.prompt_tokens, *sample.response_tokens] for sample in samples]
+    assert sorted(found) == sorted(whole)
+    tokens_N = rows.tokens_BT.reshape(-1)[packed.where_N]
+    assert tokens_N.tolist() == [t for sample in samples for t in sample.response_tokens]
+    assert rows.mask_BT.sum() == len(tokens_N)
+    padding = rows.segments_BT == 0
+    assert not rows.prefixes_BT[padding].any() and not rows.positions_BT[padding].any()
+    # All that is there: prefixes once a row, the last token of each prompt, and responses.
+    assert (~padding).sum() == sum(map(len, prefixes)) + len(samples) + len(tokens_N)
+    alone = rows_of(samples, 64).segments_BT
+    assert (~padding).sum() < (alone > 0).sum() and len(padding) <= len(alone)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_shared_prompts_need_no_more_rows_than_are_compiled_for(seed):
+    """`max_micro_batches` counts on rows with room for k of the longest sequences having k."""
+    rng = np.random.default_rng(seed)
+    row_tokens, longest = int(rng.integers(20, 90)), int(rng.integers(5, 20))
+    sequences = 4 * int(rng.integers(1, 12))
+    prompts = [(q,) * int(rng.integers(1, longest)) for q in range(sequences // 4)] * 4
+    lengths = [int(rng.integers(len(p) + 1, longest + 1)) for p in prompts]
+    if seed % 2:  # the worst there is
+        lengths = [longest] * sequences
+    rows = batching.first_fit_decreasing(lengths, row_tokens, [p[:-1] for p in prompts])
+    assert len(rows) <= -(-sequences // (row_tokens // longest))
+    assert sorted(i for row in rows for i in row) == list(range(sequences))
 
 
 def test_columns_come_back_in_the_order_of_their_tokens():

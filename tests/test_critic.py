@@ -1,5 +1,6 @@
 """The critic: its loss against a loop, and its values against each sequence alone."""
 
+import dataclasses
 import functools
 import math
 
@@ -129,12 +130,13 @@ def sequences():
     return [(draw(p).tolist(), draw(n)) for p, n in lengths]
 
 
-def packed_rows(sequences, row_tokens=40):
+def packed_rows(sequences, row_tokens=40, *, share_prompts=False):
     return batching.pack(
         [prompt for prompt, _ in sequences],
         np.concatenate([response for _, response in sequences]),
         np.array([len(response) for _, response in sequences]),
         row_tokens,
+        share_prompts=share_prompts,
     )
 
 
@@ -157,11 +159,16 @@ def states_before(decoder, prompt, response):
     return [hidden[t - 1] for t in range(len(prompt), end)]
 
 
-def test_values_of_packed_rows_are_those_of_each_sequence_alone(params, sequences):
+@pytest.mark.parametrize("share", [False, True])
+def test_values_of_packed_rows_are_those_of_each_sequence_alone(params, sequences, share):
     """The value of a token is of the state before it: read off the position that predicts it."""
-    packed = packed_rows(sequences)
+    if share:
+        sequences = [(sequences[i - i % 3][0], answer) for i, (_, answer) in enumerate(sequences)]
+    packed = packed_rows(sequences, share_prompts=share)
     assert packed.rows.segments_BT.max() > 1, "several sequences share a row"
-    got = row_values(CONFIG, params, packed.rows)
+    assert (packed.rows.prefixes_BT != packed.rows.segments_BT).any() == share
+    train = dataclasses.replace(CONFIG.train, share_prompts=share)
+    got = row_values(dataclasses.replace(CONFIG, train=train), params, packed.rows)
     assert got.dtype == jnp.float32 and not got[:, 0].any()
     expected = [
         sum(h * w for h, w in zip(state, params.head_D.tolist()))

@@ -11,6 +11,7 @@ from dapo_jax import advantage, batching
 from dapo_jax.config import Config
 from dapo_jax.parameters import ADVANTAGE_PARAMETERS
 from dapo_jax.progress import Progress
+from dapo_jax.samples import make_samples
 from dapo_jax.trainer import Trainer
 from dapo_jax.types import Group, Response, UserError, Verdict
 from tests.helpers import make_params, tiny_config, tiny_dict
@@ -93,6 +94,41 @@ def on_policy_groups(trainer, params, rng):
         verdicts = tuple(Verdict(i % 2 == 0, 1.0 - 2.0 * (i % 2)) for i in range(G))
         groups.append(Group(problem, responses, verdicts, 1))
     return groups
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_run_that_shares_prompts_learns_the_same(tmp_path):
+    """With all that is read off packed rows: old log-probs made anew, reference and critic. Policy
+    and critic agree, and so do the step's numbers."""
+    ways = PPO | {
+        "rollout__log_prob_source": "recompute",
+        "rollout__group_size": 4,
+        "correction": CORRECTION | dict(importance="token", importance_cap=2.0),
+        "objective__kl_coefficient": 0.1,
+        "objective__kl_estimator": "k3",
+    }
+    found = []
+    for share in (False, True):
+        config = tiny_config(**SHORT | ways, train__share_prompts=share)
+        trainer = Trainer(config, tmp_path / str(share), Progress(1, 0))
+        params, learner = make_params(config), trainer.learner
+        learner.reference = params
+        groups = on_policy_groups(trainer, params, np.random.default_rng(0))
+        groups = [group._replace(step=2) for group in groups]
+        state, numbers = learner.train_on(
+            learner.init_state(params), groups, 2, kl_coefficient=0.01
+        )
+        mini_batches = learner._cut(make_samples(config, groups, 2, learner.detokenize))
+        tokens = sum((batch.packed.rows.segments_BT > 0).sum() for batch in mini_batches)
+        found.append((tokens, jax.device_get((state.policy.params, state.critic.params)), numbers))
+    (tokens, *alone), (fewer_tokens, *shared) = found
+    assert fewer_tokens < 0.9 * tokens
+    del alone[1]["batch/padding_share"], shared[1]["batch/padding_share"]
+    for a, b in zip(jax.tree.leaves(alone[0]), jax.tree.leaves(shared[0]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+    assert alone[1].keys() == shared[1].keys()
+    for name, value in alone[1].items():
+        np.testing.assert_allclose(value, shared[1][name], rtol=2e-4, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.usefixtures("standard_promotion")

@@ -5,9 +5,10 @@ import json
 import re
 
 import jax
+import numpy as np
 import pytest
 
-from dapo_jax import model
+from dapo_jax import batching, model
 from dapo_jax.command_line import parse
 from dapo_jax.planning import chips, compiled, costs, estimate, plan, programs, report, search
 from dapo_jax.sharding import make_mesh
@@ -37,6 +38,21 @@ def found():
     target = chips.target("local")._replace(chip=V5P)
     with jax.numpy_dtype_promotion("standard"):  # optax is not written for strict promotion
         return plan.plan(CONFIG, target, programs.PROGRAMS, lambda _: None, **LENGTHS)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_tokens_of_a_step_are_those_that_packing_makes(share):
+    train = dataclasses.replace(CONFIG.train, share_prompts=share, row_tokens=160)
+    config = dataclasses.replace(CONFIG, train=train)
+    G, num = config.rollout.group_size, config.train.prompts_per_step
+    lengths = dict(prompt_tokens=32, response_tokens=63)
+    said = estimate.step(config, {}, V5P, 8, cache=None, **lengths)
+    prompts = [(i + 1,) * 32 for i in range(num) for _ in range(G)]
+    packed = batching.pack(
+        prompts, np.zeros(num * G * 63, np.int32), np.full(num * G, 63), 160, share_prompts=share
+    )
+    assert said["tokens"] == (packed.rows.segments_BT > 0).sum()
+    assert said["tokens"] == num * (G * 64 + (G // 2 if share else G) * 31)
 
 
 def products_of(config, tokens, seen):

@@ -12,6 +12,7 @@ import pytest
 from dapo_jax import attention, batching, log_probs, model, sharding, train_step
 from dapo_jax.config import ModelConfig
 from tests.helpers import (
+    in_groups,
     make_mesh,
     make_params,
     random_samples,
@@ -63,9 +64,9 @@ def all_logits(config, params, tokens_BT):
     return hidden_BTD @ model.unembedding(params).T
 
 
-def stack(samples, *, rows_per_micro_batch, num_micro_batches, row_tokens=64):
+def stack(samples, *, rows_per_micro_batch, num_micro_batches, row_tokens=64, share_prompts=False):
     """(rows, micro-batches used, denominator): the weights of the samples times 3, over 3."""
-    rows = rows_of(samples, row_tokens)
+    rows = rows_of(samples, row_tokens, share_prompts=share_prompts)
     rows = rows._replace(weight_BT=3 * rows.weight_BT)
     return (
         batching.to_micro_batches(
@@ -152,27 +153,52 @@ def test_packing_and_padding_do_not_matter(params, samples):
     assert_close(packed[0], shuffled[0], 2e-6)
 
 
+@pytest.mark.parametrize("loss", ["ppo-clip", "gspo"])
+def test_shared_prompts_change_nothing(params, samples, loss):
+    """Fewer rows, the same gradient and statistics; where a loss is of whole responses too."""
+    samples = [s._replace(prompt_tokens=2 * s.prompt_tokens) for s in in_groups(samples, 4)]
+    objective = dataclasses.replace(CONFIG.objective, loss=loss, clip_dual=None)
+    found = []
+    for share in (False, True):
+        train = dataclasses.replace(CONFIG.train, share_prompts=share)
+        config = dataclasses.replace(CONFIG, objective=objective, train=train)
+        rows, n, W = stack(
+            samples, rows_per_micro_batch=1, num_micro_batches=8, share_prompts=share
+        )
+        found.append((n, gradient(config, params, rows, n, W)))
+    (rows_alone, alone), (rows_shared, shared) = found
+    assert rows_shared < rows_alone
+    assert_close(alone, shared, 2e-6)
+
+
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
-    "sizes, vocab",
+    "sizes, vocab, share_prompts",
     [
-        ((8, 1, 1, 1), None),
-        ((2, 2, 1, 2), "tensor"),
-        ((1, 4, 1, 2), None),
-        ((1, 2, 2, 2), "tensor"),
-        ((1, 1, 8, 1), None),
+        ((8, 1, 1, 1), None, False),
+        ((2, 2, 1, 2), "tensor", False),
+        ((1, 4, 1, 2), None, False),
+        ((1, 2, 2, 2), "tensor", False),
+        ((1, 1, 8, 1), None, False),
+        ((1, 2, 2, 2), "tensor", True),
     ],
 )
-def test_eight_devices_give_what_one_gives(params, samples, sizes, vocab):
-    rows, n, W = stack(samples, rows_per_micro_batch=8, num_micro_batches=2)
+def test_eight_devices_give_what_one_gives(params, samples, sizes, vocab, share_prompts):
+    samples = in_groups(samples, 4) if share_prompts else samples
     results = []
     for shape in ((1, 1, 1, 1), sizes):
+        # With shared prompts, held against one device and rows that share nothing.
+        share = share_prompts and np.prod(shape) > 1
+        rows, n, W = stack(
+            samples, rows_per_micro_batch=8, num_micro_batches=2, share_prompts=share
+        )
         layout = dataclasses.replace(
             CONFIG.mesh,
             **dict(zip(sharding.AXES, shape, strict=True)),
             rules=(("vocab", vocab), *CONFIG.mesh.rules[1:]),
         )
-        config = dataclasses.replace(CONFIG, mesh=layout)
+        train = dataclasses.replace(CONFIG.train, share_prompts=share)
+        config = dataclasses.replace(CONFIG, mesh=layout, train=train)
         mesh = make_mesh(config, int(np.prod(shape)))
         host = jax.device_get(train_step.init_state(config, params))  # the update donates its state
         state = jax.device_put(host, train_step.state_shardings(config, mesh))

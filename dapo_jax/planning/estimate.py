@@ -155,6 +155,15 @@ def _token_bytes(c: ModelConfig, r: RolloutConfig) -> float:
     return paged.page_bytes(c, layout) / r.page_tokens
 
 
+def _group_tokens(config: Config, prompt_tokens: int, response_tokens: int) -> int:
+    """Of the G responses to a prompt, with the prompt as often as it is in rows."""
+    t, G = config.train, config.rollout.group_size
+    copies = G
+    if t.share_prompts:  # once in each row that the group needs; all but its last token is shared
+        copies = min(G, math.ceil(G * (response_tokens + 1) / (t.row_tokens - prompt_tokens + 1)))
+    return G * (response_tokens + 1) + copies * (prompt_tokens - 1)
+
+
 def step(
     config: Config,
     programs: Mapping[str, Mapping[str, Any]],
@@ -172,7 +181,7 @@ def step(
     """
     t, r = config.train, config.rollout
     responses = t.prompts_per_step * r.group_size
-    tokens = responses * (prompt_tokens + response_tokens)
+    tokens = t.prompts_per_step * _group_tokens(config, prompt_tokens, response_tokens)
     updates = t.prompts_per_step // t.prompts_per_update
     rows = math.ceil(tokens / updates / (t.row_tokens * ROW_FILL))
     micro = min(math.ceil(rows / t.rows_per_micro_batch), max_micro_batches(config))
