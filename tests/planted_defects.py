@@ -31,10 +31,17 @@ DEFECTS = (
     Defect(
         "mask off by one: the last prompt token is trained",
         "dapo_jax/batching.py",
-        "n, first = int(lengths_R[i]), start + len(prompts[i])\n",
-        "n, first = int(lengths_R[i]), start + len(prompts[i])\n"
-        "            rows.mask_BT[row, first - 1] = True\n",
+        "row * row_tokens + start - n + np.arange(n)\n",
+        "row * row_tokens + start - n + np.arange(n)\n"
+        "            rows.mask_BT[row, start - n - 1] = True\n",
         "tests/test_batching.py",
+    ),
+    Defect(
+        "responses that share their prompt begin at position 0",
+        "dapo_jax/batching.py",
+        "np.arange(first, end)",
+        "np.arange(end - first)",
+        "tests/test_train_step.py",
     ),
     Defect(
         "log-probs off by one: those of the next token",
