@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from dapo_jax import aggregation, batching, critic, metrics, model, objective, train_step
 from dapo_jax.batching import take_columns
+from dapo_jax.compilations import return_memory
 from dapo_jax.config import Config
 from dapo_jax.optimizer import learning_rate
 from dapo_jax.parameters import SELECTION_PARAMETERS
@@ -61,6 +62,7 @@ class Learner:
         say: Callable[[str], None],
         doing: Callable[[str], None] = lambda _: None,
     ):
+        return_memory()
         self.config, self.mesh, self.detokenize = config, mesh, detokenize
         self.say, self.doing = say, doing
         self.reference: model.Params | None = None  # the base model, where something asks for it

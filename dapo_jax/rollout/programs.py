@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax import attention, model, vocabulary
+from dapo_jax.compilations import return_memory
 from dapo_jax.config import MeshConfig
 from dapo_jax.rollout import paged, slots
 from dapo_jax.rollout.sampling import Mode, sample
@@ -44,6 +45,7 @@ class Programs:
     """The compiled programs, with their layouts and donations."""
 
     def __init__(self, spec: EngineSpec, mesh: Mesh, trained_on: Mesh):
+        return_memory()
         self.spec, self.mesh, c = spec, mesh, spec.model
         platform = mesh.devices.flat[0].platform
         self.unroll = platform == "cpu" and c.num_layers <= UNROLLED_LAYERS
