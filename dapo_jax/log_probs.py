@@ -9,6 +9,9 @@ a few more. What is kept for the backward pass is of the size of tokens; it comp
 again, part by part, and from them the gradients of hidden states and of that part of the
 unembedding. On a mesh each device goes through its own part of the vocabulary for its own tokens;
 sums of the size of tokens are exchanged, logits are not, and the unembedding only along its width.
+
+Prompts, padding and what is left out of the loss cost nothing: tokens that nobody asks for are put
+behind the others, and chunks of nothing else are passed over.
 """
 
 import functools
@@ -43,6 +46,7 @@ def token_statistics(
     chunk_tokens: int,
     reference: tuple[jax.Array, jax.Array] | None = None,
     layout: HeadLayout | None = None,
+    wanted_BT: jax.Array | None = None,
 ) -> TokenStatistics:
     """Log-prob of each target, entropy of its distribution and its KL to a reference.
 
@@ -56,11 +60,17 @@ def token_statistics(
         reference: hidden states [B, T, D'] and unembedding [V, D'] of the reference; no gradient.
         layout: where the arrays lie on a mesh, the reference's as the others; None: the compiler
             decides, right on any mesh but with the unembedding gathered where it is cut in parts.
+        wanted_BT: what the others get is not to be read; None: all are wanted.
     """
     if layout is not None and layout.mesh.size == 1:
         layout = None
     return _statistics(
-        _Plan(temperature, chunk_tokens, layout), hidden_BTD, unembed_VD, targets_BT, reference
+        _Plan(temperature, chunk_tokens, layout),
+        hidden_BTD,
+        unembed_VD,
+        targets_BT,
+        reference,
+        wanted_BT,
     )
 
 
@@ -91,9 +101,14 @@ class _Kept(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _statistics(
-    plan: _Plan, hidden_BTD: jax.Array, unembed_VD: jax.Array, targets_BT: jax.Array, reference: Any
+    plan: _Plan,
+    hidden_BTD: jax.Array,
+    unembed_VD: jax.Array,
+    targets_BT: jax.Array,
+    reference: Any,
+    wanted_BT: jax.Array | None,
 ) -> TokenStatistics:
-    return _on_mesh(plan, _forward)(hidden_BTD, unembed_VD, targets_BT, reference)[0]
+    return _on_mesh(plan, _forward)(hidden_BTD, unembed_VD, targets_BT, reference, wanted_BT)[0]
 
 
 def _statistics_forward(plan: _Plan, *primals: Any) -> tuple[TokenStatistics, Any]:
@@ -108,15 +123,15 @@ def _statistics_backward(plan: _Plan, residuals: Any, cotangents: TokenStatistic
     unread = lambda x: isinstance(x, jax.custom_derivatives.SymbolicZero)
     slopes = _Slopes(*(None if unread(x) else x for x in cotangents))
     d_hidden_BTD, d_unembed_VD = _on_mesh(plan, _backward)(*inputs, kept, slopes)
-    return d_hidden_BTD, d_unembed_VD, None, None
+    return d_hidden_BTD, d_unembed_VD, None, None, None
 
 
 _statistics.defvjp(_statistics_forward, _statistics_backward, symbolic_zeros=True)
 
 
 def _on_mesh(plan: _Plan, function: Callable[..., Any]) -> Callable[..., Any]:
-    """(hidden, unembed, targets, reference, *arrays [B, T]) -> what `_forward` or `_backward` give,
-    each device of the layout at its own tokens and its own part of the vocabulary."""
+    """(hidden, unembed, targets, reference, *arrays [B, T] or None) -> what `_forward` or
+    `_backward` give, each device of the layout at its own tokens and part of the vocabulary."""
     local = functools.partial(function, plan)
     layout = plan.layout
     if layout is None:
@@ -137,23 +152,30 @@ def _on_mesh(plan: _Plan, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forward(
-    plan: _Plan, hidden_BTD: jax.Array, unembed_VD: jax.Array, targets_BT: jax.Array, reference: Any
+    plan: _Plan,
+    hidden_BTD: jax.Array,
+    unembed_VD: jax.Array,
+    targets_BT: jax.Array,
+    reference: Any,
+    wanted_BT: jax.Array | None,
 ) -> tuple[TokenStatistics, _Kept]:
     """The statistics of the tokens of one device, and what the backward pass needs of them."""
     dtype = vocabulary.sum_dtype(hidden_BTD)
     parts = vocabulary.Parts(unembed_VD, reference and reference[1], plan.temperature, plan.layout)
-    tokens = _token_chunks(plan, (hidden_BTD, targets_BT, reference and reference[0]))
+    order = _Order(plan, wanted_BT)
+    tokens = order.chunks((hidden_BTD, targets_BT, reference and reference[0]))
 
     def add_part(sums: vocabulary.Sums, part: Any) -> tuple[vocabulary.Sums, None]:
         start, unembed_PD, ref_PD = parts.whole(part)
 
-        def add_chunk(chunk: Any) -> vocabulary.Sums:
-            sums, (hidden_CD, targets_C, ref_CD) = chunk
+        def add_chunk(sums: vocabulary.Sums, chunk: Any) -> vocabulary.Sums:
+            hidden_CD, targets_C, ref_CD = chunk
             logits_CP = parts.logits(hidden_CD, unembed_PD, start)
             ref_CP = None if ref_CD is None else parts.logits(ref_CD, ref_PD, start)
             return vocabulary.add(sums, logits_CP, targets_C - start, ref_CP)
 
-        return jax.lax.map(add_chunk, (sums, tokens)), None
+        add_wanted = order.where_wanted(add_chunk, lambda sums, _: sums)
+        return jax.lax.map(lambda x: add_wanted(x[2], *x[:2]), (sums, tokens, order.each)), None
 
     sums = vocabulary.no_sums(tokens[1].shape, dtype, reference=reference is not None)
     sums, _ = jax.lax.scan(add_part, sums, parts.each)
@@ -164,8 +186,7 @@ def _forward(
     if sums.reference is not None:
         log_total_ref = jnp.log(sums.reference.total) + sums.reference.top
         kl = sums.reference.apart / sums.total - log_total + log_total_ref
-    B, T, _ = hidden_BTD.shape
-    join = lambda x: x.reshape(-1)[: B * T].reshape(B, T)
+    join = functools.partial(order.joined, shape=targets_BT.shape)
     return jax.tree.map(
         join, (TokenStatistics(log_prob, entropy, kl), _Kept(log_total, entropy, log_total_ref, kl))
     )
@@ -177,6 +198,7 @@ def _backward(
     unembed_VD: jax.Array,
     targets_BT: jax.Array,
     reference: Any,
+    wanted_BT: jax.Array | None,
     kept: _Kept,
     slopes: _Slopes,
 ) -> tuple[jax.Array, jax.Array]:
@@ -190,14 +212,17 @@ def _backward(
     dtype = vocabulary.sum_dtype(hidden_BTD)
     B, T, D = hidden_BTD.shape
     parts = vocabulary.Parts(unembed_VD, reference and reference[1], plan.temperature, plan.layout)
-    tokens = _token_chunks(plan, (hidden_BTD, targets_BT, reference and reference[0], kept, slopes))
+    order = _Order(plan, wanted_BT)
+    tokens = order.chunks((hidden_BTD, targets_BT, reference and reference[0], kept, slopes))
 
     def add_part(d_hidden: jax.Array, part: Any) -> tuple[jax.Array, jax.Array]:
         start, unembed_PD, ref_PD = parts.whole(part)
         weights_PD = unembed_PD.astype(hidden_BTD.dtype)
 
-        def add_chunk(d_unembed_PD: jax.Array, chunk: Any) -> tuple[jax.Array, jax.Array]:
-            d_hidden_CD, (hidden_CD, targets_C, ref_CD, kept, slopes) = chunk
+        def add_chunk(
+            d_unembed_PD: jax.Array, d_hidden_CD: jax.Array, chunk: Any
+        ) -> tuple[jax.Array, jax.Array]:
+            hidden_CD, targets_C, ref_CD, kept, slopes = chunk
             log_p_CP = parts.logits(hidden_CD, unembed_PD, start) - kept.log_total[:, None]
             pull_CP = jnp.zeros((len(targets_C), 1), dtype)  # towards p, per unit of p
             d_logits_CP = pull_CP
@@ -221,8 +246,13 @@ def _backward(
             )
             return d_unembed_PD, d_hidden_CD + product("CP,PD->CD", d_logits_CP, weights_PD)
 
+        add_wanted = order.where_wanted(
+            add_chunk, lambda d_unembed, d_hidden, _: (d_unembed, d_hidden)
+        )
         d_unembed_PD, d_hidden = jax.lax.scan(
-            add_chunk, jnp.zeros((parts.size, D), dtype), (d_hidden, tokens)
+            lambda d_unembed_PD, x: add_wanted(x[2], d_unembed_PD, *x[:2]),
+            jnp.zeros((parts.size, D), dtype),
+            (d_hidden, tokens, order.each),
         )
         return d_hidden, parts.own(d_unembed_PD).astype(unembed_VD.dtype)
 
@@ -230,15 +260,43 @@ def _backward(
     d_hidden, d_unembed = jax.lax.scan(add_part, d_hidden, parts.each)
     if parts.axis is not None:
         d_hidden = jax.lax.psum(d_hidden, parts.axis)
-    d_hidden_BTD = d_hidden.reshape(-1, D)[: B * T].reshape(B, T, D).astype(hidden_BTD.dtype)
+    d_hidden_BTD = order.joined(d_hidden, shape=(B, T, D)).astype(hidden_BTD.dtype)
     return d_hidden_BTD, d_unembed.reshape(-1, unembed_VD.shape[1])[: len(unembed_VD)]
 
 
-def _token_chunks(plan: _Plan, of_tokens: Any) -> Any:
-    """Arrays [B, T, ...] as [chunks, C, ...]."""
-    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), of_tokens)
-    size = vocabulary.even_part(len(flat[0]), plan.chunk_tokens)
-    return jax.tree.map(lambda x: vocabulary.cut(x, size), flat)
+class _Order:
+    """The tokens of one device in chunks, those first that are wanted."""
+
+    def __init__(self, plan: _Plan, wanted_BT: jax.Array | None):
+        self.chunk_tokens, self.each, self.order_X = plan.chunk_tokens, None, None
+        if wanted_BT is not None and wanted_BT.size > plan.chunk_tokens:
+            self.order_X = jnp.argsort(~wanted_BT.reshape(-1))  # stable
+            # Of each chunk, whether there is anything in it.
+            self.each = jnp.any(self.chunks(wanted_BT), axis=1)
+
+    def chunks(self, of_tokens: Any) -> Any:
+        """Arrays [B, T, ...] as [chunks, C, ...]."""
+
+        def cut(x: jax.Array) -> jax.Array:
+            x = x.reshape(-1, *x.shape[2:])
+            size = vocabulary.even_part(len(x), self.chunk_tokens)
+            return vocabulary.cut(x if self.order_X is None else x[self.order_X], size)
+
+        return jax.tree.map(cut, of_tokens)
+
+    def joined(self, x: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
+        """The other way round."""
+        B, T, *rest = shape
+        x = x.reshape(-1, *rest)[: B * T]
+        if self.order_X is not None:
+            x = jnp.zeros_like(x).at[self.order_X].set(x, unique_indices=True)
+        return x.reshape(shape)
+
+    def where_wanted(self, function: Callable[..., Any], other: Callable[..., Any]) -> Any:
+        """(an element of `each`, *arguments) -> `function` of them, or `other` if it is False."""
+        if self.each is None:
+            return lambda _, *arguments: function(*arguments)
+        return lambda wanted, *arguments: jax.lax.cond(wanted, function, other, *arguments)
 
 
 def row_statistics(
@@ -251,9 +309,9 @@ def row_statistics(
     layout: HeadLayout | None = None,
     share_prompts: bool = False,
 ) -> TokenStatistics:
-    """`TokenStatistics` of each token given its segment before it [B, T].
+    """`TokenStatistics` of each token of `rows.mask_BT` given its segment before it [B, T].
 
-    The first token of a row has nothing before it and gets 0.
+    What the others get is not to be read.
 
     Args:
         reference: parameters of the same architecture for the exact KL, or None.
@@ -263,14 +321,16 @@ def row_statistics(
     hidden = lambda p: row_hidden(config, p, rows, layout, share_prompts=share_prompts)
     parts = 1 if layout is None else layout.context
     # The state at t - 1 predicts the token at t: results are moved to the token they speak of.
+    of_next = lambda x_BT: row_order.to_devices(jnp.roll(x_BT, -1, axis=1), parts)
     statistics = token_statistics(
         hidden(params),
         model.unembedding(params),
-        row_order.to_devices(jnp.roll(rows.tokens_BT, -1, axis=1), parts),
+        of_next(rows.tokens_BT),
         temperature=temperature,
         chunk_tokens=config.log_prob_chunk_tokens,
         reference=None if reference is None else (hidden(reference), model.unembedding(reference)),
         layout=layout,
+        wanted_BT=of_next(rows.mask_BT),
     )
     own = lambda x_BT: to_own_token(row_order.to_rows(x_BT, parts))
     return TokenStatistics(*map(own, statistics))

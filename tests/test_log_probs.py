@@ -82,14 +82,21 @@ def plain(hidden, unembed, ref_hidden, ref_unembed, targets, weights):
     return weighted((taken, -jnp.sum(p * log_p, -1), jnp.sum(p * (log_p - log_q), -1)), weights)
 
 
-def ours(hidden, unembed, ref_hidden, ref_unembed, targets, weights, layout=None):
+def ours(hidden, unembed, ref_hidden, ref_unembed, targets, weights, layout=None, wanted=None):
     f = jax.checkpoint(
         lambda hidden, unembed: log_probs.token_statistics(
             hidden, unembed, targets, temperature=0.7, chunk_tokens=5,
-            reference=(ref_hidden, ref_unembed), layout=layout,
+            reference=(ref_hidden, ref_unembed), layout=layout, wanted_BT=wanted,
         )
     )  # fmt: skip
     return weighted(f(hidden, unembed), weights)
+
+
+def some_tokens(number):
+    """So many tokens [B, T], anywhere."""
+    wanted = np.zeros(B * T, bool)
+    wanted[np.random.default_rng(4).permutation(B * T)[:number]] = True
+    return wanted.reshape(B, T)
 
 
 def with_gradient(f):
@@ -109,6 +116,38 @@ def test_parts_of_the_vocabulary_change_nothing(monkeypatch, part, dtype, tolera
     for x, y in zip((*found, *grads), (*expected, *expected_grads)):
         assert x.dtype == dtype
         np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * np.abs(y).max())
+
+
+@pytest.mark.parametrize("number", [0, 1, 40, 43, B * T])
+def test_tokens_that_nobody_wants_change_nothing(number):
+    """Of 96 tokens in chunks of 5, wherever they are."""
+    wanted = some_tokens(number)
+    with jax.enable_x64(True):
+        inputs, targets, weights = arrays(np.float64)
+        weights = jnp.where(wanted, weights, 0.0)
+        (_, expected), expected_grads = with_gradient(plain)(*inputs, targets, weights)
+        program = jax.jit(with_gradient(lambda *arguments: ours(*arguments, wanted=wanted)))
+        (_, found), grads = program(*inputs, targets, weights)
+    for x, y in zip(found, expected):
+        np.testing.assert_allclose(x[wanted], y[wanted], rtol=1e-12, atol=1e-12)
+    for x, y in zip(grads, expected_grads):
+        np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12)
+
+
+def test_chunks_of_nothing_that_is_wanted_are_passed_over():
+    """40 of 96 tokens fill 8 chunks of 5: the hidden states of the others are not looked at."""
+    wanted = some_tokens(40)
+    (hidden, *rest), targets, weights = arrays(np.float32)
+    weights = jnp.where(wanted, weights, 0.0)
+    program = jax.jit(with_gradient(lambda *arguments: ours(*arguments, wanted=wanted)))
+    expected = program(jnp.where(wanted[..., None], hidden, 0.0), *rest, targets, weights)
+    broken = jnp.where(wanted[..., None], hidden, jnp.nan)
+    (_, found), grads = program(broken, *rest, targets, weights)
+    for x, y in zip(found, expected[0][1]):
+        np.testing.assert_array_equal(x[wanted], y[wanted])
+    for x, y in zip(grads, expected[1]):
+        np.testing.assert_array_equal(x, y)
+        assert np.isfinite(x).all()
 
 
 @pytest.mark.parametrize(
@@ -151,8 +190,8 @@ def sizes(text):
     return [1] + [int(np.prod([int(n) for n in dims.split(",")])) for dims in SHAPE.findall(text)]
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 1, 2), (1, 2, 2, 2)])
-def test_over_a_mesh_neither_logits_nor_the_unembedding_are_gathered(monkeypatch, shape):
+@pytest.mark.parametrize("shape, number", [((2, 2, 1, 2), B * T), ((1, 2, 2, 2), 37)])
+def test_over_a_mesh_neither_logits_nor_the_unembedding_are_gathered(monkeypatch, shape, number):
     monkeypatch.setattr(vocabulary, "VOCAB_CHUNK", 16)
     mesh = jax.make_mesh(shape, AXES, axis_types=AXIS_TYPES)
     rows, unembed = row_sharding(mesh).spec, PartitionSpec("tensor", "fsdp")
@@ -160,14 +199,16 @@ def test_over_a_mesh_neither_logits_nor_the_unembedding_are_gathered(monkeypatch
     inputs, targets, weights = arrays(np.float32)
     at = [NamedSharding(mesh, spec) for spec in (rows, unembed)]
     inputs = [jax.device_put(x, spec) for x, spec in zip(inputs, at * 2)]
-    targets = jax.device_put(targets, at[0])
+    targets, wanted = (jax.device_put(x, at[0]) for x in (targets, some_tokens(number)))
+    weights = jnp.where(wanted, weights, 0.0)
     program = jax.jit(
-        with_gradient(lambda *arguments: ours(*arguments, layout=layout)),
+        with_gradient(lambda *arguments: ours(*arguments, layout=layout, wanted=wanted)),
         out_shardings=((None, None), tuple(at)),
     )
     compiled = program.lower(*inputs, targets, weights).compile()
     (_, found), grads = compiled(*inputs, targets, weights)
     (_, expected), expected_grads = with_gradient(plain)(*inputs, targets, weights)
+    found, expected = ([jnp.where(wanted, x, 0.0) for x in of] for of in (found, expected))
     for x, y in zip((*found, *grads), (*expected, *expected_grads)):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5 * np.abs(y).max())
     text = compiled.as_text() or ""

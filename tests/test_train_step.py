@@ -199,6 +199,9 @@ def test_eight_devices_give_what_one_gives(params, samples, sizes, vocab, share_
         )
         train = dataclasses.replace(CONFIG.train, share_prompts=share)
         config = dataclasses.replace(CONFIG, mesh=layout, train=train)
+        if share:  # and log-probs of trained tokens alone, in chunks
+            chunked = dataclasses.replace(config.model, log_prob_chunk_tokens=32)
+            config = dataclasses.replace(config, model=chunked)
         mesh = make_mesh(config, int(np.prod(shape)))
         host = jax.device_get(train_step.init_state(config, params))  # the update donates its state
         state = jax.device_put(host, train_step.state_shardings(config, mesh))

@@ -62,7 +62,7 @@ def bench_model(shape: Shape) -> ModelConfig:
             rope_scaling=None, rms_norm_eps=1e-6, qkv_bias=True, qk_norm=False,
             tie_embeddings=True, sliding_window=None, sliding_layers=(), stop_token_ids=(),
             param_dtype=shape.dtype, compute_dtype=shape.dtype, remat="none",
-            attention="auto", log_prob_chunk_tokens=4096,
+            attention="auto", log_prob_chunk_tokens=256,
         )
     )  # fmt: skip
 
