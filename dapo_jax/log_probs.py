@@ -219,9 +219,8 @@ def _backward(
         start, unembed_PD, ref_PD = parts.whole(part)
         weights_PD = unembed_PD.astype(hidden_BTD.dtype)
 
-        def add_chunk(
-            d_unembed_PD: jax.Array, d_hidden_CD: jax.Array, chunk: Any
-        ) -> tuple[jax.Array, jax.Array]:
+        def add_chunk(carry: tuple[jax.Array, jax.Array], i: jax.Array, chunk: Any) -> Any:
+            d_unembed_PD, d_hidden = carry
             hidden_CD, targets_C, ref_CD, kept, slopes = chunk
             log_p_CP = parts.logits(hidden_CD, unembed_PD, start) - kept.log_total[:, None]
             pull_CP = jnp.zeros((len(targets_C), 1), dtype)  # towards p, per unit of p
@@ -244,15 +243,15 @@ def _backward(
             d_unembed_PD = d_unembed_PD + product(
                 "CP,CD->PD", columns_first(d_logits_CP), hidden_CD
             )
-            return d_unembed_PD, d_hidden_CD + product("CP,PD->CD", d_logits_CP, weights_PD)
+            # In the whole array: a chunk handed in and out would be copied.
+            d_hidden = d_hidden.at[i].add(product("CP,PD->CD", d_logits_CP, weights_PD))
+            return d_unembed_PD, d_hidden
 
-        add_wanted = order.where_wanted(
-            add_chunk, lambda d_unembed, d_hidden, _: (d_unembed, d_hidden)
-        )
-        d_unembed_PD, d_hidden = jax.lax.scan(
-            lambda d_unembed_PD, x: add_wanted(x[2], d_unembed_PD, *x[:2]),
-            jnp.zeros((parts.size, D), dtype),
-            (d_hidden, tokens, order.each),
+        add_wanted = order.where_wanted(add_chunk, lambda carry, *_: carry)
+        (d_unembed_PD, d_hidden), _ = jax.lax.scan(
+            lambda carry, x: (add_wanted(x[0], carry, *x[1:]), None),
+            (jnp.zeros((parts.size, D), dtype), d_hidden),
+            (order.each, jnp.arange(len(d_hidden)), tokens),
         )
         return d_hidden, parts.own(d_unembed_PD).astype(unembed_VD.dtype)
 
