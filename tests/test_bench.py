@@ -66,10 +66,12 @@ def test_the_bench_of_an_update(capsys, packing):
 
 
 @pytest.mark.slow
-def test_the_step_bench(capsys, standard_promotion):
-    arguments = ["program", "step", *SMALL, "--slots=8", "--lengths=longtail", "--json"]
+@pytest.mark.parametrize("sharing", [(), ("--share_prompts",)])
+def test_the_step_bench(capsys, standard_promotion, sharing):
+    arguments = ["program", "step", *SMALL, "--slots=8", "--lengths=longtail", *sharing, "--json"]
     assert bench(arguments) == 0
     found = json.loads(capsys.readouterr().out)
+    assert found["share_prompts"] == bool(sharing)
     phases = found["seconds_by_phase"]
     assert set(phases) == {"rollout", "update"} and min(phases.values()) > 0
     assert sum(phases.values()) == pytest.approx(found["seconds_per_step"], abs=2e-4)

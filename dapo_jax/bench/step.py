@@ -92,6 +92,7 @@ def bench_step(shape: Shape, micro_batch: int, base: dict[str, Any]) -> dict[str
         "compilations": counter.count,
         "peak_rss_mb": round(resident_bytes("VmHWM") / 1e6, 1),
         "padding_fraction": round(padding, 4),
+        "share_prompts": config.train.share_prompts,
         "seconds": [round(t, 4) for t in sorted(seconds)],
         "tokens": int(lengths.sum()),
         "device": jax.devices()[0].device_kind,
