@@ -60,7 +60,7 @@ def token_statistics(
         reference: hidden states [B, T, D'] and unembedding [V, D'] of the reference; no gradient.
         layout: where the arrays lie on a mesh, the reference's as the others; None: the compiler
             decides, right on any mesh but with the unembedding gathered where it is cut in parts.
-        wanted_BT: what the others get is not to be read; None: all are wanted.
+        wanted_BT: what the others get is finite and not to be read; None: all are wanted.
     """
     if layout is not None and layout.mesh.size == 1:
         layout = None
@@ -186,10 +186,11 @@ def _forward(
     if sums.reference is not None:
         log_total_ref = jnp.log(sums.reference.total) + sums.reference.top
         kl = sums.reference.apart / sums.total - log_total + log_total_ref
-    join = functools.partial(order.joined, shape=targets_BT.shape)
-    return jax.tree.map(
-        join, (TokenStatistics(log_prob, entropy, kl), _Kept(log_total, entropy, log_total_ref, kl))
-    )
+    found = TokenStatistics(log_prob, entropy, kl), _Kept(log_total, entropy, log_total_ref, kl)
+    if order.each is not None:  # of what was passed over there is nothing to take the logarithm of
+        seen_C1 = order.each[:, None]
+        found = jax.tree.map(lambda x: jnp.where(seen_C1, x, jnp.zeros_like(x)), found)
+    return jax.tree.map(functools.partial(order.joined, shape=targets_BT.shape), found)
 
 
 def _backward(

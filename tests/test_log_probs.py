@@ -130,6 +130,7 @@ def test_tokens_that_nobody_wants_change_nothing(number):
         (_, found), grads = program(*inputs, targets, weights)
     for x, y in zip(found, expected):
         np.testing.assert_allclose(x[wanted], y[wanted], rtol=1e-12, atol=1e-12)
+        assert np.isfinite(x).all()
     for x, y in zip(grads, expected_grads):
         np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12)
 
