@@ -10,8 +10,9 @@ again, part by part, and from them the gradients of hidden states and of that pa
 unembedding. On a mesh each device goes through its own part of the vocabulary for its own tokens;
 sums of the size of tokens are exchanged, logits are not, and the unembedding only along its width.
 
-Prompts, padding and what is left out of the loss cost nothing: tokens that nobody asks for are put
-behind the others, and chunks of nothing else are passed over.
+Prompts, padding and what is left out of the loss cost no logits, where there is more than one
+chunk: tokens that nobody asks for are put behind the others, and chunks of nothing else are passed
+over.
 """
 
 import functools
