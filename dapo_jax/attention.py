@@ -2,8 +2,8 @@
 in `rollout.paged`.
 
 In training the program that `attention_kernels.choose` names attends; what is here is XLA's.
-Softmax and its sum are float32 whatever the compute dtype. Each returns the attended values
-[B, T, N, H] and the cache.
+Softmax and its sum are float32 whatever the compute dtype (float64 where that is). Each returns the
+attended values [B, T, N, H] and the cache.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from dapo_jax import attention_kernels, row_order
 from dapo_jax.model import NO_WINDOW, Attend
+from dapo_jax.products import at_least_float32, sum_dtype
 
 Arrays = tuple[jax.Array, ...]
 # Queries are cut into parts, each with the keys up to its end only: four parts of a row compute 5/8
@@ -51,7 +52,9 @@ def dot_product_attention(
     G = N // K  # queries per key-value head; their rows are stacked, one product per head
     q_BKXH = q_BTNH.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
     k_BKSH, v_BKSH = k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
-    scores_BKXS = jnp.einsum("BKXH,BKSH->BKXS", q_BKXH, k_BKSH, preferred_element_type=jnp.float32)
+    scores_BKXS = jnp.einsum(
+        "BKXH,BKSH->BKXS", q_BKXH, k_BKSH, preferred_element_type=sum_dtype(q_BKXH)
+    )
     scores_BKGTS = scores_BKXS.reshape(B, K, G, T, S) * H**-0.5
     scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, -1e30)
     weights_BKXS = jax.nn.softmax(scores_BKGTS, axis=-1).reshape(B, K, G * T, S)
@@ -98,8 +101,8 @@ def packed(
     ) -> tuple[jax.Array, Any]:
         if choice.kernel != "xla":
             return attention_kernels.attend(choice, segments_BT, q, k, v, window), cache
-        # Gradients of keys and values are summed over parts and chunks: in float32 at least.
-        k, v = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (k, v))
+        # Gradients of keys and values are summed over parts and chunks.
+        k, v = at_least_float32(k), at_least_float32(v)
         out = []
         for i, own in enumerate(parts):
             arrays = q[:, own], k[:, : own.stop], v[:, : own.stop]
@@ -131,7 +134,7 @@ def _over_context(
         v: jax.Array,
     ) -> jax.Array:
         whole = lambda x: attention_kernels.whole_rows(x, parts)
-        k, v = (whole(x).astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (k, v))
+        k, v = at_least_float32(whole(k)), at_least_float32(whole(v))
         segments_BC, shared = rows
         if shared is None:
             part = jax.lax.axis_index("context")

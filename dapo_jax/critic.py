@@ -16,8 +16,9 @@ from jax.sharding import Mesh
 
 from dapo_jax import log_probs, model, row_order
 from dapo_jax.config import Config, OptimizerConfig
-from dapo_jax.objective import at_least_float32, clamp
+from dapo_jax.objective import clamp
 from dapo_jax.optimizer import make_optimizer, moment_shardings
+from dapo_jax.products import at_least_float32
 from dapo_jax.sharding import head_layout, param_shardings, replicated, row_sharding
 from dapo_jax.train_step import (
     TrainState,

@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dapo_jax import attention, attention_kernels, model, row_order, vocabulary
 from dapo_jax.config import ModelConfig
-from dapo_jax.products import columns_first
+from dapo_jax.products import columns_first, sum_dtype
 from dapo_jax.sharding import HeadLayout
 from dapo_jax.types import Rows
 
@@ -161,7 +161,7 @@ def _forward(
     wanted_BT: jax.Array | None,
 ) -> tuple[TokenStatistics, _Kept]:
     """The statistics of the tokens of one device, and what the backward pass needs of them."""
-    dtype = vocabulary.sum_dtype(hidden_BTD)
+    dtype = sum_dtype(hidden_BTD)
     parts = vocabulary.Parts(unembed_VD, reference and reference[1], plan.temperature, plan.layout)
     order = _Order(plan, wanted_BT)
     tokens = order.chunks((hidden_BTD, targets_BT, reference and reference[0]))
@@ -211,7 +211,7 @@ def _backward(
     Args:
         slopes: g, e and k.
     """
-    dtype = vocabulary.sum_dtype(hidden_BTD)
+    dtype = sum_dtype(hidden_BTD)
     B, T, D = hidden_BTD.shape
     parts = vocabulary.Parts(unembed_VD, reference and reference[1], plan.temperature, plan.layout)
     order = _Order(plan, wanted_BT)

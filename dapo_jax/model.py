@@ -20,6 +20,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from dapo_jax.config import ModelConfig
+from dapo_jax.products import at_least_float32
 from dapo_jax.rotary import rotary_angles
 
 Params = dict[str, Any]
@@ -84,17 +85,18 @@ class Decoder(nnx.Module):
 
 
 def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) * scale over the last axis of x [..., D], in float32, in the dtype of x."""
-    y = x.astype(jnp.float32)
+    """x / rms(x) * scale over the last axis of x [..., D], computed in float32 at least, in the
+    dtype of x."""
+    y = at_least_float32(x)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    scale = scale_D.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+    scale = scale_D.astype(y.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
     return (y * scale).astype(x.dtype)
 
 
 def rotate(x_BTNH: jax.Array, sin_cos: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotary position embedding, halves paired as in Qwen2 and Llama checkpoints."""
-    sin, cos = sin_cos
-    a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    a, b = jnp.split(at_least_float32(x_BTNH), 2, axis=-1)
+    sin, cos = (angle.astype(a.dtype) for angle in sin_cos)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
 
 

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dapo_jax.products import at_least_float32
+
 # exp(20) = 4.9e8: a ratio beyond it is a broken log-prob; its gradient is cut as in the reference.
 MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0
@@ -21,11 +23,6 @@ class Surrogate(NamedTuple):
     ratio_BT: jax.Array  # 1 outside the mask
     clipped_high_BT: jax.Array  # bool: A > 0 and ratio > 1 + clip_high, no gradient flows
     clipped_low_BT: jax.Array  # bool: A < 0 and ratio < 1 - clip_low, no gradient flows
-
-
-def at_least_float32(x: jax.Array) -> jax.Array:
-    """x in float32, or in float64 where it is."""
-    return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
 
 
 def masked_log_ratio(

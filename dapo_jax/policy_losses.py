@@ -22,11 +22,11 @@ import jax.numpy as jnp
 from dapo_jax.objective import (
     MAX_LOG_RATIO,
     Surrogate,
-    at_least_float32,
     clamp,
     masked_log_ratio,
     surrogate,
 )
+from dapo_jax.products import at_least_float32
 
 MAX_LOG_SEQUENCE_RATIO = 10.0  # as the reference's GSPO
 

@@ -1,13 +1,26 @@
-"""Matrix products in the order in which XLA's CPU backend reads memory; elsewhere nothing changes.
+"""Matrix products: what they are summed in, and the order in which they read memory on CPU.
 
-There a product that reads an operand against its order runs at about half the rate of one that
-does not, and more than the time of a transposition is lost (docs/log.md). The compilers for TPU
-and GPU choose the order themselves.
+With XLA's CPU backend a product that reads an operand against its order runs at about half the rate
+of one that does not, and more than the time of a transposition is lost (docs/log.md). The compilers
+for TPU and GPU choose the order themselves: there nothing changes.
 """
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 
 LANES = 128  # columns of a tile of a TPU's memory; of its rows, a multiple
+
+
+def sum_dtype(x: jax.Array) -> Any:
+    """Of sums over x or over its products: float32, whatever smaller x is, or float64 as x is."""
+    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+
+
+def at_least_float32(x: jax.Array) -> jax.Array:
+    """x in float32, or in float64 where it is."""
+    return x.astype(sum_dtype(x))
 
 
 def written_out(x: jax.Array) -> jax.Array:

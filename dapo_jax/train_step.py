@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from dapo_jax import log_probs, model, objective, policy_losses
 from dapo_jax.config import Config, OptimizerConfig
 from dapo_jax.optimizer import make_optimizer, moment_shardings, step
+from dapo_jax.products import sum_dtype
 from dapo_jax.sharding import (
     HeadLayout,
     head_layout,
@@ -154,7 +155,8 @@ def loss_and_sums(
         minus_ratio_min=jnp.max(jnp.where(mask_BT, -terms.ratio_BT, -jnp.inf)),
         gap_max=jnp.max(gap_BT),
     )
-    return loss, jax.lax.stop_gradient((sums, extremes))
+    statistics = jax.tree.map(lambda x: x.astype(jnp.float32), (sums, extremes))
+    return loss, jax.lax.stop_gradient(statistics)
 
 
 def _head_layout(config: Config, mesh: Mesh | None) -> HeadLayout | None:
@@ -184,10 +186,10 @@ def summed_gradient(
         grads, statistics = carry
         rows = Rows(*(jax.lax.dynamic_index_in_dim(x, m, keepdims=False) for x in rows_MBT))
         (_, more), more_grads = value_and_grad(params, rows)
-        grads = jax.tree.map(lambda a, b: a + b.astype(jnp.float32), grads, more_grads)
+        grads = jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, more_grads)
         return grads, join(statistics, more)
 
-    grads = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    grads = jax.tree.map(lambda p: jnp.zeros(p.shape, sum_dtype(p)), params)
     return jax.lax.fori_loop(0, num_micro_batches, add, (grads, zero))
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dapo_jax.products import LANES, columns_first, written_out
+from dapo_jax.products import LANES, columns_first, sum_dtype, written_out
 from dapo_jax.sharding import HeadLayout, axes_of
 
 # Columns of logits alive at once. Enough for the products to run at full speed with it; the
@@ -179,8 +179,3 @@ def cut(x: jax.Array, size: int) -> jax.Array:
     if missing:
         x = jnp.pad(x, ((0, missing), *[(0, 0)] * (x.ndim - 1)))
     return x.reshape(-1, size, *x.shape[1:])
-
-
-def sum_dtype(x: jax.Array) -> Any:
-    """Of sums over products of x."""
-    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32

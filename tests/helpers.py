@@ -82,6 +82,12 @@ def make_params(config: Config, seed: int = 0) -> model.Params:
     return model.init_params(config.model, jax.random.key(seed))
 
 
+def in_float64(tree: Any) -> Any:
+    """The same arrays, float32 ones in float64; to be used under `jax.enable_x64`."""
+    wider = lambda x: np.asarray(x, np.float64) if x.dtype == np.float32 else x
+    return jax.tree.map(wider, tree)
+
+
 def make_mesh(config: Config, num_devices: int) -> jax.sharding.Mesh:
     return sharding.make_mesh(config.mesh, jax.devices()[:num_devices])
 
