@@ -22,8 +22,9 @@ train    one update, objective and optimiser of configs/tiny_dapo.py, random wei
   --packed                       as many responses as fit in the rows; without it one a row
   --lengths uniform|longtail     of the responses, as above, the longest filling a row
   --micro_batch 8 --runs 7       rows whose activations are alive at once; 0: all
+  --remat dots                   what is kept of them for the backward pass: config.model.remat
 step     a whole step, rollout and one update on packed rows: seconds, and seconds by phase; flags
-         as of rollout, and --micro_batch 8 --runs 5
+         as of rollout, and --micro_batch 8 --remat dots --runs 5
   --share_prompts                prompts stand once in a row for all of their responses there
 packing  nothing is run: how evenly attention over packed rows lies over devices, with the rows of
          a mini-batch as first-fit-decreasing leaves them, and in the order that updates take
@@ -75,14 +76,14 @@ def measure(argv: list[str]) -> dict:
         },
         "gap": {"text": {"dtype": "float32", "cache_dtype": "auto"}, "numbers": numbers},
         "train": {
-            "text": text,
+            "text": {**text, "remat": "dots"},
             "numbers": sizes | {
                 "batch": 32, "row_len": 160, "prompt_len": 32, "micro_batch": 8, "runs": 7,
             },
             "switches": ("packed",),
         },
         "step": {
-            "text": text,
+            "text": {**text, "remat": "dots"},
             "numbers": {**numbers, "top_p": 1.0, "micro_batch": 8, "runs": 5},
             "switches": ("share_prompts",),
         },
@@ -128,8 +129,8 @@ def measure(argv: list[str]) -> dict:
 
         base = tiny_dapo.get_config().to_dict()
         base["train"] = base["train"] | {"share_prompts": flags.pop("share_prompts")}
-        micro_batch = flags.pop("micro_batch")
-        return bench_step(Shape(**flags), micro_batch, base)
+        micro_batch, remat = flags.pop("micro_batch"), flags.pop("remat")
+        return bench_step(Shape(**flags), micro_batch, remat, base)
     if kind == "gap":
         from dapo_jax.bench.gap import Gap, bench_gap
 

@@ -49,7 +49,9 @@ def test_the_limit_by_memory_counts_weights_and_cache(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("packing", [("--micro_batch=0",), ("--packed", "--micro_batch=8")])
+@pytest.mark.parametrize(
+    "packing", [("--micro_batch=0",), ("--packed", "--micro_batch=8", "--remat=full")]
+)
 def test_the_bench_of_an_update(capsys, packing):
     rows = ("--batch=16", "--row_len=40", "--lengths=longtail", "--runs=1")
     arguments = ["program", "train", *MODEL, *rows, "--prompt_len=5", *packing, "--json"]
@@ -57,6 +59,7 @@ def test_the_bench_of_an_update(capsys, packing):
     found = json.loads(capsys.readouterr().out)
     assert found["tokens_per_second"] > 0 and found["peak_rss_mb"] > 100
     assert found["fraction_of_limit"] > 0 and found["compile_seconds"] > 0
+    assert found["shape"]["remat"] == ("full" if "--remat=full" in packing else "dots")
     places = 16 * 40
     assert found["padding_fraction"] == pytest.approx(1 - found["tokens"] / places, abs=1e-4)
     if "--packed" in packing:
@@ -122,6 +125,7 @@ def test_long_tailed_lengths_are_as_stated(gen_len):
             r"--batch \(6\) must be a multiple of 4",
         ),
         (bench, ["train", "--batch=0"], "--batch must be above 0; got 0"),
+        (bench, ["train", "--remat=all"], "--remat must be one of none, dots, .*; got 'all'"),
         (bench, ["packing", "--micro_batch=40"], r"must be a multiple of --shards \(16\)"),
         (bench, ["packing", "--shards=0"], "--shards must be above 0; got 0"),
         (bench, ["packing", "--row_len=512"], r"--row_len \(512\) must be above --prompt_len"),

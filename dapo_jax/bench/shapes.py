@@ -1,6 +1,6 @@
 """What the benchmarks share: the shape of model and work, and random parameters and prompts."""
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.types import Problem, UserError
 
 LENGTHS = ("uniform", "longtail")
+REMAT = get_args(get_type_hints(ModelConfig)["remat"])
 
 
 class Shape(NamedTuple):
@@ -52,8 +53,10 @@ class Shape(NamedTuple):
             )
 
 
-def bench_model(shape: Shape) -> ModelConfig:
-    """A Qwen2 with tied embeddings."""
+def bench_model(shape: Shape, remat: str = "none") -> ModelConfig:
+    """A Qwen2 with tied embeddings; `remat` as in `ModelConfig`."""
+    if remat not in REMAT:
+        raise UserError(f"--remat must be one of {', '.join(REMAT)}; got {remat!r}.")
     return model_config(
         dict(
             path=None, tokenizer=None, vocab_size=shape.vocab, num_layers=shape.layers,
@@ -61,7 +64,7 @@ def bench_model(shape: Shape) -> ModelConfig:
             head_dim=shape.width // shape.heads, ff_width=shape.d_ff, rope_theta=1e6,
             rope_scaling=None, rms_norm_eps=1e-6, qkv_bias=True, qk_norm=False,
             tie_embeddings=True, sliding_window=None, sliding_layers=(), stop_token_ids=(),
-            param_dtype=shape.dtype, compute_dtype=shape.dtype, remat="none",
+            param_dtype=shape.dtype, compute_dtype=shape.dtype, remat=remat,
             attention="auto", log_prob_chunk_tokens=256,
         )
     )  # fmt: skip

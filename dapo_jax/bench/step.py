@@ -24,7 +24,7 @@ from dapo_jax.trainer import engine_spec
 from dapo_jax.types import Group, Problem, Response, UserError, Verdict
 
 
-def bench_step(shape: Shape, micro_batch: int, base: dict[str, Any]) -> dict[str, Any]:
+def bench_step(shape: Shape, micro_batch: int, remat: str, base: dict[str, Any]) -> dict[str, Any]:
     """The figures, from the median of `shape.runs` steps after one that is not counted.
 
     A step draws `group` responses to each of `prompts` prompts, calls about half of them right by a
@@ -32,12 +32,13 @@ def bench_step(shape: Shape, micro_batch: int, base: dict[str, Any]) -> dict[str
 
     Args:
         micro_batch: rows of the update that are computed at once.
+        remat: see ModelConfig.
         base: every field of a config; objective and optimiser are taken from it.
     """
     shape.check()
     if micro_batch < 1:
         raise UserError(f"--micro_batch must be above 0; got {micro_batch}.")
-    c = bench_model(shape)
+    c = bench_model(shape, remat)
     config = bench_config(
         c,
         base,
@@ -93,6 +94,7 @@ def bench_step(shape: Shape, micro_batch: int, base: dict[str, Any]) -> dict[str
         "peak_rss_mb": round(resident_bytes("VmHWM") / 1e6, 1),
         "padding_fraction": round(padding, 4),
         "share_prompts": config.train.share_prompts,
+        "remat": remat,
         "seconds": [round(t, 4) for t in sorted(seconds)],
         "tokens": int(lengths.sum()),
         "device": jax.devices()[0].device_kind,

@@ -34,6 +34,7 @@ class TrainShape(NamedTuple):
     packed: bool  # responses share rows; else each has a row of its own
     micro_batch: int  # rows; 0: all of them at once
     runs: int
+    remat: str = "dots"  # see ModelConfig
 
     def check(self) -> None:
         """Raises UserError for what is out of range."""
@@ -69,7 +70,7 @@ def bench_train(shape: TrainShape, base: dict[str, Any]) -> dict[str, Any]:
     """
     shape.check()
     config = bench_config(
-        bench_model(shape.responses(1)),
+        bench_model(shape.responses(1), shape.remat),
         base,
         prompts=max(1, shape.batch // 2),
         group=2,
