@@ -24,6 +24,8 @@ by which prompts are begun. Nothing is compiled.
 --accept               share of the prompts that dynamic sampling keeps; 0.4 if not given
 --lengths_from         directory of a run that saved all its rollouts: its lengths and verdicts
                        instead, and its measured seconds beside the prediction
+--calibrate_from       directory of such a run of one host: calls take as much longer, or shorter,
+                       than as said below as its steps took
 --compare_hosts        other numbers of hosts in the table, for one step each; 1,16,64,256
 --simulate_steps       rollout steps with --simulate_hosts hosts; 3
 --chip                 that decodes, v5p if not given; or, measured:
@@ -40,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-TEXTS = ("length_distribution", "lengths_from", "compare_hosts", "chip")
+TEXTS = ("length_distribution", "lengths_from", "calibrate_from", "compare_hosts", "chip")
 INTEGERS = ("simulate_hosts", "simulate_steps", "unit_tokens")
 FLOATS = ("accept", "decode_seconds", "prefill_seconds", "host_seconds", "reward_seconds")
 

@@ -157,9 +157,9 @@ def test_lengths(tmp_path):
     assert set(draw(str(file), 4)) == {3, 4}
 
 
-def saved_run(place, records, tried=2):
-    (place / "rollouts").mkdir()
-    (place / "rollouts" / "step_000001.jsonl").write_text(
+def saved_run(place, records, tried=2, step=1):
+    (place / "rollouts").mkdir(exist_ok=True)
+    (place / "rollouts" / f"step_{step:06}.jsonl").write_text(
         "".join(json.dumps(record) + "\n" for record in records)
     )
     line = {"step": 1, "sampling/prompts_tried": tried, "time/rollout": 8.0}
@@ -189,6 +189,41 @@ def test_lengths_and_verdicts_of_a_run(tmp_path, capsys):
     assert "--config.log.rollouts_per_step=1000000" in capsys.readouterr().err
 
 
+def test_calls_take_as_long_as_in_another_run(tmp_path, capsys):
+    """By the median of its steps, two of which took twice what is given and one was disturbed."""
+    seconds = (2.2, 2.2, 30.0)
+    same = [{"length": 4 + i, "correct": i in (0, 5)} for i in range(2 * 8)]
+    short = [{"length": 3, "correct": i in (0, 5)} for i in range(2 * 8)]
+    for place, records, took in (("known", same, seconds), ("asked", short, (1.0,))):
+        steps = dict(enumerate(took, 1))
+        (tmp_path / place).mkdir()
+        for step in steps:
+            saved_run(tmp_path / place, [r | {"step": step} for r in records], step=step)
+        lines = [
+            {"step": step, "sampling/prompts_tried": 2, "time/rollout": s}
+            for step, s in steps.items()
+        ]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / place / "metrics.jsonl").write_text(text)
+    arguments = [
+        "--config=configs/tiny_dapo.py", "--simulate_hosts=1", f"--lengths_from={tmp_path}/asked",
+        "--decode_seconds=0.8", "--prefill_seconds=0", "--config.train.prompts_per_step=1",
+        "--config.train.prompts_per_update=1", "--reward_seconds=0", "--json",
+    ]  # fmt: skip
+    predicted = []
+    for more in ([], [f"--calibrate_from={tmp_path}/known"]):
+        assert main(["program", *arguments, *more]) == 0
+        found = json.loads(capsys.readouterr().out)
+        predicted += found["measured"]["predicted_seconds"]
+    # 3 tokens of a tenth of a second each; of the other run 11, see above.
+    assert predicted[0] == pytest.approx(0.3, abs=0.01)
+    assert predicted[1] == pytest.approx(2 * predicted[0], rel=0.01)
+    assert "all calls take 2.0" in found["assumptions"][-2]
+    again = f"--calibrate_from={tmp_path}/known/../asked"
+    assert main(["program", *arguments, again]) == 2
+    assert "nothing would be predicted" in capsys.readouterr().err
+
+
 def test_the_table(capsys):
     arguments = ["--config=configs/tiny_dapo.py", "--simulate_hosts=2", "--compare_hosts=1"]
     arguments += ["--length_distribution=lognormal:20:1", "--accept=0.5", "--simulate_steps=2"]
@@ -215,6 +250,8 @@ def test_the_table(capsys):
         (["--length_distribution=none.jsonl"], "none.jsonl: no such file"),
         (["--lengths_from=nowhere"], "nowhere is not the directory of a run"),
         (["--lengths_from=x", "--accept=0.5"], "leave --accept and"),
+        (["--calibrate_from=nowhere"], "--calibrate_from=nowhere is not the directory of a run"),
+        (["--calibrate_from=x", "--config.mesh.data=2"], "one shard: config.mesh has 2"),
         (["--chip=v9"], "--chip must be one of v4, v5p"),
         (["--decode_seconds=1"], "go together"),
         (["--unit_tokens=3"], "--unit_tokens must divide config.rollout.decode_steps .8."),

@@ -27,6 +27,7 @@ class Asked(NamedTuple):
     simulate_steps: int | None = None
     length_distribution: str | None = None
     lengths_from: str | None = None
+    calibrate_from: str | None = None
     accept: float | None = None
     prompt_tokens: int | None = None
     chip: str | None = None
@@ -69,6 +70,18 @@ def check(config: Config, asked: Asked) -> list[int]:
             "--lengths_from takes lengths and verdicts from a run: leave --accept and "
             "--length_distribution out."
         )
+    if asked.calibrate_from is not None:
+        runs = {Path(run).resolve() for run in (asked.calibrate_from, asked.lengths_from or "")}
+        if len(runs) == 1:
+            raise UserError(
+                "--calibrate_from and --lengths_from name one run: nothing would be predicted. "
+                "Give --lengths_from another one."
+            )
+        if (shards := _shards(config)) > 1:
+            raise UserError(
+                "--calibrate_from needs the run of one host, and a config whose rollout is one "
+                f"shard: config.mesh has {shards}."
+            )
     k, unit = config.rollout.decode_steps, asked.unit_tokens
     if unit is not None and unit % k and k % unit:
         raise UserError(
@@ -93,11 +106,14 @@ def simulate(config: Config, asked: Asked, say: Callable[[str], None]) -> dict[s
     """
     numbers = check(config, asked)
     setting, assumptions = _setting(config, asked)
+    if asked.calibrate_from is not None:
+        setting, how = _calibrated(setting, Path(asked.calibrate_from))
+        assumptions.append(how)
     d, r = config.dynamic_sampling, config.rollout
     steps = asked.simulate_steps or 3
     measured = None
     if asked.lengths_from is not None:
-        measured = workload.of_run(Path(asked.lengths_from), config)
+        measured = workload.of_run(Path(asked.lengths_from), config, "lengths_from")
         work, share = measured.workload, 1.0  # as a run begins
         steps = min(asked.simulate_steps or len(measured.seconds), len(measured.seconds))
         assumptions += [
@@ -149,9 +165,7 @@ def simulate(config: Config, asked: Asked, say: Callable[[str], None]) -> dict[s
 
 def _setting(config: Config, asked: Asked) -> tuple[Setting, list[str]]:
     """What hosts are like, and what that rests on."""
-    r, mesh = config.rollout, config.mesh
-    devices = mesh.rollout_tensor or max(1, mesh.tensor)
-    shards = math.prod(max(1, getattr(mesh, axis)) for axis in AXES) // devices
+    r, shards, devices = config.rollout, _shards(config), _devices(config)
     unit = asked.unit_tokens or simulation.unit_tokens(config)
     slots, prompts = max(1, r.slots // shards), max(1, r.prefill_prompts // shards)
     prompt_tokens = asked.prompt_tokens or max(1, config.data.max_prompt_tokens // 4)
@@ -202,6 +216,38 @@ def _setting(config: Config, asked: Asked) -> tuple[Setting, list[str]]:
     ]
     costs = Costs(decode, prefill, host, reward)
     return Setting(config, slots, prompts, unit, prompt_tokens, costs), said
+
+
+def _devices(config: Config) -> int:
+    """Of a shard of the rollout."""
+    return config.mesh.rollout_tensor or max(1, config.mesh.tensor)
+
+
+def _shards(config: Config) -> int:
+    return math.prod(max(1, getattr(config.mesh, axis)) for axis in AXES) // _devices(config)
+
+
+def _calibrated(setting: Setting, run: Path) -> tuple[Setting, str]:
+    """The setting with calls so long that the steps of a run take as long as they took, by the
+    median of the steps; and how that was found."""
+    measured = workload.of_run(run, setting.config, "calibrate_from")
+    num, costs = len(measured.seconds), setting.costs
+    played = simulation.rollouts(
+        setting, measured.workload, hosts=1, policy="ours", steps=num, share=1.0
+    )
+    ratios = [seconds / one.seconds for seconds, one in zip(measured.seconds, played)]
+    factor = float(np.median(ratios))
+    longer = Costs(
+        lambda live, cached: factor * costs.decode(live, cached),
+        factor * costs.prefill,
+        factor * costs.host,
+        costs.reward,
+    )
+    low, high = min(ratios), max(ratios)
+    return setting._replace(costs=longer), (
+        f"all calls take {factor:.3f} times as long, by the median of {num} steps of {run} (from "
+        f"{low:.3f} to {high:.3f})"
+    )
 
 
 def _chip(name: str) -> chips.Chip:

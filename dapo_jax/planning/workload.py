@@ -96,16 +96,19 @@ class Measured(NamedTuple):
     tokens: float  # mean length
 
 
-def of_run(directory: Path, config: Config) -> Measured:
+def of_run(directory: Path, config: Config, flag: str) -> Measured:
     """The rollouts that a run has saved. Prompts beyond those of a step, which it had begun and
     given back, have the responses of others of that step.
+
+    Args:
+        flag: that names the run.
 
     Raises:
         UserError: there is no such run, or it did not save all of its responses.
     """
     files = sorted((directory / "rollouts").glob("step_*.jsonl"))
     if not files or not (directory / "metrics.jsonl").is_file():
-        raise UserError(f"--lengths_from={directory} is not the directory of a run with rollouts.")
+        raise UserError(f"--{flag}={directory} is not the directory of a run with rollouts.")
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     metrics = {line["step"]: line for line in map(json.loads, lines)}
     G, steps, seconds = config.rollout.group_size, [], []
@@ -115,7 +118,7 @@ def of_run(directory: Path, config: Config) -> Measured:
         tried = metrics.get(step, {}).get("sampling/prompts_tried")
         if len(records) != G * (tried or 0):
             raise UserError(
-                f"--lengths_from={directory}: step {step} has {len(records)} responses saved of "
+                f"--{flag}={directory}: step {step} has {len(records)} responses saved of "
                 f"{tried} prompts with {G} each. Run it with --config.log.rollouts_per_step="
                 "1000000, and give its own config here."
             )
