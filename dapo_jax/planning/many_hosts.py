@@ -70,9 +70,9 @@ def check(config: Config, asked: Asked) -> list[int]:
             "--lengths_from takes lengths and verdicts from a run: leave --accept and "
             "--length_distribution out."
         )
-    if asked.calibrate_from is not None:
-        runs = {Path(run).resolve() for run in (asked.calibrate_from, asked.lengths_from or "")}
-        if len(runs) == 1:
+    if (run := asked.calibrate_from) is not None:
+        other = asked.lengths_from
+        if other is not None and Path(other).resolve() == Path(run).resolve():
             raise UserError(
                 "--calibrate_from and --lengths_from name one run: nothing would be predicted. "
                 "Give --lengths_from another one."
