@@ -157,13 +157,15 @@ def test_lengths(tmp_path):
     assert set(draw(str(file), 4)) == {3, 4}
 
 
-def saved_run(place, records, tried=2, step=1):
-    (place / "rollouts").mkdir(exist_ok=True)
+def saved_run(place, records, tried=2, step=1, seconds=8.0):
+    """With one step more."""
+    (place / "rollouts").mkdir(parents=True, exist_ok=True)
     (place / "rollouts" / f"step_{step:06}.jsonl").write_text(
         "".join(json.dumps(record) + "\n" for record in records)
     )
-    line = {"step": 1, "sampling/prompts_tried": tried, "time/rollout": 8.0}
-    (place / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    line = {"step": step, "sampling/prompts_tried": tried, "time/rollout": seconds}
+    with (place / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps(line) + "\n")
     return place
 
 
@@ -191,20 +193,13 @@ def test_lengths_and_verdicts_of_a_run(tmp_path, capsys):
 
 def test_calls_take_as_long_as_in_another_run(tmp_path, capsys):
     """By the median of its steps, two of which took twice what is given and one was disturbed."""
-    seconds = (2.2, 2.2, 30.0)
-    same = [{"length": 4 + i, "correct": i in (0, 5)} for i in range(2 * 8)]
-    short = [{"length": 3, "correct": i in (0, 5)} for i in range(2 * 8)]
-    for place, records, took in (("known", same, seconds), ("asked", short, (1.0,))):
-        steps = dict(enumerate(took, 1))
-        (tmp_path / place).mkdir()
-        for step in steps:
-            saved_run(tmp_path / place, [r | {"step": step} for r in records], step=step)
-        lines = [
-            {"step": step, "sampling/prompts_tried": 2, "time/rollout": s}
-            for step, s in steps.items()
-        ]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (tmp_path / place / "metrics.jsonl").write_text(text)
+
+    def records(step, lengths):
+        return [{"step": step, "length": n, "correct": i in (0, 5)} for i, n in enumerate(lengths)]
+
+    for step, seconds in enumerate((2.2, 2.2, 30.0), 1):
+        saved_run(tmp_path / "known", records(step, range(4, 20)), step=step, seconds=seconds)
+    saved_run(tmp_path / "asked", records(1, [3] * 16))
     arguments = [
         "--config=configs/tiny_dapo.py", "--simulate_hosts=1", f"--lengths_from={tmp_path}/asked",
         "--decode_seconds=0.8", "--prefill_seconds=0", "--config.train.prompts_per_step=1",

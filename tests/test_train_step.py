@@ -126,7 +126,7 @@ def test_loss_is_the_weighted_sum_over_response_tokens(params, samples):
 
 @pytest.mark.parametrize("B, M", [(1, 12), (2, 6), (3, 5), (12, 1)])
 def test_micro_batches_add_up(params, samples, B, M):
-    """In float64: of these samples' gradient float32 leaves 2e-6 open (docs/log.md)."""
+    """In float64: in float32 each is 2e-6 or more from the true gradient (docs/log.md)."""
     wide = replace_model(CONFIG, param_dtype="float64", compute_dtype="float64")
     config = dataclasses.replace(CONFIG, model=wide)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):

@@ -237,11 +237,10 @@ def _calibrated(setting: Setting, run: Path) -> tuple[Setting, str]:
     )
     ratios = [seconds / one.seconds for seconds, one in zip(measured.seconds, played)]
     factor = float(np.median(ratios))
-    longer = Costs(
-        lambda live, cached: factor * costs.decode(live, cached),
-        factor * costs.prefill,
-        factor * costs.host,
-        costs.reward,
+    longer = costs._replace(
+        decode=lambda live, cached: factor * costs.decode(live, cached),
+        prefill=factor * costs.prefill,
+        host=factor * costs.host,
     )
     low, high = min(ratios), max(ratios)
     return setting._replace(costs=longer), (
