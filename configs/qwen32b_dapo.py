@@ -114,6 +114,7 @@ def get_config() -> ml_collections.ConfigDict:
                 log_prob_source="rollout",
                 watchdog_seconds=120.0,
                 watchdog_limit_seconds=1800.0,
+                watchdog_hang_factor=10.0,
             ),
             reward=dict(
                 scorer="math_dapo",

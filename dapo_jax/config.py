@@ -175,6 +175,9 @@ class RolloutConfig:
     # When nothing has moved for so long in a step, the run ends with the status by which
     # launch/restart.sh starts it again from its last checkpoint; 0: never.
     watchdog_limit_seconds: float
+    # A run of several processes ends so, too, when the main thread of one has been in a call for so
+    # many times the longest that any took in the steps before, and for 40 s; 0: never.
+    watchdog_hang_factor: float
 
 
 @dataclasses.dataclass(frozen=True)

@@ -63,6 +63,9 @@ def check(config: Any) -> None:
         *("checkpoint.keep_best", "log.rollouts_per_step", "evaluation.temperature"),
         *("rollout.watchdog_seconds", "rollout.watchdog_limit_seconds"),
     )
+    factor = rollout.watchdog_hang_factor
+    require(factor == 0 or factor >= 1, "rollout.watchdog_hang_factor", factor,
+            "1 or more, or 0 for never")  # fmt: skip
     for field in ("rollout.top_p", "evaluation.top_p"):
         value = get(config, field)
         require(0 < value <= 1, field, value, "in (0, 1]")

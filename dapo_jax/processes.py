@@ -248,7 +248,20 @@ class Processes:
         if any(isinstance(cause, jax.errors.JaxRuntimeError) for cause in causes(error)):
             # If it is because another is lost, the thread knows in a while, and tells who it is.
             time.sleep(DEAD_SECONDS + 3 * BEAT_SECONDS)
-        told = {"status": status, "message": _line(error)}
+        self._tell_failure(_line(error), status)
+        _end(status)
+        return status
+
+    def give_up(self, message: str) -> None:
+        """Ends this process at once, from whatever thread, and has it started again; the others
+        are told why, and end too."""
+        _say_end(message, START_AGAIN)
+        if self.count > 1:
+            self._tell_failure(message, START_AGAIN)
+        _end(START_AGAIN)
+
+    def _tell_failure(self, message: str, status: int) -> None:
+        told = {"status": status, "message": message}
         try:
             self._client.key_value_set(
                 f"failed/{self.index}", json.dumps(told), allow_overwrite=True
@@ -257,8 +270,6 @@ class Processes:
                 time.sleep(3 * BEAT_SECONDS)  # the store ends with this process
         except Exception:  # the store is gone: the others know
             pass
-        _end(status)
-        return status
 
 
 ALONE = Processes()
@@ -338,9 +349,13 @@ def _line(error: BaseException) -> str:
 
 def leave(message: str, status: int) -> None:
     """Ends this process at once, from whatever thread, and says why."""
-    again = ". The same command goes on from the last checkpoint" if status == START_AGAIN else ""
-    print(f"error: {message}; this process ends{again}.", file=sys.stderr)
+    _say_end(message, status)
     _end(status)
+
+
+def _say_end(message: str, status: int) -> None:
+    again = ". The same command goes on from the last checkpoint" if status == START_AGAIN else ""
+    print(f"error: {message}; this process ends{again}.", file=sys.stderr, flush=True)
 
 
 def _end(status: int) -> None:

@@ -17,7 +17,7 @@ import multiprocessing
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import pebble
@@ -82,16 +82,24 @@ class RewardPool:
         scorers: those that tasks may name, see `dapo_jax.scorers.load_scorer`.
         workers: number of processes.
         timeout_seconds: hard limit for one response, all its scorers together.
+        waiting: is called again and again while a result is waited for.
 
     Raises:
         UserError: there is no such scorer.
     """
 
-    def __init__(self, scorers: Iterable[str], *, workers: int, timeout_seconds: float):
+    def __init__(
+        self,
+        scorers: Iterable[str],
+        *,
+        workers: int,
+        timeout_seconds: float,
+        waiting: Callable[[], None] = lambda: None,
+    ):
         names = tuple(dict.fromkeys(scorers))
         # Here too: a wrong name is the user's mistake and not a worker's.
         self.reads_all = {name: load_scorer(name).reads_all for name in names}
-        self.workers, self.timeout_seconds = workers, timeout_seconds
+        self.workers, self.timeout_seconds, self.waiting = workers, timeout_seconds, waiting
         # Scores by what a task hashes to: short answers come again and again, and long ones are not
         # worth their memory.
         self.known: collections.OrderedDict[bytes, Scored] = collections.OrderedDict()
@@ -160,7 +168,7 @@ class RewardPool:
         losses: collections.Counter[int] = collections.Counter()
         while waiting:
             part = waiting.popleft()
-            chunk, scores = part.tasks, _result(part)
+            chunk, scores = part.tasks, self._result(part)
             if scores == LOST:
                 losses.update(chunk)
                 scores = "worker died"
@@ -186,6 +194,23 @@ class RewardPool:
         while len(self.known) > REMEMBERED_SCORES:
             self.known.popitem(last=False)
         return [results[i] for i in range(len(tasks))]
+
+    def _result(self, chunk: Chunk) -> list[Scored] | str:
+        """The scores of a chunk, or of its beginning, or what ended its worker."""
+        # A pool that has given up forgets what it had not handed to a worker.
+        while not chunk.over:
+            concurrent.futures.wait([chunk.future], LOOK_SECONDS)
+            self.waiting()
+        if not chunk.future.done():
+            return LOST
+        try:
+            return chunk.future.result()
+        except concurrent.futures.TimeoutError:
+            return "timeout"
+        except pebble.ProcessExpired:
+            return "worker died"
+        except (concurrent.futures.BrokenExecutor, concurrent.futures.CancelledError):
+            return LOST
 
     def ready(self, pending: Pending) -> bool:
         """Whether `collect` will hardly have to wait."""
@@ -225,23 +250,6 @@ _NO_WORKERS = (
 def _name(task: Task) -> bytes:
     # As JSON, whose escapes hold the lone surrogates that decoders let out.
     return hashlib.blake2b(json.dumps(task).encode(), digest_size=16).digest()
-
-
-def _result(chunk: Chunk) -> list[Scored] | str:
-    """The scores of a chunk, or of its beginning, or what ended its worker."""
-    # A pool that has given up forgets what it had not handed to a worker.
-    while not chunk.over:
-        concurrent.futures.wait([chunk.future], LOOK_SECONDS)
-    if not chunk.future.done():
-        return LOST
-    try:
-        return chunk.future.result()
-    except concurrent.futures.TimeoutError:
-        return "timeout"
-    except pebble.ProcessExpired:
-        return "worker died"
-    except (concurrent.futures.BrokenExecutor, concurrent.futures.CancelledError):
-        return LOST
 
 
 class _OutOfTime(BaseException):

@@ -5,7 +5,7 @@ stopped anywhere and started again goes on as if it had never stopped.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from dapo_jax.dynamic_sampling import (
 from dapo_jax.evaluate import evaluate
 from dapo_jax.learner import RunState
 from dapo_jax.problems import rubrics
-from dapo_jax.processes import ALONE, START_AGAIN, Processes, leave
+from dapo_jax.processes import ALONE, Processes
 from dapo_jax.progress import Progress, duration
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout.sampling import SamplingParams
@@ -89,9 +89,11 @@ def train(config: Config, workdir: Path, them: Processes = ALONE) -> int | None:
             r.watchdog_seconds,
             progress.say,
             most=r.watchdog_limit_seconds,
-            give_up=lambda why: leave(why, START_AGAIN),
+            # A process alone may be stopped for a while by who watches it (Ctrl-Z).
+            hang_factor=r.watchdog_hang_factor if them.count > 1 else 0.0,
+            give_up=them.give_up,
         ) as watch,
-        _reward_pool(config) as pool,
+        _reward_pool(config, watch.lives) as pool,
         Checkpoints(
             run_directory.checkpoints(workdir, run_directory.frozen(config)),
             keep_newest=config.checkpoint.keep_newest,
@@ -116,13 +118,16 @@ def train(config: Config, workdir: Path, them: Processes = ALONE) -> int | None:
     return next((number for number in them.agree(signals.received) if number is not None), None)
 
 
-def _reward_pool(config: Config) -> RewardPool:
+def _reward_pool(config: Config, waiting: Callable[[], None]) -> RewardPool:
     """Workers for all that a response of the run may be put to."""
     train, heldout = rubrics(config, config.data.train), rubrics(config, config.data.heldout)
     named = {name for rubric in (*train.values(), *heldout.values()) for name in rubric.names}
     r = config.reward
     return RewardPool(
-        named | equivalences(heldout), workers=r.workers, timeout_seconds=r.timeout_seconds
+        named | equivalences(heldout),
+        workers=r.workers,
+        timeout_seconds=r.timeout_seconds,
+        waiting=waiting,
     )
 
 
@@ -233,8 +238,9 @@ class _Run:
     def one_step(self) -> None:
         """One rollout step: sample until the batch is full, update, evaluate, log, save."""
         assert self.state is not None and self.host is not None
-        self.watch.limited = True
         trainer, config, step = self.trainer, self.config, self.step + 1
+        self.watch.moved(f"step {step}: parameters for the rollout")
+        self.watch.limited = True
         begun, compiled = time.monotonic(), self.compilations.count
         drawing = self._drawing(ROLLOUT_KEY, step)
         clock, replaced = drawing.clock, self.pool.replaced
@@ -293,6 +299,8 @@ class _Run:
             start = time.monotonic()
             numbers |= self._evaluate(step)
             clock["evaluation"] = time.monotonic() - start
+        self.watch.step_done()
+        self.watch.limited = False  # until the next step: storage may be slow
         self.directory.save_rollouts(
             step,
             batch.sampled,
@@ -345,7 +353,7 @@ class _Run:
 
     def save(self) -> None:
         """Saves the last completed step, unless that is done."""
-        self.watch.limited = False  # until the next step: storage may be slow
+        self.watch.limited = False
         if self.step < 0 or self.saved_step == self.step:
             return
         assert self.state is not None and self.host is not None

@@ -36,11 +36,14 @@ def write_config(directory, **overrides):
     return file
 
 
-def start(workdir, home, *, devices=1, optimise=False, flags=(), **overrides):
-    """launch/train.py in a process of its own."""
+TRAIN = ROOT / "launch" / "train.py"
+
+
+def start(workdir, home, *, devices=1, optimise=False, flags=(), program=TRAIN, **overrides):
+    """launch/train.py, or what is to run in its place, in a process of its own."""
     command = [
         sys.executable,
-        str(ROOT / "launch" / "train.py"),
+        str(program),
         f"--config={write_config(workdir.with_name(workdir.name + '_config'), **overrides)}",
         f"--workdir={workdir}",
         *flags,

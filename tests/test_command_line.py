@@ -177,6 +177,7 @@ PREFILTER = ("dynamic_sampling", "prefilter")
         ((*PREFILTER, "min_sampled", 0.0), r"prefilter\.min_sampled must be in \(0, 1\]; got 0"),
         (("dynamic_sampling", "max_staleness", 0), r"max_staleness must be greater than 0; got 0"),
         (("rollout", "watchdog_seconds", -1.0), r"rollout\.watchdog_seconds must be .* got -1"),
+        (("rollout", "watchdog_hang_factor", 0.5), r"watchdog_hang_factor must be 1 or more, or 0"),
         ((*PREFILTER, "max_skips", 0), r"prefilter\.max_skips must be greater than 0; got 0"),
     ],
 )

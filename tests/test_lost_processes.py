@@ -1,22 +1,33 @@
-"""A process of a run that dies or freezes: the others end, and the run goes on."""
+"""A process of a run that dies, freezes or hangs ends the others."""
 
-import shutil
 import signal
 import time
 
 import pytest
 
 from dapo_jax.processes import START_AGAIN
-from tests.processes import DEVICES, RUN, assert_same_run, begin
-from tests.runs import finish, run
+from tests.conftest import ROOT
+from tests.processes import RUN, begin, finish_all
+from tests.runs import finish
+
+# launch/train.py, but the second process hangs in its fourth step.
+HANGS = f"""
+import runpy, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+if __name__ == "__main__":
+    from dapo_jax import train
+    ready = train._Run._groups_to_train
+    def hang(self, groups, step):
+        time.sleep(10_000 if step == 4 and self.them.index == 1 else 0)
+        return ready(self, groups, step)
+    train._Run._groups_to_train = hang
+    runpy.run_path({str(ROOT / "launch" / "train.py")!r}, run_name="__main__")
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "lost, number", [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)]
-)
-def test_a_process_that_is_lost_ends_the_others_and_the_run_goes_on(home, tmp_path, lost, number):
-    """In another number of processes, to the same parameters but for rounding."""
+@pytest.mark.parametrize("lost, number", [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
+def test_a_process_that_is_lost_ends_the_others(home, tmp_path, lost, number):
     workdir = tmp_path / "run"
     started = begin(workdir, home, 1, **RUN | {"train__num_steps": 1000})
     started[lost].send_signal(number)
@@ -29,13 +40,18 @@ def test_a_process_that_is_lost_ends_the_others_and_the_run_goes_on(home, tmp_pa
     assert code == START_AGAIN or (lost == 0 and code == -signal.SIGABRT), err
     if code == START_AGAIN:
         assert f"process {lost}" in err and "goes on from the last checkpoint" in err
-    assert any((workdir / "checkpoints").iterdir())
-    if lost == 1 and number == signal.SIGKILL:
-        one = tmp_path / "one"
-        run(one, home, devices=DEVICES, **RUN)
-        # As far as the run that was not disturbed.
-        for step in (workdir / "checkpoints").iterdir():
-            if step.name.isdigit() and int(step.name) > 2:
-                shutil.rmtree(step)
-        assert "resuming after step" in run(workdir, home, devices=DEVICES, **RUN)
-        assert_same_run(one, workdir)
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_ends_all(home, tmp_path):
+    """Its signs of life go on, as they come from another thread."""
+    program = tmp_path / "hangs.py"
+    program.write_text(HANGS)
+    workdir = tmp_path / "run"
+    started = begin(workdir, home, 3, program=program, **RUN | {"train__num_steps": 1000})
+    begun = time.monotonic()
+    (code, _, err), (code_of_hung, _, err_of_hung) = finish_all(started)
+    assert time.monotonic() - begun < 60
+    assert (code, code_of_hung) == (START_AGAIN, START_AGAIN)
+    assert "the main thread has been in one_step (train.py:" in err_of_hung
+    assert "process 1 on" in err and "failed: the main thread has been in one_step" in err

@@ -52,9 +52,9 @@ def test_four_processes_train_as_one(one, home, tmp_path):
     assert_same_run(one, tmp_path / "run")
 
 
-@pytest.mark.slow
-def test_a_signal_to_one_stops_all_and_the_run_goes_on_bit_for_bit(two, home, tmp_path):
-    workdir = tmp_path / "run"
+def test_a_run_is_stopped_goes_on_loses_a_process_and_goes_on_in_four(one, two, home, tmp_path):
+    workdir, endless = tmp_path / "run", RUN | {"train__num_steps": 1000}
+    # SIGTERM to one: all save and stop.
     started = begin(workdir, home, 1, **RUN)
     started[1].send_signal(signal.SIGTERM)
     ended = finish_all(started)
@@ -62,11 +62,31 @@ def test_a_signal_to_one_stops_all_and_the_run_goes_on_bit_for_bit(two, home, tm
     assert all(err == "" for *_, err in ended)
     assert "stopped after step" in said(ended[0][1])[-1]
     assert len(metrics_of(workdir)) < 4
-    first, _ = run_all(workdir, home, 2, **RUN)
-    assert any(line.startswith("resuming after step") for line in first)
-    assert metrics_of(workdir) == metrics_of(two[0]) and rollouts_of(workdir) == rollouts_of(two[0])
+    # The same processes go on bit for bit. (Once step 5 is done, step 3 is saved for certain.)
+    started = begin(workdir, home, 5, **endless)
+    # One dies: the other ends in time and says why.
+    started[1].kill()
+    begun = time.monotonic()
+    (code, out, err), _ = finish_all(started)
+    assert time.monotonic() - begun < 60
+    assert code == START_AGAIN and "process 1" in err and "from the last checkpoint" in err
+    assert any(line.startswith("resuming after step") for line in said(out))
+    trained = lambda place: [
+        {name: value for name, value in step.items() if not name.startswith("eval/")}
+        for step in metrics_of(place)[:4]
+    ]
+    assert trained(workdir) == trained(two[0])
+    mine = rollouts_of(workdir)
+    assert rollouts_of(two[0]).items() <= mine.items() and len(mine) >= 3
     ours, theirs = (params_at(place, 3, **RUN) for place in (workdir, two[0]))
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y), ours, theirs)
+    # Four go on, from before the last step of the run that was not disturbed.
+    for step in (workdir / "checkpoints").iterdir():
+        if not step.name.isdigit() or int(step.name) > 2:
+            shutil.rmtree(step)
+    first, *_ = run_all(workdir, home, 4, **RUN)
+    assert "resuming after step 2 of 3" in first
+    assert_same_run(one, workdir)
 
 
 @pytest.mark.slow

@@ -165,6 +165,7 @@ def test_parameters_come_to_those_that_draw_together_as_they_are(sizes, together
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 
 
+@pytest.mark.slow
 def test_two_processes_that_draw_together_train_as_one(home, tmp_path):
     """The model is split over both while drawing, and over fsdp in training."""
     settings = TOGETHER | {"mesh__data": 1}

@@ -7,7 +7,7 @@ import threading
 
 from dapo_jax.processes import START_AGAIN
 from dapo_jax.progress import Progress
-from dapo_jax.watchdog import UNWATCHED, Watchdog
+from dapo_jax.watchdog import LEAST_HANG_SECONDS, UNWATCHED, Watchdog
 from tests.conftest import ROOT
 
 
@@ -74,13 +74,94 @@ def test_it_gives_up_in_the_end_and_says_of_what():
     assert len(given_up) == 1
 
 
+class Steps:
+    """A watchdog of a run whose steps take as long as they are told."""
+
+    def __init__(self, factor=10.0):
+        self.now, self.given_up = 0.0, []
+        self.watch = Watchdog(
+            0.0, print, lambda: self.now, hang_factor=factor, give_up=self.given_up.append
+        )
+
+    def passes(self, seconds):
+        """Time in which the main thread does nothing; the watchdog looks every second."""
+        for _ in range(seconds):
+            self.now += 1.0
+            self.watch.look()
+
+    def step(self, *pauses):
+        self.watch.moved("step")
+        self.watch.limited = True
+        for pause in pauses:
+            self.passes(pause)
+            self.watch.moved()
+        self.watch.step_done()
+        self.watch.limited = False
+
+
+def test_a_main_thread_hangs_that_is_still_for_many_times_the_longest_of_the_steps_before():
+    run = Steps()
+    run.step(300)  # programs are compiled
+    run.step(1, 7, 2)
+    run.passes(500)  # what is saved
+    run.watch.moved("step 3")
+    run.watch.limited = True
+    run.passes(69)
+    assert run.given_up == []
+    run.passes(1)
+    (why,) = run.given_up
+    assert why.startswith("the main thread has been in ") and why.endswith(
+        "for 1 min 10 s, where nothing in a step before took longer than 7 s; waiting for step 3"
+    )
+
+
+def test_no_pause_is_a_hang_that_is_shorter_than_the_least():
+    run = Steps()
+    for _ in range(5):
+        run.step(0)
+    run.watch.limited = True
+    run.passes(int(LEAST_HANG_SECONDS) - 1)
+    assert run.given_up == []
+    run.passes(1)
+    assert len(run.given_up) == 1
+
+
+def test_who_asks_again_and_again_does_not_hang():
+    """For the verdicts of workers and of other processes, however long they take."""
+    run = Steps()
+    for _ in range(3):
+        run.step(1)
+    run.watch.limited = True
+    for ask in (run.watch.lives, lambda: run.watch.waiting_for("process 1")):
+        for _ in range(100):
+            ask()
+            run.passes(9)
+    assert run.given_up == []
+
+
+def test_before_two_steps_are_done_and_outside_of_steps_nothing_is_a_hang():
+    run = Steps()
+    run.passes(1000)
+    run.step(1000)
+    run.step(1)
+    run.passes(1000)
+    run.step(1)
+    assert run.given_up == []
+    alone = Steps(factor=0.0)
+    for _ in range(3):
+        alone.step(1)
+    alone.watch.limited = True
+    alone.passes(1000)
+    assert alone.given_up == []
+
+
 def test_a_process_that_hangs_ends_with_the_status_that_starts_it_again():
     program = """if True:
         import os
-        from dapo_jax.processes import START_AGAIN, leave
+        from dapo_jax.processes import ALONE
         from dapo_jax.watchdog import Watchdog
         here, _ = os.pipe()
-        with Watchdog(0.0, print, most=0.3, give_up=lambda why: leave(why, START_AGAIN)) as watch:
+        with Watchdog(0.0, print, most=0.3, give_up=ALONE.give_up) as watch:
             watch.limited = True
             watch.moved("a pipe")
             os.read(here, 1)
