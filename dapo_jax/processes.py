@@ -25,6 +25,7 @@ from jax.experimental import multihost_utils
 
 from dapo_jax.board import LOOK_SECONDS, Board, SharedBoard
 from dapo_jax.types import StopRequested, UserError, causes
+from dapo_jax.watchdog import Sign
 
 T = TypeVar("T")
 # The exit status that says: nothing is wrong with the run, start it again.
@@ -54,6 +55,9 @@ class Processes:
         self._looked = 0.0
         self._leaving = False  # a connection that ends is no loss any more
         self._gone = threading.Event()
+        self._unanswered = 0  # times that this process found nothing new from the store
+        self.sign: Callable[[], Sign] = Sign  # of life: what the main thread does
+        self.signs: dict[int, Sign] = {}  # the last of each process
 
     @property
     def first(self) -> bool:
@@ -199,7 +203,24 @@ class Processes:
         none or has failed."""
         if self.count > 1:
             self.hosts = self.agree(socket.gethostname())
-            threading.Thread(target=self._watch, name="processes", daemon=True).start()
+            for what in (self._watch, self._watch_store):
+                threading.Thread(target=what, name="processes", daemon=True).start()
+
+    def others_compile(self) -> bool:
+        """Whether another process does, as far as is known."""
+        return any(sign.compiling for i, sign in self.signs.items() if i != self.index)
+
+    def _watch_store(self) -> None:
+        """Its process may be frozen, and never answer."""
+        while not self._gone.wait(BEAT_SECONDS):
+            # Counted, as this process, too, may have been frozen for a while.
+            self._unanswered += 1
+            if self._unanswered > DEAD_SECONDS / BEAT_SECONDS and not self._leaving:
+                self._leave_silent(0)
+
+    def _leave_silent(self, i: int) -> None:
+        where = f"process {i} on {self.hosts[i]}"
+        leave(f"{where} has given no sign of life for {DEAD_SECONDS:.0f} s", START_AGAIN)
 
     def _watch(self) -> None:
         beats: dict[int, tuple[str, float]] = {}
@@ -207,13 +228,15 @@ class Processes:
         while not self._gone.wait(BEAT_SECONDS):
             number += 1
             try:
-                self._client.key_value_set(f"beat/{self.index}", str(number), allow_overwrite=True)
+                mine = json.dumps([number, *self.sign()])
+                self._client.key_value_set(f"beat/{self.index}", mine, allow_overwrite=True)
                 failed = self._client.key_value_dir_get("failed")
                 found = self._client.key_value_dir_get("beat")
             except Exception as error:  # whatever the connection raises when its end is gone
                 if not self._leaving:
                     leave(f"process 0 on {self.hosts[0]} is lost ({_line(error)})", START_AGAIN)
                 return
+            self._unanswered = 0
             for key, text in failed:
                 i, told = int(key.rsplit("/", 1)[1]), json.loads(text)
                 if i != self.index:
@@ -223,13 +246,9 @@ class Processes:
             for key, beat in found:
                 i = int(key.rsplit("/", 1)[1])
                 if i not in beats or beats[i][0] != beat:
-                    beats[i] = beat, now
+                    beats[i], self.signs[i] = (beat, now), Sign(*json.loads(beat)[1:])
                 elif now - beats[i][1] > DEAD_SECONDS:
-                    leave(
-                        f"process {i} on {self.hosts[i]} has given no sign of life for "
-                        f"{DEAD_SECONDS:.0f} s",
-                        START_AGAIN,
-                    )
+                    self._leave_silent(i)
 
     def leave(self, status: int, error: Exception | None = None) -> int:
         """The exit status of this process at its end; does not return where it has to be ended at
@@ -254,7 +273,17 @@ class Processes:
 
     def give_up(self, message: str) -> None:
         """Ends this process at once, from whatever thread, and has it started again; the others
-        are told why, and end too."""
+        are told why, and end too. Where another process is behind in the run, it is the reason.
+
+        Args:
+            message: why.
+        """
+        phase = self.sign().phase
+        behind = [i for i, sign in sorted(self.signs.items()) if sign.phase < phase]
+        if behind:
+            last = min(behind, key=lambda i: self.signs[i].phase)
+            where = f"process {last} on {self.hosts[last]}"
+            message = f"{where} is behind, {self.signs[last].at}; here {message}"
         _say_end(message, START_AGAIN)
         if self.count > 1:
             self._tell_failure(message, START_AGAIN)

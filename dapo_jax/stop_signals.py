@@ -1,6 +1,7 @@
 """SIGTERM and Ctrl-C: remembered until the run is at a place where it can stop."""
 
 import signal
+from collections.abc import Callable
 from types import FrameType
 
 from dapo_jax.processes import ALONE, Processes
@@ -46,6 +47,10 @@ class StopSignals:
             self.told = True
             raise StopRequested
 
-    def check_together(self) -> None:
-        """Raises StopRequested in all processes, if a signal has come to one of them."""
-        self.them.all_or_none(self.check)
+    def check_together(self, waiting: Callable[[str], None] = lambda _: None) -> None:
+        """Raises StopRequested in all processes, if a signal has come to one of them.
+
+        Args:
+            waiting: is told who is waited for.
+        """
+        self.them.all_or_none(self.check, waiting)

@@ -91,6 +91,7 @@ def train(config: Config, workdir: Path, them: Processes = ALONE) -> int | None:
             most=r.watchdog_limit_seconds,
             # A process alone may be stopped for a while by who watches it (Ctrl-Z).
             hang_factor=r.watchdog_hang_factor if them.count > 1 else 0.0,
+            others_compile=them.others_compile,
             give_up=them.give_up,
         ) as watch,
         _reward_pool(config, watch.lives) as pool,
@@ -101,7 +102,7 @@ def train(config: Config, workdir: Path, them: Processes = ALONE) -> int | None:
             say=progress.say,
         ) as checkpoints,
     ):
-        progress.watch = watch.moved
+        progress.watch, them.sign = watch.moved, watch.sign
         run = _Run(config, workdir, directory, progress, signals, pool, checkpoints, watch, begun)
         try:
             run.start()
@@ -271,6 +272,7 @@ class _Run:
                 sample=drawing.sample,
             )
         stats = drawing.stats_of_all()
+        self.progress.doing(f"step {step}: {len(batch.groups)} groups sampled")
         del drawing  # and with it the rollout's copy of the parameters: the update needs the memory
         numbers: dict[str, Any] = {"step": step} | metrics.sampling_metrics(batch)
         if self.host.sampling.prefilter is not None:
@@ -300,7 +302,7 @@ class _Run:
             numbers |= self._evaluate(step)
             clock["evaluation"] = time.monotonic() - start
         self.watch.step_done()
-        self.watch.limited = False  # until the next step: storage may be slow
+        self.watch.moved(f"step {step}: writing what was drawn and measured", measured=False)
         self.directory.save_rollouts(
             step,
             batch.sampled,
@@ -353,7 +355,7 @@ class _Run:
 
     def save(self) -> None:
         """Saves the last completed step, unless that is done."""
-        self.watch.limited = False
+        self.watch.limited = False  # until the next step: storage may be slow
         if self.step < 0 or self.saved_step == self.step:
             return
         assert self.state is not None and self.host is not None
@@ -382,7 +384,7 @@ class _Run:
         self.progress.step(numbers)
         if step % self.config.checkpoint.every_steps == 0 or step == self.config.train.num_steps:
             self.save()
-        self.signals.check_together()
+        self.signals.check_together(self.watch.waiting_for)
 
     def _greedy_rewards(
         self, groups: Sequence[Group], step: int, clock: dict[str, float]

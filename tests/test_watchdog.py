@@ -5,6 +5,11 @@ import subprocess
 import sys
 import threading
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dapo_jax import compilations
 from dapo_jax.processes import START_AGAIN
 from dapo_jax.progress import Progress
 from dapo_jax.watchdog import LEAST_HANG_SECONDS, UNWATCHED, Watchdog
@@ -90,40 +95,76 @@ class Steps:
             self.watch.look()
 
     def step(self, *pauses):
-        self.watch.moved("step")
-        self.watch.limited = True
-        for pause in pauses:
+        """Draws a while, then makes updates."""
+        self.begin()
+        for number, pause in enumerate(pauses):
+            self.watch.moved(f"step {len(self.watch._steps)}: update {number}")
             self.passes(pause)
-            self.watch.moved()
         self.watch.step_done()
         self.watch.limited = False
 
+    def begin(self):
+        self.watch.moved("drawing")
+        self.watch.limited = True
+        self.passes(1)
 
-def test_a_main_thread_hangs_that_is_still_for_many_times_the_longest_of_the_steps_before():
+
+def test_a_main_thread_hangs_that_is_still_for_many_times_the_longest_of_the_phase_before():
     run = Steps()
-    run.step(300)  # programs are compiled
-    run.step(1, 7, 2)
-    run.passes(500)  # what is saved
-    run.watch.moved("step 3")
-    run.watch.limited = True
+    for pauses in ((1, 7, 2), (1,), (3, 2)):
+        run.step(*pauses)
+        run.passes(500)  # what is saved
+    run.begin()
+    run.passes(20)
+    run.watch.moved("step 4: update 0")
     run.passes(69)
     assert run.given_up == []
     run.passes(1)
     (why,) = run.given_up
     assert why.startswith("the main thread has been in ") and why.endswith(
-        "for 1 min 10 s, where nothing in a step before took longer than 7 s; waiting for step 3"
+        " for 1 min 10 s, 7 s at most in the steps before; waiting for step 4: update 0"
     )
-
-
-def test_no_pause_is_a_hang_that_is_shorter_than_the_least():
+    # Drawing has been short, apart from this once: a hang in it is found in less than a minute.
     run = Steps()
-    for _ in range(5):
-        run.step(0)
-    run.watch.limited = True
-    run.passes(int(LEAST_HANG_SECONDS) - 1)
+    for _ in range(3):
+        run.step(30)
+    run.begin()
+    run.passes(int(LEAST_HANG_SECONDS) - 2)
     assert run.given_up == []
     run.passes(1)
+    assert len(run.given_up) == 1 and run.given_up[0].endswith("waiting for drawing")
+
+
+def test_who_compiles_or_waits_for_one_that_does_not_hang(monkeypatch):
+    run = Steps()
+    for _ in range(3):
+        run.step(1)
+    run.begin()
+    run.watch.others_compile = lambda: True
+    run.passes(1000)
+    run.watch.others_compile = lambda: False
+    with monkeypatch.context() as patch:
+        patch.setattr("dapo_jax.compilations.under_way", lambda frame: True)
+        run.passes(1000)
+        assert run.watch.sign().compiling
+    assert run.given_up == [] and not run.watch.sign().compiling
+    run.passes(int(LEAST_HANG_SECONDS))
     assert len(run.given_up) == 1
+
+
+def test_a_thread_that_compiles_is_seen_to():
+    seen, main, over = [], threading.get_ident(), threading.Event()
+
+    def look():
+        while not over.wait(0.001):
+            seen.append(compilations.under_way(sys._current_frames()[main]))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    jax.jit(lambda x: sum(jnp.sin(x * n) @ x for n in range(50)))(np.ones((8, 8), np.float32))
+    over.set()
+    thread.join()
+    assert any(seen) and not compilations.under_way(sys._current_frames()[main])
 
 
 def test_who_asks_again_and_again_does_not_hang():
@@ -131,7 +172,7 @@ def test_who_asks_again_and_again_does_not_hang():
     run = Steps()
     for _ in range(3):
         run.step(1)
-    run.watch.limited = True
+    run.begin()
     for ask in (run.watch.lives, lambda: run.watch.waiting_for("process 1")):
         for _ in range(100):
             ask()
@@ -139,13 +180,18 @@ def test_who_asks_again_and_again_does_not_hang():
     assert run.given_up == []
 
 
-def test_before_two_steps_are_done_and_outside_of_steps_nothing_is_a_hang():
+def test_what_is_not_known_or_outside_of_the_run_is_no_hang():
     run = Steps()
     run.passes(1000)
-    run.step(1000)
+    for _ in range(3):
+        run.step(1000)
     run.step(1)
     run.passes(1000)
-    run.step(1)
+    run.begin()
+    run.watch.moved("evaluation, for the first time")
+    run.passes(1000)
+    run.watch.moved("drawing", measured=False)
+    run.passes(1000)
     assert run.given_up == []
     alone = Steps(factor=0.0)
     for _ in range(3):
