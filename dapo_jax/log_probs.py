@@ -173,7 +173,7 @@ def _forward(
             hidden_CD, targets_C, ref_CD = chunk
             logits_CP = parts.logits(hidden_CD, unembed_PD, start)
             ref_CP = None if ref_CD is None else parts.logits(ref_CD, ref_PD, start)
-            return vocabulary.add(sums, logits_CP, targets_C - start, ref_CP)
+            return vocabulary.add(sums, logits_CP, parts.targets(targets_C, start), ref_CP)
 
         add_wanted = order.where_wanted(add_chunk, lambda sums, _: sums)
         return jax.lax.map(lambda x: add_wanted(x[2], *x[:2]), (sums, tokens, order.each)), None
@@ -229,7 +229,8 @@ def _backward(
             d_logits_CP = pull_CP
             if slopes.log_prob is not None:
                 g_C1 = slopes.log_prob.astype(dtype)[:, None]
-                at_target_CP = jnp.arange(parts.size)[None] == (targets_C - start)[:, None]
+                here_C1 = parts.targets(targets_C, start)[:, None]
+                at_target_CP = jnp.arange(parts.size)[None] == here_C1
                 d_logits_CP = jnp.where(at_target_CP, g_C1, jnp.zeros_like(g_C1))
                 pull_CP = -g_C1
             if slopes.entropy is not None:

@@ -51,7 +51,7 @@ def no_sums(shape: tuple[int, ...], dtype: Any, *, reference: bool) -> Sums:
 
 
 def add(sums: Sums, z_CP: jax.Array, targets_C: jax.Array, r_CP: jax.Array | None) -> Sums:
-    """The sums [C] with a part of the vocabulary added; targets count from its beginning."""
+    """The sums [C] with a part of the vocabulary added; targets as `Parts.targets` has them."""
     P = z_CP.shape[1]
     top = jnp.maximum(sums.top, jnp.max(z_CP, axis=1))
     below_CP = z_CP - top[:, None]
@@ -146,6 +146,13 @@ class Parts:
             return logits_CP
         real_1P = (start + jnp.arange(self.size) < self.end)[None]
         return jnp.where(real_1P, logits_CP, jnp.asarray(BELOW_ALL, logits_CP.dtype))
+
+    def targets(self, targets_C: jax.Array, start: jax.Array) -> jax.Array:
+        """Tokens counted from the first of a part. What only fills up the last part is no token:
+        its numbers are those of the tokens that the next device begins with."""
+        if not self.filled_up:
+            return targets_C - start
+        return jnp.where(targets_C < self.end, targets_C - start, -1)
 
     def own(self, d_unembed_PD: jax.Array) -> jax.Array:
         """The gradient over the tokens of all devices, of the width that this device holds."""

@@ -1,5 +1,6 @@
 """Log-probs, entropy and exact KL against sums over the vocabulary; nothing as large as logits."""
 
+import functools
 import re
 
 import jax
@@ -221,6 +222,23 @@ def test_over_a_mesh_neither_logits_nor_the_unembedding_are_gathered(monkeypatch
     assert reduced and all(max(sizes(line)) <= (tokens + 1) * D for line in reduced), reduced
     largest = max(sizes(text))
     assert largest < tokens * V // 2, f"an array of {largest} elements: as large as logits"
+
+
+@pytest.mark.parametrize("shape, part", [((2, 1, 1, 4), 7), ((1, 2, 2, 2), 12), ((1, 1, 1, 8), 3)])
+def test_parts_that_are_filled_up_on_a_mesh(monkeypatch, shape, part):
+    """16, 32 or 8 columns of each device in parts of 6, 11 or 3, the last of which holds columns
+    that are no token: the numbers are those of the next device's first."""
+    monkeypatch.setattr(vocabulary, "VOCAB_CHUNK", part)
+    mesh = jax.make_mesh(shape, AXES, axis_types=AXIS_TYPES)
+    layout = HeadLayout(mesh, row_sharding(mesh).spec, PartitionSpec("tensor", "fsdp"))
+    inputs, _, weights = arrays(np.float32)
+    targets = jnp.arange(B * T).reshape(B, T) % V  # every token
+    (_, found), grads = jax.jit(with_gradient(functools.partial(ours, layout=layout)))(
+        *inputs, targets, weights
+    )
+    (_, expected), expected_grads = with_gradient(plain)(*inputs, targets, weights)
+    for x, y in zip((*found, *grads), (*expected, *expected_grads)):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5 * np.abs(y).max())
 
 
 def test_memory_follows_tokens_and_not_tokens_times_vocabulary(monkeypatch):
