@@ -29,6 +29,7 @@ class Outcomes(NamedTuple):
     components_RK: np.ndarray  # its components, without the KL penalty
     groups_R: np.ndarray  # int, which prompt
     lengths_R: np.ndarray  # int, trained tokens of each response; they sum to N
+    drawn_R: np.ndarray  # int, all its tokens
     token_rewards_N: np.ndarray  # the reward as it falls due: KL per token, the rest at the end
     steps: tuple[tuple[tuple[int, float], ...], ...] = ()  # (tokens up to its end, reward) of each
     baselines_R: np.ndarray | None = None  # reward of the greedy response to the same prompt
@@ -85,9 +86,9 @@ def rloo(rewards_R: np.ndarray, groups_R: np.ndarray) -> np.ndarray:
     return _by_group(leave_one_out, groups_R, rewards_R)
 
 
-def opo(rewards_R: np.ndarray, groups_R: np.ndarray, lengths_R: np.ndarray) -> np.ndarray:
+def opo(rewards_R: np.ndarray, groups_R: np.ndarray, drawn_R: np.ndarray) -> np.ndarray:
     """A_i = R_i - sum_j n_j R_j / sum_j n_j, the baseline of least variance when gradients grow
-    with length [R].
+    with length [R]; n_j all tokens of a response, also of one that counts and is not trained.
 
     Source: OPO, arXiv:2505.23585.
     """
@@ -97,7 +98,7 @@ def opo(rewards_R: np.ndarray, groups_R: np.ndarray, lengths_R: np.ndarray) -> n
             return np.zeros(len(r_G))
         return r_G - (n_G * r_G).sum() / n_G.sum()
 
-    return _by_group(one, groups_R, rewards_R, lengths_R)
+    return _by_group(one, groups_R, rewards_R, drawn_R)
 
 
 def remax(rewards_R: np.ndarray, baselines_R: np.ndarray) -> np.ndarray:

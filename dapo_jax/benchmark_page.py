@@ -18,6 +18,7 @@ TITLES = {
     "length_mean": "mean length, tokens",
     "truncated_share": "cut at the limit",
     "unparsed_share": "no answer found",
+    "invalid": "broken off",
     "faults": "scorer faults",
 }
 PAGE_CHARACTERS = 20_000_000  # of samples, spread over them; a browser has to hold the page
@@ -123,7 +124,8 @@ def _sample(number: int, attempt: Attempt, most_characters: int) -> str:
     verdict = attempt.verdict
     said = "no answer found" if verdict.extracted is None else f"answered {verdict.extracted}"
     notes = [said, f"{attempt.length:,} tokens"]
-    notes += ["cut at the limit"] * attempt.truncated + ([verdict.note] if verdict.note else [])
+    notes += ["cut at the limit"] * attempt.truncated + ["broken off"] * attempt.invalid
+    notes += [verdict.note] if verdict.note else []
     text = attempt.text
     if len(text) > most_characters:
         left_out = len(text) - most_characters

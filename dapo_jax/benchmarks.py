@@ -170,6 +170,7 @@ class _Recorder:
                     len(response.tokens),
                     response.truncated,
                     verdict(self.benchmark.rubric, scored.scores),
+                    response.invalid,
                 )
                 for response, scored in zip(responses, self.pool.collect(pending))
             )
@@ -208,6 +209,7 @@ def _line(group: Attempts) -> str:
                     "text": attempt.text,
                     "length": attempt.length,
                     "truncated": attempt.truncated,
+                    "invalid": attempt.invalid,
                     **attempt.verdict._asdict(),
                 }
                 for attempt in group.attempts
@@ -245,7 +247,13 @@ def _read(file: Path, benchmark: Benchmark, num_samples: int) -> dict[int, Attem
 
 def _attempt(sample: dict[str, Any]) -> Attempt:
     said = {name: value for name, value in sample.items() if name in Verdict._fields}
-    return Attempt(sample["text"], sample["length"], sample["truncated"], verdict_from_json(said))
+    return Attempt(
+        sample["text"],
+        sample["length"],
+        sample["truncated"],
+        verdict_from_json(said),
+        sample.get("invalid", False),  # transcripts of before have none
+    )
 
 
 def _write(file: Path, text: str) -> None:

@@ -58,7 +58,7 @@ def evaluate(
         if not team.first:
             return []
         found = scoring.verdicts()
-        attempt = lambda r, verdict: Attempt(r.text, len(r.tokens), r.truncated, verdict)
+        attempt = lambda r, v: Attempt(r.text, len(r.tokens), r.truncated, v, r.invalid)
         return [
             Attempts(problem, tuple(attempt(r, found[q, k]) for k, r in enumerate(responses_QK[q])))
             for q, problem in enumerate(mine)
@@ -86,6 +86,7 @@ def _metrics(
         f"{prefix}/interval_high": high,
         f"{prefix}/length_mean": figures["length_mean"],
         f"{prefix}/truncated_share": figures["truncated_share"],
+        f"{prefix}/invalid": figures["invalid"],
     }
 
 
@@ -105,7 +106,8 @@ def statistics(
     Returns:
         avg@n, cons@n and pass@k, each a dict of "value" and "interval", the 95 % bootstrap interval
         over problems; and over responses the mean length in tokens, the share that was cut, the
-        share in which the scorer found no answer, and how many it could not judge (faults).
+        share in which the scorer found no answer, how many broke off as their logits were no
+        numbers (invalid), and how many it could not judge (faults).
     """
     n = len(groups[0].attempts)
     correct_QK = np.array([[v.correct for v in group.verdicts] for group in groups], bool)
@@ -126,5 +128,6 @@ def statistics(
     figures["truncated_share"] = float(np.mean([a.truncated for a in attempts]))
     if answers_QK is not None:
         figures["unparsed_share"] = float(np.mean([a.verdict.extracted is None for a in attempts]))
+    figures["invalid"] = sum(a.invalid for a in attempts)
     figures["faults"] = sum(bool(a.verdict.note) for a in attempts)
     return figures

@@ -10,7 +10,9 @@ from dapo_jax.critic import CriticMetrics
 from dapo_jax.dynamic_sampling import Batch
 from dapo_jax.prefilter import PrefilterState
 from dapo_jax.train_step import UpdateMetrics
-from dapo_jax.types import Group, Samples
+from dapo_jax.types import Group, RunError, Samples
+
+TOLD_FAULTS = 0.05  # share of a step's responses that scorers may fail on before it is told
 
 
 def sampling_metrics(batch: Batch) -> dict[str, float]:
@@ -97,6 +99,25 @@ def _extras(groups: Sequence[Group]) -> dict[str, float]:
     return {f"scorer/{name}": float(np.mean(values)) for name, values in sorted(found.items())}
 
 
+def scorer_faults(sampled: Sequence[Group]) -> str:
+    """What to tell of responses that no scorer could judge; "" where they are few.
+
+    Raises:
+        RunError: there is no other: the scorer fails, and not the model.
+    """
+    notes = [verdict.note for group in sampled for verdict in group.verdicts]
+    faults = [note for note in notes if note]
+    if len(faults) < max(1, TOLD_FAULTS * len(notes)):
+        return ""
+    what = f"{len(faults)} of {len(notes)} responses could not be scored, such as: {faults[0]}"
+    if len(faults) == len(notes):
+        raise RunError(
+            f"{what}. Look at the scorer (config.reward.scorer, or that of a source in "
+            "config.data), and at config.reward.timeout_seconds."
+        )
+    return what
+
+
 def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, float]:
     """Statistics over the trained tokens of all mini-batches of a step.
 
@@ -121,11 +142,14 @@ def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, float]:
         "policy/clip_low_share": total.clip_low / tokens,
         "policy/kl_old": total.kl_old / tokens,
         "policy/kl_ref": total.kl_ref / tokens,
-        "policy/ratio_max": most.ratio_max,
-        "policy/ratio_min": -most.minus_ratio_min,
         "optimizer/grad_norm": float(np.mean([u.grad_norm for u in taken])),
         "batch/tokens_trained": total.tokens,
     }
+    if total.tokens > 0:
+        metrics |= {
+            "policy/ratio_max": most.ratio_max,
+            "policy/ratio_min": -most.minus_ratio_min,
+        }
     # Only the first mini-batch meets the very parameters that drew its tokens.
     first = updates[0]
     if not first.skipped and first.sums.gap_tokens > 0:

@@ -93,7 +93,7 @@ def next_begun(
             tuple(
                 (sample, _with_versions(response, step))
                 for sample, response in sorted(responses.items())
-                if len(response.tokens) and response.finish_reason != "invalid"
+                if len(response.tokens) and not response.invalid
             ),
         )
         for problem, responses in zip(taken[decided:], drawn[decided:], strict=True)

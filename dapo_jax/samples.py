@@ -53,13 +53,9 @@ def make_samples(
     o = config.objective
     responses = [(q, group, r) for q, group in enumerate(groups) for r in group.responses]
     verdicts = [verdict for group in groups for verdict in group.verdicts]
-    trained_R = np.array(
-        [
-            r.finish_reason != "invalid" and not (o.overlong_filter and r.truncated)
-            for _, _, r in responses
-        ],
-        bool,
-    )
+    # A response that broke off, as its logits were no numbers, says nothing of its prompt.
+    valid_R = np.array([not r.invalid for _, _, r in responses], bool)
+    overlong_R = np.array([r.truncated for _, _, r in responses], bool) & o.overlong_filter
     joined = lambda arrays, dtype: np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype)
     components = [reward_components(config, group) for group in groups]
     steps: tuple[Any, ...] = ((),) * len(responses)
@@ -75,8 +71,8 @@ def make_samples(
         lengths_R=np.array([len(r.tokens) for _, _, r in responses], int),
         groups_R=np.array([q for q, _, _ in responses], int),
         lag_N=step - joined([_versions(group, r) for _, group, r in responses], int),
-        trained_R=trained_R,
-        counted_R=trained_R | o.overlong_in_baseline,
+        trained_R=valid_R & ~overlong_R,
+        counted_R=valid_R & (~overlong_R | o.overlong_in_baseline),
         rewards_RK=np.concatenate([np.zeros((0, config.num_scorers + 1)), *components]),
         steps=steps,
     )
@@ -115,6 +111,7 @@ def estimate_advantages(
         components_RK=components_RK,
         groups_R=samples.groups_R[counted_R],
         lengths_R=lengths_R,
+        drawn_R=samples.lengths_R[counted_R],
         token_rewards_N=token_rewards_N,
         steps=tuple(s for s, counted in zip(samples.steps, counted_R) if counted),
         baselines_R=None if baselines_R is None else baselines_R[counted_R],

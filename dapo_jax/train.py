@@ -275,6 +275,8 @@ class _Run:
         self.progress.doing(f"step {step}: {len(batch.groups)} groups sampled")
         del drawing  # and with it the rollout's copy of the parameters: the update needs the memory
         numbers: dict[str, Any] = {"step": step} | metrics.sampling_metrics(batch)
+        if faults := metrics.scorer_faults(batch.sampled):
+            self.progress.say(f"  warning: step {step}: {faults}")
         if self.host.sampling.prefilter is not None:
             numbers |= metrics.prefilter_metrics(batch, self.host.sampling.prefilter)
         if d.partial_rollouts:

@@ -46,7 +46,7 @@ class Sums(NamedTuple):
     token_prob: jax.Array
     clip_high: jax.Array
     clip_low: jax.Array
-    kl_old: jax.Array  # k3 estimate against the policy that anchors the ratio
+    kl_old: jax.Array  # k3 estimate of KL(old || current), old the policy that anchors the ratio
     kl_ref: jax.Array
     gap: jax.Array  # |log-prob here - log-prob from the rollout| where lag is 0
     gap_tokens: jax.Array
@@ -143,8 +143,9 @@ def loss_and_sums(
         token_prob=count(jnp.exp(log_prob_BT)),
         clip_high=count(terms.clipped_high_BT),
         clip_low=count(terms.clipped_low_BT),
+        # In this order: the tokens are the old policy's.
         kl_old=count(
-            objective.kl_estimate(log_prob_BT, rows.log_prob_old_BT, mask_BT, estimator="k3")
+            objective.kl_estimate(rows.log_prob_old_BT, log_prob_BT, mask_BT, estimator="k3")
         ),
         kl_ref=count(kl_ref_BT),
         gap=jnp.sum(gap_BT),

@@ -70,6 +70,10 @@ class Response(NamedTuple):
     def truncated(self) -> bool:
         return self.finish_reason == "length"
 
+    @property
+    def invalid(self) -> bool:
+        return self.finish_reason == "invalid"
+
 
 class Verdict(NamedTuple):
     """What a scorer says of one response. Correctness and reward are separate on purpose."""
@@ -127,8 +131,10 @@ class Group(NamedTuple):
 
     @property
     def informative(self) -> bool:
-        """0 < correct < G, the constraint of DAPO eq. 11."""
-        return 0 < self.num_correct < len(self.responses)
+        """0 < correct < G, the constraint of DAPO eq. 11, over what did not break off."""
+        pairs = zip(self.responses, self.verdicts)
+        right = [verdict.correct for response, verdict in pairs if not response.invalid]
+        return 0 < sum(right) < len(right)
 
 
 class Attempt(NamedTuple):
@@ -138,6 +144,7 @@ class Attempt(NamedTuple):
     length: int  # in tokens, the end-of-sequence token included
     truncated: bool  # cut at max_response_tokens
     verdict: Verdict
+    invalid: bool = False  # broken off, as its logits were no numbers
 
 
 class Attempts(NamedTuple):

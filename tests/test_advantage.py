@@ -33,7 +33,7 @@ CASES = [(name, settings) for name, all_of_one in SETTINGS.items() for settings 
 READS = {
     "grpo": ("rewards_R", "groups_R"),
     "rloo": ("rewards_R", "groups_R"),
-    "opo": ("rewards_R", "groups_R", "lengths_R"),
+    "opo": ("rewards_R", "groups_R", "drawn_R"),
     "remax": ("rewards_R", "baselines_R"),
     "pass-at-k": ("rewards_R", "groups_R"),
     "gpg": ("rewards_R", "groups_R"),
@@ -55,6 +55,7 @@ def make_outcomes(seed=0, sizes=(5, 2, 1, 3, 4)):
     components = np.stack([rewards, rng.integers(-2, 1, R) / 2], axis=1)
     rewards[groups == 4], components[groups == 4] = 0.1, (0.1, -0.7)
     lengths = rng.integers(1, 8, R)
+    drawn = lengths.copy()
     lengths[[0, 3, 4, R - 1]] = 0
     N = lengths.sum()
     return Outcomes(
@@ -62,6 +63,7 @@ def make_outcomes(seed=0, sizes=(5, 2, 1, 3, 4)):
         components_RK=components,
         groups_R=groups,
         lengths_R=lengths,
+        drawn_R=drawn,
         token_rewards_N=rng.standard_normal(N),
         steps=tuple(
             tuple((int(rng.integers(1, n + 3)), float(rng.standard_normal())) for _ in range(k))
@@ -108,8 +110,9 @@ def outcome_by_hand(name, o, p):
         elif name == "rloo":
             A = r[i] - mean(others) if others else 0.0
         elif name == "opo":
-            weight = sum(n[j] for j in peers[i])
-            A = r[i] - sum(n[j] * r[j] for j in peers[i]) / weight if weight and others else 0.0
+            m = o.drawn_R
+            weight = sum(m[j] for j in peers[i])
+            A = r[i] - sum(m[j] * r[j] for j in peers[i]) / weight if weight and others else 0.0
         elif name == "remax":
             A = r[i] - o.baselines_R[i]
         elif name == "pass-at-k":  # what the best of the group would lose without this response
@@ -259,7 +262,7 @@ def test_rloo_is_dr_grpo_times_g_over_g_minus_1():
 
 
 def test_opo_is_dr_grpo_where_lengths_are_equal():
-    o = make_outcomes()._replace(lengths_R=np.full(15, 3))
+    o = make_outcomes()._replace(lengths_R=np.full(15, 3), drawn_R=np.full(15, 3))
     A = outcome("grpo", o, dict(normalise_std=False, std_ddof=1))
     assert_close(outcome("opo", o, {}), A)
 
@@ -344,6 +347,7 @@ def test_edges_stay_finite(name, settings, sizes, longest, scale):
         components_RK=scale * o.components_RK[:R],
         groups_R=np.repeat(np.arange(5), sizes),
         lengths_R=lengths,
+        drawn_R=lengths,
         token_rewards_N=scale * o.token_rewards_N[:N],
         steps=tuple(tuple((e, scale * x) for e, x in s) for s in o.steps[:R]),
         baselines_R=scale * o.baselines_R[:R],

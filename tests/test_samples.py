@@ -87,6 +87,36 @@ def test_a_filtered_response_counts_in_the_baseline_if_the_config_says_so(in_bas
     assert samples_of(config, [group]).trained_R.tolist() == [True, True, True, False]
 
 
+def test_a_response_that_broke_off_says_nothing_of_its_prompt():
+    """Whatever its verdict: neither in the baseline nor whether the group teaches anything."""
+    config = tiny_config(objective__normalise_std=False)
+    assert config.objective.overlong_in_baseline
+    group = make_group([True, True, False, False])
+    invalid = group.responses[3]._replace(finish_reason="invalid")
+    group = group._replace(responses=(*group.responses[:3], invalid))
+    *kept, broken = advantages_of(config, [group])
+    np.testing.assert_allclose([a[0] for a in kept], [2 / 3, 2 / 3, -4 / 3])
+    assert not broken.any() and group.informative
+    others = group._replace(responses=(*group.responses[:2], invalid, invalid))
+    assert not others.informative
+
+
+def test_opo_counts_the_tokens_of_a_filtered_response_where_it_counts():
+    config = tiny_config(
+        objective__overlong_filter=True,
+        objective__advantage="opo",
+        objective__normalise_std=None,
+        objective__std_ddof=None,
+        reward__overlong_buffer_tokens=0,
+        reward__overlong_penalty=0.0,
+    )
+    group = make_group([True, False, False], truncated=1, lengths=[4, 6, 72])
+    (right, wrong, filtered) = advantages_of(config, [group])
+    baseline = (4 - 6 - 72) / 82
+    np.testing.assert_allclose([right[0], wrong[0]], [1 - baseline, -1 - baseline])
+    assert not filtered.any()
+
+
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "opo", "reinforce++-baseline"])
 def test_every_response_cut_is_nothing_to_train_on(advantage):
     changes = {"normalise_std": None, "std_ddof": None} if advantage != "grpo" else {}

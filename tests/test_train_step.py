@@ -121,6 +121,10 @@ def test_loss_is_the_weighted_sum_over_response_tokens(params, samples):
     rows, n, W = stack(samples, rows_per_micro_batch=8, num_micro_batches=2)
     _, sums, _ = gradient(CONFIG, params, rows, n, W)
     np.testing.assert_allclose(sums.loss, total, rtol=1e-4)
+    # KL(old || current) of tokens that the old policy drew: exp(d) - 1 - d.
+    d = [log_probs_by_hand(CONFIG, params, s)[0] - s.log_prob_old for s in samples]
+    kl_old = sum((np.minimum(np.exp(x) - 1 - x, 10)).sum() for x in d)
+    np.testing.assert_allclose(sums.kl_old, kl_old, rtol=1e-4)
     assert sums.tokens == sum(len(s.response_tokens) for s in samples)
 
 

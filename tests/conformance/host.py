@@ -44,6 +44,7 @@ def advantages(
             else rewards.sum(axis=1)[:, None],
             groups_R=groups_R,
             lengths_R=tokens.lengths_R,
+            drawn_R=tokens.lengths_R,
             token_rewards_N=tokens.take(rewards),
             baselines_R=a.get("reward_baselines"),
             values_N=tokens.take(a["values"]) if "values" in a else None,
