@@ -111,6 +111,7 @@ def engine_spec(
     """
     r = config.rollout
     parts = batch_shards(run_mesh or mesh) // batch_shards(mesh)
+    kv_axis = dict(config.mesh.rules)["kv_heads"]
     spec = EngineSpec(
         model=config.model,
         layout=dataclasses.replace(config.mesh, **mesh.shape),
@@ -131,6 +132,7 @@ def engine_spec(
             config.model,
             page_tokens=r.page_tokens,
             cache_dtype=r.cache_dtype,
+            heads_parts=mesh.shape[kv_axis] if kv_axis else 1,
         ),
         cache_dtype=r.cache_dtype,
     )

@@ -205,10 +205,11 @@ def test_the_gap_between_rollout_and_trainer():
         assert 0 < found["gap_mean"] <= found["gap_p99"] <= found["gap_max"]
 
 
-def choose(wanted, platform, cache_dtype="auto", page_tokens=32, **model):
-    fields = {"compute_dtype": "bfloat16", "head_dim": 64} | model
+def choose(wanted, platform, cache_dtype="auto", page_tokens=32, heads_parts=1, **model):
+    fields = {"compute_dtype": "bfloat16", "head_dim": 128} | model
     c = dataclasses.replace(CONFIG.model, **fields)
-    return kernels.choose(wanted, platform, c, page_tokens=page_tokens, cache_dtype=cache_dtype)
+    given = dict(page_tokens=page_tokens, cache_dtype=cache_dtype, heads_parts=heads_parts)
+    return kernels.choose(wanted, platform, c, **given)
 
 
 def test_the_kernel_is_the_platforms_where_it_takes_the_model():
@@ -223,12 +224,40 @@ def test_the_kernel_is_the_platforms_where_it_takes_the_model():
 
 
 @pytest.mark.parametrize(
+    "kernel, model",
+    [
+        ("xla", dict(head_dim=64)),
+        ("xla", dict(head_dim=192)),
+        ("xla", dict(head_dim=256)),
+        ("xla", dict(num_heads=12, num_kv_heads=6)),
+        ("tpu", dict(num_heads=12, num_kv_heads=6, heads_parts=3)),
+        ("tpu", dict(num_heads=16, num_kv_heads=8)),
+        ("tpu", dict(num_heads=16, num_kv_heads=8, compute_dtype="float32")),
+        ("xla", dict(num_heads=8, num_kv_heads=8, compute_dtype="float32")),
+        ("tpu", dict(num_heads=8, num_kv_heads=8, compute_dtype="float32", heads_parts=2)),
+        ("tpu", dict(num_heads=8, num_kv_heads=8)),
+        ("xla", dict(num_heads=48, num_kv_heads=12)),
+        ("tpu", dict(num_heads=48, num_kv_heads=12, heads_parts=12)),
+    ],
+)
+def test_the_tpus_kernel_takes_the_heads_that_it_was_compiled_with(kernel, model):
+    """As libtpu compiled it, or not, for v4, v5e, v5p and v6e."""
+    assert choose("auto", "tpu", **model) == kernel
+
+
+@pytest.mark.parametrize(
     "arguments, fields, message",
     [
         (("gpu", "cpu"), {}, r"rollout\.kernel 'gpu' needs a gpu; the devices are 'cpu'.*'auto'"),
         (("tpu", "gpu"), {}, r"rollout\.kernel 'tpu' needs a tpu; the devices are 'gpu'"),
         (("tpu", "tpu", "int8"), {}, r"rollout\.kernel 'tpu' .*rollout\.cache_dtype 'int8'.*'xla'"),
         (("tpu", "tpu"), {"sliding_layers": (0,)}, r"does not take config\.model\.sliding_layers"),
+        (("tpu", "tpu"), {"head_dim": 64}, r"config\.model\.head_dim of 128.*got 64.*'auto'"),
+        (
+            ("tpu", "tpu"),
+            {"num_heads": 12, "num_kv_heads": 6},
+            r"config\.model\.num_kv_heads on a device; got 6.*'auto'",
+        ),
         (("gpu", "gpu"), {"head_dim": 96}, r"config\.model\.head_dim of 16.*got 96.*'auto'"),
         (("gpu", "gpu"), {"compute_dtype": "float32"}, r"compute_dtype 'bfloat16' only; got 'flo"),
         (("gpu", "gpu"), {"page_tokens": 24}, r"config\.rollout\.page_tokens; got 24"),

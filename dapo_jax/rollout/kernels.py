@@ -24,7 +24,13 @@ _WHOLE = PartitionSpec()
 
 
 def choose(
-    wanted: str, platform: str, c: ModelConfig, *, page_tokens: int, cache_dtype: str
+    wanted: str,
+    platform: str,
+    c: ModelConfig,
+    *,
+    page_tokens: int,
+    cache_dtype: str,
+    heads_parts: int = 1,
 ) -> Kernel:
     """What `config.rollout.kernel` means on a platform: "auto" is the platform's kernel where that
     takes the model, else XLA.
@@ -32,6 +38,7 @@ def choose(
     Args:
         platform: of the devices, as JAX calls it.
         cache_dtype: `config.rollout.cache_dtype`.
+        heads_parts: devices that the heads of a sequence lie over.
 
     Raises:
         UserError: the kernel that is asked for is another platform's, or does not take the model.
@@ -44,7 +51,7 @@ def choose(
             f"config.rollout.kernel {wanted!r} needs a {wanted}; the devices are {platform!r}. Set "
             "it to 'auto'."
         )
-    refused = _refusal(kernel, c, page_tokens, cache_dtype)
+    refused = _refusal(kernel, c, page_tokens, cache_dtype, heads_parts)
     if refused is None:
         return kernel  # pyright: ignore[reportReturnType]
     if wanted != "auto":
@@ -55,12 +62,16 @@ def choose(
     return "xla"
 
 
-def _refusal(kernel: str, c: ModelConfig, page_tokens: int, cache_dtype: str) -> str | None:
+def _refusal(
+    kernel: str, c: ModelConfig, page_tokens: int, cache_dtype: str, heads_parts: int
+) -> str | None:
     """Why a kernel does not take a model, or None."""
     if kernel != "xla" and c.sliding_layers:
         return "does not take config.model.sliding_layers: windows that differ by layer"
     if kernel == "tpu" and cache_dtype == "int8":
         return "does not take config.rollout.cache_dtype 'int8': it has one scale for all tokens"
+    if kernel == "tpu":
+        return _tpu_refusal(c, c.num_kv_heads // heads_parts)
     if kernel == "gpu":
         power = lambda n: n & (n - 1) == 0
         if c.compute_dtype != "bfloat16":
@@ -70,6 +81,26 @@ def _refusal(kernel: str, c: ModelConfig, page_tokens: int, cache_dtype: str) ->
             return f"takes a config.model.head_dim of 16, 32, 64, 128 or 256; got {c.head_dim}"
         if not (16 <= page_tokens and power(page_tokens)):
             return f"takes a power of two from 16 as config.rollout.page_tokens; got {page_tokens}"
+    return None
+
+
+def _tpu_refusal(c: ModelConfig, kv_heads: int) -> str | None:
+    """The same for the heads of a model, so many of which are a device's: what the kernel's
+    `get_min_heads_per_blk` asks for, and what libtpu 0.0.52 compiles."""
+    if c.head_dim != 128:
+        return f"takes a config.model.head_dim of 128 only; got {c.head_dim}"
+    if kv_heads not in (1, 2, 4) and kv_heads % 8:
+        return (
+            "takes 1, 2, 4 or a multiple of 8 of config.model.num_kv_heads on a device; got "
+            f"{kv_heads}"
+        )
+    # In blocks of four query heads, that the compiler cannot cut from more.
+    if c.compute_dtype == "float32" and c.num_heads == c.num_kv_heads and kv_heads > 4:
+        return (
+            "takes no more than 4 config.model.num_kv_heads on a device where "
+            "config.model.compute_dtype is 'float32' and each has one query head; got "
+            f"{kv_heads}"
+        )
     return None
 
 
