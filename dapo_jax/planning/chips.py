@@ -1,7 +1,9 @@
 """The devices that programs are compiled for, and what they are stated to do.
 
 Rates are a chip's peak as its maker states it: bfloat16 products, main memory, and what the chip
-can receive from others of its slice (half of what Google calls bidirectional bandwidth).
+can receive from others of its slice (half of what Google calls bidirectional bandwidth). Memory is
+not what the maker states (v4 32 GiB, v5e 16, v5p 95, v6e 32), but what the compiler lets a program
+have, beside what it reserves: the figure that libtpu 0.0.52 refuses programs with.
 """
 
 import math
@@ -24,7 +26,7 @@ class Chip(NamedTuple):
     """Per chip; None where it is not known."""
 
     name: str
-    gib: float | None  # of main memory
+    gib: float | None  # of main memory, that programs may have
     flops: float | None  # per second
     memory_rate: float | None  # bytes per second
     link_rate: float | None  # bytes per second
@@ -33,10 +35,14 @@ class Chip(NamedTuple):
 
 # By the kind that a device says it is.
 CHIPS = {
-    "TPU v4": Chip("v4", 32, 275e12, 1.228e12, 300e9, "docs.cloud.google.com/tpu/docs/v4"),
-    "TPU v5": Chip("v5p", 95, 459e12, 2.765e12, 600e9, "docs.cloud.google.com/tpu/docs/v5p"),
-    "TPU v5 lite": Chip("v5e", 16, 197e12, 0.819e12, 200e9, "docs.cloud.google.com/tpu/docs/v5e"),
-    "TPU v6 lite": Chip("v6e", 32, 918e12, 1.638e12, 400e9, "docs.cloud.google.com/tpu/docs/v6e"),
+    "TPU v4": Chip("v4", 30.75, 275e12, 1.228e12, 300e9, "docs.cloud.google.com/tpu/docs/v4"),
+    "TPU v5": Chip("v5p", 95.73, 459e12, 2.765e12, 600e9, "docs.cloud.google.com/tpu/docs/v5p"),
+    "TPU v5 lite": Chip(
+        "v5e", 15.75, 197e12, 0.819e12, 200e9, "docs.cloud.google.com/tpu/docs/v5e"
+    ),
+    "TPU v6 lite": Chip(
+        "v6e", 31.24, 918e12, 1.638e12, 400e9, "docs.cloud.google.com/tpu/docs/v6e"
+    ),
     "NVIDIA H200": Chip("H200", None, 989e12, 4.8e12, 450e9, "nvidia.com/en-us/data-center/h200"),
     "NVIDIA H100 80GB HBM3": Chip(
         "H100", None, 989e12, 3.35e12, 450e9, "nvidia.com/en-us/data-center/h100"

@@ -117,17 +117,14 @@ def too_large(program: Program) -> dict[str, Any]:
 def _refused(message: str, program: Program) -> dict[str, Any] | None:
     """What is known of a program that was refused for its memory; None: for something else."""
     figure = r"([\d.]+)([KMGT]?)"
-    whole = re.search(rf"Used {figure} of [\d.]+[KMGT]? hbm", message)
-    temporaries = re.search(
+    # The second names temporaries, but its figure has the arguments in it as well.
+    used = re.search(rf"Used {figure} of [\d.]+[KMGT]? hbm", message) or re.search(
         rf"required for HLO temporaries \({figure}\) exceeds available HBM \([\d.]+[KMGT]?\)",
         message,
     )
-    used = whole or temporaries
     if used is None:
         return None
-    size = int(float(used[1]) * UNITS[used[2]])
-    peak = size if whole else program.argument_bytes + size
-    return _without_costs(program, peak, used[0])
+    return _without_costs(program, int(float(used[1]) * UNITS[used[2]]), used[0])
 
 
 def _without_costs(program: Program, peak_bytes: int, reason: str) -> dict[str, Any]:
