@@ -135,11 +135,37 @@ def test_what_does_not_fit_says_by_how_much_and_what_would():
     assert re.search(
         r"does not fit: train needs at least \d\.\d\d GiB more.*config\.mesh\.fsdp", text
     )
+    assert found["needs_more_bytes"] > 0 and found["remedy"] in text
     json.dumps(found, allow_nan=False)
 
 
 @pytest.mark.parametrize(
-    "message, temporaries, reason",
+    "changes", [{}, {"cache_gib": 2e-4}, {"decode_steps": 2, "page_tokens": 8}]
+)
+def test_the_slots_that_are_said_to_fit_do(changes):
+    """By the engine's own pool, in which prompts have pages besides those of the slots."""
+    config = dataclasses.replace(CONFIG, rollout=dataclasses.replace(CONFIG.rollout, **changes))
+    mesh, target = make_mesh(CONFIG.mesh), chips.target("local")
+    sized = lambda slots: dataclasses.replace(
+        config, rollout=dataclasses.replace(config.rollout, slots=slots)
+    )
+    decode = programs.programs(config, mesh)["decode"]
+    least = decode.argument_bytes + sum(decode.held.values())
+    tight = target._replace(hbm_bytes=least - 1)
+    found = plan.plan(config, tight, ("decode",), lambda _: None, **LENGTHS)
+    slots = found["slots_that_fit"]
+    assert 0 < slots < config.rollout.slots and f"config.rollout.slots={slots} " in found["remedy"]
+    assert plan.need(compiled.too_large(programs.programs(sized(slots), mesh)["decode"])) < least
+    whole = dataclasses.replace(config.rollout, cache_gib=None)
+    config = dataclasses.replace(config, rollout=whole)
+    for free in range(0, 10 * programs.cache(config, mesh).pool_bytes, 200_001):
+        slots = programs.slots_that_fit(config, mesh, free)
+        assert slots == 0 or programs.cache(sized(slots), mesh).pool_bytes <= free
+        assert programs.cache(sized(slots + 4), mesh).pool_bytes > free
+
+
+@pytest.mark.parametrize(
+    "message, peak, reason",
     [
         (
             "XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 123.50G "
@@ -316,12 +342,31 @@ def test_search_ranks_shapes_that_divide_and_compiles_the_best():
     )
     assert full.seconds is not None and none.seconds is not None
     assert full.seconds > none.seconds and full.bytes < none.bytes
-    result = search.search(CONFIG, target, ("train",), said.append, compiled=1, **LENGTHS)
+    result = search.search(CONFIG, target, ("train",), said.append, enough=1, **LENGTHS)
     assert result["fits"] and [row["plan"] is not None for row in result["found"]].count(True) == 1
     text = search.describe(result)
     assert "best first" in text and "does not divide" in text and "--config.mesh.fsdp=" in text
-    assert any("candidate 1 of 1" in line for line in said)
+    assert any("candidate 1 of at most" in line for line in said)
+    assert result["programs"] == result["found"][0]["plan"]["programs"]
     json.dumps(result, allow_nan=False)
+
+
+@pytest.mark.parametrize("most", [0, 800_000, 1_300_000])
+def test_search_goes_on_until_enough_fit(monkeypatch, most):
+    """With the arithmetic's bytes as the compiler's: what fits with slack alone does not."""
+
+    def compiled_to(config, *_, **__):
+        needed = {"peak_bytes": search._by_arithmetic(config, target).bytes, "held_bytes": 0}
+        numbers = needed | {"roofline": {"seconds": 1.0}}
+        return {"fits": needed["peak_bytes"] <= most, "programs": {"train": numbers}}
+
+    target = chips.target("local")._replace(chip=V5P, hbm_bytes=most)
+    ranked, _ = search.candidates(CONFIG, target)
+    monkeypatch.setattr(plan, "plan", compiled_to)
+    found = search.search(CONFIG, target, ("train",), lambda _: None, **LENGTHS)
+    fitting = [row["name"] for row in found["found"] if row["plan"] and row["plan"]["fits"]]
+    assert fitting == [c.name for c in ranked if c.bytes <= most][: search.WANTED]
+    assert found["fits"] == bool(fitting)
 
 
 @pytest.mark.parametrize(

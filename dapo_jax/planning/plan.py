@@ -30,8 +30,8 @@ def plan(
     Returns:
         `fits`, `hbm_bytes`, `chip`, `devices`, `mesh`, and `programs` with argument_bytes,
         temp_bytes, peak_bytes, flops, bytes_accessed, compile_seconds and more of each (see
-        `compiled.measure`), their `roofline`, `step` (see `estimate.step`), and where decode is
-        among them `slots_that_fit`.
+        `compiled.measure`), their `roofline`, `step` (see `estimate.step`), where decode is among
+        them `slots_that_fit`, and where they do not fit `needs_more_bytes` and `remedy`.
 
     Raises:
         UserError: the mesh does not fit the devices, or the config the mesh; or "weights" alone is
@@ -80,7 +80,11 @@ def plan(
         free = hbm - need(found["decode"]) + cache.pool_bytes
         result["slots"] = config.rollout.slots
         result["tokens_per_slot"] = cache.slot_tokens
-        result["slots_that_fit"] = max(0, int(free // cache.slot_bytes)) * cache.shards
+        result["slots_that_fit"] = programs.slots_that_fit(config, mesh, free)
+    if not result["fits"]:
+        largest = max(need(numbers) for numbers in found.values())
+        result["needs_more_bytes"] = 0 if hbm is None else max(0, largest - hbm)
+        result["remedy"] = remedy(config, result)
     return result
 
 
@@ -91,9 +95,8 @@ def need(numbers: Mapping[str, Any]) -> int:
 
 def remedy(config: Config, result: Mapping[str, Any]) -> str:
     """By how much the worst program is too large, of what, and what would make it smaller."""
-    hbm, shape = result["hbm_bytes"], result["mesh"]
+    hbm, shape, over = result["hbm_bytes"], result["mesh"], result["needs_more_bytes"]
     name, worst = max(result["programs"].items(), key=lambda item: need(item[1]))
-    over = need(worst) - hbm if hbm is not None else 0
     parts = {"arguments": worst["argument_bytes"], "temporaries": worst["temp_bytes"]}
     parts |= worst["held"]
     made_of = ", ".join(f"{part} {size / GIB:.2f}" for part, size in parts.items())

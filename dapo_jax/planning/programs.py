@@ -2,6 +2,8 @@
 donations, that the learner and the engine call.
 """
 
+import bisect
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -56,6 +58,21 @@ def cache(config: Config, mesh: Mesh) -> Cache:
     pool = _pool_bytes(spec, drawn_on)
     slot = pool // spec.shard_pages * spec.table_pages
     return Cache(pool, slot, spec.max_tokens, spec.shards)
+
+
+def slots_that_fit(config: Config, mesh: Mesh, free_bytes: int) -> int:
+    """The most `config.rollout.slots` for which a cache without bounds is no larger than this on a
+    device; 0: not even one a shard."""
+    here = cache(config, mesh)
+
+    def pool(slots_of_a_shard: int) -> int:
+        slots = slots_of_a_shard * here.shards
+        rollout = dataclasses.replace(config.rollout, slots=slots, cache_gib=None)
+        return cache(dataclasses.replace(config, rollout=rollout), mesh).pool_bytes
+
+    # A slot's share of the pool is more than the pages of its sequence: prompts have theirs.
+    most = max(0, free_bytes) // here.slot_bytes
+    return bisect.bisect_right(range(1, most + 1), free_bytes, key=pool) * here.shards
 
 
 def names(config: Config) -> tuple[str, ...]:

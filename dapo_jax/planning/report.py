@@ -13,7 +13,7 @@ GIB = chips.GIB
 def describe(config: Config, result: Mapping[str, Any]) -> str:
     """The result of `plan.plan` as text."""
     chip, hbm = result["chip"], result["hbm_bytes"]
-    memory = "memory not known" if hbm is None else f"{hbm / GIB:.1f} GiB each"
+    memory = "memory not known" if hbm is None else f"{hbm / GIB:.2f} GiB each"
     lines = [
         f"{result['devices']} {chip['name']} ({memory}), mesh {_mesh(result['mesh'])}, "
         f"remat {result['remat']}",
@@ -34,7 +34,7 @@ def describe(config: Config, result: Mapping[str, Any]) -> str:
             f"Arithmetic: {result['slots_that_fit']:,} slots of {result['tokens_per_slot']:,} "
             f"tokens fit (the config has {result['slots']:,})"
         )
-    fits = "it fits" if result["fits"] else "it does not fit: " + plan.remedy(config, result)
+    fits = "it fits" if result["fits"] else f"it does not fit: {result['remedy']}"
     return "\n".join([*lines, fits])
 
 

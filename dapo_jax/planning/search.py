@@ -1,7 +1,7 @@
 """Which mesh shapes and remat policies fit, best first.
 
-All are ranked by arithmetic, which costs nothing; the best few of those that seem to fit are
-compiled, and those that do fit are ranked by their rooflines.
+All are ranked by arithmetic, which costs nothing; those that seem to fit are compiled, the fastest
+first, until a few do, and those are ranked by their rooflines.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from dapo_jax.types import UserError
 
 # The arithmetic is rough: what seems to need so much more than there is may still fit.
 SLACK = 1.25
-COMPILED = 3  # candidates at most
+WANTED = 3  # candidates that fit
 REMAT = typing.get_args(typing.get_type_hints(ModelConfig)["remat"])
 
 
@@ -80,44 +80,50 @@ def search(
     *,
     response_tokens: int,
     prompt_tokens: int,
-    compiled: int = COMPILED,
+    enough: int = WANTED,
 ) -> dict[str, Any]:
     """What was tried, best first.
 
     Args:
         wanted: the programs that have to fit.
-        compiled: candidates that are compiled, at most.
+        enough: candidates that fit, after which no more are compiled.
 
     Returns:
-        `fits` whether one does, `hbm_bytes`, `found` with name, mesh, remat, changes, and of those
-        that were compiled the `plan` of each, and `refused`.
+        `fits` whether one does, `hbm_bytes`, `programs` of the best, `found` with name, mesh,
+        remat, changes, and of those that were compiled the `plan` of each, and `refused`.
     """
     ranked, refused = candidates(config, target)
     hbm = target.hbm_bytes
     likely = [c for c in ranked if hbm is None or c.bytes <= SLACK * hbm] or sorted(
         ranked, key=lambda c: c.bytes
     )[:1]
-    chosen, rows, begun = likely[:compiled], [], time.monotonic()
+    rows, fitting, begun = [], 0, time.monotonic()
     say(
         f"{len(ranked)} candidates, {len(refused)} mesh shapes do not divide, {len(likely)} may "
-        f"fit by arithmetic; compiling {len(chosen)}"
+        f"fit by arithmetic; compiling until {enough} do"
     )
-    for number, candidate in enumerate(chosen):
+    for number, candidate in enumerate(likely):
+        if fitting == enough:
+            break
         left = ""
         if number:
             each = (time.monotonic() - begun) / number
-            left = f", about {each * (len(chosen) - number):.0f} s left"
-        say(f"candidate {number + 1} of {len(chosen)}: {candidate.name}{left}")
+            left = f", about {each * (len(likely) - number):.0f} s left at most"
+        say(f"candidate {number + 1} of at most {len(likely)}: {candidate.name}{left}")
         found = plan.plan(
             candidate.config, target, wanted, say,
             response_tokens=response_tokens, prompt_tokens=prompt_tokens,
         )  # fmt: skip
         rows.append(_row(config, candidate, found))
+        fitting += found["fits"]
+    left_out = [c for c in ranked if c not in likely[: len(rows)]]
     rows.sort(key=lambda row: (not row["plan"]["fits"], row["seconds"] or 0.0))
-    rows += [_row(config, c, None) for c in ranked if c not in chosen]
+    programs = rows[0]["plan"]["programs"] if rows else {}
+    rows += [_row(config, c, None) for c in left_out]
     return {
-        "fits": any(row["plan"] is not None and row["plan"]["fits"] for row in rows),
+        "fits": fitting > 0,
         "hbm_bytes": hbm,
+        "programs": programs,
         "found": rows,
         "refused": refused,
     }
@@ -126,7 +132,7 @@ def search(
 def describe(result: Mapping[str, Any]) -> str:
     """The result of `search` as text."""
     hbm = result["hbm_bytes"]
-    lines = [f"memory of a device: {'not known' if hbm is None else f'{hbm / chips.GIB:.1f} GiB'}"]
+    lines = [f"memory of a device: {'not known' if hbm is None else f'{hbm / chips.GIB:.2f} GiB'}"]
     compiled = [row for row in result["found"] if row["plan"] is not None]
     fitting = [row for row in compiled if row["plan"]["fits"]]
     lines.append("Compiled, and it fits, best first (longest mini-batch at the roofline):")
