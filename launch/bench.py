@@ -24,7 +24,8 @@ train    one update, objective and optimiser of configs/tiny_dapo.py, random wei
   --micro_batch 8 --runs 7       rows whose activations are alive at once; 0: all
   --remat dots                   what is kept of them for the backward pass: config.model.remat
 step     a whole step, rollout and one update on packed rows: seconds, and seconds by phase; flags
-         as of rollout, and --micro_batch 8 --remat dots --runs 5
+         as of rollout, but for --temperature, --top_p and --prefill_prompts, and --micro_batch 8
+         --remat dots --runs 5
   --share_prompts                prompts stand once in a row for all of their responses there
 packing  nothing is run: how evenly attention over packed rows lies over devices, with the rows of
          a mini-batch as first-fit-decreasing leaves them, and in the order that updates take
@@ -84,7 +85,10 @@ def measure(argv: list[str]) -> dict:
         },
         "step": {
             "text": {**text, "remat": "dots"},
-            "numbers": {**numbers, "top_p": 1.0, "micro_batch": 8, "runs": 5},
+            "numbers": {
+                **{name: value for name, value in numbers.items() if name != "temperature"},
+                "micro_batch": 8, "runs": 5,
+            },
             "switches": ("share_prompts",),
         },
         "packing": {
@@ -130,7 +134,7 @@ def measure(argv: list[str]) -> dict:
         base = tiny_dapo.get_config().to_dict()
         base["train"] = base["train"] | {"share_prompts": flags.pop("share_prompts")}
         micro_batch, remat = flags.pop("micro_batch"), flags.pop("remat")
-        return bench_step(Shape(**flags), micro_batch, remat, base)
+        return bench_step(Shape(**flags, temperature=1.0, top_p=1.0), micro_batch, remat, base)
     if kind == "gap":
         from dapo_jax.bench.gap import Gap, bench_gap
 

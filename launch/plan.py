@@ -38,6 +38,7 @@ by which prompts are begun. Nothing is compiled.
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,24 @@ ROOT = Path(__file__).resolve().parent.parent
 TEXTS = ("length_distribution", "lengths_from", "calibrate_from", "compare_hosts", "chip")
 INTEGERS = ("simulate_hosts", "simulate_steps", "unit_tokens")
 FLOATS = ("accept", "decode_seconds", "prefill_seconds", "host_seconds", "reward_seconds")
+# Of what is compiled alone, as those above are of a simulation alone.
+COMPILED = ("topology", "program", "search", "response_tokens")
+
+
+def refuse(flags: Any, names: Iterable[str], reason: str) -> None:
+    """Raises UserError where one of the flags is given, which nothing would read."""
+    from dapo_jax.types import UserError
+
+    given = [f"--{name}" for name in names if getattr(flags, name) not in (None, False)]
+    if given:
+        raise UserError(f"{reason} {', '.join(given)} out.")
 
 
 def simulate(config: Any, flags: Any) -> int:
     """Prints what the simulator finds; 0."""
     from dapo_jax.planning import many_hosts
 
+    refuse(flags, COMPILED, "nothing is compiled with --simulate_hosts: leave")
     asked = many_hosts.Asked(**{name: getattr(flags, name) for name in many_hosts.Asked._fields})
     say = lambda text: print(text, file=sys.stderr, flush=True)
     found = many_hosts.simulate(config, asked, say)
@@ -75,6 +88,8 @@ def main(argv: list[str]) -> int:
         )
         if flags.simulate_hosts is not None:
             return simulate(config, flags)
+        simulated = (*TEXTS, *INTEGERS, *FLOATS)
+        refuse(flags, simulated, "only --simulate_hosts=N simulates: give it, or leave")
         from dapo_jax.planning import chips, plan, programs, report, search
 
         if flags.topology is None:

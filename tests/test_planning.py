@@ -379,6 +379,15 @@ def test_search_goes_on_until_enough_fit(monkeypatch, most):
         ),
         (["--topology=v9:1"], r"--topology=v9:1 is not known. Known are .*v5p:4x4x4.*local"),
         (["--topology=local"], r"config.mesh .*does not fit 8 device"),
+        (
+            ["--topology=local", "--accept=0.3", "--chip=v5p"],
+            "--simulate_hosts=N simulates: give it, or leave --chip, --accept out",
+        ),
+        (
+            ["--simulate_hosts=2", "--topology=local", "--search"],
+            "with --simulate_hosts: leave --topology, --search out",
+        ),
+        (["--simulate_hosts=2", "--program=train"], "leave --program out"),
         (["--topology=local", "--response_tokens=99999"], "from 1 to 20,480; got 99999"),
     ],
 )

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from dapo_jax import batching
-from dapo_jax.bench.shapes import Shape, draw_lengths
+from dapo_jax.bench.shapes import Shape, check_lengths, draw_lengths
 from dapo_jax.types import UserError
 
 
@@ -32,8 +32,7 @@ class PackingShape(NamedTuple):
                 f"--micro_batch ({self.micro_batch}) must be a multiple of --shards "
                 f"({self.shards}): each device has as many rows."
             )
-        if self.lengths not in ("uniform", "longtail"):
-            raise UserError(f"--lengths must be uniform or longtail; got {self.lengths!r}.")
+        check_lengths(self.lengths, self.row_len - self.prompt_len)
 
 
 def bench_packing(shape: PackingShape) -> dict[str, Any]:

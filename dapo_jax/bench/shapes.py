@@ -1,5 +1,6 @@
 """What the benchmarks share: the shape of model and work, and random parameters and prompts."""
 
+import math
 from typing import Literal, NamedTuple, get_args, get_type_hints
 
 import numpy as np
@@ -41,9 +42,15 @@ class Shape(NamedTuple):
         for name, value in self._asdict().items():
             least = 0 if name in ("slots", "prefill_prompts") else 1
             if isinstance(value, int) and value < least:
-                raise UserError(f"--{name} must be above 0; got {value}.")
-        if self.lengths not in LENGTHS:
-            raise UserError(f"--lengths must be {' or '.join(LENGTHS)}; got {self.lengths!r}.")
+                wanted = "above 0" if least else "0 or more"
+                raise UserError(f"--{name} must be {wanted}; got {value}.")
+        if self.vocab < 2:
+            raise UserError(f"--vocab must be 2 or more, for tokens to differ; got {self.vocab}.")
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(f"--temperature must be 0 or more; got {self.temperature:g}.")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"--top_p must be above 0 and at most 1; got {self.top_p:g}.")
+        check_lengths(self.lengths, self.gen_len)
         if self.dtype not in ("float32", "bfloat16"):
             raise UserError(f"--dtype must be float32 or bfloat16; got {self.dtype!r}.")
         if self.width % self.heads or self.heads % self.kv_heads:
@@ -51,6 +58,22 @@ class Shape(NamedTuple):
                 f"--heads ({self.heads}) must divide --width ({self.width}), and --kv_heads "
                 f"({self.kv_heads}) --heads."
             )
+        if self.width // self.heads % 2:
+            raise UserError(
+                f"--width ({self.width}) over --heads ({self.heads}) must be even (rotary pairs); "
+                f"got {self.width // self.heads}."
+            )
+
+
+def check_lengths(lengths: str, longest: int) -> None:
+    """Raises UserError if responses of at most `longest` tokens cannot be so long."""
+    if lengths not in LENGTHS:
+        raise UserError(f"--lengths must be {' or '.join(LENGTHS)}; got {lengths!r}.")
+    if lengths == "longtail" and longest < 4:
+        raise UserError(
+            "--lengths=longtail needs responses of up to 4 tokens or more, a quarter of which is "
+            f"their mean; got {longest} (--gen_len, or --row_len less --prompt_len)."
+        )
 
 
 def bench_model(shape: Shape, remat: str = "none") -> ModelConfig:

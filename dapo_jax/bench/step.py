@@ -36,6 +36,10 @@ def bench_step(shape: Shape, micro_batch: int, remat: str, base: dict[str, Any])
         base: every field of a config; objective and optimiser are taken from it.
     """
     shape.check()
+    if shape.group < 2:
+        raise UserError(
+            f"--group must be 2 or more, as an update compares them; got {shape.group}."
+        )
     if micro_batch < 1:
         raise UserError(f"--micro_batch must be above 0; got {micro_batch}.")
     c = bench_model(shape, remat)
