@@ -318,6 +318,27 @@ def test_training_needs_six_operations_a_parameter():
     assert attention == 6 * c.num_layers * c.num_heads * c.head_dim * 100
 
 
+@pytest.mark.parametrize(
+    "remat, attention, passes",
+    [
+        ("none", "splash", 3),
+        ("dots", "splash", 4),
+        ("dots_no_batch", "splash", 4),
+        ("attention_mlp", "splash", 3),
+        ("attention", "auto", 3),
+        ("attention", "flash", 4),
+        ("full", "splash", 4),
+    ],
+)
+def test_a_kernel_runs_again_unless_remat_keeps_what_it_gives(remat, attention, passes):
+    """As docs/update.md says and tests/test_attention.py counts kernels."""
+    config = dataclasses.replace(
+        CONFIG, model=replace_model(CONFIG, remat=remat, attention=attention)
+    )
+    of = lambda program: estimate._attention_flops(config, 100, program)
+    assert of("train") == of("critic_train") == passes * of("old_logprobs")
+
+
 def test_search_keeps_the_context_of_the_config():
     config = dataclasses.replace(CONFIG, mesh=dataclasses.replace(CONFIG.mesh, context=2))
     ranked, _ = search.candidates(config, chips.target("local"))

@@ -86,13 +86,15 @@ def model_flops(config: Config, sequence_tokens: float) -> float:
 
 
 def _attention_flops(config: Config, sequence_tokens: float, program: str) -> float:
-    """Of causal attention for one token of a row, forward, and in an update also backward and, with
-    remat, forward again."""
+    """Of causal attention for one token of a row, forward, and in an update also backward and,
+    unless remat keeps what a kernel gives, forward again: `dots` knows no kernels, and what flash
+    attention gives has no name to be kept by."""
     c = config.model
     forward = 2.0 * c.num_layers * c.num_heads * c.head_dim * sequence_tokens
     passes = 1.0
     if program in ("train", "critic_train"):
-        passes = 4.0 if c.remat in ("full", "dots_no_batch") else 3.0
+        named = c.remat in ("attention", "attention_mlp") and c.attention != "flash"
+        passes = 3.0 if c.remat == "none" or named else 4.0
     return passes * forward
 
 
