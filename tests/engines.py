@@ -8,7 +8,7 @@ import numpy as np
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.types import Problem
-from tests.helpers import make_mesh, tiny_config
+from tests.helpers import make_mesh, replace_model, tiny_config
 
 CONFIG = tiny_config()
 EOS = 1
@@ -17,11 +17,12 @@ KEY = jax.random.key(7)
 
 def make_engine(
     *, slots=16, prefill=8, temperature=1.0, top_p=1.0, num_devices=1, samples=1, page_tokens=32,
-    num_pages=None, decode_steps=8, prefill_chunk_tokens=512, continued=False, **mesh,
+    num_pages=None, decode_steps=8, prefill_chunk_tokens=512, continued=False,
+    tie_embeddings=True, **mesh,
 ):  # fmt: skip
     layout = dataclasses.replace(CONFIG.mesh, **mesh)
     spec = EngineSpec(
-        model=CONFIG.model,
+        model=replace_model(CONFIG, tie_embeddings=tie_embeddings),
         layout=layout,
         slots=slots,
         prefill_prompts=prefill,

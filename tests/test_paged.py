@@ -123,6 +123,23 @@ def test_a_token_attends_to_its_own_pages_and_is_kept_there(
         assert set(np.flatnonzero(changed[1])) == owners | {0} and not changed[0].any()
 
 
+@pytest.mark.parametrize("kernel, cache_dtype", [("xla", "auto"), ("gpu", "auto"), ("xla", "int8")])
+def test_what_is_not_a_number_is_cached_nowhere(problem, kernel, cache_dtype):
+    """What comes out for that token is NaN, and nothing else is."""
+    k, v, table, q, k_new, v_new = problem
+    layout = paged.Layout(kernel, A, "float32", cache_dtype)
+    goes, lengths = jnp.array([True, True, False]), jnp.asarray(LENGTHS)
+    attend = paged.decoding(layout, table, lengths, goes)
+    expected, _ = attend(1, q, k_new, v_new, pool_of(layout, k, v), None)
+    k_new, v_new = k_new.at[0, 0, 0, 1].set(jnp.inf), v_new.at[2].set(jnp.nan)
+    out, after = attend(1, q, k_new, v_new, pool_of(layout, k, v), None)
+    assert all(np.isfinite(x).all() for x in after)
+    np.testing.assert_array_equal(out[1], expected[1])
+    heads = q.shape[2] // k_new.shape[2]
+    assert np.isnan(out[0, 0, :heads]).all() and np.isnan(out[2]).all()
+    np.testing.assert_array_equal(out[0, 0, heads:], expected[0, 0, heads:])
+
+
 def test_int8_is_the_nearest_of_255_steps():
     x = np.random.default_rng(0).standard_normal((4, 5, H)).astype(np.float32)
     x[1, 2] = 0

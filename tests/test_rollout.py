@@ -1,6 +1,7 @@
 """Rollouts: what a sample is, that nothing but itself decides it, and JetStream's contract."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.sampling import SamplingParams, _invert, sample, truncate
 from dapo_jax.types import Problem
 from tests.engines import CONFIG, EOS, KEY, complete, make_engine, make_problems, tokens_of
-from tests.helpers import Sample, make_params, rows_of
+from tests.helpers import Sample, make_params, replace_model, rows_of
 
 
 @pytest.fixture(scope="module")
@@ -262,6 +263,30 @@ def test_logits_that_are_not_numbers_end_the_response(params, problems):
     every = [response for row in responses for response in row]
     assert [r.finish_reason for r in every] == ["invalid"] * 12 and stats.invalid == 12
     assert all(len(r.tokens) == 1 and r.log_probs[0] == 0 for r in every)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [dict(page_tokens=4, prefill_chunk_tokens=8), dict(slots=4, samples=4, page_tokens=4)],
+)
+def test_logits_that_are_not_numbers_end_no_other_response(problems, changes):
+    """A token whose embedding is not finite, in a prompt or drawn: what else is drawn beside it,
+    in idle slots' company or on pages that were its own, stays as it is."""
+    broken = make_params(replace(CONFIG, model=replace_model(CONFIG, tie_embeddings=False)))
+    broken = broken | {"embed": broken["embed"].at[31].set(jnp.nan)}
+    innocent = [p for p in problems if 31 not in p.prompt_tokens][:8]
+    prompts = [(31,), (3, 4, 31, 5), (3, 31, *range(3, 23))]
+    faulty = [Problem(90 + i, "", tokens, "", "test") for i, tokens in enumerate(prompts)]
+    engine = make_engine(tie_embeddings=False, temperature=0.0, **changes)
+    alone, before = draw(engine, broken, innocent)
+    beside, after = draw(engine, broken, [*faulty, *innocent])
+    assert tokens_of(beside[3:]) == tokens_of(alone)
+    assert {r.finish_reason for row in beside[:3] for r in row} == {"invalid"}
+    assert all(len(r.tokens) == 1 for row in beside[:3] for r in row)
+    assert after.invalid == before.invalid + 12
+    for response in (r for row in alone for r in row):
+        assert (response.finish_reason == "invalid") == (31 in response.tokens[:-1])
+    assert 0 < before.invalid < 32, "some draw the token themselves, at once or later"
 
 
 @pytest.mark.parametrize("top_k, top_p, min_p", [(3, 1.0, 0.0), (1, 1.0, 0.0), (0, 1.0, 0.2),

@@ -14,9 +14,12 @@ With `cache_dtype` int8 keys and values lie beside their scales, float32 [L, pag
 
 Prefill attends to what is kept, not to what it was made of, so that a token sees the same of those
 before it however they came into the cache.
+
+No page ever holds what is not a number: page 0, and those given out again, are read by sequences
+whose weight for them is 0, and 0 * NaN is NaN. See `sound`.
 """
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -124,6 +127,30 @@ def copied(pool: Arrays, from_X: jax.Array, to_X: jax.Array, wanted_X: jax.Array
     return jax.lax.fori_loop(0, jnp.sum(wanted_X.astype(jnp.int32)), one, pool)
 
 
+def sound(attend: Attend) -> Attend:
+    """`attend` that caches zeros for a head of a token whose key or value is not finite. What
+    comes out for that head is NaN, which makes everything that follows of the token NaN, and its
+    logits: it is noticed there. Nothing else sees it.
+    """
+
+    def attend_(
+        layer: jax.Array | int,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: Any,
+        window: jax.Array | int | None,
+    ) -> tuple[jax.Array, Any]:
+        # By head: they lie on several devices, which need not ask each other so.
+        finite_BTK = jnp.all(jnp.isfinite(k) & jnp.isfinite(v), axis=-1)
+        k, v = (jnp.where(finite_BTK[..., None], x, 0) for x in (k, v))
+        out_BTNH, cache = attend(layer, q, k, v, cache, window)
+        finite_BTN = jnp.repeat(finite_BTK, q.shape[2] // k.shape[2], axis=2)
+        return jnp.where(finite_BTN[..., None], out_BTNH, jnp.nan), cache
+
+    return attend_
+
+
 def decoding(
     layout: Layout, table_BP: jax.Array, lengths_B: jax.Array, writes_B: jax.Array
 ) -> Attend:
@@ -177,7 +204,7 @@ def decoding(
         out_BKGH = _one_query(q.reshape(B, K, -1, H), k_BKSH, v_BKSH, mask_BS)
         return out_BKGH.reshape(q.shape), cache
 
-    return attend
+    return sound(attend)
 
 
 def _one_query(

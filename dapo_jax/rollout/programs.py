@@ -202,24 +202,29 @@ class Programs:
         )  # fmt: skip
 
         def one(carry: Any, start: jax.Array) -> tuple[Any, None]:
-            cache, last_PD = carry
+            cache, last_PD, finite_P = carry
             position_PC = jnp.broadcast_to(start + jnp.arange(chunk)[None], (P, chunk))
             hidden_PCD, cache = model.hidden_states(
                 c,
                 params,
                 jax.lax.dynamic_slice_in_dim(tokens_PT, start, chunk, axis=1),
                 position_PC,
-                attention.prefilling(start, chunk, layout.keep, layout.read),
+                paged.sound(attention.prefilling(start, chunk, layout.keep, layout.read)),
                 cache,
             )
             at_P = jnp.clip(length_P - 1 - start, 0, chunk - 1)
             here_PD = jnp.take_along_axis(hidden_PCD, at_P[:, None, None], axis=1)[:, 0]
             inside_P = (length_P > start) & (length_P <= start + chunk)
-            return (cache, jnp.where(inside_P[:, None], here_PD, last_PD)), None
+            # What follows such a token sees zeros in its place, and is finite.
+            finite_PC = jnp.all(jnp.isfinite(hidden_PCD), axis=-1)
+            padding_PC = position_PC >= length_P[:, None]
+            finite_P = finite_P & jnp.all(finite_PC | padding_PC, axis=1)
+            return (cache, jnp.where(inside_P[:, None], here_PD, last_PD), finite_P), None
 
-        first = dense, jnp.zeros((P, c.width), dtype)
+        first = dense, jnp.zeros((P, c.width), dtype), jnp.ones(P, bool)
         starts = jnp.arange(0, T, chunk, dtype=jnp.int32)
-        (dense, last_PD), _ = jax.lax.scan(one, first, starts)
+        (dense, last_PD, finite_P), _ = jax.lax.scan(one, first, starts)
+        last_PD = jnp.where(finite_P[:, None], last_PD, jnp.nan)
         return Prefix(paged.from_dense(layout, dense), last_PD, length_P, key_P2)
 
     def _enqueue(self, state: DecodeState, prefix: Prefix, arrivals: Arrivals) -> DecodeState:
