@@ -18,11 +18,11 @@ KEY = jax.random.key(7)
 def make_engine(
     *, slots=16, prefill=8, temperature=1.0, top_p=1.0, num_devices=1, samples=1, page_tokens=32,
     num_pages=None, decode_steps=8, prefill_chunk_tokens=512, continued=False,
-    tie_embeddings=True, **mesh,
+    model=None, **mesh,
 ):  # fmt: skip
     layout = dataclasses.replace(CONFIG.mesh, **mesh)
     spec = EngineSpec(
-        model=replace_model(CONFIG, tie_embeddings=tie_embeddings),
+        model=replace_model(CONFIG, **(model or {})),
         layout=layout,
         slots=slots,
         prefill_prompts=prefill,

@@ -12,6 +12,7 @@ from dapo_jax import log_probs
 from dapo_jax.compilations import CompilationCounter
 from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.sampling import SamplingParams, _invert, sample, truncate
+from dapo_jax.sharding import initial_params
 from dapo_jax.types import Problem
 from tests.engines import CONFIG, EOS, KEY, complete, make_engine, make_problems, tokens_of
 from tests.helpers import Sample, make_params, replace_model, rows_of
@@ -87,6 +88,29 @@ def test_temperature_zero_takes_the_most_probable_token(params, problems):
     )
     assert drawn.token_B.tolist() == [1]
     np.testing.assert_allclose(drawn.log_prob_B, jax.nn.log_softmax(logits)[0, 1], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "dtype, mesh",
+    [("float32", dict(fsdp=2)), ("bfloat16", dict(fsdp=2)), ("float32", dict(data=2))],
+)
+def test_weights_stay_where_they_are_or_come_by_one_program(monkeypatch, dtype, mesh):
+    """`device_put` takes what is to lie otherwise through the host: it is given none."""
+    engine = make_engine(num_devices=2, model=dict(compute_dtype=dtype), **mesh)
+    params = initial_params(engine.spec.model, engine.spec.layout, engine.mesh, seed=0)
+    put = jax.device_put
+
+    def checked(tree, at):
+        same = jax.tree.map(lambda x, at: x.sharding.is_equivalent_to(at, x.ndim), tree, at)
+        assert jax.tree.all(same)
+        return put(tree, at)
+
+    monkeypatch.setattr(jax, "device_put", checked)
+    pointers = lambda x: [part.data.unsafe_buffer_pointer() for part in x.addressable_shards]
+    for before, after in zip(*map(jax.tree.leaves, (params, engine.load_params(params)))):
+        np.testing.assert_array_equal(np.asarray(after), np.asarray(before.astype(after.dtype)))
+        if "data" in mesh:
+            assert pointers(before) == pointers(after)
 
 
 def test_finish_reasons(params, problems):
@@ -277,7 +301,7 @@ def test_logits_that_are_not_numbers_end_no_other_response(problems, changes):
     innocent = [p for p in problems if 31 not in p.prompt_tokens][:8]
     prompts = [(31,), (3, 4, 31, 5), (3, 31, *range(3, 23))]
     faulty = [Problem(90 + i, "", tokens, "", "test") for i, tokens in enumerate(prompts)]
-    engine = make_engine(tie_embeddings=False, temperature=0.0, **changes)
+    engine = make_engine(model=dict(tie_embeddings=False), temperature=0.0, **changes)
     alone, before = draw(engine, broken, innocent)
     beside, after = draw(engine, broken, [*faulty, *innocent])
     assert tokens_of(beside[3:]) == tokens_of(alone)

@@ -166,7 +166,12 @@ class Programs:
         """See `DecoderEngine.load_params`."""
         if self.elsewhere:  # one program brings them to where all processes draw
             return own_part(self.to_rollout(params), self.params_at)
-        if self.spec.model.compute_dtype != self.spec.model.param_dtype:
+        c = self.spec.model
+        there = jax.tree.map(
+            lambda x, at: x.sharding.is_equivalent_to(at, x.ndim), params, self.params_at
+        )
+        # Not `device_put`, which takes what is laid out otherwise through the host's memory.
+        if c.compute_dtype != c.param_dtype or not jax.tree.all(there):
             params = self.to_rollout(params)
         return jax.device_put(params, self.params_at)
 
