@@ -60,6 +60,7 @@ class Chunk(NamedTuple):
     tasks: list[int]  # by their numbers
     future: pebble.ProcessFuture  # their scores to come
     pool: pebble.ProcessPool  # that it was handed to
+    losses: int = 0  # pools that were lost with each of the responses
 
     @property
     def over(self) -> bool:
@@ -71,7 +72,7 @@ class Pending(NamedTuple):
     """Responses that are being scored; `RewardPool.collect` waits for them."""
 
     tasks: list[Task]
-    known: dict[int, Scored]  # tasks that were done before
+    known: dict[int, Scored]  # tasks that are done
     chunks: list[Chunk]  # the others
 
 
@@ -159,34 +160,15 @@ class RewardPool:
         new = [i for i in range(len(tasks)) if i not in known]
         size = max(1, min(MAX_CHUNK, -(-len(new) // (self.workers * CHUNKS_PER_WORKER))))
         parts = [new[start : start + size] for start in range(0, len(new), size)]
-        return Pending(tasks, known, [self._schedule(tasks, part) for part in parts])
+        return Pending(tasks, known, [self._schedule(tasks, part, 0) for part in parts])
 
     def collect(self, pending: Pending) -> list[Scored]:
         """What the scorers say of each response that was submitted, in order. See `score`."""
-        tasks, results = pending.tasks, dict(pending.known)
-        waiting = collections.deque(pending.chunks)
-        losses: collections.Counter[int] = collections.Counter()
-        while waiting:
-            part = waiting.popleft()
-            chunk, scores = part.tasks, self._result(part)
-            if scores == LOST:
-                losses.update(chunk)
-                scores = "worker died"
-                if len(chunk) == 1 and losses[chunk[0]] < MAX_LOSSES:
-                    waiting.append(self._schedule(tasks, chunk))
-                    continue
-            elif part.pool is self.pool:
-                self.in_a_row = 0
-            if isinstance(scores, list):
-                results |= dict(zip(chunk, scores))
-                rest = [chunk[len(scores) :]]  # what the worker had no time for
-            elif len(chunk) == 1:
-                limit = self.timeout_seconds + GRACE_SECONDS
-                results[chunk[0]] = Scored(scores, limit if scores == "timeout" else 0.0)
-                rest = []
-            else:
-                rest = [[i] for i in chunk]
-            waiting.extend(self._schedule(tasks, part) for part in rest if part)
+        tasks, results = pending.tasks, pending.known
+        while not self.ready(pending):
+            # A pool that has given up forgets what it had not handed to a worker.
+            concurrent.futures.wait([pending.chunks[0].future], LOOK_SECONDS)
+            self.waiting()
         for i, task in enumerate(tasks):
             # What ran out of time or died may do better another day.
             if not isinstance(results[i].scores, str):
@@ -195,12 +177,43 @@ class RewardPool:
             self.known.popitem(last=False)
         return [results[i] for i in range(len(tasks))]
 
+    def ready(self, pending: Pending) -> bool:
+        """Whether `collect` has nothing to wait for. Does not wait: takes what has come, and hands
+        out again what is to be tried again.
+
+        Raises:
+            RunError: no worker can be started.
+        """
+        while over := [chunk for chunk in pending.chunks if chunk.over]:
+            pending.chunks[:] = [chunk for chunk in pending.chunks if chunk not in over]
+            for chunk in over:
+                self._take(pending, chunk)
+        return not pending.chunks
+
+    def _take(self, pending: Pending, chunk: Chunk) -> None:
+        """Takes the scores of a chunk that is over, and hands out again those that it lacks."""
+        numbers, losses, scores = chunk.tasks, chunk.losses, self._result(chunk)
+        if scores == LOST:
+            losses += 1
+            scores = "worker died"
+            if len(numbers) == 1 and losses < MAX_LOSSES:
+                pending.chunks.append(self._schedule(pending.tasks, numbers, losses))
+                return
+        elif chunk.pool is self.pool:
+            self.in_a_row = 0
+        if isinstance(scores, list):
+            pending.known.update(zip(numbers, scores))
+            rest = [numbers[len(scores) :]]  # what the worker had no time for
+        elif len(numbers) == 1:
+            limit = self.timeout_seconds + GRACE_SECONDS
+            pending.known[numbers[0]] = Scored(scores, limit if scores == "timeout" else 0.0)
+            rest = []
+        else:
+            rest = [[i] for i in numbers]
+        pending.chunks.extend(self._schedule(pending.tasks, part, losses) for part in rest if part)
+
     def _result(self, chunk: Chunk) -> list[Scored] | str:
-        """The scores of a chunk, or of its beginning, or what ended its worker."""
-        # A pool that has given up forgets what it had not handed to a worker.
-        while not chunk.over:
-            concurrent.futures.wait([chunk.future], LOOK_SECONDS)
-            self.waiting()
+        """The scores of a chunk that is over, or of its beginning, or what ended its worker."""
         if not chunk.future.done():
             return LOST
         try:
@@ -212,10 +225,6 @@ class RewardPool:
         except (concurrent.futures.BrokenExecutor, concurrent.futures.CancelledError):
             return LOST
 
-    def ready(self, pending: Pending) -> bool:
-        """Whether `collect` will hardly have to wait."""
-        return all(chunk.over for chunk in pending.chunks)
-
     def _needed(self, task: Task) -> Task:
         """The task without what none of its scorers reads: it costs time on the way to a worker,
         and equal responses to different problems need scoring once."""
@@ -223,7 +232,7 @@ class RewardPool:
             return task
         return task._replace(token_ids=(), metadata=None)
 
-    def _schedule(self, tasks: list[Task], chunk: list[int]) -> Chunk:
+    def _schedule(self, tasks: list[Task], chunk: list[int], losses: int) -> Chunk:
         limit = self.timeout_seconds
         try:
             if not self.pool.active:
@@ -237,7 +246,7 @@ class RewardPool:
             )
         except RuntimeError as error:  # the pool has given up at once
             raise RunError(_NO_WORKERS) from error
-        return Chunk(chunk, future, self.pool)
+        return Chunk(chunk, future, self.pool, losses)
 
 
 _NO_WORKERS = (

@@ -60,6 +60,26 @@ def test_idle_workers_that_are_killed_are_replaced():
     assert not any(v.note for v in verdicts)
 
 
+def test_what_is_tried_again_is_not_waited_for_before_it_is_there():
+    """While responses are drawn: whoever asks whether all is there hands out again what a worker
+    left or died with, and goes on."""
+    texts = ["hang", "7", "die", "8", "7", "9", "7", "6"]  # two to a chunk
+    with Pool(workers=1) as pool:
+        tasks = [Task(pool.rubric.names, text, "7") for text in texts]
+        waited = []
+        pool.waiting = lambda: waited.append(1)
+        pending, asked, most = pool.submit(tasks), 0, time.monotonic() + 100
+        while not pool.ready(pending) and time.monotonic() < most:
+            asked += 1
+            time.sleep(0.01)
+        scored = pool.collect(pending)
+    assert not waited and asked > 50
+    assert [verdict(pool.rubric, s.scores).note for s in scored] == [
+        "timeout", "", "worker died", *[""] * 5
+    ]  # fmt: skip
+    assert [verdict(pool.rubric, s.scores).correct for s in scored] == [t == "7" for t in texts]
+
+
 def test_slow_responses_each_have_the_whole_limit():
     """Together they take longer than the limit of one, alone none does."""
     with Pool(workers=1) as pool:
