@@ -13,7 +13,7 @@ from dapo_jax.compilations import CompilationCounter
 from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.sampling import SamplingParams, _invert, sample, truncate
 from dapo_jax.sharding import initial_params
-from dapo_jax.types import Problem
+from dapo_jax.types import Problem, UserError
 from tests.engines import CONFIG, EOS, KEY, complete, make_engine, make_problems, tokens_of
 from tests.helpers import Sample, make_params, replace_model, rows_of
 
@@ -33,6 +33,44 @@ def draw(engine, params, problems, num_samples=4, key=KEY):
     return scheduler.generate(
         engine, params, problems, lambda x: [""] * len(x), num_samples=num_samples, key=key
     )
+
+
+@pytest.mark.parametrize(
+    "length, changes, message",
+    [
+        (0, {}, r"problem 7: its prompt has 0 tokens; the engine takes 1 to 24 "),
+        (25, {}, r"problem 7: its prompt has 25 tokens; the engine takes 1 to 24 "),
+        (5, dict(limits=lambda problem, sample: 33), r"limits\(0, 0\) is 33 tokens; .* 1 to 32 "),
+        (5, dict(limits=lambda problem, sample: 1 - sample), r"limits\(0, 1\) is 0 tokens"),
+        (5, dict(sampling=SamplingParams(-1.0)), r"temperature \(-1.0\) must be 0 \(greedy\) or"),
+        (5, dict(sampling=SamplingParams(1e-39)), r"temperature \(1e-39\) must .* from 1.2e-38"),
+        (5, dict(sampling=SamplingParams(1.0, 0.0)), r"top_p \(0.0\) must be in \(0, 1\]"),
+        (5, dict(sampling=SamplingParams(1.0, 1.0, -3)), r"top_k \(-3\) must be 0 or more"),
+        (5, dict(sampling=SamplingParams(min_p_X=1.5)), r"min_p \(1.5\) must be from 0 to 1"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(params, length, changes, message):
+    problem = Problem(7, "", (3,) * length, "", "test")
+    engine = make_engine()
+    with pytest.raises(UserError, match=message):
+        scheduler.generate(
+            engine, params, [problem], lambda x: [""] * len(x), num_samples=2, key=KEY, **changes
+        )
+
+
+def test_what_jetstreams_calls_cannot_do_is_refused(params):
+    engine = make_engine(page_tokens=4, num_pages=225)  # 16 slots of 14 pages, and page 0
+    for tokens, length in ((25, 25), (5, 0), (5, 6)):
+        with pytest.raises(UserError, match=rf"true_length \({length}\) .* max_prefill_length"):
+            engine.prefill(params=params, padded_tokens=np.full(tokens, 3), true_length=length)
+    prefix = engine.prefill(params=params, padded_tokens=np.full(5, 3), true_length=5)
+    state = engine.insert(prefix, engine.init_decode_state(), slot=15)
+    for slot in (-1, 16):
+        with pytest.raises(UserError, match=rf"slot \({slot}\) must be from 0 to 15"):
+            engine.insert(prefix, state, slot=slot)
+    short = make_engine(page_tokens=4, num_pages=224)
+    with pytest.raises(UserError, match=r"num_pages \(224\) must be 225 for 16 slots of 56"):
+        short.insert(prefix, state, slot=0)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

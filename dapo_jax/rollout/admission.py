@@ -16,7 +16,7 @@ from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.rollout.slots import Arrivals, DecodeState
 from dapo_jax.rollout.spec import EngineSpec
-from dapo_jax.types import UNFINISHED, Problem, Response
+from dapo_jax.types import UNFINISHED, Problem, Response, UserError
 
 Sample = tuple[int, int, int]  # shard, entry, column
 
@@ -119,6 +119,9 @@ class Admission:
     Args:
         problems: None stands for one that is to come later.
         limits: most tokens of a response, by problem and sample; None: the engine's own.
+
+    Raises:
+        UserError: `sampling` is outside its range; from `take` or `admit`, a prompt or a limit is.
     """
 
     def __init__(
@@ -131,6 +134,7 @@ class Admission:
         sampling: SamplingParams,
         limits: Callable[[int, int], int] | None,
     ):
+        sampling.check()
         self.engine, self.table, self.problems = engine, table, problems
         self.num_samples, self.sampling, self.limits = num_samples, sampling, limits
         self.key_data = np.asarray(jax.random.key_data(key))
@@ -166,6 +170,7 @@ class Admission:
                 return
             if problem is None:
                 return
+            self._check(problem)
             index = len(self.done)
             begun = self.begun.get((problem.id, problem.epoch), {})
             self.done.append({s: r for s, r in begun.items() if r.finish_reason != UNFINISHED})
@@ -177,6 +182,24 @@ class Admission:
                 most=self.engine.spec.samples,
                 begun=begun,
             )
+
+    def _check(self, problem: Problem) -> None:
+        most, tokens = self.engine.spec.max_prompt_tokens, len(problem.prompt_tokens)
+        if not 1 <= tokens <= most:
+            raise UserError(
+                f"problem {problem.id}: its prompt has {tokens} tokens; the engine takes 1 to "
+                f"{most} (max_prompt_tokens). Leave it out, or make an engine for longer ones."
+            )
+
+    def _limit(self, problem: int, sample: int) -> int:
+        most = self.engine.spec.max_response_tokens
+        limit = most if self.limits is None else self.limits(problem, sample)
+        if not 1 <= limit <= most:
+            raise UserError(
+                f"limits({problem}, {sample}) is {limit} tokens; the engine draws 1 to {most} "
+                "(max_response_tokens). Ask for fewer, or make an engine for more."
+            )
+        return limit
 
     def admit(self, params: model.Params, state: DecodeState, *, unread: bool) -> DecodeState:
         """The state with prompts prefilled for the entries that are free, a batch at a time.
@@ -264,11 +287,8 @@ class Admission:
             ids_RP2[r, p] = request.problem.id, request.problem.epoch
             entry_RP[r, p], samples_RP[r, p], first_RP[r, p] = e, request.samples, request.first
             drawn_RP[r, p] = len(tokens) - len(request.problem.prompt_tokens)
-            if self.limits is not None:
-                numbers = range(request.first, request.first + request.samples)
-                limit_RPG[r, p, : request.samples] = [
-                    self.limits(request.number, s) for s in numbers
-                ]
+            numbers = range(request.first, request.first + request.samples)
+            limit_RPG[r, p, : request.samples] = [self._limit(request.number, s) for s in numbers]
             self.table.open(r, e, request, self.arrivals)
             self.arrivals += 1
         # Not read here: on the device the keys wait behind the call of decode that is under way.

@@ -23,6 +23,7 @@ from dapo_jax.rollout.programs import Programs
 from dapo_jax.rollout.sampling import Mode, SamplingParams
 from dapo_jax.rollout.slots import Arrivals, DecodeState
 from dapo_jax.rollout.spec import EngineSpec, Prefix, Step, halvings
+from dapo_jax.types import UserError
 
 
 @struct.dataclass
@@ -46,9 +47,13 @@ class DecoderEngine(jetstream.Engine):
     Args:
         mesh: that this process draws on, see `sharding.own_mesh`.
         trained_on: the trainer's mesh; None: the same.
+
+    Raises:
+        UserError: temperature or top_p of the spec is outside its range.
     """
 
     def __init__(self, spec: EngineSpec, mesh: Mesh, trained_on: Mesh | None = None):
+        spec.params.check()
         layout = dataclasses.replace(spec.layout, **mesh.shape)
         self.spec = spec = dataclasses.replace(spec, layout=layout)
         self._mesh = mesh
@@ -133,11 +138,20 @@ class DecoderEngine(jetstream.Engine):
         key_2: Any = (0, 0),
     ) -> Prefix:
         """One prompt, on every shard. JetStream's interface has no place for its random key:
-        `key_2` is key data, the same for every prompt unless given."""
+        `key_2` is key data, the same for every prompt unless given.
+
+        Raises:
+            UserError: there are more tokens than `max_prefill_length`, or not `true_length`.
+        """
         if existing_prefix is not None:
             raise ValueError("existing_prefix is not supported: prompts are prefilled whole")
         A, R = self.spec.page_tokens, self.spec.shards
-        tokens = np.asarray(padded_tokens)[: self.spec.max_prompt_tokens]
+        tokens, most = np.asarray(padded_tokens), self.max_prefill_length
+        if not 1 <= true_length <= len(tokens) <= most:
+            raise UserError(
+                f"prefill: true_length ({true_length}) and the number of padded_tokens "
+                f"({len(tokens)}) must be 1 <= true_length <= tokens <= max_prefill_length ({most})"
+            )
         pages = next(n for n in self.prompt_pages if n * A >= len(tokens))
         tokens_RPT = np.zeros((R, 1, pages * A), np.int32)
         tokens_RPT[:, 0, : len(tokens)] = tokens
@@ -147,7 +161,21 @@ class DecoderEngine(jetstream.Engine):
         )
 
     def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
-        """The prompt of the prefix into one slot; its sample number is the slot's."""
+        """The prompt of the prefix into one slot; its sample number is the slot's.
+
+        Raises:
+            UserError: there is no such slot; or the pool does not hold all of them at their
+                longest: here nobody would notice that one waits for a page.
+        """
+        spec = self.spec
+        if not 0 <= slot < spec.slots:
+            raise UserError(f"insert: slot ({slot}) must be from 0 to {spec.slots - 1}")
+        need = spec.shards * (1 + spec.slots // spec.shards * spec.table_pages)
+        if spec.num_pages is not None and spec.num_pages < need:
+            raise UserError(
+                f"insert: num_pages ({spec.num_pages}) must be {need} for {spec.slots} slots of "
+                f"{spec.max_tokens} tokens: give more, or None, or draw with scheduler.generate"
+            )
         return self._programs.place(decode_state, prefix, np.int32(slot))
 
     def generate(

@@ -1,9 +1,13 @@
 """Drawing tokens, with the log-prob of each under the distribution it was drawn from."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from dapo_jax.types import UserError
 
 CHUNK = 128  # neighbouring tokens summed first, see `draw`
 
@@ -31,6 +35,24 @@ class SamplingParams(NamedTuple):
         greedy = t == 0
         truncated = not greedy and truncating != (1.0, 0, 0.0)
         return Mode(bool(greedy), not greedy and bool(t != 1), truncated)
+
+    def check(self) -> None:
+        """Of numbers.
+
+        Raises:
+            UserError: one is outside its range.
+        """
+        t, p, k, m = self
+        # Below that a float32 is 0 to some devices and not to others.
+        least = float(np.finfo(np.float32).tiny)
+        for right, name, value, wanted in (
+            (t == 0 or least <= t < math.inf, "temperature", t, f"0 (greedy) or from {least:.2g}"),
+            (0 < p <= 1, "top_p", p, "in (0, 1]; 1 keeps all"),
+            (k >= 0, "top_k", k, "0 or more; 0 keeps all"),
+            (0 <= m <= 1, "min_p", m, "from 0 to 1; 0 keeps all"),
+        ):
+            if not right:
+                raise UserError(f"{name} ({value}) must be {wanted}")
 
 
 class Drawn(NamedTuple):

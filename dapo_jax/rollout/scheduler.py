@@ -86,6 +86,10 @@ def generate(
         watch: is told what is waited for.
         check_stop: called between decode calls; raises to abandon the call.
         idle_seconds: until problems that are to come later are asked for again.
+
+    Raises:
+        UserError: a prompt is empty or longer than the engine takes, a limit is beyond what it
+            draws, or a number of `sampling` is outside its range.
     """
     run = Run(engine, params, iter(problems), detokenize, num_samples, key, sampling, limits)
     run.finished, run.drawn, run.stop_strings = finished, drawn, tuple(stop_strings)
