@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax import log_probs
+from dapo_jax import attention, log_probs
 from dapo_jax.compilations import CompilationCounter
 from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.sampling import SamplingParams, _invert, sample, truncate
@@ -289,6 +289,26 @@ def test_long_prompts_in_chunks_are_the_same(params, problems):
     expected = tokens_of(draw(make_engine(), params, problems)[0])
     chunked = make_engine(page_tokens=8, prefill_chunk_tokens=8)
     assert tokens_of(draw(chunked, params, problems)[0]) == expected
+
+
+@pytest.mark.parametrize("chunk_pages, wanted", [(2, {2}), (4, {3})])
+def test_chunks_are_no_smaller_where_they_do_not_divide_the_prompt(
+    params, problems, monkeypatch, chunk_pages, wanted
+):
+    """Prompts of 3 pages and 5; the last chunk reaches beyond."""
+    sizes, prefilling = set(), attention.prefilling
+
+    def told(start, num, *arguments):
+        sizes.add(num // 5)
+        return prefilling(start, num, *arguments)
+
+    monkeypatch.setattr(attention, "prefilling", told)
+    chunked = make_engine(page_tokens=5, prefill_chunk_tokens=5 * chunk_pages, slots=12)
+    assert chunked.prompt_pages == (3, 5)
+    expected = tokens_of(draw(make_engine(), params, problems)[0])
+    sizes.clear()
+    assert tokens_of(draw(chunked, params, problems)[0]) == expected
+    assert sizes == wanted
 
 
 def test_limits_and_problems_that_come_later(params, problems):

@@ -198,13 +198,14 @@ class Programs:
         c, (P, T) = self.spec.model, tokens_PT.shape
         dtype = jnp.dtype(c.compute_dtype)
         A, layout = self.spec.page_tokens, self.spec.pool_layout
-        kv = jax.ShapeDtypeStruct((c.num_layers, P, T, c.num_kv_heads, c.head_dim), dtype)
+        # In chunks, so that scores of a long prompt are chunk x prompt at most: as few as can be,
+        # all of the same pages, the last one beyond the prompt where they do not divide its own.
+        num = -(-T // (A * max(1, self.spec.prefill_chunk_tokens // A)))
+        chunk = A * -(-T // (A * num))
+        S = num * chunk
+        tokens_PS = jnp.pad(tokens_PT, ((0, 0), (0, S - T)))
+        kv = jax.ShapeDtypeStruct((c.num_layers, P, S, c.num_kv_heads, c.head_dim), dtype)
         dense = jax.tree.map(jnp.zeros_like, jax.eval_shape(layout.keep, kv, kv))
-        # In chunks, so that scores of a long prompt are chunk x prompt at most.
-        chunk = next(
-            n * A for n in range(max(1, self.spec.prefill_chunk_tokens // A), 0, -1)
-            if T % (n * A) == 0
-        )  # fmt: skip
 
         def one(carry: Any, start: jax.Array) -> tuple[Any, None]:
             cache, last_PD, finite_P = carry
@@ -212,7 +213,7 @@ class Programs:
             hidden_PCD, cache = model.hidden_states(
                 c,
                 params,
-                jax.lax.dynamic_slice_in_dim(tokens_PT, start, chunk, axis=1),
+                jax.lax.dynamic_slice_in_dim(tokens_PS, start, chunk, axis=1),
                 position_PC,
                 paged.sound(attention.prefilling(start, chunk, layout.keep, layout.read)),
                 cache,
@@ -227,9 +228,10 @@ class Programs:
             return (cache, jnp.where(inside_P[:, None], here_PD, last_PD), finite_P), None
 
         first = dense, jnp.zeros((P, c.width), dtype), jnp.ones(P, bool)
-        starts = jnp.arange(0, T, chunk, dtype=jnp.int32)
+        starts = jnp.arange(0, S, chunk, dtype=jnp.int32)
         (dense, last_PD, finite_P), _ = jax.lax.scan(one, first, starts)
         last_PD = jnp.where(finite_P[:, None], last_PD, jnp.nan)
+        dense = tuple(x[:, :, :T] for x in dense)
         return Prefix(paged.from_dense(layout, dense), last_PD, length_P, key_P2)
 
     def _enqueue(self, state: DecodeState, prefix: Prefix, arrivals: Arrivals) -> DecodeState:
