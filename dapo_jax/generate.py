@@ -76,7 +76,7 @@ def generate(flags: Mapping[str, Any]) -> int | None:
     request = Request(**{name: flags[name] for name in Request._fields})
     sources = [name for name in ("prompt", "prompt_token_ids", "prompts") if flags[name]]
     if len(sources) != 1:
-        raise UserError("one of --prompt, --prompt_token_ids and --prompts is needed.")
+        raise UserError("one of --prompt, --prompt_token_ids and --prompts is needed, not empty.")
     if bool(flags["prompts"]) != bool(flags["output"]):
         raise UserError("--prompts=FILE.jsonl and --output=FILE.jsonl are given together.")
     if flags["prompts"] and flags["json"]:
@@ -194,7 +194,7 @@ class _Writer:
             text, tokens = "", tuple(prompt)
         outside = [t for t in tokens if not 0 <= t < self.config.vocab_size]
         if not tokens or outside:
-            what = f"token {outside[0]} is not in the vocabulary" if outside else "it is empty"
+            what = f"token {outside[0]} is not in the vocabulary" if outside else "it has no tokens"
             raise UserError(f"prompt {number + 1} ({text[:40]!r}): {what}.")
         return Problem(number, text, tokens, "", "prompts")
 

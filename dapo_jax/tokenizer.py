@@ -47,6 +47,15 @@ def text_stream(tokenizer: Any) -> Callable[[int], str]:
     return lambda token: stream.step(tokenizer.backend_tokenizer, token) or ""
 
 
+def _read(directory: Path) -> Any:
+    """What tokenizer.json says, where there is one."""
+    if (directory / "tokenizer.json").is_file():
+        # AutoTokenizer gives every directory of a qwen2 model Qwen's own way of cutting a text into
+        # words, whatever the file has and whichever class is asked for.
+        return PreTrainedTokenizerFast.from_pretrained(directory)
+    return AutoTokenizer.from_pretrained(directory)
+
+
 def load_tokenizer(config: ModelConfig, save_to: Path | None = None) -> Any:
     """The tokenizer of the config, checked against the model's vocabulary.
 
@@ -65,8 +74,8 @@ def load_tokenizer(config: ModelConfig, save_to: Path | None = None) -> Any:
         # the hub is out of reach waits for each.
         directory = hub.model_directory(place, FILES, field)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(directory)
-        except (OSError, ValueError) as error:
+            tokenizer = _read(directory)
+        except Exception as error:  # of a damaged file tokenizers raises no other class
             raise UserError(
                 f"the tokenizer of {field} ({place!r}) could not be loaded: {error} "
                 "Give a directory in Hugging Face format or the id of a repository on the hub."

@@ -1,5 +1,6 @@
 """Whole runs: they repeat, they resume bit for bit, devices do not matter, and they learn."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -18,6 +19,7 @@ from dapo_jax.config import Config
 from dapo_jax.processes import START_AGAIN
 from dapo_jax.progress import Progress
 from dapo_jax.sharding import initial_params, make_mesh, param_shardings
+from dapo_jax.tokenizer import load_tokenizer
 from dapo_jax.trainer import Trainer
 from tests.conftest import ROOT
 from tests.helpers import make_group, tiny_config
@@ -261,6 +263,11 @@ def test_an_exported_checkpoint_is_read_again(finished, tmp_path, capsys):
     assert names >= {"config.json", "generation_config.json", "model.safetensors"}
     assert AutoTokenizer.from_pretrained(out).eos_token == "<eos>"
     config = config_of(out)
+    ours, theirs = (
+        load_tokenizer(dataclasses.replace(config.model, tokenizer=str(place)))("Add: a=8 b=9\n")
+        for place in (finished[0] / "tokenizer", out)
+    )
+    assert ours.input_ids == theirs.input_ids
     mesh = make_mesh(config.mesh, jax.devices()[:1])
     loaded = weights.load(config.model, param_shardings(config.model, config.mesh, mesh))
     ours = params_at(finished[0], 3, **RUN)
