@@ -27,9 +27,11 @@ from dapo_jax.config import Config
 from dapo_jax.types import Group, RunError, UserError
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy")
-# Fields that may differ when a run goes on: they change how long and how closely, not what.
+# Fields that may differ when a run goes on: they change how long, how closely and where, not what.
 MAY_CHANGE = (
     "train.num_steps",
+    "data.cache_dir",
+    "pretrain.cache_dir",
     "checkpoint.every_steps",
     "checkpoint.keep_",
     "log.",
@@ -55,7 +57,8 @@ class RunDirectory:
         writes: False: of another process of the run, which leaves the writing to the first.
 
     Raises:
-        UserError: it is not writable, or belongs to a run with another config.
+        UserError: it is not writable, belongs to a run with another config, or is past the last
+            step of this one.
     """
 
     def __init__(self, path: Path, config: Config, *, writes: bool = True):
@@ -74,7 +77,7 @@ class RunDirectory:
             ) from error
         file = path / "config.json"
         if file.exists():
-            _check_same_config(file, config)
+            _check_goes_on(file, config)
         _write_atomically(file, json.dumps(_frozen_config(config), indent=1))
         self._metrics = path / "metrics.jsonl"
         self._events: tensorboardX.SummaryWriter | None = None
@@ -209,7 +212,8 @@ def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
     }
 
 
-def _check_same_config(file: Path, config: Config) -> None:
+def _check_goes_on(file: Path, config: Config) -> None:
+    path = file.parent
     try:
         old = json.loads(file.read_text())["config"]
     except (json.JSONDecodeError, KeyError) as error:
@@ -217,7 +221,34 @@ def _check_same_config(file: Path, config: Config) -> None:
             f"{file} cannot be read ({error}). If this directory holds a run, restore that file; "
             "otherwise choose another --workdir."
         ) from error
-    check_same(old, config, file.parent)
+    steps = _steps(path)
+    if not (steps or _holds_checkpoint(path, old) or (path / "base").exists()):
+        return  # it was stopped by a mistake in the config, which may have been mended
+    check_same(old, config, path)
+    check_not_past(max(steps, default=0), config, path)
+
+
+def check_not_past(step: int, config: Config, where: Any) -> None:
+    """Raises UserError where `step`, the last one of the run that is found there, is beyond the
+    config's last."""
+    if step > config.train.num_steps:
+        raise UserError(
+            f"config.train.num_steps is {config.train.num_steps}, and the run in {where} is past "
+            f"it, at step {step}. Set it to {step} or more, or choose another --workdir."
+        )
+
+
+def _steps(path: Path) -> list[int]:
+    """Those with a line in metrics.jsonl, which is written before a checkpoint is."""
+    file = path / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [int(step) for step in map(_step_of, lines) if step < math.inf]
+
+
+def _holds_checkpoint(path: Path, config: Mapping[str, Any]) -> bool:
+    """Those in a bucket are not looked for: `check_same` is asked when one is restored."""
+    place = Path(checkpoints(path, config)).expanduser()
+    return place.is_dir() and any(entry.name.isdigit() for entry in place.iterdir())
 
 
 def frozen(config: Config) -> dict[str, Any]:
@@ -238,6 +269,12 @@ def check_same(old: dict[str, Any], config: Config, where: Any) -> None:
         for name in sorted(old.keys() | new.keys())
         if old.get(name) != new.get(name) and not name.startswith(MAY_CHANGE)
     ]
+    ends = [values.get("train.num_steps") for values in (old, new)]
+    if ends[0] != ends[1] and config.optimizer.decay == "cosine":
+        differing.append(
+            f"config.train.num_steps: {ends[0]} there, {ends[1]} now, and by "
+            "config.optimizer.decay 'cosine' the learning rate of every step hangs on it"
+        )
     if differing:
         raise UserError(
             f"{where} belongs to a run with another config:\n  "

@@ -203,6 +203,7 @@ class _Run:
             config = values.pop("config", None)  # older ones have none
             if config is not None:
                 run_directory.check_same(config, self.config, self.checkpoints.directory)
+            run_directory.check_not_past(self.step, self.config, self.checkpoints.directory)
             self.host = HostState.from_json(values)
             self.begun -= self.host.seconds
             self.saved_step = self.step

@@ -1,0 +1,68 @@
+"""Which config a run directory goes on with."""
+
+import json
+
+import pytest
+
+from dapo_jax.run_directory import RunDirectory
+from dapo_jax.types import UserError
+from tests.helpers import tiny_config
+
+COSINE = {"optimizer__decay": "cosine", "optimizer__final_rate_share": 0.1}
+
+
+def begun(path, *, steps=(0, 1, 2, 3), **overrides):
+    """The directory of a run with these lines of metrics."""
+    RunDirectory(path, tiny_config(**overrides)).close()
+    lines = [json.dumps({"step": step}) + "\n" for step in steps]
+    (path / "metrics.jsonl").write_text("".join(lines) + '{"step": 4, "rew')  # killed while writing
+    return path
+
+
+def files_of(path):
+    return {file.name: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def test_a_directory_in_which_nothing_ran_takes_a_mended_config(tmp_path):
+    RunDirectory(tmp_path, tiny_config(reward__scorer="nosuch"))
+    (tmp_path / "checkpoints").mkdir()
+    RunDirectory(tmp_path, tiny_config(reward__scorer="boxed"))
+    frozen = json.loads((tmp_path / "config.json").read_text())["config"]
+    assert frozen["reward"]["scorer"] == "boxed"
+
+
+@pytest.mark.parametrize("left", ["metrics.jsonl", "base/0/arrays", "checkpoints/0/arrays", "far"])
+def test_a_directory_in_which_something_ran_keeps_its_config(tmp_path, left):
+    """A base model, too, was made by the config."""
+    path, far = tmp_path / "run", str(tmp_path / "elsewhere")
+    elsewhere = {"checkpoint__directory": far} if left == "far" else {}
+    RunDirectory(path, tiny_config(**elsewhere))
+    file = tmp_path / "elsewhere" / "0" / "arrays" if left == "far" else path / left
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text('{"step": 0}\n')
+    before = files_of(path)
+    with pytest.raises(UserError, match=r"config\.seed: 0 there, 3 now"):
+        RunDirectory(path, tiny_config(seed=3, **elsewhere))
+    assert files_of(path) == before
+
+
+@pytest.mark.parametrize("field", ["data__cache_dir", "pretrain__cache_dir"])
+def test_places_of_caches_may_change(tmp_path, field):
+    begun(tmp_path)
+    RunDirectory(tmp_path, tiny_config(**{field: str(tmp_path / "cache")}))
+
+
+def test_more_steps_are_another_schedule_where_the_rate_decays(tmp_path):
+    begun(tmp_path / "constant")
+    RunDirectory(tmp_path / "constant", tiny_config(train__num_steps=9))
+    begun(tmp_path / "cosine", **COSINE)
+    RunDirectory(tmp_path / "cosine", tiny_config(**COSINE))
+    with pytest.raises(UserError, match=r"num_steps: 3 there, 9 now, and by .*decay 'cosine'"):
+        RunDirectory(tmp_path / "cosine", tiny_config(train__num_steps=9, **COSINE))
+
+
+def test_a_run_past_the_last_step_is_left_as_it_is(tmp_path):
+    before = files_of(begun(tmp_path))
+    with pytest.raises(UserError, match=r"num_steps is 2, and the run in .* is past it, at step 3"):
+        RunDirectory(tmp_path, tiny_config(train__num_steps=2))
+    assert files_of(tmp_path) == before
