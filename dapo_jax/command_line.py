@@ -1,14 +1,17 @@
 """Flags of the programs in launch/, and how their failures are told."""
 
 import errno
+import importlib.machinery
+import importlib.util
+import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from absl import flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
 from dapo_jax import hf_config
 from dapo_jax.config import Config
@@ -35,9 +38,10 @@ def parse(
     if any(argument in ("--help", "-h", "-help") for argument in argv):
         print(usage.strip())
         raise SystemExit(0)
-    argv = [argv[0], *(_find_config(argument) for argument in argv[1:])]
+    place, arguments, overrides = _take(argv[1:])
+    loaded = _load(place)
+    _check_sections(loaded, overrides, place)
     values = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
     flags.DEFINE_string("workdir", None, "directory of the run", flag_values=values)
     for name in switches:
         flags.DEFINE_bool(name, False, name, flag_values=values)
@@ -51,7 +55,9 @@ def parse(
     named = ["config=FILE", "config.FIELD=VALUE", "workdir=DIR", *texts, *integers, *floats]
     known = f"Flags: {', '.join(f'--{name}' for name in [*named, *switches])}."
     try:
-        rest = values(argv)[1:]
+        arguments = [argv[0], *arguments]
+        config_flags.DEFINE_config_dict("config", loaded, flag_values=values, sys_argv=arguments)
+        rest = values(arguments)[1:]
     except flags.Error as error:
         raise UserError(f"{error}. {known}") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -59,15 +65,17 @@ def parse(
         raise UserError(f"{_message(error)} In: {' '.join(argv[1:])}") from error
     if rest:
         raise UserError(f"{rest[0]!r} is not a flag. {known}")
-    if values.config is None:
-        raise UserError("--config is needed, for example --config=configs/tiny_dapo.py.")
     fields = values.config.to_dict()
-    if "model" in texts and values.model is not None:
-        # Everything that its config.json says is taken from there.
-        fields["model"] |= dict.fromkeys(hf_config.FIELDS)
-        fields["model"] |= {"path": values.model, "tokenizer": values.model}
-        fields["pretrain"] = None
-    fields["model"] = hf_config.filled(fields["model"])
+    for name in (name for name, is_none in overrides.items() if is_none):
+        _set_to_none(fields, name)
+    model = fields.get("model")
+    if isinstance(model, dict):  # of anything else the config says what is wrong
+        if "model" in texts and values.model is not None:
+            # Everything that its config.json says is taken from there.
+            model |= dict.fromkeys(hf_config.FIELDS)
+            model |= {"path": values.model, "tokenizer": values.model}
+            fields["pretrain"] = None
+        fields["model"] = hf_config.filled(model)
     return Config.from_dict(fields), values
 
 
@@ -115,17 +123,104 @@ def parse_flags(
     return {name: values[name].value for name in [*text, *numbers, *switches]}
 
 
-def _find_config(argument: str) -> str:
-    """--config=FILE with FILE looked for here and then beside the project's own configs."""
-    name, equals, value = argument.partition("=")
-    if name not in ("--config", "-config") or not equals:
-        return argument
-    path, colon, parameter = value.partition(":")
-    for place in (Path(path), ROOT / path):
-        if place.is_file():
-            return f"{name}={place.resolve()}{colon}{parameter}"
-    known = ", ".join(f"configs/{p.name}" for p in sorted((ROOT / "configs").glob("[a-z]*.py")))
-    raise UserError(f"--config={path}: no such file. The project has {known}.")
+def _take(arguments: list[str]) -> tuple[str, list[str], dict[str, bool]]:
+    """(value of --config, the other arguments without those that set a field to None, of each field
+    that is overridden whether it ends up as None).
+
+    ml_collections would make a number or a text of None.
+    """
+    place, rest, overrides = None, [], {}
+    while arguments:
+        argument, *arguments = arguments
+        found = re.fullmatch(r"--?config(?:\.([^=]+))?(?:=(.*))?", argument, re.DOTALL)
+        name, value = found.groups() if found else (None, None)
+        if name is not None:
+            overrides[name] = value == "None"
+        if found is None or (name is not None and not overrides[name]):
+            rest.append(argument)
+        elif name is None:
+            place = value
+            if value is None and arguments:  # --config FILE
+                place, *arguments = arguments
+    if not place:
+        raise UserError("--config is needed, for example --config=configs/tiny_dapo.py.")
+    return place, rest, overrides
+
+
+def _load(place: str) -> ConfigDict:
+    """What get_config of FILE, or with the text after the colon that of FILE:TEXT, returns. The
+    file is looked for here and then beside the project's own configs.
+
+    Raises:
+        UserError: there is no such file, or something is wrong in it.
+    """
+    path, colon, parameter = place.partition(":")
+    file = next((p.resolve() for p in (Path(path), ROOT / path) if p.is_file()), None)
+    if file is None:
+        known = ", ".join(f"configs/{p.name}" for p in sorted((ROOT / "configs").glob("[a-z]*.py")))
+        raise UserError(f"--config={path}: no such file. The project has {known}.")
+    loader = importlib.machinery.SourceFileLoader("config_file", str(file))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = sys.modules[loader.name] = importlib.util.module_from_spec(spec)
+    try:
+        loader.exec_module(module)
+        if not callable(getattr(module, "get_config", None)):
+            raise UserError(f"--config={file} has no function get_config.")
+        config = module.get_config(*([parameter] if colon else []))
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(_mistake(file, error)) from error
+    if not isinstance(config, ConfigDict):
+        raise UserError(
+            f"get_config of --config={file} must return an ml_collections.ConfigDict; it returned "
+            f"{type(config).__name__}."
+        )
+    return config
+
+
+def _mistake(file: Path, error: Exception) -> str:
+    """What is wrong in a config file, and where; what is not plain from that, by its traceback on
+    standard error."""
+    place, line, trace = str(file), None, error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != place:
+        trace = trace.tb_next
+    if isinstance(error, SyntaxError):
+        place, line, said = error.filename or place, error.lineno, error.msg
+    else:
+        line, said = trace and trace.tb_lineno, f"{type(error).__name__}: {error}"
+        if not isinstance(error, ImportError):
+            traceback.print_exception(error.with_traceback(trace))
+    return f"--config={place}{f', line {line}' if line else ''}: {said}."
+
+
+def _check_sections(config: ConfigDict, overrides: Mapping[str, bool], place: str) -> None:
+    """Raises UserError where a field is overridden of a section that is None."""
+    for name in overrides:
+        section: Any = config
+        groups = name.split(".")[:-1]
+        for i, group in enumerate(groups):
+            section = section.get(group, ()) if isinstance(section, ConfigDict) else ()
+            above = ".".join(groups[: i + 1])
+            if section is None or overrides.get(above):
+                raise UserError(
+                    f"--config.{name}: config.{above} is None here (--config={place}), and a "
+                    "section is given as a whole, in a config file of your own: README.md shows "
+                    "one under 'How to change things'."
+                )
+
+
+def _set_to_none(fields: dict[str, Any], name: str) -> None:
+    """Of a field that is not known the config says so itself."""
+    *groups, last = name.split(".")
+    for i, group in enumerate(groups):
+        fields = fields.setdefault(group, {})
+        if not isinstance(fields, dict):
+            raise UserError(
+                f"--config.{name}=None: config.{'.'.join(groups[: i + 1])} has no fields."
+            )
+    fields[last] = None
 
 
 def _message(error: BaseException) -> str:

@@ -4,9 +4,11 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
+from dapo_jax.command_line import parse
 from dapo_jax.config import Config
 from dapo_jax.types import UserError
 from tests.conftest import ROOT
@@ -66,6 +68,19 @@ def call(capsys, *arguments, main=train):
             r"warmup_steps must be at least 0",
         ),
         ([TINY, "--config.seed=-1"], r"config\.seed must be 0 or more"),
+        ([TINY, "--config.seed=None"], r"config\.seed must be int; got None"),
+        ([TINY, "--config.model=None"], r"config\.model must be a group of fields, not None"),
+        ([TINY, "--config.train.nmu_steps=None"], r"config\.train\.nmu_steps is not a field"),
+        ([TINY, "--config.seed.x=None"], r"seed\.x=None: config\.seed has no fields"),
+        ([TINY, "--config.pretrain=None"], r"tokenizer is needed when config\.pretrain and"),
+        (
+            [TINY, "--config.correction.importance=token"],
+            r"config\.correction is None here .* in a config file of your own: README\.md",
+        ),
+        (
+            [TINY, "--config.pretrain.num_steps=3", "--config.pretrain=None"],
+            r"pretrain\.num_steps: config\.pretrain is None here",
+        ),
     ],
 )
 def test_a_wrong_command_is_told(capsys, tmp_path, arguments, message):
@@ -76,6 +91,58 @@ def test_a_wrong_command_is_told(capsys, tmp_path, arguments, message):
     assert err.startswith("error: ")
     assert re.search(message, err.replace("\n", " ")), err
     assert not (tmp_path / "run").exists(), "nothing is made before the config is known to be good"
+
+
+def test_any_field_that_may_be_none_can_be_set_to_none():
+    """The last of two overrides of a field holds."""
+    dual = "--config.objective.clip_dual"
+    for arguments, value in (
+        ([f"{dual}=None"], None), ([f"{dual}=None", f"{dual}=3.0"], 3.0),
+        ([f"{dual}=3.0", f"{dual}=None"], None),
+    ):  # fmt: skip
+        names = ("model.path", "data.train.sums.scorer", "mesh.rollout_tensor")
+        more = [f"--config.{name}=None" for name in names]
+        config, _ = parse(["program", *arguments, "--config", "configs/tiny_dapo.py", *more], "")
+        assert config.objective.clip_dual == value
+        assert config.model.path is None and config.data.train["sums"].scorer is None
+        assert config.mesh.rollout_tensor is None
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("import nosuch_library", r"a_config\.py, line 1: ModuleNotFoundError: No module named"),
+        ("\nfrom configs import tiny_nosuch", r"a_config\.py, line 2: ImportError: cannot import"),
+        ("\n\ndef get_config(:", r"a_config\.py, line 3: invalid syntax"),
+        ("config = {}", r"a_config\.py has no function get_config"),
+        ("get_config = lambda: {}", r"must return an ml_collections\.ConfigDict; it returned dict"),
+    ],
+)
+def test_a_mistake_in_a_config_file_is_told(capsys, tmp_path, text, message):
+    (tmp_path / "a_config.py").write_text(text)
+    status, _, err = call(capsys, f"--config={tmp_path / 'a_config.py'}", "--dry_run")
+    assert status == 2 and re.search(message, err), err
+
+
+def test_what_a_config_file_raises_is_told_with_its_traceback(capsys, tmp_path):
+    file = tmp_path / "a_config.py"
+    file.write_text("def get_config():\n    return helper()\n\ndef helper():\n    return 1 / 0\n")
+    assert train(["program", f"--config={file}", "--dry_run"]) == 2
+    err = capsys.readouterr().err
+    assert f"error: --config={file}, line 2: ZeroDivisionError: division by zero." in err
+    assert "Traceback" in err and "in helper" in err and "command_line.py" not in err
+
+
+def test_the_config_file_that_the_readme_shows(capsys, tmp_path):
+    readme = (ROOT / "README.md").read_text()
+    found = re.search(
+        r"(?<=\n\n)( {6}import ml_collections\n.*?return config\n)", readme, re.DOTALL
+    )
+    assert found
+    (tmp_path / "mine.py").write_text(textwrap.dedent(found[1]))
+    status, out, err = call(capsys, f"--config={tmp_path / 'mine.py'}", "--dry_run")
+    assert status == 0 and err == "", err
+    assert "importance" in out
 
 
 def test_a_mesh_that_does_not_match_the_devices(capsys, tmp_path):
