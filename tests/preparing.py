@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from dapo_jax.config import SourceConfig
@@ -29,6 +29,7 @@ def character_tokenizer(
     vocab = {chr(code): code for code in (10, *range(32, 127))}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
     tokenizer.post_processor = processors.TemplateProcessing("^ $A", special_tokens=[("^", 94)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=eos, pad_token=pad, chat_template=chat_template
