@@ -13,7 +13,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from dapo_jax import hf_config
+from dapo_jax import hf_config, hub
 from dapo_jax.config import Config
 from dapo_jax.types import RunError, UserError
 
@@ -76,7 +76,11 @@ def parse(
             model |= {"path": values.model, "tokenizer": values.model}
             fields["pretrain"] = None
         fields["model"] = hf_config.filled(model)
-    return Config.from_dict(fields), values
+    config = Config.from_dict(fields)
+    # The hub is asked only for what is None; what it has is checked when weights are loaded.
+    if config.model.path is not None and not hub.is_repository(config.model.path):
+        hf_config.check(config.model)
+    return config, values
 
 
 def parse_flags(

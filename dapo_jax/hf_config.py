@@ -99,6 +99,8 @@ def filled(fields: Mapping[str, Any]) -> dict[str, Any]:
     found = model_fields(read(path), path)
     if fields.get("stop_token_ids") is None:
         found["stop_token_ids"] = stop_token_ids(path)
+    else:
+        _check_stops(fields["stop_token_ids"], path)
     for name, value in found.items():
         given = fields.get(name)
         if given is not None and _plain(given) != _plain(value):
@@ -130,6 +132,17 @@ def stop_token_ids(path: str) -> tuple[int, ...]:
     return tokens
 
 
+def _check_stops(given: Any, path: str) -> None:
+    """More may end a response than the checkpoint says, but what it ends with has to."""
+    tokens = stop_token_ids(path)
+    if not set(tokens) <= set(given):
+        raise UserError(
+            f"config.model.stop_token_ids is {tuple(given)}, and what a response of {path} ends "
+            f"with is {tokens}: a model whose end is not seen writes on to the limit. Add what is "
+            "missing, or set it to None to take what is there."
+        )
+
+
 def stored_dtype(path: str) -> Literal["float32", "bfloat16"]:
     """That in which a checkpoint is to be computed by its config.json; float16 counts as bfloat16,
     which is as wide."""
@@ -142,7 +155,7 @@ def stored_dtype(path: str) -> Literal["float32", "bfloat16"]:
 
 
 def check(config: ModelConfig) -> None:
-    """The config must describe the checkpoint of its `path`.
+    """The config must describe the checkpoint of its `path`, and know all that it ends with.
 
     Raises:
         UserError: a field differs.
@@ -155,6 +168,7 @@ def check(config: ModelConfig) -> None:
                 f"config.model.{name} is {given!r}, and {value!r} in the config.json of "
                 f"{config.path}. Correct it, or set the sizes to None to take what is there."
             )
+    _check_stops(config.stop_token_ids, config.path)
 
 
 def _plain(value: Any) -> Any:

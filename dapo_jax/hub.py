@@ -47,6 +47,12 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(lines[:2])}".rstrip(".")
 
 
+def is_repository(path: str) -> bool:
+    """Whether it is the id of a repository on the hub, and no directory of this machine."""
+    looks_so = path.count("/") == 1 and not path.startswith((".", "/", "~"))
+    return looks_so and not Path(path).is_dir()
+
+
 def model_directory(path: str, patterns: Sequence[str], field: str = "config.model.path") -> Path:
     """The directory of a model: `path` itself, or what the hub has under that id.
 
@@ -59,7 +65,7 @@ def model_directory(path: str, patterns: Sequence[str], field: str = "config.mod
     place = Path(path).expanduser()
     if place.is_dir():
         return place
-    if path.count("/") != 1 or path.startswith((".", "/", "~")):
+    if not is_repository(path):
         raise UserError(
             f"{field}: there is no directory {place.absolute()}. Give a directory in "
             "Hugging Face format or the id of a repository on the hub (owner/name)."

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from dapo_jax import model
 from dapo_jax.batching import max_micro_batches
 from dapo_jax.config import Config, SourceConfig
-from dapo_jax.parameters import SELECTION_PARAMETERS
+from dapo_jax.parameters import SELECTION_PARAMETERS, parse_scorers
 from dapo_jax.rollout.paged import Layout, page_bytes
+from dapo_jax.scorers import load_scorer
 from dapo_jax.sharding import (
     AXES,
     bytes_per_device,
@@ -28,8 +29,12 @@ def describe(config: Config) -> str:
     """Model size, mesh, batch arithmetic and memory per device, as text.
 
     Raises:
-        UserError: the batch or the model does not divide over the mesh of the config.
+        UserError: the batch or the model does not divide over the mesh of the config, or there is
+            no such scorer.
     """
+    for source in (*config.data.train.values(), *config.data.heldout.values()):
+        for name, _ in parse_scorers(source.scorer or config.reward.scorer):
+            load_scorer(name)
     sizes = [getattr(config.mesh, axis) for axis in AXES]
     devices = jax.device_count() if -1 in sizes else math.prod(sizes)
     axis_sizes: dict[str, int] = dict(zip(AXES, mesh_shape(config.mesh, devices)))

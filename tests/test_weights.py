@@ -1,5 +1,6 @@
 """Hugging Face checkpoints: what is read is what was written, and what does not fit is told."""
 
+import dataclasses
 import json
 import shutil
 
@@ -214,6 +215,22 @@ def test_a_field_that_contradicts_the_checkpoint_is_told(tmp_path):
     fields = dict.fromkeys(hf_config.FIELDS) | {"path": str(tmp_path / "in"), "width": 25}
     with pytest.raises(UserError, match=r"config\.model\.width is 25, and 24 in the config\.json"):
         hf_config.filled(fields)
+
+
+def test_stop_tokens_that_are_given_hold_all_of_the_checkpoint(tmp_path):
+    place = tmp_path / "in"
+    checkpoint(place, "qwen2")
+    (place / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
+    fields = dict.fromkeys(hf_config.FIELDS) | {"path": str(place)}
+    message = r"config\.model\.stop_token_ids is \(5,\), and what .* is \(5, 7\)"
+    for given in ((5, 7), (3, 7, 5)):
+        assert hf_config.filled(fields | {"stop_token_ids": given})["stop_token_ids"] == given
+    with pytest.raises(UserError, match=message):
+        hf_config.filled(fields | {"stop_token_ids": (5,)})
+    config = config_of(place).model
+    hf_config.check(config)
+    with pytest.raises(UserError, match=message):
+        hf_config.check(dataclasses.replace(config, stop_token_ids=(5,)))
 
 
 def data(*names):
