@@ -315,8 +315,10 @@ def start(
     are not there in time the process ends.
 
     Raises:
-        UserError: some of the arguments are missing.
+        UserError: some of the arguments are missing or malformed.
     """
+    if timeout_seconds <= 0:
+        raise UserError(f"--coordinator_timeout must be above 0 seconds; got {timeout_seconds}.")
     given = (coordinator_address, num_processes, process_id)
     if any(value is not None for value in given) and None in given:
         raise UserError(
@@ -324,6 +326,13 @@ def start(
             + ", ".join(str(value) for value in given)
             + "."
         )
+    if coordinator_address is not None:
+        host, _, port = coordinator_address.rpartition(":")
+        if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+            raise UserError(
+                "--coordinator_address must be HOST:PORT, of process 0; got "
+                f"{coordinator_address!r}."
+            )
     if num_processes is not None and process_id is not None:
         if not 0 <= process_id < num_processes:
             raise UserError(

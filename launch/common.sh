@@ -78,6 +78,16 @@ need() {
   done
 }
 
+# Stops unless each of the named flags, if it has a value, is a whole number, $1 or more.
+need_numbers() {
+  local least_=$1 flag_
+  shift
+  for flag_ in "$@"; do
+    [[ -z "${!flag_}" || "${!flag_}" =~ ^(0|[1-9][0-9]*)$ && "${!flag_}" -ge "$least_" ]] \
+      || fail "--$flag_ must be a whole number; got '${!flag_}', and at least $least_ is wanted."
+  done
+}
+
 # Stops unless $1, the --name, can be that of a machine: the machines' own names begin with it.
 need_name() {
   need name

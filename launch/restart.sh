@@ -25,9 +25,7 @@ source "$(dirname "$0")/common.sh"
 most=5 short_seconds=60 pause_seconds=10
 parse "most short_seconds pause_seconds" "" "$@"
 [ ${#rest[@]} -gt 0 ] || fail "the command is missing: launch/restart.sh [FLAGS] -- COMMAND..."
-for flag in most short_seconds pause_seconds; do
-  [[ "${!flag}" =~ ^[0-9]+$ ]] || fail "--$flag must be a whole number; got '${!flag}'."
-done
+need_numbers 0 most short_seconds pause_seconds
 
 child='' signal='' interrupted=''
 

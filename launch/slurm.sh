@@ -85,9 +85,7 @@ parse "nodes gpus_per_node cpus_per_process processes_per_node time partition ac
 compilation_cache env" "" "$@"
 need nodes gpus_per_node cpus_per_process
 processes_per_node=${processes_per_node:-$gpus_per_node}
-for flag in nodes gpus_per_node cpus_per_process; do
-  [[ "${!flag}" =~ ^[1-9][0-9]*$ ]] || fail "--$flag must be a whole number; got '${!flag}'."
-done
+need_numbers 1 nodes gpus_per_node cpus_per_process
 [ "$processes_per_node" = 1 ] || [ "$processes_per_node" = "$gpus_per_node" ] \
   || fail "--processes_per_node must be 1 or --gpus_per_node ($gpus_per_node);" \
     "got '$processes_per_node'."

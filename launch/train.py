@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
             flags.coordinator_address,
             flags.num_processes,
             flags.process_id,
-            flags.coordinator_timeout or 300,
+            300 if flags.coordinator_timeout is None else flags.coordinator_timeout,
         )
     except Exception as error:
         return fail(error)

@@ -73,8 +73,7 @@ json() { # the arguments as texts of JSON, with commas between them
 
 # shellcheck disable=SC2016 # the names in the template are to stay as they are
 manifest() {
-  local text variables='' variable chips=1 size command
-  for size in ${topology//x/ }; do chips=$((chips * size)); done
+  local text variables='' variable command
   for variable in "${shared_env[@]}" ${env[@]+"${env[@]}"}; do
     variables+=", {\"name\": $(json "${variable%%=*}"), \"value\": $(json "${variable#*=}")}"
   done
@@ -156,6 +155,8 @@ given=()
 for argument in "$@"; do [ "$argument" = --dry_run ] || given+=("$argument"); done
 parse "project zone cluster name tpu_type accelerator topology chips_per_host image storage storage_gb \
 storage_tier reservation max_restarts env" "spot on_demand" "$@"
+need_numbers 1 chips_per_host storage_gb
+need_numbers 0 max_restarts
 case "$command" in setup | manifest) ;; *) need project zone cluster ;; esac
 case "$command" in
   create | run)
@@ -169,10 +170,11 @@ case "$command" in manifest | start | status | tail | stop | run) need_name "$na
 case "$command" in
   manifest | start | run)
     need accelerator topology storage
-    [[ "$topology" =~ ^[0-9]+(x[0-9]+)+$ ]] \
+    [[ "$topology" =~ ^[1-9][0-9]*(x[1-9][0-9]*)+$ ]] \
       || fail "--topology must be a shape such as 4x4x4; got '$topology'."
-    [[ "$chips_per_host" =~ ^[1-9][0-9]*$ && "$max_restarts" =~ ^[0-9]+$ ]] \
-      || fail "--chips_per_host and --max_restarts must be whole numbers."
+    chips=$((${topology//x/*}))
+    [ $((chips % chips_per_host)) = 0 ] || fail "--chips_per_host=$chips_per_host does not divide" \
+      "the $chips chips of --topology=$topology: a part of a host cannot be had."
     need_train_flags /shared/
     ;;
 esac

@@ -110,6 +110,24 @@ def test_help_names_every_flag(script):
             f"xpk.sh start {CLUSTER} {IMAGE} {NODES} --topology=64 {TRAIN}",
             "--topology must be a shape such as 4x4x4; got '64'",
         ),
+        (
+            f"xpk.sh manifest {IMAGE} --name=a {NODES} --topology=2x2x1 --chips_per_host=8 {TRAIN}",
+            "--chips_per_host=8 does not divide the 4 chips of --topology=2x2x1",
+        ),
+        (
+            f"xpk.sh manifest {IMAGE} --name=a {NODES} --topology=0x2 {TRAIN}",
+            "--topology must be a shape such as 4x4x4; got '0x2'",
+        ),
+        (
+            f"xpk.sh setup {IMAGE} --storage_gb=foo",
+            "--storage_gb must be a whole number; got",
+        ),
+        (f"xpk.sh setup {IMAGE} --max_restarts=-1", "--max_restarts must be a whole number; got"),
+        (f"xpk.sh setup {IMAGE} --chips_per_host=0", "--chips_per_host .* at least 1 is wanted"),
+        (
+            f"tpu_vm.sh run {PLACE} {SLICE} {NFS} --poll_seconds=abc {TRAIN}",
+            "--poll_seconds must be a whole number; got 'abc'",
+        ),
         (f"slurm.sh --nodes=4 {TRAIN}", "--gpus_per_node is needed: GPUs of a node"),
         (f"slurm.sh {GPUS} --nodes=none {TRAIN}", "--nodes must be a whole number; got 'none'"),
         (f"slurm.sh {GPUS} --processes_per_node=3 {TRAIN}", "must be 1 or --gpus_per_node"),
