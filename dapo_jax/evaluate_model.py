@@ -21,6 +21,7 @@ from dapo_jax.progress import Progress, duration
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.sampling import SamplingParams
+from dapo_jax.scorers import load_scorer
 from dapo_jax.sharding import make_mesh, param_shardings
 from dapo_jax.sources import DATASETS
 from dapo_jax.stop_signals import StopSignals
@@ -57,6 +58,8 @@ def request(config: Config, flags: Any) -> Request:
     place = lambda value: None if value is None else Path(value).expanduser().resolve()
     if flags.step is not None and flags.workdir is None:
         raise UserError(f"--step={flags.step} is that of a run: give its --workdir.")
+    if flags.output is None and flags.workdir is None:
+        raise UserError("--output is needed where there is no --workdir.")
     asked = Request(
         workdir=place(flags.workdir),
         step=flags.step,
@@ -80,7 +83,10 @@ def request(config: Config, flags: Any) -> Request:
             raise UserError(f"--{name} must be {wanted}; got {getattr(asked, name)}.")
     if asked.scorer is not None:
         try:
-            parse_scorers(asked.scorer)
+            for name, _ in parse_scorers(asked.scorer):
+                load_scorer(name)
+        except UserError as error:
+            raise UserError(str(error).replace("config.reward.scorer", "--scorer", 1)) from error
         except ValueError as error:
             raise UserError(f"--scorer={asked.scorer}: {error}.") from error
     return asked
@@ -268,8 +274,7 @@ def _run_of(config: Config, workdir: Path) -> dict[str, Any]:
 def _output(request: Request, label: str) -> Path:
     if request.output is not None:
         return request.output
-    if request.workdir is None:
-        raise UserError("--output is needed where there is no --workdir.")
+    assert request.workdir is not None
     step = label.rpartition(" ")[2]
     how = f"n{request.num_samples}_t{request.temperature:g}_p{request.top_p:g}_s{request.seed}"
     return request.workdir / "evaluations" / f"step_{step}_{how}"

@@ -115,7 +115,7 @@ def _row(row: dict[str, Any], columns: Columns, field: str, where: str) -> Row |
     prompt_key = _key(row, columns.prompt_key, PROMPT_KEYS, f"{field}.prompt_key", where)
     answer_key = _key(row, columns.answer_key, ANSWER_KEYS, f"{field}.answer_key", where)
     prompt = _prompt(_get(row, prompt_key), prompt_key, where)
-    text = _answer(_get(row, answer_key), answer_key, where)
+    text = answer_text(_get(row, answer_key), answer_key, where)
     answer = _extracted(text, columns.answer_in, answer_key)
     if answer is None:
         return Unusable(f"{where}: {answer_key!r} holds no answer ({text[-40:]!r})")
@@ -177,7 +177,7 @@ def _prompt(value: Any, key: str, where: str) -> str | tuple[Message, ...]:
     return tuple(messages)
 
 
-def _answer(value: Any, key: str, where: str) -> str:
+def answer_text(value: Any, key: str, where: str) -> str:
     """The answer as text; numbers are written as they are, whole ones without a point."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)

@@ -11,6 +11,8 @@ from dapo_jax.parameters import parse_scorers
 from dapo_jax.progress import duration
 from dapo_jax.reward import Rubric, Task, verdict
 from dapo_jax.reward_pool import RewardPool, Scored
+from dapo_jax.rows import answer_text
+from dapo_jax.scorers import load_scorer
 from dapo_jax.types import UserError
 
 WINDOW_LINES = 2000  # read, scored and written at a time: memory does not grow with the file
@@ -45,6 +47,10 @@ def score_file(
         raise UserError(f"--output={target} is the input; name another file.")
     try:
         rubric = Rubric(parse_scorers(scorer), correct=1.0, incorrect=-1.0)
+        for name in rubric.names:
+            load_scorer(name)
+    except UserError as error:
+        raise UserError(str(error).replace("config.reward.scorer", "--scorer", 1)) from error
     except ValueError as error:
         raise UserError(f"--scorer={scorer}: {error}.") from error
     malformed = scored = right = faults = 0
@@ -111,8 +117,12 @@ def _problem(row: Any) -> str | None:
     for name in ("prediction", "answer"):
         if name not in row:
             return f'no "{name}"; it has {", ".join(map(repr, row)) or "nothing"}'
-        if not isinstance(row[name], str):
-            return f'"{name}" must be text, not {type(row[name]).__name__}'
+    if not isinstance(row["prediction"], str):
+        return f'"prediction" must be text, not {type(row["prediction"]).__name__}'
+    try:
+        answer_text(row["answer"], "answer", "")
+    except UserError:
+        return f'"answer" must be text or a number, not {row["answer"]!r:.40}'
     return None
 
 
@@ -124,7 +134,7 @@ def _task(scorers: tuple[str, ...], row: dict[str, Any]) -> Task:
     return Task(
         scorers,
         row["prediction"],
-        row["answer"],
+        answer_text(row["answer"], "answer", ""),  # as training reads it
         tuple(token_ids) if isinstance(token_ids, list) else (),
         rest,
     )

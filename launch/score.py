@@ -1,8 +1,9 @@
 """Scores a file: python launch/score.py --scorer=math_dapo --input=IN.jsonl --output=OUT.jsonl
 
-Each line of the input is a JSON object with "prediction" and "answer", both text; the line with
-"correct", "extracted", "reward" (1 or -1), "seconds" and "note" goes to the output. A line that is
-not such an object is named by its number and left out.
+Each line of the input is a JSON object with "prediction", a text, and "answer", a text or a number;
+the line with "correct", "extracted", "reward" (1 or -1, or the scorer's own; of several their
+weighted sum), "seconds" and "note" goes to the output. A line that is not such an object is named
+by its number and left out.
 
 --scorer           one of dapo_jax/scorers.py, module:function, path/to/file.py:function, or several
                    with weights: "math_dapo + 0.1 * answer_format"

@@ -249,6 +249,11 @@ def test_a_wrong_scorer(capsys, tmp_path):
     assert status == 2 and "config.reward.scorer" in err
 
 
+def test_an_evaluation_without_a_place_is_told_before_a_model_is_made(capsys):
+    status, out, err = call(capsys, TINY, main=load_launcher("evaluate"))
+    assert status == 2 and out == "" and "--output is needed where there is no --workdir" in err
+
+
 def test_help_says_how_to_call_it(capsys):
     with pytest.raises(SystemExit) as left:
         train(["program", "--help"])

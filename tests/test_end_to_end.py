@@ -240,6 +240,7 @@ def test_an_evaluation_by_itself(finished, tmp_path, home):
         ("--model=x", "config.model.path: there is no directory .*x. Give a directory"),
         ("--config.model.width=64", "config.model.width is 64, and 32 in"),
         ("--scorer=5 * ", "--scorer=5 . : .* is not a scorer"),
+        ("--scorer=nosuch", "error: --scorer: 'nosuch' is not one of exact_match"),
         ("--num_samples=0", "--num_samples must be above 0; got 0"),
     ],
 )

@@ -20,21 +20,29 @@ def test_every_line_gets_its_verdict(tmp_path):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     rows = [
         {"prediction": "Answer: 42", "answer": "42", "id": 7},
-        {"prediction": "Answer: 41", "answer": "42"},
+        {"prediction": "Answer: 41", "answer": 42.0},
         {"prediction": "Answer: \ud800\x00", "answer": "\ud800\x00"},
     ]
-    bad = ['{"answer": "4"}', "not json", '{"prediction": 3, "answer": "4"}', "[1]", ""]
+    bad = [
+        '{"prediction": "4", "answer": true}',
+        '{"answer": "4"}',
+        "not json",
+        '{"prediction": 3, "answer": "4"}',
+        "[1]",
+        "",
+    ]
     lines = [json.dumps(rows[0]), *bad, *map(json.dumps, rows[1:])]
     source.write_text("\n".join(lines) + "\n")
     done = run("--scorer=math_dapo", f"--input={source}", f"--output={target}")
     assert done.returncode == 0, done.stderr
     assert "3 answers in" in done.stdout and "66.7 % correct" in done.stdout
-    assert "4 malformed lines left out" in done.stdout
+    assert "5 malformed lines left out" in done.stdout
     for number, problem in (
-        (2, "no \"prediction\"; it has 'answer'"),
-        (3, "not JSON"),
-        (4, '"prediction" must be text, not int'),
-        (5, "a JSON object is wanted, not list"),
+        (2, '"answer" must be text or a number, not True'),
+        (3, "no \"prediction\"; it has 'answer'"),
+        (4, "not JSON"),
+        (5, '"prediction" must be text, not int'),
+        (6, "a JSON object is wanted, not list"),
     ):
         assert f"{source}, line {number}: {problem}" in done.stderr
     out = [json.loads(line) for line in target.read_text().splitlines()]
@@ -63,7 +71,10 @@ def test_a_hanging_scorer_costs_its_limit(tmp_path):
     "arguments, message",
     [
         (["--scorer=math_dapo"], "--input is needed"),
-        (["--scorer=nope", "--input={in}", "--output={out}"], "'nope' is not one of exact_match"),
+        (
+            ["--scorer=nope", "--input={in}", "--output={out}"],
+            "--scorer: 'nope' is not one of exact_match",
+        ),
         (
             ["--scorer=boxed", "--input=/no/such", "--output={out}"],
             "--input=/no/such: no such file",
