@@ -324,6 +324,8 @@ class _Run:
         numbers["perf/idle_share"] = min(1.0, stats.idle_seconds / rolling)
         if stats.slots_offered:
             numbers["perf/slot_occupancy"] = stats.busy_slots / stats.slots_offered
+        if stats.could_draw:
+            numbers["perf/slot_utilisation"] = stats.drawn / stats.could_draw
         numbers |= {"rollout/preempted": stats.preempted, "rollout/invalid": stats.invalid}
         numbers["perf/reward_pools_replaced"] = self.pool.replaced - replaced
         numbers["perf/compilations"] = self.compilations.count - compiled

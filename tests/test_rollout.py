@@ -230,6 +230,7 @@ def test_slots_stay_busy_and_nothing_recompiles(params, problems):
     _, stats = draw(engine, params, many, num_samples=3)
     assert counter.count == 0
     assert stats.busy_slots / stats.slots_offered > 0.85
+    assert stats.drawn == stats.tokens and 0.5 < stats.drawn / stats.could_draw <= 1.0
     assert stats.tokens == sum(len(t) for row in tokens_of(draw(engine, params, many, 3)[0])
                                for t in row)  # fmt: skip
 

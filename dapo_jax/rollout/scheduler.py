@@ -40,6 +40,8 @@ class RolloutStats(NamedTuple):
     preempted: int = 0  # sequences that gave their pages up and were continued later
     invalid: int = 0  # responses that ended because the logits were not finite
     idle_seconds: float = 0.0  # with nothing to draw, while verdicts were awaited
+    drawn: int = 0  # tokens, those discarded among them
+    could_draw: int = 0  # the decode steps in which any slot drew times the number of slots
 
     def __add__(self, other: tuple) -> "RolloutStats":
         return RolloutStats(*(a + b for a, b in zip(self, other)))
@@ -251,7 +253,11 @@ class Run:
                 offered[:] = True
             busy = valid_RkB[:, i].sum(axis=1)[offered].sum()
             self.stats += RolloutStats(
-                len(shard), int(busy), int(offered.sum()) * (spec.slots // spec.shards)
+                len(shard),
+                int(busy),
+                int(offered.sum()) * (spec.slots // spec.shards),
+                drawn=int(valid_RkB[:, i].sum()),
+                could_draw=spec.slots,
             )
             flags = step.flags_RkB[shard, i, slot]
             if self.drawn is not None:
