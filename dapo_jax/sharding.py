@@ -285,6 +285,22 @@ def to_host(x: jax.Array) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
+def copied_bytes(arrays: Any, of: Any) -> int:
+    """Bytes on the devices of this process of arrays that are copies of others.
+
+    Args:
+        of: the others, a tree of the same structure. Where one has the same dtype and lies in the
+            same way, it is the same array.
+    """
+
+    def size(x: jax.Array, y: jax.Array) -> int:
+        if x.dtype == y.dtype and x.sharding.is_equivalent_to(y.sharding, x.ndim):
+            return 0
+        return sum(shard.data.nbytes for shard in x.addressable_shards)
+
+    return sum(jax.tree.leaves(jax.tree.map(size, arrays, of)))
+
+
 def own_mesh(mesh: Mesh) -> Mesh:
     """The part of a rollout's mesh that this process draws on: the rows along the tensor axis that
     are all its own, or the one that is all of some processes. The mesh itself where there is one

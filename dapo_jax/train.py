@@ -33,6 +33,7 @@ from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.run_directory import RunDirectory
 from dapo_jax.samples import adapted_kl_coefficient, shaped_rewards
+from dapo_jax.sharding import copied_bytes
 from dapo_jax.stop_signals import StopSignals
 from dapo_jax.trainer import Trainer
 from dapo_jax.types import Group, RunError, StopRequested
@@ -248,6 +249,7 @@ class _Run:
         clock, replaced = drawing.clock, self.pool.replaced
         jax.block_until_ready(drawing.params)
         clock["weights"] = time.monotonic() - begun
+        copied = copied_bytes(drawing.params, self.state.policy.params)
         d = config.dynamic_sampling
         if d.enabled and d.surplus == "return":
             batch, sampling = stream_batch(
@@ -319,6 +321,7 @@ class _Run:
             reward_kl_coefficient=kl_coefficient,
         )
         numbers |= {f"time/{name}": seconds for name, seconds in clock.items()}
+        numbers["perf/weights_bytes"] = copied
         numbers["perf/tokens_per_second"] = stats.tokens / max(clock["rollout"], 1e-9)
         rolling = trainer.team.count * max(clock["rollout"], 1e-9)
         numbers["perf/idle_share"] = min(1.0, stats.idle_seconds / rolling)

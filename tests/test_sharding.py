@@ -6,10 +6,11 @@ import functools
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dapo_jax import batching, model, plan, train_step
 from dapo_jax.planning import costs, exchanges, hlo
-from dapo_jax.sharding import AXES, param_shardings, param_specs
+from dapo_jax.sharding import AXES, AXIS_TYPES, copied_bytes, param_shardings, param_specs
 from dapo_jax.types import UserError
 from tests.helpers import make_mesh, replace_model, tiny_config
 
@@ -244,3 +245,12 @@ def test_exchanges_are_read_from_a_program():
     }
     rows = exchanges.described(found, mesh).splitlines()
     assert rows[2] == "| all-gather | fsdp | f32[8,64] | 2,048 | 5 per micro-batch |"
+
+
+def test_bytes_of_copies():
+    mesh = jax.make_mesh((1, 8, 1, 1), AXES, axis_types=AXIS_TYPES)
+    split, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("fsdp",), ()))
+    x, y = jax.device_put(np.zeros((8, 3), np.float32), split), jax.device_put(np.zeros(5), whole)
+    assert copied_bytes((x, y), (x, y)) == 0
+    assert copied_bytes((jax.device_put(x, whole), y), (x, y)) == 8 * x.nbytes
+    assert copied_bytes((x, y.astype(np.float16)), (x, y)) == 8 * 2 * 5
