@@ -221,11 +221,12 @@ def _check_goes_on(file: Path, config: Config) -> None:
             f"{file} cannot be read ({error}). If this directory holds a run, restore that file; "
             "otherwise choose another --workdir."
         ) from error
-    steps = _steps(path)
-    if not (steps or _holds_checkpoint(path, old) or (path / "base").exists()):
+    steps, saved = _steps(path), _saved_steps(path, old)
+    if not (steps or saved or (path / "base").exists()):
         return  # it was stopped by a mistake in the config, which may have been mended
     check_same(old, config, path)
-    check_not_past(max(steps, default=0), config, path)
+    # It goes on from what is saved, if that is here: what came after is made again.
+    check_not_past(max(saved or steps, default=0), config, path)
 
 
 def check_not_past(step: int, config: Config, where: Any) -> None:
@@ -245,10 +246,12 @@ def _steps(path: Path) -> list[int]:
     return [int(step) for step in map(_step_of, lines) if step < math.inf]
 
 
-def _holds_checkpoint(path: Path, config: Mapping[str, Any]) -> bool:
-    """Those in a bucket are not looked for: `check_same` is asked when one is restored."""
+def _saved_steps(path: Path, config: Mapping[str, Any]) -> list[int]:
+    """Those with a checkpoint. A bucket is not looked into: `check_same` is asked when one of its
+    is restored."""
     place = Path(checkpoints(path, config)).expanduser()
-    return place.is_dir() and any(entry.name.isdigit() for entry in place.iterdir())
+    names = [entry.name for entry in place.iterdir()] if place.is_dir() else []
+    return [int(name) for name in names if name.isdigit()]
 
 
 def frozen(config: Config) -> dict[str, Any]:

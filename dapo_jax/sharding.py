@@ -296,7 +296,8 @@ def copied_bytes(arrays: Any, of: Any) -> int:
     def size(x: jax.Array, y: jax.Array) -> int:
         if x.dtype == y.dtype and x.sharding.is_equivalent_to(y.sharding, x.ndim):
             return 0
-        return sum(shard.data.nbytes for shard in x.addressable_shards)
+        size_of_each = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        return len(x.sharding.addressable_devices) * size_of_each
 
     return sum(jax.tree.leaves(jax.tree.map(size, arrays, of)))
 

@@ -197,7 +197,7 @@ esac
 parse "project zone name accelerator_type runtime_version nfs service_account network poll_seconds \
 env" \
   "spot reserved" "$@"
-need_numbers 1 poll_seconds
+need_numbers 0 poll_seconds
 need project zone
 need_name "$name"
 [ -z "$spot" ] || [ -z "$reserved" ] || fail "--spot and --reserved exclude each other."

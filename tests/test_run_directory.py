@@ -66,3 +66,10 @@ def test_a_run_past_the_last_step_is_left_as_it_is(tmp_path):
     with pytest.raises(UserError, match=r"num_steps is 2, and the run in .* is past it, at step 3"):
         RunDirectory(tmp_path, tiny_config(train__num_steps=2))
     assert files_of(tmp_path) == before
+
+
+def test_steps_that_were_not_saved_are_not_in_the_way(tmp_path):
+    """A kill left metrics of steps that the run makes again."""
+    begun(tmp_path)
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+    RunDirectory(tmp_path, tiny_config(train__num_steps=2))
