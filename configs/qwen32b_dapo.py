@@ -100,6 +100,8 @@ def get_config() -> ml_collections.ConfigDict:
                 max_response_tokens=20_480,  # 16,384 expected + 4,096 of punished buffer
                 temperature=1.0,
                 top_p=1.0,
+                top_k=0,
+                min_p=0.0,
                 slots=256,  # ours: memory for the KV cache decides
                 prefill_prompts=16,  # ours, as the four below
                 prefill_chunk_tokens=512,
@@ -201,7 +203,9 @@ def get_config() -> ml_collections.ConfigDict:
                 rows_per_micro_batch=16,  # ours: one per fsdp shard
                 share_prompts=False,
             ),
-            evaluation=dict(every_steps=5, num_samples=32, temperature=1.0, top_p=0.7),
+            evaluation=dict(
+                every_steps=5, num_samples=32, temperature=1.0, top_p=0.7, top_k=0, min_p=0.0
+            ),
             checkpoint=dict(
                 every_steps=5,  # script
                 keep_newest=2,

@@ -112,6 +112,8 @@ def get_config() -> ml_collections.ConfigDict:
                 max_response_tokens=72,
                 temperature=1.0,
                 top_p=1.0,
+                top_k=0,
+                min_p=0.0,
                 slots=128,
                 prefill_chunk_tokens=512,
                 decode_steps=8,
@@ -210,7 +212,9 @@ def get_config() -> ml_collections.ConfigDict:
                 rows_per_micro_batch=16,
                 share_prompts=False,
             ),
-            evaluation=dict(every_steps=3, num_samples=32, temperature=1.0, top_p=0.7),
+            evaluation=dict(
+                every_steps=3, num_samples=32, temperature=1.0, top_p=0.7, top_k=0, min_p=0.0
+            ),
             checkpoint=dict(
                 every_steps=3,
                 keep_newest=2,

@@ -155,7 +155,9 @@ class RolloutConfig:
     group_size: int  # G, responses per prompt
     max_response_tokens: int  # end-of-sequence token included
     temperature: float
-    top_p: float
+    top_p: float  # 1: all
+    top_k: int  # 0: all
+    min_p: float  # 0: all
     slots: int  # sequences decoded at once, over all devices
     prefill_prompts: int  # prompts per prefill call
     prefill_chunk_tokens: int  # of a prompt, at most, that are prefilled at once
@@ -350,8 +352,10 @@ class TrainConfig:
 class EvaluationConfig:
     every_steps: int
     num_samples: int  # k of avg@k
-    temperature: float
-    top_p: float
+    temperature: float  # 0: greedy
+    top_p: float  # 1: all
+    top_k: int  # 0: all
+    min_p: float  # 0: all
 
 
 @dataclasses.dataclass(frozen=True)

@@ -61,14 +61,16 @@ def check(config: Any) -> None:
         *("seed", "reward.overlong_buffer_tokens", "reward.overlong_penalty"),
         *("objective.entropy_coefficient", "optimizer.warmup_steps", "optimizer.weight_decay"),
         *("checkpoint.keep_best", "log.rollouts_per_step", "evaluation.temperature"),
+        *("rollout.top_k", "evaluation.top_k"),
         *("rollout.watchdog_seconds", "rollout.watchdog_limit_seconds"),
     )
     factor = rollout.watchdog_hang_factor
     require(factor == 0 or factor >= 1, "rollout.watchdog_hang_factor", factor,
             "1 or more, or 0 for never")  # fmt: skip
-    for field in ("rollout.top_p", "evaluation.top_p"):
-        value = get(config, field)
-        require(0 < value <= 1, field, value, "in (0, 1]")
+    for section in ("rollout", "evaluation"):
+        top_p, min_p = (get(config, f"{section}.{name}") for name in ("top_p", "min_p"))
+        require(0 < top_p <= 1, f"{section}.top_p", top_p, "in (0, 1]; 1 keeps all")
+        require(0 <= min_p <= 1, f"{section}.min_p", min_p, "from 0 to 1; 0 keeps all")
     for field in ("optimizer.beta1", "optimizer.beta2"):
         value = get(config, field)
         require(0 <= value < 1, field, value, "in [0, 1)")
@@ -108,12 +110,14 @@ def check(config: Any) -> None:
         )
     require(reward.correct > reward.incorrect, "reward.correct", reward.correct,
              f"greater than config.reward.incorrect ({reward.incorrect})")  # fmt: skip
-    if rollout.top_p < 1 and rollout.log_prob_source == "rollout":
-        raise UserError(
-            f"config.rollout.top_p ({rollout.top_p}) below 1 makes the rollout's log-probs those "
-            "of the nucleus, which the trained policy does not have: set "
-            "config.rollout.log_prob_source to 'recompute', or top_p to 1."
-        )
+    for name, everything in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        value = getattr(rollout, name)
+        if value != everything and rollout.log_prob_source == "rollout":
+            raise UserError(
+                f"config.rollout.{name} ({value}) leaves tokens out and makes the rollout's "
+                "log-probs those among the rest, which the trained policy does not have: set "
+                f"config.rollout.log_prob_source to 'recompute', or {name} to {everything}."
+            )
     if (
         rollout.cache_dtype == "int8"
         and rollout.log_prob_source == "rollout"

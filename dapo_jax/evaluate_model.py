@@ -43,6 +43,8 @@ class Request(NamedTuple):
     num_problems: int | None  # the first so many of each benchmark; None: all
     temperature: float
     top_p: float
+    top_k: int
+    min_p: float
     seed: int
     scorer: str | None  # None: as the config says
     output: Path | None  # None: below the workdir
@@ -68,6 +70,8 @@ def request(config: Config, flags: Any) -> Request:
         num_problems=flags.num_problems,
         temperature=given(flags.temperature, config.evaluation.temperature),
         top_p=given(flags.top_p, config.evaluation.top_p),
+        top_k=given(flags.top_k, config.evaluation.top_k),
+        min_p=given(flags.min_p, config.evaluation.min_p),
         seed=given(flags.seed, 0),
         scorer=flags.scorer,
         output=place(flags.output),
@@ -77,6 +81,8 @@ def request(config: Config, flags: Any) -> Request:
         (asked.num_problems is None or asked.num_problems > 0, "num_problems", "above 0"),
         (asked.temperature >= 0, "temperature", "0 (greedy) or more"),
         (0 < asked.top_p <= 1, "top_p", "in (0, 1]"),
+        (asked.top_k >= 0, "top_k", "0 (all) or more"),
+        (0 <= asked.min_p <= 1, "min_p", "from 0 (all) to 1"),
         (asked.seed >= 0, "seed", "0 or more"),
     ):
         if not ok:
@@ -148,9 +154,9 @@ def evaluate_model(config: Config, request: Request) -> int | None:
             progress.say("stopped; the same command goes on with the problems that are left")
             return signals.received
     progress.say(
-        f"\n{label}, temperature {request.temperature:g}, top-p {request.top_p:g}, seed "
-        f"{request.seed}, in {duration(time.monotonic() - begun)}; in brackets the 95 % interval "
-        f"over problems\n\n{table(results)}\n\n{output}: results.json, and transcripts and a page "
+        f"\n{label}, {_sampled(request)}, seed {request.seed}, in "
+        f"{duration(time.monotonic() - begun)}; in brackets the 95 % interval over problems\n\n"
+        f"{table(results)}\n\n{output}: results.json, and transcripts and a page "
         "of each benchmark"
     )
     return None
@@ -185,7 +191,7 @@ def _drawing(
             left,
             lambda tokens: tokenizer.batch_decode(tokens, skip_special_tokens=True),
             num_samples=request.num_samples,
-            sampling=SamplingParams(request.temperature, request.top_p),
+            sampling=SamplingParams.of(request),
             key=key,
             stop_strings=config.rollout.stop_strings,
             finished=finished,
@@ -276,8 +282,16 @@ def _output(request: Request, label: str) -> Path:
         return request.output
     assert request.workdir is not None
     step = label.rpartition(" ")[2]
-    how = f"n{request.num_samples}_t{request.temperature:g}_p{request.top_p:g}_s{request.seed}"
-    return request.workdir / "evaluations" / f"step_{step}_{how}"
+    how = f"n{request.num_samples}_t{request.temperature:g}_p{request.top_p:g}"
+    how += f"_k{request.top_k}" if request.top_k else ""
+    how += f"_m{request.min_p:g}" if request.min_p else ""
+    return request.workdir / "evaluations" / f"step_{step}_{how}_s{request.seed}"
+
+
+def _sampled(request: Request) -> str:
+    said = f"temperature {request.temperature:g}, top-p {request.top_p:g}"
+    said += f", top-k {request.top_k}" if request.top_k else ""
+    return said + (f", min-p {request.min_p:g}" if request.min_p else "")
 
 
 def _settings(
@@ -290,6 +304,8 @@ def _settings(
         "num_samples": request.num_samples,
         "temperature": request.temperature,
         "top_p": request.top_p,
+        "top_k": request.top_k,
+        "min_p": request.min_p,
         "seed": request.seed,
         "max_response_tokens": config.rollout.max_response_tokens,
         "stop_strings": list(config.rollout.stop_strings),

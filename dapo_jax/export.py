@@ -71,7 +71,9 @@ def _generation(config: Config, values: dict[str, Any]) -> dict[str, Any]:
     """How the run evaluates, for tools that sample from the directory."""
     keys = ("bos_token_id", "eos_token_id")
     evaluation = config.evaluation
-    drawn = {"do_sample": True, "temperature": evaluation.temperature, "top_p": evaluation.top_p}
+    names = ("temperature", "top_p", "top_k", "min_p")
+    # top_k is said also where it is 0: transformers takes 50 where nothing is said.
+    drawn = {"do_sample": True} | {name: getattr(evaluation, name) for name in names}
     return {key: values[key] for key in keys} | (
         drawn if evaluation.temperature > 0 else {"do_sample": False}
     )

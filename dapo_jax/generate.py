@@ -15,6 +15,7 @@ from dapo_jax.config import ModelConfig, model_config
 from dapo_jax.progress import Progress, duration
 from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.sharding import fitting, make_mesh, param_shardings
 from dapo_jax.stop_signals import StopSignals
@@ -33,7 +34,9 @@ class Request(NamedTuple):
     model: str  # Hugging Face directory or hub id
     num_samples: int  # of each prompt
     temperature: float  # 0: greedy
-    top_p: float
+    top_p: float  # 1: all
+    top_k: int  # 0: all
+    min_p: float  # 0: all
     max_new_tokens: int
     seed: int
     chat: bool  # put prompts into the tokenizer's chat template
@@ -57,6 +60,8 @@ class Request(NamedTuple):
             (self.num_samples > 0, "num_samples", "above 0"),
             (self.temperature >= 0, "temperature", "0 (greedy) or more"),
             (0 < self.top_p <= 1, "top_p", "in (0, 1]"),
+            (self.top_k >= 0, "top_k", "0 (all) or more"),
+            (0 <= self.min_p <= 1, "min_p", "from 0 (all) to 1"),
             (self.max_new_tokens > 0, "max_new_tokens", "above 0"),
             (self.seed >= 0, "seed", "0 or more"),
             (self.slots > 0, "slots", "above 0"),
@@ -226,8 +231,7 @@ class _Writer:
             stop_tokens=c.stop_token_ids
             if self.tokenizer is None
             else stop_tokens(c, self.tokenizer),
-            temperature=request.temperature,
-            top_p=request.top_p,
+            params=SamplingParams.of(request),
             samples=request.num_samples,
             decode_steps=DECODE_STEPS,
         )
@@ -309,13 +313,13 @@ class _Streams:
 
 
 def _said(problem: Problem, responses: Mapping[int, Response]) -> dict[str, Any]:
+    arrays = {"token_ids": "tokens", "log_probs": "log_probs", "model_log_probs": "model_log_probs"}
     return {
         "prompt_token_ids": list(problem.prompt_tokens),
         "samples": [
             {
                 "text": response.text,
-                "token_ids": response.tokens.tolist(),
-                "log_probs": response.log_probs.tolist(),
+                **{key: getattr(response, name).tolist() for key, name in arrays.items()},
                 "finish_reason": response.finish_reason,
             }
             for _, response in sorted(responses.items())

@@ -234,7 +234,7 @@ class _Run:
     def _samplings(self) -> list[SamplingParams]:
         """Of training, of evaluation, and of baselines where the advantage has them."""
         r, e = self.config.rollout, self.config.evaluation
-        found = [SamplingParams(r.temperature, r.top_p), SamplingParams(e.temperature, e.top_p)]
+        found = [SamplingParams.of(r), SamplingParams.of(e)]
         greedy = self.config.objective.advantage == "remax"
         return [*found, SamplingParams(temperature_X=0.0)] if greedy else found
 

@@ -19,6 +19,7 @@ from dapo_jax.progress import Progress
 from dapo_jax.rollout import kernels
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.paged import page_bytes
+from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.sharding import (
     batch_shards,
@@ -120,8 +121,7 @@ def engine_spec(
         max_prompt_tokens=max_prompt_tokens,
         max_response_tokens=r.max_response_tokens,
         stop_tokens=stop_tokens,
-        temperature=r.temperature,
-        top_p=r.top_p,
+        params=SamplingParams.of(r),
         samples=r.group_size,
         page_tokens=r.page_tokens,
         decode_steps=r.decode_steps,

@@ -65,6 +65,8 @@ class Response(NamedTuple):
     text: str  # decoded, special tokens left out; empty where unfinished
     # int32 [length], the rollout step whose parameters drew each token; None: all that of its group
     versions: np.ndarray | None = None
+    # float32 [length], under the model itself: untempered, nothing left out; None: not known
+    model_log_probs: np.ndarray | None = None
 
     @property
     def truncated(self) -> bool:
@@ -94,25 +96,32 @@ def verdict_from_json(values: dict[str, Any]) -> Verdict:
     return Verdict(**values | tuples)
 
 
+# Of the arrays of a response.
+_DTYPES = {
+    "tokens": np.int32,
+    "log_probs": np.float32,
+    "versions": np.int32,
+    "model_log_probs": np.float32,
+}
+
+
 def response_to_json(response: Response) -> dict[str, Any]:
     """The response as JSON values; arrays as base64 of their bytes, so that nothing is rounded."""
-    encode = lambda array: base64.b64encode(array.tobytes()).decode()
-    versions = None if response.versions is None else encode(response.versions)
-    return response._asdict() | {
-        "tokens": encode(response.tokens),
-        "log_probs": encode(response.log_probs),
-        "versions": versions,
-    }
+
+    def encode(array: np.ndarray | None) -> str | None:
+        return None if array is None else base64.b64encode(array.tobytes()).decode()
+
+    return response._asdict() | {name: encode(getattr(response, name)) for name in _DTYPES}
 
 
 def response_from_json(values: dict[str, Any]) -> Response:
     """The inverse of `response_to_json`."""
-    decode = lambda text, dtype: np.frombuffer(base64.b64decode(text), dtype)
-    versions = values.get("versions")
-    arrays = {
-        "tokens": decode(values["tokens"], np.int32),
-        "log_probs": decode(values["log_probs"], np.float32),
-        "versions": None if versions is None else decode(versions, np.int32),
+
+    def decode(text: str | None, dtype: type) -> np.ndarray | None:
+        return None if text is None else np.frombuffer(base64.b64decode(text), dtype)
+
+    arrays: dict[str, Any] = {
+        name: decode(values.get(name), dtype) for name, dtype in _DTYPES.items()
     }
     return Response(**(values | arrays))
 

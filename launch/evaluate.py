@@ -12,7 +12,7 @@ Stopped anywhere, the same command goes on.
 --benchmarks    aime24, aime25, amc23, math500, gsm8k, ..., hub ids or files, with commas between
                 them; the held-out problems of the config if not given
 --num_samples   n, 32 if not given; --num_problems: the first so many of each benchmark
---temperature   as config.evaluation if not given; so is --top_p
+--temperature   as config.evaluation if not given; so are --top_p, --top_k and --min_p
 --seed          0 if not given
 --scorer        as the config says if not given
 --output        directory; below the run if not given
@@ -31,10 +31,9 @@ def main(argv: list[str]) -> int:
 
     try:
         texts = ("model", "benchmarks", "scorer", "output")
-        integers = ("step", "num_samples", "num_problems", "seed")
-        config, flags = parse(
-            argv, __doc__ or "", texts=texts, integers=integers, floats=("temperature", "top_p")
-        )
+        integers = ("step", "num_samples", "num_problems", "top_k", "seed")
+        floats = ("temperature", "top_p", "min_p")
+        config, flags = parse(argv, __doc__ or "", texts=texts, integers=integers, floats=floats)
         from dapo_jax.evaluate_model import evaluate_model, request
 
         stopped_by = evaluate_model(config, request(config, flags))

@@ -1,8 +1,8 @@
 """Writes: python launch/generate.py --model=HFDIR --prompt="Once upon a time"
 
 The text of each sample is printed as it comes. With --json one object is printed instead, with
-"samples": a list of "text", "token_ids", "log_probs" (of the distribution sampled from) and
-"finish_reason".
+"samples": a list of "text", "token_ids", "log_probs" (of the distribution sampled from),
+"model_log_probs" (of the model itself: untempered, nothing left out) and "finish_reason".
 
 --model           Hugging Face directory or hub id
 --prompt          a text; --prompt_token_ids=1,2,3 gives tokens instead
@@ -11,7 +11,7 @@ The text of each sample is printed as it comes. With --json one object is printe
                   command goes on
 --num_samples     of each prompt, 4 if not given
 --temperature     1 if not given; 0: greedy
---top_p           0.7 if not given
+--top_p           0.7 if not given; --top_k and --min_p: 0, which leaves nothing out
 --max_new_tokens  256 if not given
 --stop            text after which a sample ends, or several: --stop='["\\n\\n", "Question:"]'
 --seed            0 if not given
@@ -37,7 +37,8 @@ def main(argv: list[str]) -> int:
             __doc__ or "",
             text={"model": None, "prompt": "", "prompt_token_ids": "", "prompts": "", "output": "",
                   "dtype": "", "stop": ""},
-            numbers={"num_samples": 4, "temperature": 1.0, "top_p": 0.7, "max_new_tokens": 256,
+            numbers={"num_samples": 4, "temperature": 1.0, "top_p": 0.7, "top_k": 0, "min_p": 0.0,
+                     "max_new_tokens": 256,
                      "seed": 0, "slots": 64},
             switches=("json", "chat"),
         )  # fmt: skip

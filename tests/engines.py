@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.types import Problem
 from tests.helpers import make_mesh, replace_model, tiny_config
@@ -29,8 +30,7 @@ def make_engine(
         max_prompt_tokens=CONFIG.data.max_prompt_tokens,
         max_response_tokens=CONFIG.rollout.max_response_tokens,
         stop_tokens=(EOS,),
-        temperature=temperature,
-        top_p=top_p,
+        params=SamplingParams(temperature, top_p),
         samples=samples,
         page_tokens=page_tokens,
         num_pages=num_pages,

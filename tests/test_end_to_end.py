@@ -12,7 +12,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from dapo_jax import weights
 from dapo_jax.config import Config
@@ -263,6 +263,8 @@ def test_an_exported_checkpoint_is_read_again(finished, tmp_path, capsys):
     names = {file.name for file in out.iterdir()}
     assert names >= {"config.json", "generation_config.json", "model.safetensors"}
     assert AutoTokenizer.from_pretrained(out).eos_token == "<eos>"
+    said = GenerationConfig.from_pretrained(out)
+    assert said.do_sample and (said.temperature, said.top_p, said.top_k) == (1.0, 0.7, 0)
     config = config_of(out)
     ours, theirs = (
         load_tokenizer(dataclasses.replace(config.model, tokenizer=str(place)))("Add: a=8 b=9\n")

@@ -52,25 +52,30 @@ def drawn(capsys, place, *arguments):
     return json.loads(out)
 
 
-def nucleus_log_probs(logits_V, temperature, top_p):
-    """log-probs [V] of the nucleus, written from its definition; -inf outside."""
+def kept_log_probs(logits_V, temperature, top_p=1.0, top_k=None, min_p=0.0):
+    """log-probs [V] of the top k, of these the nucleus, of these min-p, written from their
+    definitions; -inf outside."""
     logits_V = logits_V.astype(np.float64) / temperature
-    p_V = np.exp(logits_V - logits_V.max())
-    p_V /= p_V.sum()
-    kept, total = np.zeros(len(p_V), bool), 0.0
-    for v in np.argsort(-p_V):
-        kept[v], total = True, total + p_V[v]
-        if total >= top_p:
-            break
-    with np.errstate(divide="ignore"):
-        return np.where(kept, np.log(p_V / total), -np.inf)
+    order = np.argsort(-logits_V)[:top_k]
+    p_X = np.exp(logits_V[order] - logits_V.max())
+    p_X /= p_X.sum()
+    number = 1 + int(np.searchsorted(np.cumsum(p_X), top_p)) if top_p < 1 else len(p_X)
+    number = sum(p >= min_p * p_X[0] for p in p_X[:number])
+    found_V = np.full(len(logits_V), -np.inf)
+    found_V[order[:number]] = np.log(p_X[:number] / p_X[:number].sum())
+    return found_V
 
 
-@pytest.mark.parametrize("temperature, top_p", [(1.0, 0.7), (0.7, 1.0)])
+@pytest.mark.parametrize("temperature, kept", [
+    (1.0, dict(top_p=0.7)),
+    (0.7, dict(top_p=1.0)),
+    (1.3, dict(top_p=0.9, top_k=20, min_p=0.2)),
+])  # fmt: skip
 def test_samples_come_from_the_distribution_that_their_log_probs_say(
-    capsys, place, temperature, top_p
+    capsys, place, temperature, kept
 ):
-    flags = ("--prompt=What?", f"--temperature={temperature}", f"--top_p={top_p}", "--seed=3")
+    said = [f"--{name}={value}" for name, value in kept.items()]
+    flags = ("--prompt=What?", f"--temperature={temperature}", *said, "--seed=3")
     said = drawn(capsys, place, *flags)
     assert said["prompt_token_ids"] == [ord(c) for c in "^What?"] and len(said["samples"]) == 4
     config = checkpoints.config_of(place)
@@ -80,9 +85,11 @@ def test_samples_come_from_the_distribution_that_their_log_probs_say(
         tokens += [0] * (40 - len(tokens))  # one length, compiled once; what follows is not seen
         logits_TV = training_logits(config.model, params, np.array(tokens, np.int32))
         first = len(said["prompt_token_ids"])
-        for t, (token, log_prob) in enumerate(zip(one["token_ids"], one["log_probs"], strict=True)):
-            expected_V = nucleus_log_probs(logits_TV[first + t - 1], temperature, top_p)
+        columns = (one["token_ids"], one["log_probs"], one["model_log_probs"])
+        for t, (token, log_prob, of_model) in enumerate(zip(*columns, strict=True)):
+            expected_V = kept_log_probs(logits_TV[first + t - 1], temperature, **kept)
             assert abs(log_prob - expected_V[token]) < 1e-5
+            assert abs(of_model - kept_log_probs(logits_TV[first + t - 1], 1.0)[token]) < 1e-5
         # The tokenizer has no other characters, and leaves "!" and "~", pad and end, out.
         printed = [10, *range(32, 33), *range(34, 126)]
         text = "".join(chr(token) for token in one["token_ids"] if token in printed)
@@ -224,6 +231,8 @@ def test_a_file_of_prompts_goes_on_where_it_was_stopped(capsys, place, tmp_path,
         (("--prompts=x.jsonl",), "--prompts=FILE.jsonl and --output=FILE.jsonl are given together"),
         (("--prompts=none.jsonl", "--output=o"), "--prompts=none.jsonl cannot be read"),
         (("--prompt=a", "--top_p=0"), r"--top_p must be in \(0, 1\]; got 0"),
+        (("--prompt=a", "--top_k=-1"), r"--top_k must be 0 \(all\) or more; got -1"),
+        (("--prompt=a", "--min_p=2"), r"--min_p must be from 0 \(all\) to 1; got 2"),
         (("--prompt=a", "--temperature=-1"), "--temperature must be 0"),
         (("--prompt=a", "--num_samples=0"), "--num_samples must be above 0; got 0"),
         (("--prompt=a", "--max_new_tokens=0"), "--max_new_tokens must be above 0; got 0"),

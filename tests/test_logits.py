@@ -9,6 +9,7 @@ import pytest
 
 from dapo_jax import attention, model, vocabulary
 from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.rollout.spec import EngineSpec
 from tests import checkpoints
 from tests.helpers import make_mesh
@@ -82,7 +83,7 @@ def test_the_engines_logits_are_those_of_transformers(tmp_path, family, prompt):
         max_prompt_tokens=12,
         max_response_tokens=T,
         stop_tokens=(),
-        temperature=0.0,
+        params=SamplingParams(temperature_X=0.0),
         page_tokens=8,
     )
     engine = DecoderEngine(spec, make_mesh(config, 1))

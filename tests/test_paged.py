@@ -22,6 +22,7 @@ from dapo_jax.config_checks import check
 from dapo_jax.rollout import kernels, paged, scheduler
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.programs import rollout_dtypes
+from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.types import Problem, UserError
 from tests.helpers import make_mesh, make_params, tiny_config, tiny_dict
@@ -172,6 +173,7 @@ def tokens_of(num_devices=1, mesh=None, problems=20, **changes):
         max_prompt_tokens=CONFIG.data.max_prompt_tokens,
         max_response_tokens=CONFIG.rollout.max_response_tokens,
         stop_tokens=(1,),
+        params=SamplingParams(),
         samples=4,
     )
     engine = DecoderEngine(
@@ -310,6 +312,7 @@ def test_decoding_with_the_tpus_kernel_is_lowered_on_every_mesh(mesh, monkeypatc
         max_prompt_tokens=128,
         max_response_tokens=128,
         stop_tokens=(1,),
+        params=SamplingParams(),
         page_tokens=64,
         kernel="tpu",
     )

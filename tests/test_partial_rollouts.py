@@ -64,6 +64,7 @@ def test_what_is_left_is_what_would_have_been_drawn(engine, policies, problems, 
             full, n = whole[id][sample], len(response.tokens)
             assert response.tokens.tolist() == full.tokens[:n].tolist()
             assert response.log_probs.tobytes() == full.log_probs[:n].tobytes()
+            assert response.model_log_probs.tobytes() == full.model_log_probs[:n].tobytes()
             assert response.versions.tolist() == [5] * n
             over = response.finish_reason != "unfinished"
             assert over == (n == len(full.tokens)) and (response.text == full.text) == over
@@ -97,6 +98,7 @@ def test_tokens_are_kept_and_those_that_follow_have_their_own_version(continued,
             kept += n
             assert response.tokens[:n].tobytes() == old.tokens.tobytes()
             assert response.log_probs[:n].tobytes() == old.log_probs.tobytes()
+            assert response.model_log_probs[:n].tobytes() == old.model_log_probs.tobytes()
             new = len(response.tokens) - n
             assert response.versions.tolist() == [5] * n + [6] * new
             assert (new > 0) == (old.finish_reason == "unfinished")

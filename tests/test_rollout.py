@@ -75,19 +75,21 @@ def test_what_jetstreams_calls_cannot_do_is_refused(params):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probs_are_the_trainers(params, problems, temperature):
-    """Every token, EOS included, under the tempered distribution, to 1e-5."""
+    """Every token, EOS included, under the tempered distribution and under the model itself, to
+    1e-5."""
     responses, _ = draw(make_engine(temperature=temperature), params, problems)
-    samples = [
-        Sample(list(p.prompt_tokens), r.tokens, 1.0, r.log_probs, 0.0)
-        for p, row in zip(problems, responses, strict=True)
-        for r in row
-    ]
-    rows = rows_of(samples, 64)
-    score = functools.partial(log_probs.row_statistics, CONFIG.model, temperature=temperature)
-    got = jax.jit(score)(params, rows).log_prob_BT
-    gap = np.abs(np.asarray(got) - rows.log_prob_old_BT)[rows.mask_BT]
-    assert gap.size == sum(len(s.response_tokens) for s in samples)
-    assert gap.max() < 1e-5
+    for name, under in (("log_probs", temperature), ("model_log_probs", 1.0)):
+        samples = [
+            Sample(list(p.prompt_tokens), r.tokens, 1.0, getattr(r, name), 0.0)
+            for p, row in zip(problems, responses, strict=True)
+            for r in row
+        ]
+        rows = rows_of(samples, 64)
+        score = functools.partial(log_probs.row_statistics, CONFIG.model, temperature=under)
+        got = jax.jit(score)(params, rows).log_prob_BT
+        gap = np.abs(np.asarray(got) - rows.log_prob_old_BT)[rows.mask_BT]
+        assert gap.size == sum(len(s.response_tokens) for s in samples)
+        assert gap.max() < 1e-5
     ended = [s.response_tokens for s in samples if s.response_tokens[-1] == EOS]
     assert ended and all((tokens[:-1] != EOS).all() for tokens in ended)
 

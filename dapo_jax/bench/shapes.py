@@ -7,6 +7,7 @@ import numpy as np
 
 from dapo_jax.config import MeshConfig, ModelConfig, model_config
 from dapo_jax.rollout import kernels
+from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.types import Problem, UserError
 
@@ -135,7 +136,7 @@ def bench_spec(
         max_prompt_tokens=shape.prompt_len,
         max_response_tokens=shape.gen_len,
         stop_tokens=(),
-        temperature=shape.temperature,
+        params=SamplingParams(shape.temperature, shape.top_p),
         samples=shape.group,
         decode_steps=shape.decode_steps,
         page_tokens=shape.page_tokens,

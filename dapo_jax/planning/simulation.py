@@ -22,6 +22,7 @@ from dapo_jax.planning.virtual import Clock, Costs, VirtualEngine, VirtualPool, 
 from dapo_jax.planning.workload import Workload
 from dapo_jax.reward import Rubric
 from dapo_jax.rollout import scheduler
+from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.scoring import Grouping, Scoring
 from dapo_jax.types import Problem, Response
@@ -60,6 +61,7 @@ class Setting(NamedTuple):
             max_prompt_tokens=1,
             max_response_tokens=most,
             stop_tokens=(),
+            params=SamplingParams.of(r),
             samples=r.group_size,
             page_tokens=most + 1,
             decode_steps=max(1, r.decode_steps // self.unit_tokens),

@@ -76,6 +76,7 @@ class Table:
         self.count = np.zeros((R, E, G), np.int32)  # tokens drawn
         self.tokens = np.zeros((R, E, G, T), np.int32)
         self.log_probs = np.zeros((R, E, G, T), np.float32)
+        self.model_log_probs = np.zeros((R, E, G, T), np.float32)
 
     def who(self, r: int, e: int, column: int) -> tuple[int, int]:
         """(problem, sample)."""
@@ -90,9 +91,10 @@ class Table:
         self.waiting[r, e, : request.samples] = True
         self.count[r, e] = 0
         if request.begun is not None:
-            tokens, log_probs = request.begun.tokens, request.begun.log_probs
-            self.count[r, e, 0] = n = len(tokens)
-            self.tokens[r, e, 0, :n], self.log_probs[r, e, 0, :n] = tokens, log_probs
+            self.count[r, e, 0] = n = len(request.begun.tokens)
+            for name in ("tokens", "log_probs", "model_log_probs"):
+                value = getattr(request.begun, name)
+                getattr(self, name)[r, e, 0, :n] = np.nan if value is None else value
 
     def drawn(self, r: int, e: int, column: int) -> Response:
         """What there is of a sample, as a response that has not ended."""
@@ -104,7 +106,10 @@ class Table:
             before = request.begun.versions
             versions = np.concatenate([before, np.full(n - len(before), self.step, np.int32)])
         at = r, e, column, slice(n)
-        return Response(self.tokens[at].copy(), self.log_probs[at].copy(), UNFINISHED, "", versions)
+        tokens, log_probs, model_log_probs = (
+            x[at].copy() for x in (self.tokens, self.log_probs, self.model_log_probs)
+        )
+        return Response(tokens, log_probs, UNFINISHED, "", versions, model_log_probs)
 
     def close(self, r: int, e: int, column: int) -> None:
         """Without the sample; the entry is free when none is left."""

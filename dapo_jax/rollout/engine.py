@@ -49,7 +49,7 @@ class DecoderEngine(jetstream.Engine):
         trained_on: the trainer's mesh; None: the same.
 
     Raises:
-        UserError: temperature or top_p of the spec is outside its range.
+        UserError: a number of the spec's `params` is outside its range.
     """
 
     def __init__(self, spec: EngineSpec, mesh: Mesh, trained_on: Mesh | None = None):

@@ -28,6 +28,12 @@ class SamplingParams(NamedTuple):
     top_k_X: Any = 0  # 0: all
     min_p_X: Any = 0.0  # 0: all
 
+    @classmethod
+    def of(cls, said: Any) -> "SamplingParams":
+        """Numbers, from what has a temperature, top_p, top_k and min_p: config.rollout,
+        config.evaluation, a request."""
+        return cls(said.temperature, said.top_p, said.top_k, said.min_p)
+
     @property
     def mode(self) -> Mode:
         """Of numbers."""

@@ -247,6 +247,7 @@ class Run:
             place = self.table.count[at]
             self.table.tokens[(*at, place)] = step.token_RkB[shard, i, slot]
             self.table.log_probs[(*at, place)] = step.log_prob_RkB[shard, i, slot]
+            self.table.model_log_probs[(*at, place)] = step.model_log_prob_RkB[shard, i, slot]
             self.table.count[at] += 1
             offered = step.waiting_Rk[:, i] > 0
             if self.admission.queue:
@@ -331,7 +332,8 @@ class Run:
             reason = "stop" if by_itself else "length"
             if not finite:
                 # Of what was drawn last nothing is known.
-                response.log_probs[-1] = 0.0
+                assert response.model_log_probs is not None
+                response.log_probs[-1] = response.model_log_probs[-1] = 0.0
                 reason = "invalid"
                 self.stats += RolloutStats(invalid=1)
             index, sample = self.table.who(r, e, c)

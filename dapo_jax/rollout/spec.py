@@ -23,8 +23,7 @@ class EngineSpec:
     max_prompt_tokens: int
     max_response_tokens: int
     stop_tokens: tuple[int, ...]
-    temperature: float = 1.0  # 0: greedy; of requests that do not say
-    top_p: float = 1.0
+    params: SamplingParams  # of requests that do not say
     samples: int = 1  # of one prompt that share its pages
     page_tokens: int = 32
     num_pages: int | None = None  # over all shards; None: no sequence ever waits for one
@@ -83,10 +82,6 @@ class EngineSpec:
         return paged.Layout(
             self.kernel, self.page_tokens, self.model.compute_dtype, self.cache_dtype, heads_axis
         )
-
-    @property
-    def params(self) -> SamplingParams:
-        return SamplingParams(self.temperature, self.top_p)
 
 
 def halvings(most: int) -> tuple[int, ...]:
