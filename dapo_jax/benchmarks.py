@@ -33,6 +33,7 @@ from dapo_jax.types import (
     verdict_from_json,
 )
 from dapo_jax.votes import votes
+from dapo_jax.watchdog import UNWATCHED, Watchdog
 
 REPORT_EVERY_SECONDS = 10.0
 
@@ -81,6 +82,7 @@ def run(
     *,
     num_samples: int,
     progress: Progress,
+    watch: Watchdog = UNWATCHED,
 ) -> dict[str, Any]:
     """The figures of a benchmark, see `evaluate.statistics`; its transcripts and its page are in
     the directory then.
@@ -88,6 +90,7 @@ def run(
     Args:
         draw: draws `num_samples` responses to every problem that it is given.
         directory: see `open_directory`.
+        watch: is told what is waited for.
 
     Raises:
         UserError: transcripts that are there are of other problems.
@@ -99,13 +102,14 @@ def run(
         every = len(benchmark.problems)
         progress.say(f"{benchmark.name}: {len(done)} of {every} problems were done before")
     if left:
-        with _Recorder(benchmark, left, pool, file, done, num_samples, progress) as recorder:
+        with _Recorder(benchmark, left, pool, file, done, num_samples, progress, watch) as recorder:
             try:
                 draw(left, recorder.finished)
             finally:  # stopped too: what is drawn is kept
                 recorder.record(wait=True)
     groups = [done[problem.id] for problem in benchmark.problems]
     _write(file, "".join(_line(group) + "\n" for group in groups))  # in the order of the problems
+    watch.moved(f"reward workers: which answers to {benchmark.name} are equal")
     figures = statistics(groups, votes(groups, {benchmark.name: benchmark.rubric}, pool))
     figures = {"problems": len(groups), "samples": num_samples} | figures
     results = directory / "results.json"
@@ -128,7 +132,9 @@ class _Recorder:
         done: dict[int, Attempts],
         num_samples: int,
         progress: Progress,
+        watch: Watchdog,
     ):
+        self.watch = watch
         self.benchmark, self.problems, self.pool = benchmark, problems, pool
         self.done, self.num_samples, self.progress = done, num_samples, progress
         self.drawn: dict[int, dict[int, Response]] = collections.defaultdict(dict)
@@ -163,6 +169,7 @@ class _Recorder:
     def record(self, *, wait: bool) -> None:
         """Writes down the problems that are scored."""
         while self.scored and (wait or self.pool.ready(self.scored[0][2])):
+            self.watch.waiting_for(f"reward workers, problems without verdicts: {len(self.scored)}")
             index, responses, pending = self.scored.popleft()
             attempts = tuple(
                 Attempt(
@@ -179,6 +186,7 @@ class _Recorder:
             self.file.write(_line(group) + "\n")
             self.file.flush()
             os.fsync(self.file.fileno())
+            self.watch.moved()
 
     def _task(self, problem: Problem, response: Response) -> Task:
         names = self.benchmark.rubric.names

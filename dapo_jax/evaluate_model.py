@@ -29,6 +29,7 @@ from dapo_jax.tokenizer import load_tokenizer
 from dapo_jax.trainer import make_engine
 from dapo_jax.types import Problem, StopRequested, UserError
 from dapo_jax.votes import equivalences
+from dapo_jax.watchdog import Watchdog
 
 PROMPT_TOKENS_MULTIPLE = 16  # of the longest prompt, so that like benchmarks share programs
 
@@ -126,13 +127,16 @@ def evaluate_model(config: Config, request: Request) -> int | None:
     results: dict[str, Any] = {}
     with (
         StopSignals(progress) as signals,
+        Watchdog(config.rollout.watchdog_seconds, progress.say) as watch,
         RewardPool(
             names | equivalences(rubrics),
             workers=config.reward.workers,
             timeout_seconds=config.reward.timeout_seconds,
         ) as pool,
     ):
+        progress.watch = watch.moved
         try:
+            watch.moved("the model to be loaded")
             label, params = load_params(
                 config, request.workdir, request.step, mesh, tokenizer, progress, signals
             )
@@ -141,7 +145,10 @@ def evaluate_model(config: Config, request: Request) -> int | None:
             benchmarks.open_directory(output, settings)
             for name in chosen:
                 of_benchmark = [problem for problem in found if problem.source == name]
-                draw = _drawing(config, request, mesh, tokenizer, params, of_benchmark, signals)
+                watch.moved(f"{name}: the device")
+                draw = _drawing(
+                    config, request, mesh, tokenizer, params, of_benchmark, signals, watch
+                )
                 results[name] = benchmarks.run(
                     Benchmark(name, of_benchmark, rubrics[name]),
                     draw,
@@ -149,6 +156,7 @@ def evaluate_model(config: Config, request: Request) -> int | None:
                     output,
                     num_samples=request.num_samples,
                     progress=progress,
+                    watch=watch,
                 )
         except StopRequested:
             progress.say("stopped; the same command goes on with the problems that are left")
@@ -170,6 +178,7 @@ def _drawing(
     params: model.Params,
     problems: Sequence[Problem],
     signals: StopSignals,
+    watch: Watchdog,
 ) -> benchmarks.Draw:
     """What draws the samples of a benchmark, also of a part of its problems: which part and what
     other benchmarks there are does not change a sample."""
@@ -195,6 +204,7 @@ def _drawing(
             key=key,
             stop_strings=config.rollout.stop_strings,
             finished=finished,
+            watch=watch,
             check_stop=signals.check,
         )
 

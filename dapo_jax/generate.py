@@ -21,11 +21,13 @@ from dapo_jax.sharding import fitting, make_mesh, param_shardings
 from dapo_jax.stop_signals import StopSignals
 from dapo_jax.tokenizer import load_tokenizer, stop_tokens, text_stream
 from dapo_jax.types import Problem, Response, StopRequested, UserError
+from dapo_jax.watchdog import Watchdog
 
 PROMPT_TOKENS_MULTIPLE = 16  # of the longest prompt, so that like prompts share programs
 DECODE_STEPS = 4  # few, so that text comes in short pieces
 PREFILL_PROMPTS = 8  # at most, on each shard of the batch
 REPORT_EVERY_SECONDS = 10.0
+WATCHDOG_SECONDS = 60.0  # of silence, after which it is told what is waited for
 
 
 class Request(NamedTuple):
@@ -235,8 +237,12 @@ class _Writer:
             samples=request.num_samples,
             decode_steps=DECODE_STEPS,
         )
-        with StopSignals(self.progress) as signals:
+        with (
+            StopSignals(self.progress) as signals,
+            Watchdog(WATCHDOG_SECONDS, self.progress.say) as watch,
+        ):
             try:
+                watch.moved("the model to be loaded")
                 params = weights.load(
                     c,
                     param_shardings(c, layout, mesh),
@@ -244,6 +250,7 @@ class _Writer:
                     check_stop=signals.check,
                 )
                 engine = DecoderEngine(spec, mesh)
+                watch.moved("the device")
                 scheduler.generate(
                     engine,
                     engine.load_params(params),
@@ -254,6 +261,7 @@ class _Writer:
                     stop_strings=request.stop_strings,
                     finished=finished,
                     drawn=drawn,
+                    watch=watch,
                     check_stop=signals.check,
                 )
             except StopRequested:

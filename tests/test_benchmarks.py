@@ -15,6 +15,7 @@ from dapo_jax.reward import Rubric
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.tokenizer import arithmetic_tokenizer
 from dapo_jax.types import Problem, Response, StopRequested, UserError
+from dapo_jax.watchdog import UNWATCHED, Watchdog
 from tests.helpers import SHARED, source_dict, tiny_dict
 
 SETTINGS = {"model": "a stub", "seed": 0}
@@ -54,12 +55,13 @@ def run():
     """Evaluates a stub in a directory: run(place, draw, num=, num_samples=) -> figures."""
     with RewardPool(RUBRIC.names, workers=1, timeout_seconds=5.0) as pool:
 
-        def run(place, draw, *, num, num_samples, all_problems=None):
+        def run(place, draw, *, num, num_samples, all_problems=None, watch=UNWATCHED):
             benchmarks.open_directory(place, SETTINGS)
             benchmark = Benchmark("stub", all_problems or make_problems(num), RUBRIC)
             return benchmarks.run(
-                benchmark, draw, pool, place, num_samples=num_samples, progress=Progress(0, 0)
-            )
+                benchmark, draw, pool, place,
+                num_samples=num_samples, progress=Progress(0, 0), watch=watch,
+            )  # fmt: skip
 
         yield run
 
@@ -145,6 +147,18 @@ def test_samples_of_another_evaluation_are_refused(run, tmp_path):
         run(tmp_path, drawing(4, lambda i: i), num=3, num_samples=4, all_problems=other)
     with pytest.raises(UserError, match="number of samples"):
         run(tmp_path, drawing(5, lambda i: i), num=3, num_samples=5)
+
+
+def test_verdicts_that_are_waited_for_are_told_of(run, tmp_path):
+    """With the last problems, whose verdicts are not there when all is drawn."""
+    waited = []
+
+    class Watch(Watchdog):
+        def waiting_for(self, what):
+            waited.append(what)
+
+    run(tmp_path, drawing(2, lambda i: i), num=3, num_samples=2, watch=Watch(0.0, print))
+    assert "reward workers, problems without verdicts: 1" in waited
 
 
 def test_a_directory_that_cannot_be(tmp_path):

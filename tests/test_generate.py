@@ -107,6 +107,15 @@ def test_samples_come_from_the_distribution_that_their_log_probs_say(
     assert status == 0 and out == expected, "streamed is the same"
 
 
+def test_a_long_silence_is_told_of(capsys, place, monkeypatch):
+    """What is waited for, beside the samples and not among them."""
+    expected = call(capsys, place, "--prompt=What?", "--num_samples=1")[1]
+    monkeypatch.setattr(generate, "WATCHDOG_SECONDS", 0.001)
+    status, out, err = call(capsys, place, "--prompt=What?", "--num_samples=1")
+    assert status == 0 and out == expected
+    assert re.search("nothing has moved for .*; waiting for the device", err)
+
+
 def test_text_is_streamed_as_it_comes():
     class Out(list):
         write, flush = list.append, lambda self: self.append("|")
