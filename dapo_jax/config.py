@@ -88,7 +88,8 @@ class MeshConfig:
     context: int
     tensor: int
     # Devices that draw responses together, the model split over them by the rules for `tensor`;
-    # None: as many as `tensor`.
+    # None: as many as `tensor`, or where their memory does not hold model and KV cache, the fewest
+    # that do (see `dapo_jax.memory`).
     rollout_tensor: int | None
     rules: tuple[tuple[str, str | None], ...]  # (logical axis, mesh axis or None)
 

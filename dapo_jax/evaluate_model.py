@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from dapo_jax import base, benchmarks, checkpoint, model, problems, run_directory
+from dapo_jax import base, benchmarks, checkpoint, memory, model, problems, run_directory
 from dapo_jax.benchmark_page import table
 from dapo_jax.benchmarks import Benchmark
 from dapo_jax.checkpoint import restore_part
@@ -122,6 +122,10 @@ def evaluate_model(config: Config, request: Request) -> int | None:
         say=progress.say,
     )
     rubrics = problems.rubrics(config, chosen)
+    devices = jax.devices()
+    config = memory.with_teams(
+        config, devices, memory.device_bytes(devices), progress.say, training=False
+    )
     mesh = make_mesh(config.mesh)
     names = {name for rubric in rubrics.values() for name in rubric.names}
     results: dict[str, Any] = {}

@@ -5,21 +5,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from dapo_jax import model
+from dapo_jax import memory, model
 from dapo_jax.batching import max_micro_batches
 from dapo_jax.config import Config, SourceConfig
 from dapo_jax.parameters import SELECTION_PARAMETERS, parse_scorers
-from dapo_jax.rollout.paged import Layout, page_bytes
 from dapo_jax.scorers import load_scorer
 from dapo_jax.sharding import (
     AXES,
-    bytes_per_device,
     check_batch_shapes,
     check_divides,
     mesh_shape,
-    param_specs,
 )
 
 GIB = 2**30
@@ -199,39 +195,21 @@ def _correction(config: Config) -> str:
 
 
 def _memory_lines(config: Config, axis_sizes: dict[str, int]) -> list[tuple[str, str]]:
-    m, r = config.model, config.rollout
-    shapes, specs = model.param_shapes(m), param_specs(m, config.mesh)
-    moment_dtype = jnp.dtype(config.optimizer.moments_dtype)
-    moment_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, moment_dtype), shapes)
-    gradient_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), shapes)
-    per_device = lambda tree: bytes_per_device(tree, specs, axis_sizes)
-    cache_tokens = config.data.max_prompt_tokens + r.max_response_tokens
-    token_bytes = page_bytes(m, Layout("xla", 1, m.compute_dtype, r.cache_dtype))
-    kv_axis = dict(config.mesh.rules)["kv_heads"]
-    together = config.mesh.rollout_tensor or axis_sizes["tensor"]
-    parts = math.prod(axis_sizes.values()) // together
-    parts *= {**axis_sizes, "tensor": together}[kv_axis] if kv_axis else 1
-    cache = r.slots * cache_tokens * token_bytes // parts
-    parameters, moments = per_device(shapes), 2 * per_device(moment_shapes)
-    here = 0 if config.optimizer.offload else moments
-    sizes = {
-        "parameters": parameters,
-        "optimiser state": here,
-        "gradients": per_device(gradient_shapes),
-    }
-    models = 1
-    if config.objective.kl_coefficient or config.objective.reward_kl_coefficient:
-        sizes["reference"] = parameters
-    if config.critic is not None:
-        sizes["critic with optimiser"] = parameters + here
-        models = 2
-    lines = [(name, _size(value)) for name, value in sizes.items()]
-    note = f"{r.slots:,} slots x {cache_tokens:,} tokens x {token_bytes:,} bytes / {parts} devices"
-    lines.append(("KV cache", f"{_size(cache)}   {note}"))
-    lines.append(("sum", f"{_size(sum(sizes.values()) + cache)}   activations not counted"))
-    if config.optimizer.offload:
+    held, r = memory.held(config, axis_sizes), config.rollout
+    tokens = config.data.max_prompt_tokens + r.max_response_tokens
+    notes = {"KV cache": f"{r.slots:,} slots of up to {tokens:,} tokens on all devices"}
+    if r.cache_gib is not None:
+        notes["KV cache"] += f", config.rollout.cache_gib {r.cache_gib:g}"
+    line = lambda name, size: (name, _size(size) + (f"   {notes[name]}" if name in notes else ""))
+    lines = [line(*item) for item in held.always.items()]
+    lines += [line(*item) for item in held.drawing.items()]
+    lines.append(("together, drawing", _size(held.drawing_bytes)))
+    lines += [line(*item) for item in held.updating.items()]
+    note = "without what is drawn with; activations not counted"
+    lines.append(("together, updating", f"{_size(held.updating_bytes)}   {note}"))
+    if held.host:
         note = "optimiser state, for each device; the device has it too while it takes a step"
-        lines.append(("memory of the host", f"{_size(models * moments)}   {note}"))
+        lines.append(("memory of the host", f"{_size(held.host)}   {note}"))
     return lines
 
 

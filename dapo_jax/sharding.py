@@ -70,13 +70,21 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     shape = mesh_shape(config, len(devices))
     together = config.rollout_tensor or shape[-1]
     numbers = list(Counter(device.process_index for device in devices).values())
-    in_one = not any(number % together for number in numbers)
-    in_some = len(set(numbers)) == 1 and together % numbers[0] == 0
-    if together > 1 and len(numbers) > 1 and (in_one or in_some):
+    if together > 1 and len(numbers) > 1 and can_draw_together(together, numbers):
         # JAX's own order follows the links between the chips, across processes too.
         by_process = sorted(devices, key=lambda device: (device.process_index, device.id))
         return _mesh(np.array(by_process).reshape(shape))
     return jax.make_mesh(shape, AXES, axis_types=AXIS_TYPES, devices=devices)
+
+
+def can_draw_together(number: int, of_processes: Sequence[int]) -> bool:
+    """Whether so many devices can be of one process, or all devices of some.
+
+    Args:
+        of_processes: devices of each.
+    """
+    in_one = not any(devices % number for devices in of_processes)
+    return in_one or (len(set(of_processes)) == 1 and number % of_processes[0] == 0)
 
 
 def _mesh(devices: np.ndarray) -> Mesh:
@@ -246,6 +254,19 @@ def batch_shards(mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
+def rollout_shape(sizes: Mapping[str, int], together: int | None) -> Mapping[str, int]:
+    """The sizes of `rollout_mesh` on a mesh of these sizes; raises as that."""
+    number, devices = together or sizes["tensor"], math.prod(sizes.values())
+    if sizes["context"] == 1 and sizes["tensor"] == number:
+        return sizes
+    if devices % number:
+        raise UserError(
+            f"config.mesh.rollout_tensor ({number}) must divide the number of devices "
+            f"({devices}): so many draw responses together."
+        )
+    return dict(zip(AXES, (devices // number, 1, 1, number)))
+
+
 def rollout_mesh(mesh: Mesh, together: int | None) -> Mesh:
     """The mesh that responses are drawn on: that of training, if it is one; else the same devices,
     with as many along tensor as draw together and the rest along data.
@@ -256,15 +277,11 @@ def rollout_mesh(mesh: Mesh, together: int | None) -> Mesh:
     Raises:
         UserError: they are not a part of the devices.
     """
-    number = together or mesh.shape["tensor"]
-    if mesh.shape["context"] == 1 and mesh.shape["tensor"] == number:
+    sizes = mesh.shape
+    shape = rollout_shape(sizes, together)
+    if shape is sizes:
         return mesh
-    if mesh.size % number:
-        raise UserError(
-            f"config.mesh.rollout_tensor ({number}) must divide the number of devices "
-            f"({mesh.size}): so many draw responses together."
-        )
-    return _mesh(mesh.devices.reshape(-1, 1, 1, number))
+    return _mesh(mesh.devices.reshape(tuple(shape.values())))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -377,7 +394,7 @@ def own_part(arrays: Any, shardings: Any) -> Any:
     return jax.tree.map(own, arrays, shardings)
 
 
-def bytes_per_device(shapes: Any, specs: Any, axis_sizes: dict[str, int]) -> int:
+def bytes_per_device(shapes: Any, specs: Any, axis_sizes: Mapping[str, int]) -> int:
     """Bytes one device holds of arrays of these shapes under these specs."""
 
     def size(shape: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:

@@ -1,6 +1,5 @@
 """The compiled programs of a run and what they need: data, engines, learner."""
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,20 +8,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from dapo_jax import attention_kernels
+from dapo_jax import attention_kernels, memory
 from dapo_jax.config import Config
 from dapo_jax.data import ProblemStream
 from dapo_jax.learner import Learner
 from dapo_jax.problems import load, rubrics
 from dapo_jax.processes import ALONE, Processes
 from dapo_jax.progress import Progress
-from dapo_jax.rollout import kernels
 from dapo_jax.rollout.engine import DecoderEngine
-from dapo_jax.rollout.paged import page_bytes
-from dapo_jax.rollout.sampling import SamplingParams
-from dapo_jax.rollout.spec import EngineSpec
+from dapo_jax.rollout.spec import engine_spec
 from dapo_jax.sharding import (
-    batch_shards,
     check_batch_shapes,
     head_layout,
     make_mesh,
@@ -32,13 +27,16 @@ from dapo_jax.sharding import (
 )
 from dapo_jax.teams import Team
 from dapo_jax.tokenizer import load_tokenizer, stop_tokens
-from dapo_jax.types import UserError
 
 
 class Trainer:
     """The compiled programs and the host objects of a run."""
 
     def __init__(self, config: Config, workdir: Path, progress: Progress, them: Processes = ALONE):
+        # The least that any process has, so that all lay their arrays out alike.
+        each = them.agree(memory.device_bytes(jax.local_devices()))
+        least = min((size for size in each if size is not None), default=None)
+        config = memory.with_teams(config, jax.devices(), least, progress.say)
         self.config, self.progress = config, progress
         self.mesh = make_mesh(config.mesh)
         check_batch_shapes(config, self.mesh.shape)
@@ -89,74 +87,12 @@ def make_engine(
     stops = stop_tokens(config.model, tokenizer)
     everywhere = rollout_mesh(mesh, config.mesh.rollout_tensor)
     own = own_mesh(everywhere)
-    spec = engine_spec(config, own, max_prompt_tokens, stops, everywhere)
-    return DecoderEngine(spec, own, mesh)
-
-
-def engine_spec(
-    config: Config,
-    mesh: Mesh,
-    max_prompt_tokens: int,
-    stop_tokens: tuple[int, ...],
-    run_mesh: Mesh | None = None,
-) -> EngineSpec:
-    """What the engine of a config is like on a mesh.
-
-    Args:
-        mesh: that this process draws on.
-        run_mesh: that all draw on, see `sharding.rollout_mesh`; None: `mesh` is all of it.
-
-    Raises:
-        UserError: the KV cache of `config.rollout.cache_gib` does not hold one sequence, or
-            `config.rollout.kernel` is not for these devices or this model.
-    """
-    r = config.rollout
-    parts = batch_shards(run_mesh or mesh) // batch_shards(mesh)
-    kv_axis = dict(config.mesh.rules)["kv_heads"]
-    spec = EngineSpec(
-        model=config.model,
-        layout=dataclasses.replace(config.mesh, **mesh.shape),
-        slots=r.slots // parts,
-        prefill_prompts=r.prefill_prompts // parts,
-        max_prompt_tokens=max_prompt_tokens,
-        max_response_tokens=r.max_response_tokens,
-        stop_tokens=stop_tokens,
-        params=SamplingParams.of(r),
-        samples=r.group_size,
-        page_tokens=r.page_tokens,
-        decode_steps=r.decode_steps,
-        prefill_chunk_tokens=r.prefill_chunk_tokens,
-        kernel=kernels.choose(
-            r.kernel,
-            mesh.devices.flat[0].platform,
-            config.model,
-            page_tokens=r.page_tokens,
-            cache_dtype=r.cache_dtype,
-            heads_parts=mesh.shape[kv_axis] if kv_axis else 1,
-        ),
-        cache_dtype=r.cache_dtype,
+    spec = engine_spec(
+        config,
+        own.shape,
+        max_prompt_tokens,
+        stops,
+        platform=own.devices.flat[0].platform,
+        run_sizes=everywhere.shape,
     )
-    if r.cache_gib is not None:
-        spec = dataclasses.replace(spec, num_pages=_num_pages(spec, mesh, r.cache_gib))
-    if config.dynamic_sampling.partial_rollouts:
-        # Prompts with what was drawn before are longer than those that the pool was sized for.
-        pages = spec.num_pages or spec.shard_pages * spec.shards
-        spec = dataclasses.replace(spec, num_pages=pages, continued=True)
-    return spec
-
-
-def _num_pages(spec: EngineSpec, mesh: Mesh, cache_gib: float) -> int | None:
-    """Pages over all shards that the memory of each device holds; None if that is enough anyway."""
-    kv_axis = dict(spec.layout.rules)["kv_heads"]
-    page = page_bytes(spec.model, spec.pool_layout) // (mesh.shape[kv_axis] if kv_axis else 1)
-    pages = int(cache_gib * 2**30 / page)
-    prompt = -(-spec.max_prompt_tokens // spec.page_tokens)
-    least = 1 + prompt + spec.table_pages + 2
-    if pages < least:
-        raise UserError(
-            f"config.rollout.cache_gib ({cache_gib:g}) holds {pages} pages of "
-            f"{spec.page_tokens} tokens, {page:,} bytes each on a device. One prompt of "
-            f"{spec.max_prompt_tokens} tokens and one sequence of {spec.max_tokens} need {least}: "
-            f"set it to {least * page / 2**30:.3g} or more, or make them shorter."
-        )
-    return None if pages >= spec.shard_pages else pages * spec.shards
+    return DecoderEngine(spec, own, mesh)

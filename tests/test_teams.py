@@ -9,6 +9,7 @@ import pytest
 from dapo_jax.processes import Processes
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.programs import rollout_dtypes, rollout_layout
+from dapo_jax.rollout.spec import engine_spec
 from dapo_jax.sharding import (
     check_batch_shapes,
     initial_params,
@@ -19,7 +20,6 @@ from dapo_jax.sharding import (
     team_size,
 )
 from dapo_jax.teams import ALONE, Team
-from dapo_jax.trainer import engine_spec
 from dapo_jax.types import StopRequested, UserError
 from tests.helpers import tiny_config
 from tests.processes import RUN, Store, assert_same_run, finish_all, run_all, said
@@ -155,7 +155,8 @@ def test_parameters_come_to_those_that_draw_together_as_they_are(sizes, together
     )
     mesh = make_mesh(config.mesh)
     drawn_on = rollout_mesh(mesh, together)
-    engine = DecoderEngine(engine_spec(config, drawn_on, 24, (1,)), drawn_on, mesh)
+    spec = engine_spec(config, drawn_on.shape, 24, (1,), platform="cpu")
+    engine = DecoderEngine(spec, drawn_on, mesh)
     params = initial_params(config.model, config.mesh, mesh, seed=0)
     loaded = engine.load_params(params)
     at = param_shardings(config.model, rollout_layout(config.mesh), drawn_on)

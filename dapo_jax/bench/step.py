@@ -19,8 +19,8 @@ from dapo_jax.compilations import CompilationCounter
 from dapo_jax.learner import Learner
 from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.spec import engine_spec
 from dapo_jax.sharding import check_batch_shapes, fitting, initial_params, make_mesh
-from dapo_jax.trainer import engine_spec
 from dapo_jax.types import Group, Problem, Response, UserError, Verdict
 
 
@@ -57,7 +57,9 @@ def bench_step(shape: Shape, micro_batch: int, remat: str, base: dict[str, Any])
     )
     mesh = make_mesh(config.mesh)
     check_batch_shapes(config, mesh.shape)
-    engine = DecoderEngine(engine_spec(config, mesh, shape.prompt_len, stop_tokens=()), mesh)
+    platform = mesh.devices.flat[0].platform
+    spec = engine_spec(config, mesh.shape, shape.prompt_len, stop_tokens=(), platform=platform)
+    engine = DecoderEngine(spec, mesh)
     detokenize = lambda sequences: [""] * len(sequences)
     learner = Learner(config, mesh, detokenize, print)
     state = learner.init_state(initial_params(c, config.mesh, mesh, seed=0))

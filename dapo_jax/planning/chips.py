@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import topologies
 
+from dapo_jax import memory
 from dapo_jax.types import UserError
 
 GIB = 2**30
@@ -119,9 +120,9 @@ def _devices(topology: str) -> Any:
 
 def _local_bytes(devices: Sequence[Any]) -> int | None:
     """Memory of one of the devices; virtual devices of a CPU share the machine's."""
-    statistics = devices[0].memory_stats() or {}
-    if "bytes_limit" in statistics:
-        return int(statistics["bytes_limit"])
+    said = memory.device_bytes(devices)
+    if said is not None:
+        return said
     meminfo = Path("/proc/meminfo")
     if devices[0].platform != "cpu" or not meminfo.is_file():
         return None

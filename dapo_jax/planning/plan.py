@@ -1,8 +1,10 @@
 """A run's programs compiled for devices that need not be there, and what follows for the run."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from dapo_jax import memory
 from dapo_jax.config import Config
 from dapo_jax.planning import chips, compiled, estimate, programs
 from dapo_jax.sharding import make_mesh
@@ -28,15 +30,17 @@ def plan(
         response_tokens, prompt_tokens: mean lengths of the step that is estimated.
 
     Returns:
-        `fits`, `hbm_bytes`, `chip`, `devices`, `mesh`, and `programs` with argument_bytes,
-        temp_bytes, peak_bytes, flops, bytes_accessed, compile_seconds and more of each (see
-        `compiled.measure`), their `roofline`, `step` (see `estimate.step`), where decode is among
-        them `slots_that_fit`, and where they do not fit `needs_more_bytes` and `remedy`.
+        `fits`, `hbm_bytes`, `chip`, `devices`, `mesh`, `rollout_tensor`, and `programs` with
+        argument_bytes, temp_bytes, peak_bytes, flops, bytes_accessed, compile_seconds and more of
+        each (see `compiled.measure`), their `roofline`, `step` (see `estimate.step`), where decode
+        is among them `slots_that_fit`, and where they do not fit `needs_more_bytes` and `remedy`.
 
     Raises:
         UserError: the mesh does not fit the devices, or the config the mesh; or "weights" alone is
             wanted where there is no such program.
     """
+    with contextlib.suppress(UserError):  # whatever does not fit is compiled and told
+        config = memory.with_teams(config, target.devices, target.hbm_bytes, say)
     mesh = make_mesh(config.mesh, target.devices)
     chip, hbm = target.chip, target.hbm_bytes
     known = programs.programs(config, mesh)
@@ -68,6 +72,7 @@ def plan(
         "chip": chip._asdict(),
         "devices": mesh.size,
         "mesh": dict(mesh.shape),
+        "rollout_tensor": config.mesh.rollout_tensor or mesh.shape["tensor"],
         "remat": config.model.remat,
         "programs": found,
         "model_flops_per_token": estimate.model_flops(config, prompt_tokens + response_tokens),

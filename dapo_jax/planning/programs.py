@@ -18,9 +18,8 @@ from dapo_jax.config import Config
 from dapo_jax.parameters import SELECTION_PARAMETERS
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.programs import rollout_dtypes, rollout_layout
-from dapo_jax.rollout.spec import EngineSpec
+from dapo_jax.rollout.spec import EngineSpec, engine_spec
 from dapo_jax.sharding import check_batch_shapes, param_shardings, rollout_mesh, row_sharding
-from dapo_jax.trainer import engine_spec
 
 # Weights are shared, and have no program, where rollouts read them as they lie in training.
 PROGRAMS = ("train", "old_logprobs", "weights", "decode", "prefill")
@@ -54,8 +53,8 @@ class Cache(NamedTuple):
 def cache(config: Config, mesh: Mesh) -> Cache:
     """The KV cache of the run's engine on a mesh."""
     drawn_on = rollout_mesh(mesh, config.mesh.rollout_tensor)
-    spec = engine_spec(config, drawn_on, config.data.max_prompt_tokens, STOP_TOKENS)
-    pool = _pool_bytes(spec, drawn_on)
+    spec = _spec(config, drawn_on)
+    pool = spec.pages_bytes(spec.shard_pages)
     slot = pool // spec.shard_pages * spec.table_pages
     return Cache(pool, slot, spec.max_tokens, spec.shards)
 
@@ -101,7 +100,7 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
     reference = params if config.objective.kl_estimator == "full" else None
 
     drawn_on = rollout_mesh(mesh, config.mesh.rollout_tensor)
-    spec = engine_spec(config, drawn_on, config.data.max_prompt_tokens, STOP_TOKENS)
+    spec = _spec(config, drawn_on)
     engine = DecoderEngine(spec, drawn_on, mesh)
     rolled = jax.eval_shape(lambda p: rollout_dtypes(p, jnp.dtype(c.compute_dtype)), params)
     rolled_at = param_shardings(c, rollout_layout(spec.layout), drawn_on)
@@ -109,7 +108,7 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
     parameters = device_bytes(params, params_at)
     policy = device_bytes(state, state_at)
     copy = device_bytes(rolled, rolled_at)
-    pool = _pool_bytes(spec, drawn_on)
+    pool = spec.pages_bytes(spec.shard_pages)
     rows = device_bytes(rows_MBT, jax.tree.map(lambda _: row_sharding(mesh, 1), rows_MBT))
     # What a run holds throughout a step; the rollout's copy of the parameters is dropped before the
     # update, see `train.one_step`.
@@ -223,7 +222,11 @@ def _needs_reference(config: Config) -> bool:
     return config.objective.kl_coefficient > 0 or config.objective.reward_kl_coefficient > 0
 
 
-def _pool_bytes(spec: EngineSpec, mesh: Mesh) -> int:
-    kv = dict(spec.layout.rules)["kv_heads"]
-    pool = spec.pool_layout.pool(spec.model, spec.shard_pages)
-    return sum(x.size * x.dtype.itemsize for x in pool) // (mesh.shape[kv] if kv else 1)
+def _spec(config: Config, mesh: Mesh) -> EngineSpec:
+    return engine_spec(
+        config,
+        mesh.shape,
+        config.data.max_prompt_tokens,
+        STOP_TOKENS,
+        platform=mesh.devices.flat[0].platform,
+    )

@@ -16,7 +16,7 @@ def describe(config: Config, result: Mapping[str, Any]) -> str:
     memory = "memory not known" if hbm is None else f"{hbm / GIB:.2f} GiB each"
     lines = [
         f"{result['devices']} {chip['name']} ({memory}), mesh {_mesh(result['mesh'])}, "
-        f"remat {result['remat']}",
+        f"drawing by {result['rollout_tensor']} together, remat {result['remat']}",
         "",
         "Compiled: per device",
         *_memory(result),

@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from dapo_jax.config import MeshConfig, ModelConfig
+from dapo_jax.config import Config, MeshConfig, ModelConfig
 from dapo_jax.rollout import kernels, paged
 from dapo_jax.rollout.sampling import SamplingParams
-from dapo_jax.types import Array
+from dapo_jax.sharding import BATCH_AXES, parts_of
+from dapo_jax.types import Array, UserError
 
 FEW_GROUPS = 8
 
@@ -82,6 +84,81 @@ class EngineSpec:
         return paged.Layout(
             self.kernel, self.page_tokens, self.model.compute_dtype, self.cache_dtype, heads_axis
         )
+
+    def pages_bytes(self, number: int) -> int:
+        """What so many pages take of a device, in all layers."""
+        heads_parts = getattr(self.layout, self.pool_layout.heads_axis or "", 1)
+        return number * paged.page_bytes(self.model, self.pool_layout) // heads_parts
+
+
+def engine_spec(
+    config: Config,
+    sizes: Mapping[str, int],
+    max_prompt_tokens: int,
+    stop_tokens: tuple[int, ...],
+    *,
+    platform: str,
+    run_sizes: Mapping[str, int] | None = None,
+) -> EngineSpec:
+    """What the engine of a config is like on a mesh.
+
+    Args:
+        sizes: of the axes of the mesh that this process draws on.
+        platform: of its devices, as JAX calls it.
+        run_sizes: of the mesh that all draw on, see `sharding.rollout_mesh`; None: the same.
+
+    Raises:
+        UserError: the KV cache of `config.rollout.cache_gib` does not hold one sequence, or
+            `config.rollout.kernel` is not for these devices or this model.
+    """
+    r = config.rollout
+    parts = parts_of(BATCH_AXES, run_sizes or sizes) // parts_of(BATCH_AXES, sizes)
+    spec = EngineSpec(
+        model=config.model,
+        layout=dataclasses.replace(config.mesh, **sizes),
+        slots=r.slots // parts,
+        prefill_prompts=r.prefill_prompts // parts,
+        max_prompt_tokens=max_prompt_tokens,
+        max_response_tokens=r.max_response_tokens,
+        stop_tokens=stop_tokens,
+        params=SamplingParams.of(r),
+        samples=r.group_size,
+        page_tokens=r.page_tokens,
+        decode_steps=r.decode_steps,
+        prefill_chunk_tokens=r.prefill_chunk_tokens,
+        kernel=kernels.choose(
+            r.kernel,
+            platform,
+            config.model,
+            page_tokens=r.page_tokens,
+            cache_dtype=r.cache_dtype,
+            heads_parts=parts_of(dict(config.mesh.rules)["kv_heads"], sizes),
+        ),
+        cache_dtype=r.cache_dtype,
+    )
+    if r.cache_gib is not None:
+        spec = dataclasses.replace(spec, num_pages=_num_pages(spec, r.cache_gib))
+    if config.dynamic_sampling.partial_rollouts:
+        # Prompts with what was drawn before are longer than those that the pool was sized for.
+        pages = spec.num_pages or spec.shard_pages * spec.shards
+        spec = dataclasses.replace(spec, num_pages=pages, continued=True)
+    return spec
+
+
+def _num_pages(spec: EngineSpec, cache_gib: float) -> int | None:
+    """Pages over all shards that the memory of each device holds; None if that is enough anyway."""
+    page = spec.pages_bytes(1)
+    pages = int(cache_gib * 2**30 / page)
+    prompt = -(-spec.max_prompt_tokens // spec.page_tokens)
+    least = 1 + prompt + spec.table_pages + 2
+    if pages < least:
+        raise UserError(
+            f"config.rollout.cache_gib ({cache_gib:g}) holds {pages} pages of "
+            f"{spec.page_tokens} tokens, {page:,} bytes each on a device. One prompt of "
+            f"{spec.max_prompt_tokens} tokens and one sequence of {spec.max_tokens} need {least}: "
+            f"set it to {least * page / 2**30:.3g} or more, or make them shorter."
+        )
+    return None if pages >= spec.shard_pages else pages * spec.shards
 
 
 def halvings(most: int) -> tuple[int, ...]:

@@ -1,0 +1,138 @@
+"""What a run holds, by arithmetic: against the arrays there are, and who draws together for it."""
+
+import dataclasses
+import re
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from dapo_jax import memory, train_step
+from dapo_jax.command_line import parse
+from dapo_jax.planning import chips, plan
+from dapo_jax.progress import Progress
+from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.spec import engine_spec
+from dapo_jax.sharding import copied_bytes, initial_params, make_mesh, rollout_mesh
+from dapo_jax.trainer import Trainer
+from dapo_jax.types import UserError
+from tests.helpers import tiny_config
+
+ONE = dict(mesh__data=1, mesh__fsdp=1, mesh__context=1, mesh__tensor=1)
+
+
+def bytes_of(tree):
+    """On one device."""
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(mesh__data=8),
+        dict(mesh__fsdp=4, mesh__tensor=2),
+        dict(mesh__fsdp=8, mesh__rollout_tensor=2),
+        dict(mesh__fsdp=2, mesh__context=2, mesh__tensor=2, rollout__cache_gib=0.001),
+        dict(mesh__data=8, model__compute_dtype="bfloat16", optimizer__moments_dtype="bfloat16"),
+        dict(mesh__data=4, mesh__tensor=2, rollout__cache_dtype="int8",
+             rollout__log_prob_source="recompute"),
+    ],
+)  # fmt: skip
+def test_what_is_held_is_what_there_is(changes):
+    config = tiny_config(**ONE | {"model__num_kv_heads": 4} | changes)
+    mesh = make_mesh(config.mesh)
+    found = memory.held(config, mesh.shape)
+    params = initial_params(config.model, config.mesh, mesh, seed=0)
+    at = train_step.state_shardings(config, mesh)
+    state = jax.jit(lambda p: train_step.init_state(config, p), out_shardings=at)(params)
+    counters = 64  # bytes of step counts and the like, at most
+    assert 0 <= bytes_of(state) - sum(found.always.values()) <= counters
+    drawn_on = rollout_mesh(mesh, config.mesh.rollout_tensor)
+    spec = engine_spec(config, drawn_on.shape, config.data.max_prompt_tokens, (1,), platform="cpu")
+    engine = DecoderEngine(spec, drawn_on, mesh)
+    assert found.drawing["KV cache"] == bytes_of(engine.init_decode_state().pool)
+    copied = copied_bytes(engine.load_params(params), params) / 8
+    assert found.drawing.get("parameters as drawn from", 0) == copied
+    assert found.drawing_bytes == sum((found.always | found.drawing).values())
+    assert found.updating["gradients"] == bytes_of(params), "both are float32"
+
+
+def test_moments_that_the_host_keeps():
+    sizes = dict(data=8, fsdp=1, context=1, tensor=1)
+    here, there = (
+        memory.held(tiny_config(optimizer__offload=offload), sizes) for offload in (False, True)
+    )
+    assert here.host == 0 and there.host == here.always["optimiser state"] > 0
+    assert "optimiser state" not in there.always
+
+
+def devices(number, of_a_process):
+    return [SimpleNamespace(process_index=i // of_a_process) for i in range(number)]
+
+
+def published(*changes):
+    return parse(["program", "--config=configs/qwen32b_dapo.py", *changes], "")[0]
+
+
+SPREAD = ("--config.mesh.tensor=1", "--config.rollout.slots=32", "--config.mesh.fsdp=-1",
+          "--config.train.rows_per_micro_batch=128")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "number, of_a_process, gib, together",
+    [
+        (64, 4, 95.73, 1),  # v5p: 65.5 GB whole
+        (128, 4, 31.24, 4),  # v6e: a host's
+        (128, 4, 15.75, 8),  # v5e: two hosts'; 4 would hold 16.4 GB
+        (128, 1, 31.24, 4),  # a process for each
+    ],
+)
+def test_the_fewest_devices_that_hold_it_draw_together(number, of_a_process, gib, together):
+    said = []
+    config = published(*SPREAD)
+    memory_bytes = int(gib * memory.GIB)
+    found = memory.with_teams(config, devices(number, of_a_process), memory_bytes, said.append)
+    assert (found.mesh.rollout_tensor or 1) == together
+    if together == 1:
+        assert found is config and not said
+    else:
+        assert re.search(
+            rf"{together} devices draw responses together: .* of {gib:.2f} GiB", said[0]
+        )
+        assert dataclasses.replace(found, mesh=config.mesh) == config
+        given = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, rollout_tensor=2))
+        again = memory.with_teams(given, devices(number, of_a_process), memory_bytes, said.append)
+        assert again is given, "who says how many is not asked"
+
+
+def test_where_no_number_holds_it_the_arithmetic_is_told():
+    with pytest.raises(
+        UserError, match=r"by 8 device\(s\) together, each holds parameters 7.63 Gi"
+    ) as told:
+        memory.with_teams(
+            published(*SPREAD, "--config.rollout.slots=64"), devices(16, 4), 15 * memory.GIB, print
+        )
+    assert "of the 15.00 GiB that it has. Set config.rollout.cache_gib" in str(told.value)
+    config = published(*SPREAD)
+    assert memory.with_teams(config, devices(16, 4), None, print) is config, "memory not known"
+
+
+def test_a_run_and_its_plan_take_as_many(monkeypatch, tmp_path):
+    """On eight devices with so little memory that two have to draw together."""
+    changes = ONE | {"mesh__fsdp": 8, "model__num_kv_heads": 4, "model__path": None}
+    config = tiny_config(**changes)
+    sizes = dict(data=1, fsdp=8, context=1, tensor=1)
+    alone = memory.held(config, sizes).drawing_bytes
+    assert memory.device_bytes(jax.devices()) is None, "a CPU does not say"
+    monkeypatch.setattr(memory, "device_bytes", lambda _: alone)
+    trainer = Trainer(config, tmp_path, Progress(0, 0, quiet=True))
+    assert dict(trainer.engine.mesh.shape) == dict(data=4, fsdp=1, context=1, tensor=2)
+    said = []
+    found = plan.plan(
+        config, chips.target("local"), ("decode",), said.append, response_tokens=8, prompt_tokens=8
+    )
+    assert found["rollout_tensor"] == 2 and "2 devices draw responses together" in said[0]
+    held = memory.held(trainer.config, sizes)
+    n = found["programs"]["decode"]
+    rolled = held.drawing["parameters as drawn from"] + held.drawing["KV cache"]
+    assert rolled <= n["argument_bytes"] <= 1.1 * rolled
