@@ -227,7 +227,9 @@ def test_an_evaluation_by_itself(finished, tmp_path, home):
     silent = "--config.rollout.watchdog_seconds=0.01"
     done = evaluate(workdir, home, f"--output={again}", "--step=3", silent)
     assert "sums: 2 of 8 problems were done before" in done.stdout
-    assert re.search("nothing has moved for .*; waiting for the device: 48 slots", done.stdout)
+    assert re.search(
+        "nothing has moved for .*; waiting for the device: .* slots at work", done.stdout
+    )
     assert (again / "sums.jsonl").read_text() == "".join(lines)
     assert json.loads((again / "results.json").read_text())["sums"] == results
 

@@ -177,6 +177,6 @@ def test_the_plan_counts_moments_where_they_are():
     assert host["AdamW"].endswith("moments in bfloat16, kept by the host")
     np.testing.assert_allclose(mib(wide["optimiser state"]), 2 * mib(wide["parameters"]), atol=0.02)
     np.testing.assert_allclose(mib(narrow["optimiser state"]), mib(wide["parameters"]), atol=0.02)
-    assert mib(host["optimiser state"]) == 0
+    assert "optimiser state" not in host
     assert mib(host["memory of the host"]) == mib(narrow["optimiser state"])
     assert "memory of the host" not in wide
