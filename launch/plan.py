@@ -12,7 +12,8 @@ everything fits, 1 where not, 2 where the command is wrong. docs/plan.md explain
 --response_tokens  mean length of the responses of the step that is estimated; a quarter of the
                    longest if not given
 --prompt_tokens    the same of prompts
---search           tries meshes (fsdp x tensor) and remat policies; --program is train if not given
+--search           tries meshes (fsdp x context x tensor) and remat policies; --program is train if
+                   not given
 --json             one object: fits, hbm_bytes, programs and more
 
 python launch/plan.py --config=FILE --simulate_hosts=64 plays the scheduler of so many hosts over a
@@ -86,6 +87,7 @@ def main(argv: list[str]) -> int:
             integers=("response_tokens", "prompt_tokens", *INTEGERS),
             floats=FLOATS,
         )
+        refuse(flags, ("workdir",), "a plan is of a config and of no run: leave")
         if flags.simulate_hosts is not None:
             return simulate(config, flags)
         simulated = (*TEXTS, *INTEGERS, *FLOATS)

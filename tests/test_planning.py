@@ -339,11 +339,22 @@ def test_a_kernel_runs_again_unless_remat_keeps_what_it_gives(remat, attention, 
     assert of("train") == of("critic_train") == passes * of("old_logprobs")
 
 
-def test_search_keeps_the_context_of_the_config():
-    config = dataclasses.replace(CONFIG, mesh=dataclasses.replace(CONFIG.mesh, context=2))
-    ranked, _ = search.candidates(config, chips.target("local"))
+def test_search_tries_context_where_it_cuts_rows():
+    rows = dataclasses.replace(CONFIG.train, row_tokens=100)  # 4 does not cut them in 8 parts
+    config = dataclasses.replace(CONFIG, train=rows)
+    target = chips.target("local")._replace(chip=V5P)
+    ranked, refused = search.candidates(config, target)
     names = {c.name.split(",")[0] for c in ranked}
-    assert {"fsdp 4 x context 2 x tensor 1", "fsdp 2 x context 2 x tensor 2"} <= names
+    assert names == {
+        "fsdp 8 x tensor 1", "fsdp 4 x tensor 2",
+        "fsdp 4 x context 2 x tensor 1", "fsdp 2 x context 2 x tensor 2",
+    }  # fmt: skip
+    assert len(refused) == 2, "tensor 4 and 8, once each"
+    of = lambda shape: next(c for c in ranked if c.name == f"{shape}, remat full")
+    cut, whole = of("fsdp 4 x context 2 x tensor 1"), of("fsdp 8 x tensor 1")
+    assert cut.seconds > whole.seconds, "keys and values are received besides"
+    config = dataclasses.replace(CONFIG, mesh=dataclasses.replace(CONFIG.mesh, context=2))
+    ranked, _ = search.candidates(config, target)
     for c in ranked:
         m, r = c.config.mesh, c.config.rollout
         assert m.data * m.fsdp * m.context * m.tensor == 8
@@ -400,6 +411,7 @@ def test_search_goes_on_until_enough_fit(monkeypatch, most):
         ),
         (["--topology=v9:1"], r"--topology=v9:1 is not known. Known are .*v5p:4x4x4.*local"),
         (["--topology=local"], r"config.mesh .*does not fit 8 device"),
+        (["--topology=local", "--workdir=x"], "of a config and of no run: leave --workdir out"),
         (
             ["--topology=local", "--accept=0.3", "--chip=v5p"],
             "--simulate_hosts=N simulates: give it, or leave --chip, --accept out",

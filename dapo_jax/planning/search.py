@@ -49,27 +49,34 @@ def _shape(fsdp: int, context: int, tensor: int) -> str:
 def candidates(config: Config, target: chips.Target) -> tuple[list[Candidate], list[str]]:
     """(all that divide, fastest first; why the other shapes do not).
 
-    Rows of a micro-batch, slots and prompts of a prefill become the nearest multiple of the shards
-    where they are not one.
+    Rows of a micro-batch are fewer by as much as rows are cut; they, slots and prompts of a prefill
+    become the nearest multiple of the shards where they are not one.
     """
     devices = len(target.devices)
     found, refused = [], []
     for tensor in (n for n in range(1, devices + 1) if devices % n == 0):
-        context = max(1, config.mesh.context)
-        if devices // tensor % context:
-            continue
-        fsdp = devices // tensor // context
-        try:
-            on_mesh = _on_mesh(config, fsdp, context, tensor)
-        except UserError as error:
-            refused.append(f"{_shape(fsdp, context, tensor)}: {error}")
-            continue
-        for remat in REMAT:
-            changed = dataclasses.replace(
-                on_mesh, model=dataclasses.replace(config.model, remat=remat)
-            )
-            found.append(_by_arithmetic(changed, target))
+        for context in _contexts(config, devices // tensor):
+            fsdp = devices // tensor // context
+            try:
+                on_mesh = _on_mesh(config, fsdp, context, tensor)
+            except UserError as error:  # for all of them, as parameters lie over both alike
+                refused.append(f"{_shape(fsdp, context, tensor)}: {error}")
+                break
+            for remat in REMAT:
+                changed = dataclasses.replace(
+                    on_mesh, model=dataclasses.replace(config.model, remat=remat)
+                )
+                found.append(_by_arithmetic(changed, target))
     return sorted(found, key=lambda c: (c.seconds or 0.0, c.bytes)), refused
+
+
+def _contexts(config: Config, devices: int) -> list[int]:
+    """Sizes of the context axis: 1, twice that and so on, and the config's own, where they divide
+    the devices, and rows into the parts that `row_order` wants."""
+    doubled = [2**n for n in range(devices.bit_length())]
+    sizes = sorted({*doubled, max(1, config.mesh.context)})
+    row = config.train.row_tokens
+    return [n for n in sizes if devices % n == 0 and (n == 1 or row % (2 * n) == 0)]
 
 
 def search(
@@ -199,11 +206,13 @@ def _on_mesh(config: Config, fsdp: int, context: int, tensor: int) -> Config:
     jax.tree.map(check, shapes, param_specs(config.model, layout))
     up = lambda n, parts: n + -n % parts
     t, r, together = config.train, config.rollout, config.mesh.rollout_tensor or tensor
+    # What the axis is for: a device with less of a row at once.
+    rows = max(1, t.rows_per_micro_batch * max(1, config.mesh.context) // context)
     drawn_in = max(1, fsdp * context * tensor // together)
     return dataclasses.replace(
         config,
         mesh=layout,
-        train=dataclasses.replace(t, rows_per_micro_batch=up(t.rows_per_micro_batch, fsdp)),
+        train=dataclasses.replace(t, rows_per_micro_batch=up(rows, fsdp)),
         rollout=dataclasses.replace(
             r, slots=up(r.slots, drawn_in), prefill_prompts=up(r.prefill_prompts, drawn_in)
         ),
@@ -213,8 +222,8 @@ def _on_mesh(config: Config, fsdp: int, context: int, tensor: int) -> Config:
 def _by_arithmetic(config: Config, target: chips.Target) -> Candidate:
     """Memory: parameters, moments and the sum of gradients, and the rollout's copy or what the
     layers keep for the backward pass, and the scores of one layer's attention, if XLA's. Time:
-    products at the peak, and what tensor and fsdp axes exchange at the rate of the links, whichever
-    is longer.
+    products at the peak, and what tensor, fsdp and context axes exchange at the rate of the links,
+    whichever is longer.
     """
     c, t, m, chip = config.model, config.train, config.mesh, target.chip
     shapes, specs = model.param_shapes(c), param_specs(c, m)
@@ -252,5 +261,8 @@ def _by_arithmetic(config: Config, target: chips.Target) -> Candidate:
     passes = 2 if c.remat in ("none", "dots") else 3
     gathered = passes * number / m.tensor * width * (1 - 1 / (m.fsdp * m.context))
     reduced = passes * 2 * c.num_layers * tokens * c.width * width * 2 * (1 - 1 / m.tensor)
-    seconds = max(compute, (gathered + reduced) / chip.link_rate)
+    # Keys and values of whole rows, and once their gradients in float32.
+    of_rows = rows * T * 2 * c.num_kv_heads * c.head_dim / m.tensor * (1 - 1 / m.context)
+    rows_gathered = c.num_layers * of_rows * (passes * width + 4)
+    seconds = max(compute, (gathered + reduced + rows_gathered) / chip.link_rate)
     return Candidate(config, state + max(copy, layers), seconds * max_micro_batches(config))
