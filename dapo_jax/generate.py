@@ -298,10 +298,13 @@ class _Streams:
         self.streams = [stream() for _ in range(num)]
         self.held = [""] * num
         self.over = [False] * num
-        self._head()
+        self.begun = False
 
     def drawn(self, news: list[tuple[int, int, list[int], bool]]) -> None:
         """Takes (problem, sample, tokens just drawn, whether they are the last)."""
+        if not self.begun:  # not before, as the model is still to be loaded
+            self.begun = True
+            self._head()
         for _, sample, tokens, last in news:
             self.held[sample] += "".join(map(self.streams[sample], tokens))
             self.over[sample] = last

@@ -17,7 +17,7 @@ gap      how far the log-probs that such rollouts store are from the trainer's, 
 train    one update, objective and optimiser of configs/tiny_dapo.py, random weights and tokens:
          tokens per second, share of what the matrix products with weights allow on this machine,
          peak memory, compile time, share of padding
-  --layers ... --dtype float32   the model, as above
+  --layers ... --dtype float32   the model, as above; bfloat16 computes with float32 masters
   --batch 32 --row_len 160 --prompt_len 32   rows, tokens of a row, and of each prompt in it
   --packed                       as many responses as fit in the rows; without it one a row
   --lengths uniform|longtail     of the responses, as above, the longest filling a row

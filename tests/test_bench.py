@@ -2,10 +2,13 @@
 
 import json
 import re
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
+from dapo_jax.bench.memory import peaks
 from dapo_jax.bench.packing import PackingShape, bench_packing
 from dapo_jax.bench.rollout import memory_tokens_per_second
 from dapo_jax.bench.shapes import Shape, draw_lengths
@@ -25,6 +28,7 @@ def test_the_rollout_bench(capsys):
     assert found["compilations"] == 0 and found["tokens_per_second"] > 0
     assert found["occupancy"] > 0.95, "slots are refilled on the device"
     assert 0 < found["fraction_of_limit"] and found["peak_rss_mb"] > 100
+    assert found["peak_device_mb"] is None, "a CPU does not say"
     assert 20 <= found["tokens"] <= 20 * 12 and found["slots"] == 8
     phases = found["seconds_by_phase"]
     assert set(phases) == {"prefill", "enqueue", "decode", "host"} and min(phases.values()) > 0
@@ -35,7 +39,9 @@ def test_the_limit_by_memory_counts_weights_and_cache(monkeypatch):
     c = tiny_config().model
     params = {"embed": np.zeros((40, 16), np.float32), "layers": {"q": np.zeros(100, np.float32)}}
     lengths = np.array([[2, 4]])
-    of = lambda params, slots: memory_tokens_per_second(c, params, lengths, 10, slots, words=1024)
+    of = lambda params, slots, **over: memory_tokens_per_second(
+        c, params, lengths, 10, slots, words=1024, **over
+    )
     # Ten copies of 4,096 bytes, read and written, in that many seconds.
     clock = iter(np.tile([0.0, 10 * 2 * 4096], 10).tolist())
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
@@ -43,8 +49,16 @@ def test_the_limit_by_memory_counts_weights_and_cache(monkeypatch):
     context = (2 * 11 + 4 * 12) / 6
     weights = 4 * (40 * 16 + 100)
     assert of(params, 8) == pytest.approx(8 / (weights + 8 * context * token))
+    over = of(params, 8, devices=4, shards=2)  # each shard's two devices read all weights
+    assert over == pytest.approx(4 * 8 / (2 * weights + 8 * context * token))
     apart = params | {"unembed": params["embed"]}
     assert of(apart, 8) == of(params, 8), "of an embedding by itself a row a slot is read"
+
+
+def test_the_most_that_any_device_held(monkeypatch):
+    each = [SimpleNamespace(memory_stats=lambda n=n: {"peak_bytes_in_use": n}) for n in (2e6, 3e6)]
+    monkeypatch.setattr(jax, "local_devices", lambda: each)
+    assert peaks()["peak_device_mb"] == 3.0
 
 
 @pytest.mark.slow
@@ -119,6 +133,7 @@ def test_long_tailed_lengths_are_as_stated(gen_len):
         (bench, ["rollout", "--vocab=1"], "--vocab must be 2 or more.*got 1"),
         (bench, ["rollout", "--top_p=0"], "--top_p must be above 0 and at most 1; got 0"),
         (bench, ["rollout", "--top_p=1.5"], "--top_p must be above 0 and at most 1; got 1.5"),
+        (bench, ["gap", "--temperature=0"], "--temperature must be above 0: a greedy token"),
         (bench, ["gap", "--temperature=-1"], "--temperature must be 0 or more; got -1"),
         (
             bench,

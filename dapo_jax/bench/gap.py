@@ -38,6 +38,10 @@ def bench_gap(of: Gap) -> dict[str, Any]:
     """
     shape = of.shape
     shape.check()
+    if shape.temperature == 0:
+        raise UserError(
+            "--temperature must be above 0: a greedy token is drawn from no distribution; got 0."
+        )
     if of.cache_dtype not in CACHE_DTYPES:
         raise UserError(f"--cache_dtype must be auto or int8; got {of.cache_dtype!r}.")
     c = bench_model(shape)

@@ -1,8 +1,11 @@
-"""Memory of this process, as the kernel counts it."""
+"""Memory of this process, as the kernel counts it, and of its devices, as they do."""
 
 import threading
 import time
 from pathlib import Path
+from typing import Any
+
+import jax
 
 
 def resident_bytes(kind: str = "RssAnon") -> int:
@@ -11,6 +14,19 @@ def resident_bytes(kind: str = "RssAnon") -> int:
         if line.startswith(f"{kind}:"):
             return int(line.split()[1]) * 1024
     raise OSError(f"/proc/self/status has no {kind}")
+
+
+def peaks() -> dict[str, Any]:
+    """The most that the process has held so far, in MB: resident, and on any of its devices, None
+    where these do not say, as CPUs."""
+    said = [
+        (device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()
+    ]
+    of_devices = [size for size in said if size is not None]
+    return {
+        "peak_rss_mb": round(resident_bytes("VmHWM") / 1e6, 1),
+        "peak_device_mb": round(max(of_devices) / 1e6, 1) if of_devices else None,
+    }
 
 
 class PeakMemory:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax.bench.memory import resident_bytes
+from dapo_jax.bench.memory import peaks
 from dapo_jax.bench.shapes import (
     Shape,
     bench_model,
@@ -69,18 +69,21 @@ def bench_rollout(shape: Shape) -> dict[str, Any]:
     stats = timed[0][1]
     tokens = int(lengths.sum())
     assert stats.tokens == tokens, (stats.tokens, tokens)
+    peak = peaks()  # before the limit is measured
     on_cpu = jax.default_backend() == "cpu"
     limit = (
         matmul_tokens_per_second(c, shape, spec.slots)
         if on_cpu
-        else memory_tokens_per_second(c, params, lengths, shape.prompt_len, spec.slots)
+        else memory_tokens_per_second(
+            c, params, lengths, shape.prompt_len, spec.slots, devices=mesh.size, shards=spec.shards
+        )
     )
     return {
         "tokens_per_second": round(tokens / median, 1),
         "occupancy": round(stats.busy_slots / stats.slots_offered, 4) if stats.slots_offered
         else None,
         "compilations": compilations,
-        "peak_rss_mb": round(_peak_rss() / 1e6, 1),
+        **peak,
         "fraction_of_limit": round(tokens / median / limit, 4),
         "limit": "matrix products" if on_cpu else "memory bandwidth",
         "limit_tokens_per_second": round(limit, 1),
@@ -128,13 +131,18 @@ def memory_tokens_per_second(
     lengths: np.ndarray,
     prompt_len: int,
     slots: int,
+    *,
+    devices: int = 1,
+    shards: int = 1,
     words: int = 2**28,
 ) -> float:
-    """What reading the weights once a step, and of each sequence its keys and values so far, would
-    allow with all slots at work, at the bandwidth measured by copying.
+    """What reading the weights once a step and shard, and of each sequence its keys and values so
+    far, would allow with all slots at work, at the bandwidth of one device measured by copying.
 
     Args:
         lengths: of the responses, in tokens.
+        slots: on all devices.
+        shards: that slots lie over; the devices of one have the weights between them.
         words: float32 of the array that is copied.
     """
     words_W = jnp.zeros(words, jnp.float32)
@@ -151,7 +159,7 @@ def memory_tokens_per_second(
     itemsize = jnp.dtype(c.compute_dtype).itemsize
     token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * itemsize
     context = (lengths * (prompt_len + lengths / 2)).sum() / lengths.sum()  # mean over tokens
-    return slots * bytes_per_second / (weights + slots * context * token)
+    return slots * devices * bytes_per_second / (shards * weights + slots * context * token)
 
 
 class _WaitingEngine(DecoderEngine):
@@ -183,7 +191,3 @@ class _WaitingEngine(DecoderEngine):
         state, step = self._timed("decode", call, params, state, table_pages, mode)
         self.steps += int((np.asarray(step.flags_RkB) & VALID).any(axis=(0, 2)).sum())
         return state, step
-
-
-def _peak_rss() -> int:
-    return resident_bytes("VmHWM")

@@ -77,8 +77,12 @@ def check_lengths(lengths: str, longest: int) -> None:
         )
 
 
-def bench_model(shape: Shape, remat: str = "none") -> ModelConfig:
-    """A Qwen2 with tied embeddings; `remat` as in `ModelConfig`."""
+def bench_model(shape: Shape, remat: str = "none", masters: str | None = None) -> ModelConfig:
+    """A Qwen2 with tied embeddings; `remat` as in `ModelConfig`.
+
+    Args:
+        masters: dtype of the weights as they are kept; None: `shape.dtype`.
+    """
     if remat not in REMAT:
         raise UserError(f"--remat must be one of {', '.join(REMAT)}; got {remat!r}.")
     return model_config(
@@ -88,7 +92,7 @@ def bench_model(shape: Shape, remat: str = "none") -> ModelConfig:
             head_dim=shape.width // shape.heads, ff_width=shape.d_ff, rope_theta=1e6,
             rope_scaling=None, rms_norm_eps=1e-6, qkv_bias=True, qk_norm=False,
             tie_embeddings=True, sliding_window=None, sliding_layers=(), stop_token_ids=(),
-            param_dtype=shape.dtype, compute_dtype=shape.dtype, remat=remat,
+            param_dtype=masters or shape.dtype, compute_dtype=shape.dtype, remat=remat,
             attention="auto", log_prob_chunk_tokens=256,
         )
     )  # fmt: skip

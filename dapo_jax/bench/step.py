@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from dapo_jax.bench.memory import resident_bytes
+from dapo_jax.bench.memory import peaks
 from dapo_jax.bench.shapes import (
     Shape,
     bench_model,
@@ -42,7 +42,7 @@ def bench_step(shape: Shape, micro_batch: int, remat: str, base: dict[str, Any])
         )
     if micro_batch < 1:
         raise UserError(f"--micro_batch must be above 0; got {micro_batch}.")
-    c = bench_model(shape, remat)
+    c = bench_model(shape, remat, masters="float32")
     config = bench_config(
         c,
         base,
@@ -97,7 +97,7 @@ def bench_step(shape: Shape, micro_batch: int, remat: str, base: dict[str, Any])
         },
         "tokens_per_second": round(int(lengths.sum()) / median, 1),
         "compilations": counter.count,
-        "peak_rss_mb": round(resident_bytes("VmHWM") / 1e6, 1),
+        **peaks(),
         "padding_fraction": round(padding, 4),
         "share_prompts": config.train.share_prompts,
         "remat": remat,

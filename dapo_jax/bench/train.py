@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dapo_jax import batching
-from dapo_jax.bench.memory import resident_bytes
+from dapo_jax.bench.memory import peaks
 from dapo_jax.bench.shapes import Shape, bench_model, draw_lengths
 from dapo_jax.config import Config, ModelConfig
 from dapo_jax.learner import Learner
@@ -70,7 +70,7 @@ def bench_train(shape: TrainShape, base: dict[str, Any]) -> dict[str, Any]:
     """
     shape.check()
     config = bench_config(
-        bench_model(shape.responses(1), shape.remat),
+        bench_model(shape.responses(1), shape.remat, masters="float32"),
         base,
         prompts=max(1, shape.batch // 2),
         group=2,
@@ -104,15 +104,17 @@ def bench_train(shape: TrainShape, base: dict[str, Any]) -> dict[str, Any]:
         seconds.append(time.perf_counter() - begun)
         skipped += int(result.skipped)
     assert skipped == 0, "a gradient was not finite"
-    peak = resident_bytes("VmHWM")  # before the products below are measured
+    peak = peaks()  # before the products below are measured
     seconds = sorted(seconds[1:])
     median = statistics.median(seconds)
     places, tokens = rows.tokens_BT.size, int((rows.segments_BT > 0).sum())
-    limit = places / products_seconds(config.model, places)
+    # Virtual devices of a CPU share its cores, which a product by itself has all.
+    devices = 1 if jax.default_backend() == "cpu" else mesh.size
+    limit = devices * places / products_seconds(config.model, places)
     return {
         "tokens_per_second": round(tokens / median, 1),
         "fraction_of_limit": round(tokens / median / limit, 4),
-        "peak_rss_mb": round(peak / 1e6, 1),
+        **peak,
         "compile_seconds": round(compile_seconds, 2),
         "padding_fraction": round(1 - tokens / places, 4),
         "limit_tokens_per_second": round(limit, 1),

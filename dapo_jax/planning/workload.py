@@ -45,7 +45,7 @@ def lengths_of(text: str, most: int) -> Lengths:
         values = []
     if kind == "uniform" and len(values) == 1 and 1 <= values[0] <= most:
         return lambda rng, num: cut(np.full(num, values[0]))
-    if kind == "lognormal" and len(values) == 2 and values[0] > 0 and values[1] >= 0:
+    if kind == "lognormal" and len(values) == 2 and 0 < values[0] <= most and values[1] >= 0:
         mean, sigma = values
         mu = math.log(mean) - sigma**2 / 2
         return lambda rng, num: cut(rng.lognormal(mu, sigma, num))
