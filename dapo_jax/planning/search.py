@@ -34,6 +34,7 @@ class Candidate(NamedTuple):
     config: Config
     bytes: float  # of a device, and what the run holds beside it
     seconds: float | None  # of the longest mini-batch, at best; None: no rates
+    link_seconds: float | None  # in which it receives what it does from other devices
 
     @property
     def name(self) -> str:
@@ -67,7 +68,8 @@ def candidates(config: Config, target: chips.Target) -> tuple[list[Candidate], l
                     on_mesh, model=dataclasses.replace(config.model, remat=remat)
                 )
                 found.append(_by_arithmetic(changed, target))
-    return sorted(found, key=lambda c: (c.seconds or 0.0, c.bytes)), refused
+    # Of those as fast the one that receives least: not all of that is hidden behind products.
+    return sorted(found, key=lambda c: (c.seconds or 0.0, c.link_seconds or 0.0, c.bytes)), refused
 
 
 def _contexts(config: Config, devices: int) -> list[int]:
@@ -124,7 +126,8 @@ def search(
         rows.append(_row(config, candidate, found))
         fitting += found["fits"]
     left_out = [c for c in ranked if c not in likely[: len(rows)]]
-    rows.sort(key=lambda row: (not row["plan"]["fits"], row["seconds"] or 0.0))
+    speed = lambda row: (row["seconds"] or 0.0, row["link_seconds"] or 0.0)
+    rows.sort(key=lambda row: (not row["plan"]["fits"], *speed(row)))
     programs = rows[0]["plan"]["programs"] if rows else {}
     rows += [_row(config, c, None) for c in left_out]
     return {
@@ -153,18 +156,21 @@ def describe(result: Mapping[str, Any]) -> str:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    seconds = "time unknown" if row["seconds"] is None else f"{row['seconds']:.4g} s"
+    seconds = "time unknown"
+    if row["seconds"] is not None:
+        seconds = f"{row['seconds']:.4g} s ({row['link_seconds']:.3g} s of links)"
     changes = "".join(f" --{name}={value}" for name, value in row["changes"].items())
     return f"  {row['name']}: {row['bytes'] / chips.GIB:.1f} GiB, {seconds};{changes}"
 
 
 def _row(config: Config, c: Candidate, found: Mapping[str, Any] | None) -> dict[str, Any]:
-    size, seconds = c.bytes, c.seconds
+    size, seconds, links = c.bytes, c.seconds, c.link_seconds
     if found is not None:
         numbers = found["programs"].values()
         size = max(map(plan.need, numbers))
         bounds = [n["roofline"] for n in numbers]
-        seconds = sum(b["seconds"] for b in bounds) if all(bounds) else None
+        total = lambda name: sum(b[name] for b in bounds) if all(bounds) else None
+        seconds, links = total("seconds"), total("links")
     return {
         "name": c.name,
         "mesh": {axis: getattr(c.config.mesh, axis) for axis in AXES},
@@ -172,6 +178,7 @@ def _row(config: Config, c: Candidate, found: Mapping[str, Any] | None) -> dict[
         "changes": _changes(config, c.config),
         "bytes": size,
         "seconds": seconds,
+        "link_seconds": links,
         "plan": found,
     }  # fmt: skip
 
@@ -255,7 +262,7 @@ def _by_arithmetic(config: Config, target: chips.Target) -> Candidate:
     layers = c.num_layers * tokens * kept * width + of_scores * scores
     layers += tokens * (products + c.width) * width  # of the one that is computed
     if chip.flops is None or chip.link_rate is None:
-        return Candidate(config, state + max(copy, layers), None)
+        return Candidate(config, state + max(copy, layers), None, None)
     again = {"full": 4 / 3, "attention": 1.3, "attention_mlp": 1.15}.get(c.remat, 1.0)
     compute = again * model_flops(config, T) * tokens / m.tensor / chip.flops
     passes = 2 if c.remat in ("none", "dots") else 3
@@ -264,5 +271,7 @@ def _by_arithmetic(config: Config, target: chips.Target) -> Candidate:
     # Keys and values of whole rows, and once their gradients in float32.
     of_rows = rows * T * 2 * c.num_kv_heads * c.head_dim / m.tensor * (1 - 1 / m.context)
     rows_gathered = c.num_layers * of_rows * (passes * width + 4)
-    seconds = max(compute, (gathered + reduced + rows_gathered) / chip.link_rate)
-    return Candidate(config, state + max(copy, layers), seconds * max_micro_batches(config))
+    links = (gathered + reduced + rows_gathered) / chip.link_rate
+    times = max_micro_batches(config)
+    seconds = max(compute, links)
+    return Candidate(config, state + max(copy, layers), times * seconds, times * links)
