@@ -212,6 +212,6 @@ def get_config() -> ml_collections.ConfigDict:
                 keep_best=1,
                 directory=ml_collections.config_dict.placeholder(str),
             ),
-            log=dict(rollouts_per_step=64),  # ours
+            log=dict(rollouts_per_step=64, profile_steps=()),  # ours
         )
     )

@@ -221,6 +221,6 @@ def get_config() -> ml_collections.ConfigDict:
                 keep_best=1,
                 directory=ml_collections.config_dict.placeholder(str),
             ),
-            log=dict(rollouts_per_step=16),
+            log=dict(rollouts_per_step=16, profile_steps=()),
         )
     )

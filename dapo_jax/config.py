@@ -371,6 +371,7 @@ class CheckpointConfig:
 @dataclasses.dataclass(frozen=True)
 class LogConfig:
     rollouts_per_step: int  # responses written to rollouts/ at each step
+    profile_steps: tuple[int, ...]  # rollout steps traced by JAX's profiler, see docs/metrics.md
 
 
 @dataclasses.dataclass(frozen=True)

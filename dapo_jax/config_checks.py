@@ -67,6 +67,8 @@ def check(config: Any) -> None:
     factor = rollout.watchdog_hang_factor
     require(factor == 0 or factor >= 1, "rollout.watchdog_hang_factor", factor,
             "1 or more, or 0 for never")  # fmt: skip
+    require(all(step > 0 for step in config.log.profile_steps), "log.profile_steps",
+             config.log.profile_steps, "steps from 1 on; () for none")  # fmt: skip
     for section in ("rollout", "evaluation"):
         top_p, min_p = (get(config, f"{section}.{name}") for name in ("top_p", "min_p"))
         require(0 < top_p <= 1, f"{section}.top_p", top_p, "in (0, 1]; 1 keeps all")

@@ -115,6 +115,12 @@ def device_bytes(devices: Sequence[Any]) -> int | None:
     return (devices[0].memory_stats() or {}).get("bytes_limit")
 
 
+def peak_bytes(devices: Sequence[Any]) -> int | None:
+    """The most that any of these devices has held so far; None where they do not say."""
+    said = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
+    return max((size for size in said if size is not None), default=None)
+
+
 def with_teams(
     config: Config,
     devices: Sequence[Any],

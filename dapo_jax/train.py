@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from dapo_jax import base, metrics, prefilter, run_directory
+from dapo_jax import base, memory, metrics, prefilter, run_directory
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.compilations import CompilationCounter
 from dapo_jax.config import Config
@@ -28,6 +28,7 @@ from dapo_jax.evaluate import evaluate
 from dapo_jax.learner import RunState
 from dapo_jax.problems import rubrics
 from dapo_jax.processes import ALONE, Processes
+from dapo_jax.profiling import traced
 from dapo_jax.progress import Progress, duration
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout.sampling import SamplingParams
@@ -108,7 +109,8 @@ def train(config: Config, workdir: Path, them: Processes = ALONE) -> int | None:
         try:
             run.start()
             while run.step < config.train.num_steps:
-                run.one_step()
+                with traced(workdir, run.step + 1, config.log.profile_steps, progress):
+                    run.one_step()
             run.finish()
         except StopRequested:
             run.save()
@@ -331,6 +333,8 @@ class _Run:
             numbers["perf/slot_utilisation"] = stats.drawn / stats.could_draw
         numbers |= {"rollout/preempted": stats.preempted, "rollout/invalid": stats.invalid}
         numbers["perf/reward_pools_replaced"] = self.pool.replaced - replaced
+        if (peak := memory.peak_bytes(jax.local_devices())) is not None:
+            numbers["perf/device_peak_bytes"] = peak
         numbers["perf/compilations"] = self.compilations.count - compiled
         numbers["time/step"] = time.monotonic() - begun
         self._complete(step, numbers)

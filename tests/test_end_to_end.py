@@ -1,6 +1,7 @@
 """Whole runs: they repeat, they resume bit for bit, devices do not matter, and they learn."""
 
 import dataclasses
+import gzip
 import json
 import re
 import shutil
@@ -290,11 +291,16 @@ def test_a_damaged_newest_checkpoint_is_told_and_more_steps_go_on(finished, tmp_
     shutil.copytree(finished[0], workdir)
     for file in (workdir / "checkpoints" / str(STEPS) / "arrays").rglob("d/*"):
         file.write_bytes(b"\0" * file.stat().st_size)
-    out = run(workdir, home, **RUN | {"train__num_steps": STEPS + 2})
+    out = run(workdir, home, **RUN | {"train__num_steps": STEPS + 2, "log__profile_steps": (13,)})
     assert f"checkpoint {STEPS}" in out and "is damaged" in out
     assert f"resuming after step {STEPS - 3} of {STEPS + 2}" in out
     assert metrics_of(workdir)[: STEPS + 1] == metrics_of(finished[0])
     assert len(metrics_of(workdir)) == STEPS + 3
+    (trace,) = (workdir / "profile" / "step_000013").rglob("*.trace.json.gz")
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    spans = {event["name"]: event["dur"] for event in events if event.get("ph") == "X"}
+    assert spans["rollout step"] > spans["step 13: sampling"] > 0
+    assert not (workdir / "profile" / "step_000014").exists()
 
 
 @pytest.mark.slow

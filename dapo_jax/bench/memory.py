@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from dapo_jax.memory import peak_bytes
+
 
 def resident_bytes(kind: str = "RssAnon") -> int:
     """Resident memory: RssAnon leaves out pages of mapped files, which the kernel can drop."""
@@ -19,13 +21,10 @@ def resident_bytes(kind: str = "RssAnon") -> int:
 def peaks() -> dict[str, Any]:
     """The most that the process has held so far, in MB: resident, and on any of its devices, None
     where these do not say, as CPUs."""
-    said = [
-        (device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()
-    ]
-    of_devices = [size for size in said if size is not None]
+    on_devices = peak_bytes(jax.local_devices())
     return {
         "peak_rss_mb": round(resident_bytes("VmHWM") / 1e6, 1),
-        "peak_device_mb": round(max(of_devices) / 1e6, 1) if of_devices else None,
+        "peak_device_mb": None if on_devices is None else round(on_devices / 1e6, 1),
     }
 
 
