@@ -277,7 +277,7 @@ def load_params(
 def _run_of(config: Config, workdir: Path) -> dict[str, Any]:
     """The config of a run, which must be of the model that this config describes."""
     try:
-        run = json.loads((workdir / "config.json").read_text())["config"]
+        run = run_directory.read_config(workdir / "config.json")
         frozen = run["model"]
     except (OSError, ValueError, LookupError) as error:
         raise UserError(f"--workdir={workdir} holds no run: {error}.") from error

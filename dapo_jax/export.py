@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from dapo_jax import hf_config, weights
+from dapo_jax import hf_config, run_directory, weights
 from dapo_jax.config import Config
 from dapo_jax.evaluate_model import load_params
 from dapo_jax.progress import Progress
@@ -61,8 +61,8 @@ def export(workdir: Path, step: int | None, output: Path, dtype: str | None) -> 
 def _config(workdir: Path) -> Config:
     """The config that a run was made with."""
     try:
-        values = json.loads((workdir / "config.json").read_text())["config"]
-    except (OSError, ValueError, LookupError) as error:
+        values = run_directory.read_config(workdir / "config.json")
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"--workdir={workdir} holds no run: {error}.") from error
     return Config.from_dict(values)
 

@@ -8,6 +8,7 @@ tokenizer/               in Hugging Face format
 base/, checkpoints/      see `dapo_jax.base` and `dapo_jax.checkpoint`
 summary.json             at the end
 report.html, report.png  the page of plots
+profile/step_*/          traces of config.log.profile_steps, see `dapo_jax.profiling`
 """
 
 import importlib.metadata
@@ -38,6 +39,36 @@ MAY_CHANGE = (
     "reward.workers",
     "rollout.watchdog_",
 )
+# Fields that earlier versions had not, and what runs of theirs did.
+SINCE = {
+    "train.share_prompts": False,
+    "checkpoint.directory": None,
+    "rollout.watchdog_limit_seconds": 0.0,
+    "rollout.watchdog_hang_factor": 0.0,
+    "rollout.top_k": 0,
+    "rollout.min_p": 0.0,
+    "evaluation.top_k": 0,
+    "evaluation.min_p": 0.0,
+    "log.profile_steps": (),
+}
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The config of the run whose config.json it is, with the fields that there were none of then.
+
+    Raises:
+        OSError, ValueError, LookupError, TypeError: the file is no such thing.
+    """
+    return with_new_fields(json.loads(file.read_text())["config"])
+
+
+def with_new_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's config, as `frozen` had it, with the fields that there were none of then."""
+    filled = {name: dict(v) if isinstance(v, dict) else v for name, v in config.items()}
+    for name, value in SINCE.items():
+        section, field = name.split(".")
+        filled[section].setdefault(field, value)
+    return filled
 
 
 def checkpoints(workdir: Path, config: Mapping[str, Any]) -> str:
@@ -46,8 +77,7 @@ def checkpoints(workdir: Path, config: Mapping[str, Any]) -> str:
     Args:
         config: the run's, as `frozen` has it.
     """
-    # Runs of before have none.
-    return config["checkpoint"].get("directory") or str(workdir / "checkpoints")
+    return with_new_fields(config)["checkpoint"]["directory"] or str(workdir / "checkpoints")
 
 
 class RunDirectory:
@@ -215,8 +245,8 @@ def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
 def _check_goes_on(file: Path, config: Config) -> None:
     path = file.parent
     try:
-        old = json.loads(file.read_text())["config"]
-    except (json.JSONDecodeError, KeyError) as error:
+        old = read_config(file)
+    except (ValueError, LookupError, TypeError) as error:
         raise UserError(
             f"{file} cannot be read ({error}). If this directory holds a run, restore that file; "
             "otherwise choose another --workdir."
@@ -266,7 +296,7 @@ def check_same(old: dict[str, Any], config: Config, where: Any) -> None:
         old: the run's own, from `frozen`.
         where: it was found.
     """
-    old, new = _flat(old), _flat(frozen(config))
+    old, new = _flat(with_new_fields(old)), _flat(frozen(config))
     differing = [
         f"config.{name}: {old.get(name)!r} there, {new.get(name)!r} now"
         for name in sorted(old.keys() | new.keys())

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from dapo_jax.run_directory import RunDirectory
+from dapo_jax.config import Config
+from dapo_jax.run_directory import SINCE, RunDirectory, read_config
 from dapo_jax.types import UserError
 from tests.helpers import tiny_config
 
@@ -59,6 +60,24 @@ def test_more_steps_are_another_schedule_where_the_rate_decays(tmp_path):
     RunDirectory(tmp_path / "cosine", tiny_config(**COSINE))
     with pytest.raises(UserError, match=r"num_steps: 3 there, 9 now, and by .*decay 'cosine'"):
         RunDirectory(tmp_path / "cosine", tiny_config(train__num_steps=9, **COSINE))
+
+
+def test_a_run_of_before_there_was_a_field_goes_on(tmp_path):
+    """As long as the field says what was done before; and an export finds all of the config."""
+    begun(tmp_path)
+    file = tmp_path / "config.json"
+    values = json.loads(file.read_text())
+    for name in SINCE:
+        section, field = name.split(".")
+        del values["config"][section][field]
+    file.write_text(json.dumps(values))
+    old = file.read_bytes()
+    with pytest.raises(UserError, match=r"config\.evaluation\.top_k: 0 there, 5 now"):
+        RunDirectory(tmp_path, tiny_config(evaluation__top_k=5))
+    assert file.read_bytes() == old
+    assert Config.from_dict(read_config(file)) == tiny_config(rollout__watchdog_hang_factor=0.0)
+    RunDirectory(tmp_path, tiny_config())
+    assert set(json.loads(file.read_text())["config"]["evaluation"]) >= {"top_k", "min_p"}
 
 
 def test_a_run_past_the_last_step_is_left_as_it_is(tmp_path):
