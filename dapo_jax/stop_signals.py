@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: remembered until the run is at a place where it can stop."""
+"""SIGTERM, Ctrl-C, and notices of them: remembered until the run is where it can stop."""
 
 import signal
 from collections.abc import Callable
@@ -16,6 +16,7 @@ class StopSignals:
     def __init__(self, progress: Progress, them: Processes = ALONE):
         self.progress, self.them = progress, them
         self.received: int | None = None
+        self.noticed = False  # the signal is still to come, and must not end what saves
         self.told = False  # the other processes
 
     def __enter__(self) -> "StopSignals":
@@ -26,11 +27,17 @@ class StopSignals:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
+    def notice(self, what: str) -> None:
+        """As SIGTERM, which this announces; may be called from another thread."""
+        if self.received is None:
+            self.noticed, self.received = True, signal.SIGTERM
+            self.progress.say(f"this machine will be stopped ({what}): saving, then stopping")
+
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
+        if self.received is not None and not self.noticed:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        self.received = number
+        self.noticed, self.received = False, number
         name = signal.Signals(number).name
         self.progress.say(f"{name}: saving, then stopping (again to stop at once)")
 

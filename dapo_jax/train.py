@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from dapo_jax import base, memory, metrics, prefilter, run_directory
+from dapo_jax import base, maintenance, memory, metrics, prefilter, run_directory
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.compilations import CompilationCounter
 from dapo_jax.config import Config
@@ -87,6 +87,7 @@ def train(config: Config, workdir: Path, them: Processes = ALONE) -> int | None:
     r = config.rollout
     with (
         StopSignals(progress, them) as signals,
+        maintenance.Notices(signals.notice, maintenance.metadata_host()),
         Watchdog(
             r.watchdog_seconds,
             progress.say,
