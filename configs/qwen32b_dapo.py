@@ -132,6 +132,7 @@ def get_config() -> ml_collections.ConfigDict:
                 max_rounds=10,  # script; the paper is silent
                 max_round_prompts=1536,  # script: three times the batch
                 surplus="return",  # script: rounds, and drop
+                keep_slots_full=False,
                 partial_rollouts=False,
                 max_staleness=1,
                 exhausted="train",  # script: the run ends with an error

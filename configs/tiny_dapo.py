@@ -142,6 +142,7 @@ def get_config() -> ml_collections.ConfigDict:
                 max_rounds=10,
                 max_round_prompts=96,
                 surplus="return",
+                keep_slots_full=False,
                 partial_rollouts=False,
                 max_staleness=1,
                 exhausted="train",

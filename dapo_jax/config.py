@@ -222,6 +222,9 @@ class DynamicSamplingConfig:
     # informative groups beyond the batch are trained on first in the next step, or not at all.
     # return: sampling stops when the batch is full, and the prompts go back to the data.
     surplus: Literal["carry", "drop", "return"]
+    # return: prompts are begun wherever there is room until the batch is certain, not only until
+    # those begun should fill it. More is drawn that goes back to the data.
+    keep_slots_full: bool
     # return: what was drawn for prompts that go back to the data is kept and gone on with in the
     # next step, by its parameters. What is kept depends on when verdicts arrive: two runs of one
     # seed then differ. A step from one checkpoint is always the same, what it keeps is not.

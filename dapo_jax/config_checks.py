@@ -142,9 +142,11 @@ def check(config: Any) -> None:
 
 
 def _check_sampling(sampling: Any) -> None:
-    returns, partial = sampling.enabled and sampling.surplus == "return", sampling.partial_rollouts
-    require(returns or not partial, "dynamic_sampling.partial_rollouts", partial,
-            "False, or enabled True and surplus 'return' beside it")  # fmt: skip
+    returns = sampling.enabled and sampling.surplus == "return"
+    for name in ("keep_slots_full", "partial_rollouts"):
+        value = getattr(sampling, name)
+        wanted = "False, or enabled True and surplus 'return' beside it"
+        require(returns or not value, f"dynamic_sampling.{name}", value, wanted)
     p, prefix = sampling.prefilter, "dynamic_sampling.prefilter"
     if p.enabled and not sampling.enabled:
         raise UserError(

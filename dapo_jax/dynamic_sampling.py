@@ -115,7 +115,8 @@ class Stream:
     drawn depends on no process; only informative or not is told to the others.
 
     Args:
-        share: of the prompts that are informative, as far as is known.
+        share: of the prompts that are informative, as far as is known; `config.keep_slots_full`
+            counts on none.
         begun: responses of earlier steps to go on with.
         team: that this process draws with.
     """
@@ -130,7 +131,8 @@ class Stream:
         team: Team = ALONE,
     ):
         self.team = team
-        self.num_prompts, self.share, self.board = num_prompts, share, board
+        self.num_prompts, self.board = num_prompts, board
+        self.share = 0.0 if config.keep_slots_full else share
         self.begun = partial_rollouts.by_visit(begun)
         self.most = config.max_rounds * config.max_round_prompts  # prompts begun
         self.every: list[Problem] = []  # by number, as far as this process has looked

@@ -47,6 +47,14 @@ def call(capsys, *arguments, main=train):
         ([TINY, "--config.rollout.top_p=1.5"], r"config\.rollout\.top_p must be in \(0, 1\]"),
         ([TINY, "--config.objective.aggregation=mean"], r"aggregation must be one of 'token-mean'"),
         ([TINY, "--config.rollout.top_p=0.9"], r"log_prob_source to 'recompute', or top_p to 1"),
+        (
+            [
+                TINY,
+                "--config.dynamic_sampling.surplus=drop",
+                "--config.dynamic_sampling.keep_slots_full=True",
+            ],
+            r"keep_slots_full .*enabled True and surplus 'return' beside it",
+        ),
         ([TINY, "--config.rollout.top_k=5"], r"log_prob_source to 'recompute', or top_k to 0"),
         ([TINY, "--config.rollout.min_p=0.1"], r"log_prob_source to 'recompute', or min_p to 0"),
         ([TINY, "--config.evaluation.min_p=2"], r"config\.evaluation\.min_p must be from 0 to 1"),

@@ -1,5 +1,6 @@
 """launch/plan.py --simulate_hosts: what is drawn, how long it takes, and what is refused."""
 
+import dataclasses
 import json
 import re
 
@@ -83,6 +84,18 @@ def test_a_host_without_work_waits():
     # A host has room for prompts that wait for its slots: who comes first claims both.
     ours = found("ours")
     assert ours.seconds == pytest.approx(25) and ours.idle_H == pytest.approx([0, 1])
+
+
+def test_slots_that_are_kept_full_draw_the_same_batch():
+    """The field is the policy `eager`: more is begun, and no prompt of the batch is another."""
+    rng = np.random.default_rng(5)
+    lengths, informative = rng.integers(1, 33, (80, G)), rng.random(80) < 0.4
+    drawn = lambda **changes: play(lambda i: (lengths[i], informative[i]), hosts=2, **changes)
+    sampling = dataclasses.replace(CONFIG.dynamic_sampling, keep_slots_full=True)
+    ours, eager = drawn(), drawn(policy="eager")
+    full = drawn(config=dataclasses.replace(CONFIG, dynamic_sampling=sampling))
+    assert full.begun == eager.begun > ours.begun and full.seconds == eager.seconds
+    assert full.batch == ours.batch
 
 
 @pytest.mark.parametrize("policy", simulation.POLICIES)

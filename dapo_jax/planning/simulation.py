@@ -259,7 +259,8 @@ def rollout(
     each = []
     for i in range(hosts):
         kind = Dealt if policy == "dealt" else Stream
-        stream = kind(d, 0.0 if policy == "eager" else share, num_prompts, board)
+        full = dataclasses.replace(d, keep_slots_full=True) if policy == "eager" else d
+        stream = kind(full, share, num_prompts, board)
         if isinstance(stream, Dealt):
             stream.host, stream.hosts = i, hosts
         each.append(Host(setting, spec, stream, problems, work))
