@@ -389,7 +389,7 @@ def test_search_goes_on_until_enough_fit(monkeypatch, most):
 
     def compiled_to(config, *_, **__):
         needed = {"peak_bytes": search._by_arithmetic(config, target).bytes, "held_bytes": 0}
-        numbers = needed | {"roofline": {"seconds": 1.0}}
+        numbers = needed | {"roofline": {"seconds": 1.0, "links": 0.5}}
         return {"fits": needed["peak_bytes"] <= most, "programs": {"train": numbers}}
 
     target = chips.target("local")._replace(chip=V5P, hbm_bytes=most)
