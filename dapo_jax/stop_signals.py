@@ -10,13 +10,15 @@ from dapo_jax.types import StopRequested
 
 
 class StopSignals:
-    """While active, SIGTERM and Ctrl-C are remembered instead of acted on; a second one is not.
-    What one process was sent counts for all."""
+    """While active, SIGTERM and Ctrl-C are remembered instead of acted on; a second one that this
+    process is sent is not. What one process was sent counts for all: those that were told by
+    another, or by a notice, are often sent it too, while they save.
+    """
 
     def __init__(self, progress: Progress, them: Processes = ALONE):
         self.progress, self.them = progress, them
         self.received: int | None = None
-        self.noticed = False  # the signal is still to come, and must not end what saves
+        self.sent = False  # a signal, to this process
         self.told = False  # the other processes
 
     def __enter__(self) -> "StopSignals":
@@ -30,14 +32,16 @@ class StopSignals:
     def notice(self, what: str) -> None:
         """As SIGTERM, which this announces; may be called from another thread."""
         if self.received is None:
-            self.noticed, self.received = True, signal.SIGTERM
+            self.received = signal.SIGTERM
             self.progress.say(f"this machine will be stopped ({what}): saving, then stopping")
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None and not self.noticed:
+        if self.sent:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        self.noticed, self.received = False, number
+        self.sent = True
+        if self.received is None:
+            self.received = number
         name = signal.Signals(number).name
         self.progress.say(f"{name}: saving, then stopping (again to stop at once)")
 

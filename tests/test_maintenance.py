@@ -10,9 +10,11 @@ import pytest
 
 from dapo_jax import maintenance
 from dapo_jax.maintenance import Notices
+from dapo_jax.processes import Processes
 from dapo_jax.progress import Progress
 from dapo_jax.stop_signals import StopSignals
 from dapo_jax.types import StopRequested
+from tests.processes import Store
 from tests.runs import finish, run, start
 
 TERMINATE = "TERMINATE_ON_HOST_MAINTENANCE"
@@ -104,11 +106,26 @@ def test_the_signal_that_a_notice_announces_does_not_end_what_saves(capsys):
         with pytest.raises(StopRequested):
             signals.check()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert signals.received == signal.SIGTERM and not signals.noticed
+        assert signals.received == signal.SIGTERM
         signals.notice("again")
     first, second = capsys.readouterr().out.splitlines()
     assert first == "this machine will be stopped (preempted is TRUE): saving, then stopping"
     assert second == "SIGTERM: saving, then stopping (again to stop at once)"
+
+
+def test_the_signal_that_all_processes_are_sent_does_not_end_one_that_was_told(capsys):
+    """A pod's shutdown sends SIGTERM to each; who hears of another's first is saving by then."""
+    store = Store()
+    first, second = (StopSignals(Progress(0, 0), Processes(i, 2, store)) for i in range(2))
+    first.notice("preempted is TRUE")
+    with pytest.raises(StopRequested):
+        first.check()
+    with second:
+        with pytest.raises(StopRequested):
+            second.check()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert second.received == signal.SIGTERM
+    assert capsys.readouterr().out.count("saving, then stopping") == 2
 
 
 @pytest.mark.slow
