@@ -5,7 +5,7 @@ import json
 import re
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,10 +122,13 @@ def evaluate_model(config: Config, request: Request) -> int | None:
         say=progress.say,
     )
     rubrics = problems.rubrics(config, chosen)
+    longest = _padded(max(len(problem.prompt_tokens) for problem in found))
+    with_prompts = dataclasses.replace(config.data, max_prompt_tokens=longest)
     devices = jax.devices()
     config = memory.with_teams(
-        config, devices, memory.device_bytes(devices), progress.say, training=False
-    )
+        dataclasses.replace(config, data=with_prompts), devices, memory.device_bytes(devices),
+        progress.say, training=False,
+    )  # fmt: skip
     mesh = make_mesh(config.mesh)
     names = {name for rubric in rubrics.values() for name in rubric.names}
     results: dict[str, Any] = {}
@@ -139,10 +142,15 @@ def evaluate_model(config: Config, request: Request) -> int | None:
         ) as pool,
     ):
         progress.watch = watch.moved
+
+        def moving() -> None:
+            watch.moved()
+            signals.check()
+
         try:
             watch.moved("the model to be loaded")
             label, params = load_params(
-                config, request.workdir, request.step, mesh, tokenizer, progress, signals
+                config, request.workdir, request.step, mesh, tokenizer, progress, moving
             )
             output = _output(request, label)
             settings = _settings(config, request, label, params)
@@ -191,7 +199,7 @@ def _drawing(
         config,
         mesh,
         tokenizer,
-        max_prompt_tokens=longest + -longest % PROMPT_TOKENS_MULTIPLE,
+        max_prompt_tokens=_padded(longest),
     )
     params = engine.load_params(params)
     name = problems[0].source
@@ -213,6 +221,10 @@ def _drawing(
         )
 
     return draw
+
+
+def _padded(tokens: int) -> int:
+    return tokens + -tokens % PROMPT_TOKENS_MULTIPLE
 
 
 def _sources(config: Config, request: Request) -> dict[str, SourceConfig]:
@@ -249,7 +261,7 @@ def load_params(
     mesh: jax.sharding.Mesh,
     tokenizer: Any,
     progress: Progress,
-    signals: StopSignals,
+    check_stop: Callable[[], None],
 ) -> tuple[str, model.Params]:
     """(what the model is called, its parameters): of a checkpoint of a run, the newest if no step
     is given; without a run the base model of the config.
@@ -269,7 +281,7 @@ def load_params(
         step, params = restore_part(place, step, ("policy", "params"), shapes)
         return f"{workdir.name}, step {step}", params
     params, _ = base.load_or_make(
-        config, mesh, tokenizer, None, say=progress.say, check_stop=signals.check
+        config, mesh, tokenizer, None, say=progress.say, check_stop=check_stop
     )
     return f"base model {config.model.path or ''}".strip(), params
 
@@ -279,7 +291,7 @@ def _run_of(config: Config, workdir: Path) -> dict[str, Any]:
     try:
         run = run_directory.read_config(workdir / "config.json")
         frozen = run["model"]
-    except (OSError, ValueError, LookupError) as error:
+    except run_directory.UNREADABLE as error:
         raise UserError(f"--workdir={workdir} holds no run: {error}.") from error
     # As JSON has it, where tuples are lists.
     for name, value in json.loads(json.dumps(dataclasses.asdict(config.model))).items():
@@ -318,8 +330,9 @@ def _settings(
         "num_samples": request.num_samples,
         "temperature": request.temperature,
         "top_p": request.top_p,
-        "top_k": request.top_k,
-        "min_p": request.min_p,
+        # As evaluations of before had it, which had neither.
+        **({"top_k": request.top_k} if request.top_k else {}),
+        **({"min_p": request.min_p} if request.min_p else {}),
         "seed": request.seed,
         "max_response_tokens": config.rollout.max_response_tokens,
         "stop_strings": list(config.rollout.stop_strings),

@@ -47,7 +47,7 @@ def export(workdir: Path, step: int | None, output: Path, dtype: str | None) -> 
     progress = Progress(0, 0)
     mesh = make_mesh(config.mesh)
     with StopSignals(progress) as signals:
-        label, params = load_params(config, workdir, step, mesh, tokenizer, progress, signals)
+        label, params = load_params(config, workdir, step, mesh, tokenizer, progress, signals.check)
     eos = list(stop_tokens(config.model, tokenizer))
     values = hf_config.to_hf(config.model, eos=eos, bos=tokenizer.bos_token_id, dtype=dtype)
     weights.save(config.model, params, output, dtype)
@@ -62,7 +62,7 @@ def _config(workdir: Path) -> Config:
     """The config that a run was made with."""
     try:
         values = run_directory.read_config(workdir / "config.json")
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except run_directory.UNREADABLE as error:
         raise UserError(f"--workdir={workdir} holds no run: {error}.") from error
     return Config.from_dict(values)
 

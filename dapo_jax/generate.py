@@ -137,6 +137,9 @@ def many(request: Request, source: Path, target: Path) -> int | None:
     lines = _read(source)
     settings = request._asdict()
     del settings["slots"]  # changes nothing
+    for name in ("top_k", "min_p"):  # as files of before had it, which had neither
+        if not settings[name]:
+            del settings[name]
     lines = [line | {"drawn_with": settings} for line in lines]
     done = _done(target, lines)
     writer = _Writer(request, needs_text=any("prompt" in line for line in lines))
@@ -243,11 +246,16 @@ class _Writer:
         ):
             try:
                 watch.moved("the model to be loaded")
+
+                def moving() -> None:
+                    watch.moved()
+                    signals.check()
+
                 params = weights.load(
                     c,
                     param_shardings(c, layout, mesh),
                     say=self.progress.say,
-                    check_stop=signals.check,
+                    check_stop=moving,
                 )
                 engine = DecoderEngine(spec, mesh)
                 watch.moved("the device")

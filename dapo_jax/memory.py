@@ -4,6 +4,7 @@ What the programs need beside it, activations above all, only a compiler knows: 
 """
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -61,10 +62,10 @@ def held(config: Config, sizes: Mapping[str, int], *, training: bool = True) -> 
     """
     c = config.model
     shapes, specs = model.param_shapes(c), param_specs(c, config.mesh)
-    held = lambda tree: bytes_per_device(tree, specs, sizes)
+    of_device = lambda tree: bytes_per_device(tree, specs, sizes)
     like = lambda dtype: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
-    parameters = held(shapes)
-    moments = 2 * held(like(jnp.dtype(config.optimizer.moments_dtype)))
+    parameters = of_device(shapes)
+    moments = 2 * of_device(like(jnp.dtype(config.optimizer.moments_dtype)))
     here = 0 if config.optimizer.offload else moments
     copy, cache = rollout_bytes(config, sizes)
     always, updating, host = {"parameters": parameters}, {}, 0
@@ -73,11 +74,11 @@ def held(config: Config, sizes: Mapping[str, int], *, training: bool = True) -> 
         always["optimiser state"] = here
         always["reference"] = parameters * bool(o.kl_coefficient or o.reward_kl_coefficient)
         always["critic with optimiser"] = (parameters + here) * (config.critic is not None)
-        updating["gradients"] = held(like(jnp.float32))
+        updating["gradients"] = of_device(like(jnp.float32))
         host = (moments - here) * (1 + (config.critic is not None))
     drawing = {"parameters as drawn from": copy, "KV cache": cache}
-    nonzero = lambda sizes: {name: size for name, size in sizes.items() if size}
-    return Held(nonzero(always), nonzero(drawing), updating, host)
+    there = lambda parts: {name: size for name, size in parts.items() if size}
+    return Held(there(always), there(drawing), updating, host)
 
 
 def rollout_bytes(config: Config, sizes: Mapping[str, int]) -> tuple[int, int]:
@@ -128,6 +129,7 @@ def with_teams(
     say: Callable[[str], None],
     *,
     training: bool = True,
+    refuse: bool = True,
 ) -> Config:
     """The config with the fewest devices that draw responses together, from `mesh.tensor` on, whose
     memory holds what a run holds while it draws; as it is, where it says how many, or where the
@@ -136,6 +138,7 @@ def with_teams(
     Args:
         say: told where more than `mesh.tensor` are needed.
         training: see `held`.
+        refuse: False: where no number holds it, with the one that does best.
 
     Raises:
         UserError: no number holds it; or the mesh does not fit the devices.
@@ -144,35 +147,70 @@ def with_teams(
         return config
     sizes: dict[str, int] = dict(zip(AXES, mesh_shape(config.mesh, len(devices))))
     of_processes = list(Counter(device.process_index for device in devices).values())
-    needs: dict[int, int] = {}
+    needs: dict[int, Held] = {}
+    refused: UserError | None = None
     for number in range(sizes["tensor"], len(devices) + 1):
-        if number > sizes["tensor"]:
-            if len(devices) % number or not can_draw_together(number, of_processes):
-                continue
-            try:
-                check_divides(config.model, config.mesh, {**sizes, "tensor": number})
-            except UserError:
-                continue
-        needs[number] = held(_together(config, number), sizes, training=training).drawing_bytes
-        if needs[number] <= SHARE_HELD * memory_bytes:
+        if number > sizes["tensor"] and not _possible(config, sizes, number, of_processes):
+            continue
+        try:
+            needs[number] = held(_together(config, number), sizes, training=training)
+        except UserError as error:  # a cache that does not hold one sequence of so many heads
+            refused = error
+            continue
+        if needs[number].drawing_bytes <= SHARE_HELD * memory_bytes:
             break
-    best = min(needs, key=lambda number: needs[number])
-    gib = lambda size: f"{size / GIB:.2f} GiB"
-    if needs[best] > memory_bytes:
-        found = held(_together(config, best), sizes, training=training)
-        parts = (f"{name} {gib(size)}" for name, size in (found.always | found.drawing).items())
+    if not needs:
+        assert refused is not None
+        raise refused
+    best = min(needs, key=lambda number: needs[number].drawing_bytes)
+    found = needs[best]
+    if found.drawing_bytes > memory_bytes and refuse:
+        parts = (
+            f"{name} {size_text(size)}" for name, size in (found.always | found.drawing).items()
+        )
         raise UserError(
             f"config.rollout: while responses are drawn by {best} device(s) together, each holds "
-            f"{', '.join(parts)}: {gib(needs[best])} of the {gib(memory_bytes)} that it has. Set "
-            "config.rollout.cache_gib or fewer config.rollout.slots, or take more devices."
+            f"{', '.join(parts)}: {size_text(found.drawing_bytes)} of the "
+            f"{size_text(memory_bytes)} that it has. Set config.rollout.cache_gib or fewer "
+            "config.rollout.slots, or take more devices."
         )
-    if best == sizes["tensor"]:
+    tensor = sizes["tensor"]
+    if best == tensor:
         return config
+    alone = f"config.rollout.cache_gib does not hold one sequence of {tensor}"
+    if tensor in needs:
+        alone = f"each of {tensor} (config.mesh.tensor) would hold " + size_text(
+            needs[tensor].drawing_bytes
+        )
     say(
-        f"{best} devices draw responses together: by config.mesh.tensor ({sizes['tensor']}) each "
-        f"would hold {gib(needs[sizes['tensor']])} of {gib(memory_bytes)}, so {gib(needs[best])}"
+        f"{best} devices draw responses together: {alone}; so each holds "
+        f"{size_text(found.drawing_bytes)} of {size_text(memory_bytes)}"
     )
     return _together(config, best)
+
+
+def _possible(
+    config: Config, sizes: Mapping[str, int], number: int, of_processes: Sequence[int]
+) -> bool:
+    """Whether so many devices can draw together: of processes, of heads, and with slots and prompts
+    of a prefill that divide among the rest."""
+    devices, r = math.prod(sizes.values()), config.rollout
+    if devices % number or not can_draw_together(number, of_processes):
+        return False
+    if r.slots % (devices // number) or r.prefill_prompts % (devices // number):
+        return False
+    try:
+        check_divides(config.model, config.mesh, {**sizes, "tensor": number})
+    except UserError:
+        return False
+    return True
+
+
+def size_text(num_bytes: int) -> str:
+    """In GiB, or what is small in MiB."""
+    if num_bytes >= GIB / 10:
+        return f"{num_bytes / GIB:.2f} GiB"
+    return f"{num_bytes / 2**20:.2f} MiB"
 
 
 def _together(config: Config, number: int) -> Config:

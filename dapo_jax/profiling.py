@@ -1,7 +1,7 @@
 """Traces of whole rollout steps, by JAX's profiler: what device and host did, and when."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -10,10 +10,21 @@ from dapo_jax.progress import Progress
 
 
 @contextlib.contextmanager
-def traced(workdir: Path, step: int, steps: tuple[int, ...], progress: Progress) -> Iterator[None]:
+def traced(
+    workdir: Path,
+    step: int,
+    steps: tuple[int, ...],
+    progress: Progress,
+    writing: Callable[[], None],
+) -> Iterator[None]:
     """Writes what happens within to profile/step_N of the run's directory, if `step` is one of
     `steps`; of several processes each to a place of its own. What `progress` says is being done is
-    in the trace as a span from there to the next."""
+    in the trace as a span from there to the next. A trace that cannot be made is told, and ends
+    nothing.
+
+    Args:
+        writing: called before the trace is written, which takes several times as long as the step.
+    """
     if step not in steps:
         yield
         return
@@ -29,11 +40,25 @@ def traced(workdir: Path, step: int, steps: tuple[int, ...], progress: Progress)
         spans.close()
         spans.enter_context(jax.profiler.TraceAnnotation(what))
 
-    with jax.profiler.trace(place, profiler_options=options):
-        progress.watch = tell
+    def failed(error: Exception) -> None:
+        progress.say(f"  warning: step {step} is not traced in {place}: {error}")
+
+    try:
+        jax.profiler.start_trace(place, profiler_options=options)
+    except Exception as error:  # XLA's own, of several kinds
+        failed(error)
+        yield
+        return
+    progress.watch = tell
+    try:
+        with spans, jax.profiler.StepTraceAnnotation("rollout step", step_num=step):
+            yield
+    finally:
+        progress.watch = told
+        writing()
         try:
-            with spans, jax.profiler.StepTraceAnnotation("rollout step", step_num=step):
-                yield
-        finally:
-            progress.watch = told
-    progress.say(f"  step {step} is traced in {place}")
+            jax.profiler.stop_trace()
+        except Exception as error:
+            failed(error)
+        else:
+            progress.say(f"  step {step} is traced in {place}")

@@ -39,8 +39,15 @@ MAY_CHANGE = (
     "reward.workers",
     "rollout.watchdog_",
 )
-# Fields that earlier versions had not, and what runs of theirs did.
+# Fields that earlier versions had not, and what runs of theirs did; since there is
+# rollout.stop_strings; as JSON has them.
 SINCE = {
+    "rollout.stop_strings": [],
+    "rollout.watchdog_seconds": 0.0,
+    "dynamic_sampling.partial_rollouts": False,
+    "dynamic_sampling.max_staleness": 1,
+    "mesh.context": 1,
+    "mesh.rollout_tensor": None,
     "train.share_prompts": False,
     "checkpoint.directory": None,
     "rollout.watchdog_limit_seconds": 0.0,
@@ -50,17 +57,22 @@ SINCE = {
     "rollout.min_p": 0.0,
     "evaluation.top_k": 0,
     "evaluation.min_p": 0.0,
-    "log.profile_steps": (),
+    "log.profile_steps": [],
 }
+SECTIONS = tuple(dict.fromkeys(name.split(".")[0] for name in SINCE))
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError)  # of `read_config`
 
 
 def read_config(file: Path) -> dict[str, Any]:
     """The config of the run whose config.json it is, with the fields that there were none of then.
 
     Raises:
-        OSError, ValueError, LookupError, TypeError: the file is no such thing.
+        UNREADABLE: the file is no such thing.
     """
-    return with_new_fields(json.loads(file.read_text())["config"])
+    config = json.loads(file.read_text())["config"]
+    if not all(isinstance(config.get(section), dict) for section in SECTIONS):
+        raise ValueError(f"config has not all of {', '.join(SECTIONS)}")
+    return with_new_fields(config)
 
 
 def with_new_fields(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,7 +259,7 @@ def _check_goes_on(file: Path, config: Config) -> None:
     path = file.parent
     try:
         old = read_config(file)
-    except (ValueError, LookupError, TypeError) as error:
+    except UNREADABLE as error:
         raise UserError(
             f"{file} cannot be read ({error}). If this directory holds a run, restore that file; "
             "otherwise choose another --workdir."

@@ -110,8 +110,11 @@ def train(config: Config, workdir: Path, them: Processes = ALONE) -> int | None:
         try:
             run.start()
             while run.step < config.train.num_steps:
-                with traced(workdir, run.step + 1, config.log.profile_steps, progress):
+                steps = config.log.profile_steps
+                with traced(workdir, run.step + 1, steps, progress, run.writes_a_trace):
                     run.one_step()
+                if run.step in steps:  # or who is done first counts as idle in the next step
+                    them.agree(None, watch.waiting_for)
             run.finish()
         except StopRequested:
             run.save()
@@ -339,6 +342,11 @@ class _Run:
         numbers["perf/compilations"] = self.compilations.count - compiled
         numbers["time/step"] = time.monotonic() - begun
         self._complete(step, numbers)
+
+    def writes_a_trace(self) -> None:
+        """Before it does, which takes as long as it takes."""
+        self.watch.limited = False  # until the next step
+        self.watch.moved(f"step {self.step}: the trace to be written", measured=False)
 
     def finish(self) -> None:
         """Writes the summary and the page of plots."""

@@ -65,7 +65,8 @@ class Response(NamedTuple):
     text: str  # decoded, special tokens left out; empty where unfinished
     # int32 [length], the rollout step whose parameters drew each token; None: all that of its group
     versions: np.ndarray | None = None
-    # float32 [length], under the model itself: untempered, nothing left out; None: not known
+    # float32 [length], under the model itself: untempered, nothing left out; None: not known, NaN:
+    # not known of that token, which an earlier version drew
     model_log_probs: np.ndarray | None = None
 
     @property

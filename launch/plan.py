@@ -20,8 +20,8 @@ python launch/plan.py --config=FILE --simulate_hosts=64 plays the scheduler of s
 virtual clock: how long a rollout takes, how long hosts have nothing to do, and what the rule does
 by which prompts are begun. Nothing is compiled.
 
---length_distribution  of responses: lognormal:MEAN:SIGMA (lognormal:5120:1 if not given),
-                       uniform:LENGTH, or a .jsonl file with lengths
+--length_distribution  of responses: lognormal:MEAN:SIGMA (if not given lognormal:5120:1, or with a
+                       quarter of the longest), uniform:LENGTH, or a .jsonl file with lengths
 --accept               share of the prompts that dynamic sampling keeps; 0.4 if not given
 --lengths_from         directory of a run that saved all its rollouts: its lengths and verdicts
                        instead, and its measured seconds beside the prediction

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from jax.sharding import Mesh
 
 from dapo_jax import memory, train_step
 from dapo_jax.command_line import parse
@@ -13,7 +14,14 @@ from dapo_jax.planning import chips, plan
 from dapo_jax.progress import Progress
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.spec import engine_spec
-from dapo_jax.sharding import copied_bytes, initial_params, make_mesh, rollout_mesh
+from dapo_jax.sharding import (
+    AXES,
+    AXIS_TYPES,
+    copied_bytes,
+    initial_params,
+    make_mesh,
+    rollout_mesh,
+)
 from dapo_jax.trainer import Trainer
 from dapo_jax.types import UserError
 from tests.helpers import tiny_config
@@ -26,6 +34,46 @@ def bytes_of(tree):
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
+def buffers(arrays, of):
+    """The memory that is one's own, of what the other is of."""
+    places = lambda tree: {
+        shard.data.unsafe_buffer_pointer()
+        for x in jax.tree.leaves(tree)
+        for shard in x.addressable_shards
+    }
+    return places(arrays) - places(of)
+
+
+def test_a_process_of_several_draws_from_the_trainers_own_arrays():
+    """Process 0 of two with four devices each, as far as it goes in one: nothing is copied where
+    the parameters lie as they are drawn from."""
+    config = tiny_config(**ONE | {"mesh__data": 8})
+    mesh = make_mesh(config.mesh)
+    own = Mesh(mesh.devices[:4], AXES, axis_types=AXIS_TYPES)
+    spec = engine_spec(
+        config, own.shape, config.data.max_prompt_tokens, (1,), platform="cpu", run_sizes=mesh.shape
+    )
+    params = initial_params(config.model, config.mesh, mesh, seed=0)
+    loaded = DecoderEngine(spec, own, mesh).load_params(params)
+    assert buffers(loaded, params) == set() and copied_bytes(loaded, params) == 0
+    assert jax.tree.leaves(loaded)[0].sharding.mesh.size == 4
+    halved = tiny_config(**ONE | {"mesh__data": 8, "model__compute_dtype": "bfloat16"})
+    spec = dataclasses.replace(spec, model=halved.model)
+    loaded = DecoderEngine(spec, own, mesh).load_params(params)
+    assert copied_bytes(loaded, params) > 0 and buffers(loaded, params)
+
+
+def test_what_a_run_holds_besides():
+    """A critic has all that the policy has, a reference its parameters."""
+    sizes = dict(data=2, fsdp=2, context=1, tensor=2)
+    of = lambda name: memory.held(parse(["program", f"--config=configs/{name}.py"], "")[0], sizes)
+    plain, critic, reference = of("tiny_dapo"), of("tiny_ppo"), of("tiny_grpo")
+    parameters = plain.always["parameters"]
+    assert plain.always == {"parameters": parameters, "optimiser state": 2 * parameters}
+    assert critic.always["critic with optimiser"] == 3 * parameters
+    assert reference.always["reference"] == parameters
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -36,6 +84,8 @@ def bytes_of(tree):
         dict(mesh__data=8, model__compute_dtype="bfloat16", optimizer__moments_dtype="bfloat16"),
         dict(mesh__data=4, mesh__tensor=2, rollout__cache_dtype="int8",
              rollout__log_prob_source="recompute"),
+        dict(mesh__data=4, mesh__fsdp=2, dynamic_sampling__surplus="return",
+             dynamic_sampling__partial_rollouts=True),
     ],
 )  # fmt: skip
 def test_what_is_held_is_what_there_is(changes):
@@ -51,9 +101,9 @@ def test_what_is_held_is_what_there_is(changes):
     spec = engine_spec(config, drawn_on.shape, config.data.max_prompt_tokens, (1,), platform="cpu")
     engine = DecoderEngine(spec, drawn_on, mesh)
     assert found.drawing["KV cache"] == bytes_of(engine.init_decode_state().pool)
-    copied = copied_bytes(engine.load_params(params), params) / 8
-    assert found.drawing.get("parameters as drawn from", 0) == copied
-    assert found.drawing_bytes == sum((found.always | found.drawing).values())
+    loaded = engine.load_params(params)
+    assert found.drawing.get("parameters as drawn from", 0) == copied_bytes(loaded, params) / 8
+    assert buffers(loaded, params) == set() or "parameters as drawn from" in found.drawing
     assert found.updating["gradients"] == bytes_of(params), "both are float32"
 
 
@@ -74,8 +124,11 @@ def published(*changes):
     return parse(["program", "--config=configs/qwen32b_dapo.py", *changes], "")[0]
 
 
-SPREAD = ("--config.mesh.tensor=1", "--config.rollout.slots=32", "--config.mesh.fsdp=-1",
-          "--config.train.rows_per_micro_batch=128")  # fmt: skip
+SPREAD = [
+    f"--config.{field}"
+    for field in ("mesh.tensor=1", "mesh.fsdp=-1", "train.rows_per_micro_batch=128",
+                  "rollout.slots=32", "rollout.prefill_prompts=32")
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -127,12 +180,45 @@ def test_a_run_and_its_plan_take_as_many(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "device_bytes", lambda _: alone)
     trainer = Trainer(config, tmp_path, Progress(0, 0, quiet=True))
     assert dict(trainer.engine.mesh.shape) == dict(data=4, fsdp=1, context=1, tensor=2)
-    said = []
+    said, target = [], chips.target("local")
+    there = [SimpleNamespace(platform="tpu", process_index=0)] * 8
+    for_teams = target._replace(devices=there, hbm_bytes=alone)
+    assert plan.with_teams(config, for_teams, said.append) == trainer.config
+    assert "2 devices draw responses together: each of 1 (config.mesh.tensor) would" in said[0]
+    assert plan.with_teams(config, target, said.append) is config, "of CPUs a run does not know it"
+    least = for_teams._replace(hbm_bytes=1)
+    assert plan.with_teams(config, least, said.append).mesh.rollout_tensor == 4, "and is told"
     found = plan.plan(
-        config, chips.target("local"), ("decode",), said.append, response_tokens=8, prompt_tokens=8
+        trainer.config, target, ("decode",), said.append, response_tokens=8, prompt_tokens=8
     )
-    assert found["rollout_tensor"] == 2 and "2 devices draw responses together" in said[0]
+    assert found["rollout_tensor"] == 2
     held = memory.held(trainer.config, sizes)
     n = found["programs"]["decode"]
     rolled = held.drawing["parameters as drawn from"] + held.drawing["KV cache"]
     assert rolled <= n["argument_bytes"] <= 1.1 * rolled
+
+
+def test_a_cache_that_only_a_team_can_have():
+    """4 GiB do not hold the pages of one sequence with all its heads."""
+    said = []
+    config = published(*SPREAD, "--config.rollout.cache_gib=4")
+    found = memory.with_teams(config, devices(128, 4), int(15.75 * memory.GIB), said.append)
+    assert found.mesh.rollout_tensor == 8 and "cache_gib does not hold one sequence" in said[0]
+    with pytest.raises(UserError, match=r"config.rollout.cache_gib \(0.01\) holds 2 pages"):
+        small = published(*SPREAD, "--config.rollout.cache_gib=0.01")
+        memory.with_teams(small, devices(128, 4), int(15.75 * memory.GIB), print)
+
+
+def test_slots_divide_among_those_that_draw():
+    """3 of 6 devices would hold it, but 9 slots are not for two."""
+    config = tiny_config(
+        **ONE | {"mesh__fsdp": 3, "mesh__tensor": 2, "model__num_heads": 6},
+        model__num_kv_heads=6, model__width=24, model__ff_width=48, model__vocab_size=36,
+        rollout__slots=9, rollout__prefill_prompts=3, train__rows_per_micro_batch=3,
+    )  # fmt: skip
+    sizes = dict(data=1, fsdp=3, context=1, tensor=2)
+    need = memory.held(config, sizes).drawing_bytes
+    assert memory.with_teams(config, devices(6, 6), int(need / 0.95), print) in (
+        config,
+        memory._together(config, 6),
+    )

@@ -30,6 +30,7 @@ CONFIG = tiny_config(
     rollout__decode_steps=4,
 )
 LENGTHS = dict(response_tokens=16, prompt_tokens=8)
+RULES = CONFIG.mesh.rules
 
 
 @pytest.fixture(scope="module")
@@ -350,6 +351,15 @@ def test_search_tries_context_where_it_cuts_rows():
         "fsdp 4 x context 2 x tensor 1", "fsdp 2 x context 2 x tensor 2",
     }  # fmt: skip
     assert len(refused) == 2, "tensor 4 and 8, once each"
+    for group, changes in (
+        ("pretrain", {"row_tokens": 98}),
+        ("mesh", {"rules": tuple((k, None if k == "kv_heads" else v) for k, v in RULES)}),
+        ("model", {"attention": "flash"}),
+    ):
+        other = dataclasses.replace(getattr(CONFIG, group), **changes)
+        ranked_there, _ = search.candidates(dataclasses.replace(CONFIG, **{group: other}), target)
+        contexts = {c.config.mesh.context for c in ranked_there}
+        assert contexts == {1}, "rows or heads do not lie so"
     of = lambda shape: next(c for c in ranked if c.name == f"{shape}, remat full")
     cut, whole = of("fsdp 4 x context 2 x tensor 1"), of("fsdp 8 x tensor 1")
     assert cut.seconds > whole.seconds, "keys and values are received besides"

@@ -75,9 +75,17 @@ def test_a_run_of_before_there_was_a_field_goes_on(tmp_path):
     with pytest.raises(UserError, match=r"config\.evaluation\.top_k: 0 there, 5 now"):
         RunDirectory(tmp_path, tiny_config(evaluation__top_k=5))
     assert file.read_bytes() == old
-    assert Config.from_dict(read_config(file)) == tiny_config(rollout__watchdog_hang_factor=0.0)
+    unwatched = {"rollout__watchdog_hang_factor": 0.0, "rollout__watchdog_seconds": 0.0}
+    assert Config.from_dict(read_config(file)) == tiny_config(**unwatched)
     RunDirectory(tmp_path, tiny_config())
     assert set(json.loads(file.read_text())["config"]["evaluation"]) >= {"top_k", "min_p"}
+
+
+@pytest.mark.parametrize("text", ['{"config": null}', '{"config": []}', "[]", '{"config": {}}'])
+def test_a_file_that_is_no_config_is_told(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match="cannot be read .*restore that file"):
+        RunDirectory(tmp_path, tiny_config())
 
 
 def test_a_run_past_the_last_step_is_left_as_it_is(tmp_path):

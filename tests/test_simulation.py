@@ -118,6 +118,13 @@ def test_the_batch_does_not_depend_on_hosts(policy):
         assert found.seconds >= lengths[: found.tried].max()
 
 
+def test_without_a_distribution_lengths_are_such_as_the_config_allows(capsys):
+    """72 tokens at most: a mean of a quarter of that, where the 32B's is 5,120."""
+    command = ["--config=configs/tiny_dapo.py", "--simulate_hosts=1", "--compare_hosts=1"]
+    assert main(["program", *command, "--simulate_steps=1"]) == 0
+    assert "lengths lognormal:18:1, each for itself" in capsys.readouterr().out
+
+
 def test_a_batch_that_cannot_be_filled_ends():
     for hosts in (1, 3):
         for policy in simulation.POLICIES:
@@ -253,7 +260,7 @@ def test_the_table(capsys):
         (["--compare_hosts=1,no"], "--compare_hosts must be such as 1,16,64,256; got '1,no'"),
         (["--accept=0"], "--accept must be above 0 and at most 1; got 0"),
         (["--accept=1.5"], "--accept must be above 0 and at most 1; got 1.5"),
-        (["--length_distribution=lognormal:1e9:1"], r"lengths from 1 to .*'lognormal:1e9:1'"),
+        (["--length_distribution=lognormal:1e9:1"], r"MEAN and .* from 1 to .*'lognormal:1e9:1'"),
         (["--length_distribution=normal:3"], "must be lognormal:MEAN:SIGMA, .*'normal:3'"),
         (["--length_distribution=uniform:99999"], "from 1 to 72; got 'uniform:99999'"),
         (["--length_distribution=none.jsonl"], "none.jsonl: no such file"),

@@ -15,7 +15,7 @@ from dapo_jax.rollout.spec import halvings
 from dapo_jax.sharding import AXES
 from dapo_jax.types import UserError
 
-LENGTHS = "lognormal:5120:1"
+MEAN_TOKENS = 5120  # of responses, where nothing is said; at most a quarter of the longest
 COMPARED = "1,16,64,256"
 
 
@@ -121,7 +121,9 @@ def simulate(config: Config, asked: Asked, say: Callable[[str], None]) -> dict[s
             f"{measured.tokens:,.0f} tokens on average, {measured.accept:.0%} informative"
         ]
     else:
-        text, share = asked.length_distribution or LENGTHS, asked.accept or 0.4
+        mean = min(MEAN_TOKENS, max(1, r.max_response_tokens // 4))
+        text = asked.length_distribution or f"lognormal:{mean}:1"
+        share = asked.accept or 0.4
         lengths = workload.lengths_of(text, r.max_response_tokens)
         work = workload.drawn(lengths, share, r.group_size, config.seed)
         some = lengths(np.random.default_rng(0), 100_000)

@@ -1,6 +1,5 @@
 """A run's programs compiled for devices that need not be there, and what follows for the run."""
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,8 +38,7 @@ def plan(
         UserError: the mesh does not fit the devices, or the config the mesh; or "weights" alone is
             wanted where there is no such program.
     """
-    with contextlib.suppress(UserError):  # whatever does not fit is compiled and told
-        config = memory.with_teams(config, target.devices, target.hbm_bytes, say)
+    config = with_teams(config, target, say)
     mesh = make_mesh(config.mesh, target.devices)
     chip, hbm = target.chip, target.hbm_bytes
     known = programs.programs(config, mesh)
@@ -91,6 +89,14 @@ def plan(
         result["needs_more_bytes"] = 0 if hbm is None else max(0, largest - hbm)
         result["remedy"] = remedy(config, result)
     return result
+
+
+def with_teams(config: Config, target: chips.Target, say: Callable[[str], None]) -> Config:
+    """`memory.with_teams` for devices that need not be there. What does not fit is not refused: it
+    is compiled, and told."""
+    # Of CPUs a run does not know the memory.
+    known = None if target.devices[0].platform == "cpu" else target.hbm_bytes
+    return memory.with_teams(config, target.devices, known, say, refuse=False)
 
 
 def need(numbers: Mapping[str, Any]) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dapo_jax.config import Config
+from dapo_jax.memory import size_text as _size
 from dapo_jax.planning import chips, plan
 
 GIB = chips.GIB
@@ -36,12 +37,6 @@ def describe(config: Config, result: Mapping[str, Any]) -> str:
         )
     fits = "it fits" if result["fits"] else f"it does not fit: {result['remedy']}"
     return "\n".join([*lines, fits])
-
-
-def _size(num_bytes: float) -> str:
-    if num_bytes >= GIB / 10:
-        return f"{num_bytes / GIB:.2f} GiB"
-    return f"{num_bytes / 2**20:.2f} MiB"
 
 
 def _seconds(number: float) -> str:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from dapo_jax import attention, model
 from dapo_jax.batching import max_micro_batches
-from dapo_jax.config import Config, ModelConfig
+from dapo_jax.config import Config, MeshConfig, ModelConfig
 from dapo_jax.planning import chips, plan
 from dapo_jax.planning.estimate import model_flops
 from dapo_jax.sharding import AXES, axes_of, bytes_per_device, param_specs, parts_of
@@ -59,7 +59,7 @@ def candidates(config: Config, target: chips.Target) -> tuple[list[Candidate], l
         for context in _contexts(config, devices // tensor):
             fsdp = devices // tensor // context
             try:
-                on_mesh = _on_mesh(config, fsdp, context, tensor)
+                on_mesh = _on_mesh(config, fsdp, context, tensor, target)
             except UserError as error:  # for all of them, as parameters lie over both alike
                 refused.append(f"{_shape(fsdp, context, tensor)}: {error}")
                 break
@@ -68,17 +68,24 @@ def candidates(config: Config, target: chips.Target) -> tuple[list[Candidate], l
                     on_mesh, model=dataclasses.replace(config.model, remat=remat)
                 )
                 found.append(_by_arithmetic(changed, target))
-    # Of those as fast the one that receives least: not all of that is hidden behind products.
+    # Of those as fast, by the arithmetic, the one that receives least: not all of that is hidden
+    # behind products.
     return sorted(found, key=lambda c: (c.seconds or 0.0, c.link_seconds or 0.0, c.bytes)), refused
 
 
 def _contexts(config: Config, devices: int) -> list[int]:
     """Sizes of the context axis: 1, twice that and so on, and the config's own, where they divide
-    the devices, and rows into the parts that `row_order` wants."""
+    the devices, and rows into the parts that `row_order` wants; 1 alone where attention takes no
+    other (see `attention_kernels.choose`)."""
+    rules = dict(config.mesh.rules)
+    if config.model.attention == "flash" or rules.get("heads") != rules.get("kv_heads"):
+        return [1]
     doubled = [2**n for n in range(devices.bit_length())]
     sizes = sorted({*doubled, max(1, config.mesh.context)})
-    row = config.train.row_tokens
-    return [n for n in sizes if devices % n == 0 and (n == 1 or row % (2 * n) == 0)]
+    rows = [config.train.row_tokens]
+    rows += [] if config.pretrain is None else [config.pretrain.row_tokens]
+    cuts = lambda n: n == 1 or not any(row % (2 * n) for row in rows)
+    return [n for n in sizes if devices % n == 0 and cuts(n)]
 
 
 def search(
@@ -195,8 +202,8 @@ def _changes(before: Config, after: Config) -> dict[str, Any]:
     return found
 
 
-def _on_mesh(config: Config, fsdp: int, context: int, tensor: int) -> Config:
-    """The config on a mesh of this shape.
+def _on_mesh(config: Config, fsdp: int, context: int, tensor: int, target: chips.Target) -> Config:
+    """The config on a mesh of this shape, drawn by as many devices together as it takes there.
 
     Raises:
         UserError: an axis of a parameter is not divisible.
@@ -212,18 +219,22 @@ def _on_mesh(config: Config, fsdp: int, context: int, tensor: int) -> Config:
     shapes = model.param_shapes(config.model)
     jax.tree.map(check, shapes, param_specs(config.model, layout))
     up = lambda n, parts: n + -n % parts
-    t, r, together = config.train, config.rollout, config.mesh.rollout_tensor or tensor
+    t, r = config.train, config.rollout
     # What the axis is for: a device with less of a row at once.
     rows = max(1, t.rows_per_micro_batch * max(1, config.mesh.context) // context)
-    drawn_in = max(1, fsdp * context * tensor // together)
-    return dataclasses.replace(
-        config,
-        mesh=layout,
-        train=dataclasses.replace(t, rows_per_micro_batch=up(rows, fsdp)),
-        rollout=dataclasses.replace(
-            r, slots=up(r.slots, drawn_in), prefill_prompts=up(r.prefill_prompts, drawn_in)
-        ),
-    )
+    train = dataclasses.replace(t, rows_per_micro_batch=up(rows, fsdp))
+
+    def drawn_by(together: int, layout: MeshConfig) -> Config:
+        shards = max(1, fsdp * context * tensor // together)
+        rollout = dataclasses.replace(
+            r, slots=up(r.slots, shards), prefill_prompts=up(r.prefill_prompts, shards)
+        )
+        return dataclasses.replace(config, mesh=layout, train=train, rollout=rollout)
+
+    # First with slots for the most shards that there can be, then for those that there are.
+    most = drawn_by(layout.rollout_tensor or tensor, layout)
+    found = plan.with_teams(most, target, lambda _: None).mesh
+    return drawn_by(found.rollout_tensor or tensor, found)
 
 
 def _by_arithmetic(config: Config, target: chips.Target) -> Candidate:

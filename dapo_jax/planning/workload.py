@@ -50,7 +50,8 @@ def lengths_of(text: str, most: int) -> Lengths:
         mu = math.log(mean) - sigma**2 / 2
         return lambda rng, num: cut(rng.lognormal(mu, sigma, num))
     raise UserError(
-        f"--length_distribution must be {KNOWN}, with lengths from 1 to {most:,}; got {text!r}."
+        f"--length_distribution must be {KNOWN}, with MEAN and LENGTH from 1 to {most:,}; got "
+        f"{text!r}."
     )
 
 

@@ -126,9 +126,8 @@ class Programs:
                 )
             return params
 
-        self.to_rollout = jax.jit(
-            to_rollout, out_shardings=param_shardings(c, rollout_layout(spec.layout), everywhere)
-        )
+        self.rolled_at = param_shardings(c, rollout_layout(spec.layout), everywhere)
+        self.to_rollout = jax.jit(to_rollout, out_shardings=self.rolled_at)
         # One program for each size of the table and each mode.
         self.decode, self.one = functools.cache(self._decode_of), functools.cache(self._one_of)
 
@@ -164,15 +163,16 @@ class Programs:
 
     def load(self, params: model.Params) -> model.Params:
         """See `DecoderEngine.load_params`."""
-        if self.elsewhere:  # one program brings them to where all processes draw
-            return own_part(self.to_rollout(params), self.params_at)
         c = self.spec.model
         there = jax.tree.map(
-            lambda x, at: x.sharding.is_equivalent_to(at, x.ndim), params, self.params_at
+            lambda x, at: x.sharding.is_equivalent_to(at, x.ndim), params, self.rolled_at
         )
-        # Not `device_put`, which takes what is laid out otherwise through the host's memory.
+        # One program brings them to where all processes draw. Not `device_put`, which takes what is
+        # laid out otherwise through the host's memory.
         if c.compute_dtype != c.param_dtype or not jax.tree.all(there):
             params = self.to_rollout(params)
+        if self.elsewhere:
+            return own_part(params, self.params_at)
         return jax.device_put(params, self.params_at)
 
     def _pool_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
