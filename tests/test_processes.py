@@ -105,7 +105,8 @@ def test_a_damaged_checkpoint_is_set_aside_once(two, home, tmp_path):
 
 @pytest.mark.slow
 def test_a_signal_in_the_middle_of_sampling_stops_all(home, tmp_path):
-    """Nothing is ever informative, so that one waits for verdicts of the other."""
+    """Nothing is ever informative, so that one waits for verdicts of the other. Both are sent it, as
+    by the shutdown of a pod: the second has heard of the first by then, and saves."""
     workdir = tmp_path / "run"
     settings = RUN | {
         "reward__scorer": f"{ROOT / 'tests' / 'scorers.py'}:plain",
@@ -114,6 +115,8 @@ def test_a_signal_in_the_middle_of_sampling_stops_all(home, tmp_path):
     started = begin(workdir, home, 0, **settings)
     time.sleep(5)
     started[1].send_signal(signal.SIGTERM)
+    time.sleep(0.1)
+    started[0].send_signal(signal.SIGTERM)
     begun = time.monotonic()
     ended = finish_all(started)
     assert time.monotonic() - begun < 30
