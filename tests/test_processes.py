@@ -105,8 +105,8 @@ def test_a_damaged_checkpoint_is_set_aside_once(two, home, tmp_path):
 
 @pytest.mark.slow
 def test_a_signal_in_the_middle_of_sampling_stops_all(home, tmp_path):
-    """Nothing is ever informative, so that one waits for verdicts of the other. Both are sent it, as
-    by the shutdown of a pod: the second has heard of the first by then, and saves."""
+    """Nothing is ever informative, so that one waits for verdicts of the other. Both are sent it,
+    as by the shutdown of a pod: the second has heard of the first by then, and saves."""
     workdir = tmp_path / "run"
     settings = RUN | {
         "reward__scorer": f"{ROOT / 'tests' / 'scorers.py'}:plain",
