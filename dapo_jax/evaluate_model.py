@@ -141,16 +141,11 @@ def evaluate_model(config: Config, request: Request) -> int | None:
             timeout_seconds=config.reward.timeout_seconds,
         ) as pool,
     ):
-        progress.watch = watch.moved
-
-        def moving() -> None:
-            watch.moved()
-            signals.check()
-
+        progress.watch, check_stop = watch.moved, watch.moving(signals.check)
         try:
             watch.moved("the model to be loaded")
             label, params = load_params(
-                config, request.workdir, request.step, mesh, tokenizer, progress, moving
+                config, request.workdir, request.step, mesh, tokenizer, progress, check_stop
             )
             output = _output(request, label)
             settings = _settings(config, request, label, params)

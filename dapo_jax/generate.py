@@ -246,16 +246,11 @@ class _Writer:
         ):
             try:
                 watch.moved("the model to be loaded")
-
-                def moving() -> None:
-                    watch.moved()
-                    signals.check()
-
                 params = weights.load(
                     c,
                     param_shardings(c, layout, mesh),
                     say=self.progress.say,
-                    check_stop=moving,
+                    check_stop=watch.moving(signals.check),
                 )
                 engine = DecoderEngine(spec, mesh)
                 watch.moved("the device")

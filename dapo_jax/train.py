@@ -180,17 +180,13 @@ class _Run:
         )
         self.progress.doing("loading or making the base model")
 
-        def moving() -> None:
-            self.watch.moved()
-            self.signals.check_together()
-
         params, about = base.load_or_make(
             self.config,
             trainer.mesh,
             trainer.tokenizer,
             self.workdir / "base",
             say=self.progress.say,
-            check_stop=moving,
+            check_stop=self.watch.moving(self.signals.check_together),
             them=self.them,
         )
         self.base_seconds = about["seconds"]

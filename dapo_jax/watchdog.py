@@ -129,6 +129,16 @@ class Watchdog:
                 # "step 3: 2 of 8 updates made" is one in all steps.
                 self._name = re.sub(r"\d+", "#", what)
 
+    def moving(self, then: Callable[[], None]) -> Callable[[], None]:
+        """A call that ends the silence and then does something: to be given to what loads a model,
+        in the place of that."""
+
+        def call() -> None:
+            self.moved()
+            then()
+
+        return call
+
     def step_done(self) -> None:
         """Ends a step, in which phases were measured."""
         with self._lock:

@@ -44,6 +44,19 @@ def test_it_tells_of_silence_once_and_then_each_time_it_has_doubled():
     assert said[4:] == [line("15 min 22 s", "reward workers")]
 
 
+def test_what_loads_a_model_ends_the_silence_each_time_that_it_asks():
+    now, said, asked = [0.0], [], []
+    watch = Watchdog(10.0, said.append, lambda: now[0])
+    call = watch.moving(lambda: asked.append(now[0]))
+    for now[0] in (9.0, 18.0):
+        call()
+        watch.look()
+    assert asked == [9.0, 18.0] and said == []
+    now[0] = 28.5
+    watch.look()
+    assert len(said) == 1
+
+
 def test_a_main_thread_that_is_blocked_need_do_nothing():
     """In a call that only another thread ends."""
     said = []
