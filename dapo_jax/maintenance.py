@@ -1,8 +1,13 @@
 """Notices that a Google Compute Engine machine is about to be stopped.
 
-Its metadata server says so before the shutdown that sends SIGTERM: of maintenance 60 s before, an
-hour where the machine has GPUs; of the preemption of a spot machine 30 s. It is asked every few
-seconds, on such machines alone.
+Its metadata server says so before the shutdown that sends SIGTERM: of maintenance of machines with
+GPUs (`maintenance-event`), and of the preemption of a spot machine (`preempted`). It is asked every
+few seconds, on such machines alone. By Google's pages the first is not filled for TPUs, whose own
+`upcoming-maintenance` announces a window days ahead and is not read here. Not run on such a
+machine.
+
+Source: cloud.google.com/compute/docs/metadata/getting-live-migration-notice,
+cloud.google.com/tpu/docs/view-maintenance-notifications.
 """
 
 import os

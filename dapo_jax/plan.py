@@ -18,8 +18,6 @@ from dapo_jax.sharding import (
     mesh_shape,
 )
 
-GIB = 2**30
-
 
 def describe(config: Config) -> str:
     """Model size, mesh, batch arithmetic and memory per device, as text.
@@ -214,6 +212,4 @@ def _memory_lines(config: Config, axis_sizes: dict[str, int]) -> list[tuple[str,
 
 
 def _size(num_bytes: int) -> str:
-    if num_bytes >= GIB / 10:
-        return f"{num_bytes / GIB:8.2f} GiB"
-    return f"{num_bytes / 2**20:8.2f} MiB"
+    return memory.size_text(num_bytes).rjust(12)

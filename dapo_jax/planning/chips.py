@@ -19,7 +19,7 @@ from jax.experimental import topologies
 from dapo_jax import memory
 from dapo_jax.types import UserError
 
-GIB = 2**30
+GIB = memory.GIB
 LOCAL = "local"
 
 
