@@ -228,9 +228,8 @@ def test_an_evaluation_by_itself(finished, tmp_path, home):
     silent = "--config.rollout.watchdog_seconds=0.01"
     done = evaluate(workdir, home, f"--output={again}", "--step=3", silent)
     assert "sums: 2 of 8 problems were done before" in done.stdout
-    assert re.search(
-        "nothing has moved for .*; waiting for the device: .* slots at work", done.stdout
-    )
+    # While its programs are traced and compiled, whatever the machine does besides.
+    assert re.search("nothing has moved for .*; waiting for sums: the device", done.stdout)
     assert (again / "sums.jsonl").read_text() == "".join(lines)
     assert json.loads((again / "results.json").read_text())["sums"] == results
 
