@@ -24,11 +24,13 @@ from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.programs import rollout_dtypes
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.rollout.spec import EngineSpec
+from dapo_jax.rollout.tiles import Tile
 from dapo_jax.types import Problem, UserError
 from tests.helpers import make_mesh, make_params, tiny_config, tiny_dict
 
 B, K, G, H, A, P, N = 3, 2, 3, 16, 4, 5, 16  # N: pages, of which the first is nobody's
 LENGTHS = np.array([0, 9, 18], np.int32)
+TILE = Tile(2, 2 * A)  # three sequences make two groups, five pages three tiles
 LAYOUTS = [("xla", "auto"), ("xla", "int8"), ("tpu", "auto"), ("gpu", "auto"), ("gpu", "int8")]
 CONFIG = tiny_config()
 
@@ -99,7 +101,7 @@ def test_a_token_attends_to_its_own_pages_and_is_kept_there(
     k, v, table, q, k_new, v_new = problem
     layout = paged.Layout(kernel, A, "float32", cache_dtype)
     goes = jnp.array([True, True, False])
-    attend = paged.decoding(layout, table, jnp.asarray(LENGTHS), goes)
+    attend = paged.decoding(layout, table, jnp.asarray(LENGTHS), goes, TILE)
     before = pool_of(layout, k, v)
     out, after = attend(1, q, k_new, v_new, before, window)
     kept = lambda k, v: map(np.array, layout.read(layout.keep(k, v)))
@@ -130,7 +132,7 @@ def test_what_is_not_a_number_is_cached_nowhere(problem, kernel, cache_dtype):
     k, v, table, q, k_new, v_new = problem
     layout = paged.Layout(kernel, A, "float32", cache_dtype)
     goes, lengths = jnp.array([True, True, False]), jnp.asarray(LENGTHS)
-    attend = paged.decoding(layout, table, lengths, goes)
+    attend = paged.decoding(layout, table, lengths, goes, TILE)
     expected, _ = attend(1, q, k_new, v_new, pool_of(layout, k, v), None)
     k_new, v_new = k_new.at[0, 0, 0, 1].set(jnp.inf), v_new.at[2].set(jnp.nan)
     out, after = attend(1, q, k_new, v_new, pool_of(layout, k, v), None)
@@ -326,5 +328,5 @@ def test_decoding_with_the_tpus_kernel_is_lowered_on_every_mesh(mesh, monkeypatc
             (jax.eval_shape(programs.init), programs.state_at),
         )
     )
-    traced = programs.decode(spec.table_pages, spec.params.mode, 2).trace(params, state)
+    traced = programs.decode(spec.params.mode, 2).trace(params, state)
     assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()

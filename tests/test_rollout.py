@@ -179,6 +179,23 @@ def test_a_sample_depends_on_nothing_but_itself(params, problems):
         assert tokens_of(draw(engine, params, problems)[0]) == expected
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_drawn_beside_a_sample_does_not_change_a_bit(params, problems, dtype):
+    """Responses alone, in another order, and among longer ones: also their log-probs are equal, of
+    prompts that are padded to 12 and to 24 tokens, in pages of 4."""
+    assert {len(p.prompt_tokens) <= 12 for p in problems} == {True, False}
+    engine = make_engine(slots=13, page_tokens=4, model=dict(compute_dtype=dtype))
+    whole, _ = draw(engine, params, problems)
+    assert len({len(r.tokens) for row in whole for r in row}) > 5
+    backwards = draw(engine, params, problems[::-1])[0][::-1]
+    alone = [draw(engine, params, [p])[0][0] for p in problems[:4]]
+    for expected, got in ((whole, backwards), (whole[:4], alone)):
+        for one, other in zip(expected, got, strict=True):
+            for a, b in zip(one, other, strict=True):
+                np.testing.assert_array_equal(a.tokens, b.tokens)
+                np.testing.assert_array_equal(a.log_probs, b.log_probs)
+
+
 def test_samples_problems_epochs_and_steps_draw_differently(params, problems):
     prompt = problems[3].prompt_tokens
     same = [Problem(0, "", prompt, "", ""), Problem(1, "", prompt, "", ""),

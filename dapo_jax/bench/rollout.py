@@ -186,8 +186,8 @@ class _WaitingEngine(DecoderEngine):
     def enqueue(self, state: Any, prefix: Any, arrivals: Any) -> Any:
         return self._timed("enqueue", super().enqueue, state, prefix, arrivals)
 
-    def decode(self, params: Any, state: Any, table_pages: int, mode: Any) -> Any:
+    def decode(self, params: Any, state: Any, mode: Any) -> Any:
         call = super().decode
-        state, step = self._timed("decode", call, params, state, table_pages, mode)
+        state, step = self._timed("decode", call, params, state, mode)
         self.steps += int((np.asarray(step.flags_RkB) & VALID).any(axis=(0, 2)).sum())
         return state, step

@@ -108,7 +108,7 @@ class VirtualEngine:
         assert spec.shards == 1 and spec.num_pages is None
         self.spec, self.clock, self.costs, self.work = spec, clock, costs, work
         self.prompt_units = prompt_units
-        self.prompt_pages = self.table_pages = (spec.table_pages,)
+        self.prompt_pages = (spec.table_pages,)
         self.slot_seconds = 0.0  # that slots held a sequence
         self.units = 0  # drawn
 
@@ -135,7 +135,7 @@ class VirtualEngine:
                     state.waiting.append((entry, column, int(units), token))
         return state
 
-    def decode(self, params: Any, state: Slots, table_pages: int, mode: Any) -> tuple[Slots, Step]:
+    def decode(self, params: Any, state: Slots, mode: Any) -> tuple[Slots, Step]:
         """Up to `decode_steps` units in every slot; fewer where nothing is left to draw."""
         k, B = self.spec.decode_steps, self.spec.slots
         flags_kB, token_kB, entry_kB, column_kB = (np.zeros((k, B), np.int32) for _ in range(4))

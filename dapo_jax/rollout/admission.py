@@ -232,13 +232,26 @@ class Admission:
                 return state
             state = self._hand_over(params, state, batch)
 
+    def _padded_pages(self, request: Request) -> int:
+        """To how many pages a prompt is padded: its own length decides, and no other's."""
+        pages = -(-len(request.tokens) // self.engine.spec.page_tokens)
+        return next(n for n in self.engine.prompt_pages if n >= pages)
+
     def _batch(self, free: list[list[int]], P: int, unread: bool) -> list[tuple[int, int, Request]]:
-        """(shard, entry, request) of the next prompts: to the shard that has least to do."""
+        """(shard, entry, request) of the next prompts: to the shard that has least to do. All are
+        padded to one length, that of the first; others wait, before those that come after them.
+
+        A prompt that was padded as the longest beside it would be the same but for rounding, and
+        what is drawn from it would depend on what it came with."""
         spec = self.engine.spec
         load = self.table.waiting.sum(axis=(1, 2))
         batch: list[tuple[int, int, Request]] = []
         taken = [0] * spec.shards
+        padded, others = self._padded_pages(self.queue[0]), collections.deque[Request]()
         while self.queue:
+            if self._padded_pages(self.queue[0]) != padded:
+                others.append(self.queue.popleft())
+                continue
             shards = [r for r in range(spec.shards) if free[r] and taken[r] < P]
             if not shards:
                 break
@@ -254,6 +267,7 @@ class Admission:
             pages = -(-len(request.tokens) // spec.page_tokens)
             self.free[r] -= pages
             self.since_late[r] += pages
+        self.queue.extendleft(reversed(others))
         return batch
 
     def _fits(self, r: int, request: Request, *, alone: bool, unread: bool) -> bool:
@@ -275,9 +289,7 @@ class Admission:
     ) -> DecodeState:
         spec = self.engine.spec
         R, P = spec.shards, spec.prefill_prompts // spec.shards
-        longest = max(len(request.tokens) for _, _, request in batch)
-        A = spec.page_tokens
-        T = A * next(n for n in self.engine.prompt_pages if n * A >= longest)
+        T = spec.page_tokens * self._padded_pages(batch[0][2])
         tokens_RPT = np.zeros((R, P, T), np.int32)
         length_RP = np.ones((R, P), np.int32)
         ids_RP2 = np.zeros((R, P, 2), np.uint32)

@@ -62,8 +62,6 @@ class DecoderEngine(jetstream.Engine):
         # Longer ones are prompts with what was drawn before their pages were taken away.
         longer = halvings(spec.table_pages) if spec.num_pages is not None else ()
         self.prompt_pages = (*halvings(prompt), *(n for n in longer if n > prompt))
-        xla = spec.kernel == "xla"  # the TPU kernel reads no more pages than a sequence has
-        self.table_pages = halvings(spec.table_pages) if xla else (spec.table_pages,)
 
     def prefill_many(
         self,
@@ -82,15 +80,14 @@ class DecoderEngine(jetstream.Engine):
         return self._programs.enqueue(state, prefix, self._programs.put(arrivals))
 
     def decode(
-        self, params: model.Params, state: DecodeState, table_pages: int, mode: Mode
+        self, params: model.Params, state: DecodeState, mode: Mode
     ) -> tuple[DecodeState, Step]:
         """Up to `decode_steps` tokens in every slot; the state is donated.
 
         Args:
-            table_pages: one of `self.table_pages`; no sequence may outgrow it in this call.
             mode: what the requests need, see `sampling`.
         """
-        return self._programs.decode(table_pages, mode, self.spec.decode_steps)(params, state)
+        return self._programs.decode(mode, self.spec.decode_steps)(params, state)
 
     def warm_up(
         self, params: model.Params, modes: Iterable[Mode], *, cancels: bool = False
@@ -118,8 +115,7 @@ class DecoderEngine(jetstream.Engine):
             nobody = np.full((spec.shards, spec.cancelled), -1, np.int32)
             state = self.cancel(state, nobody, nobody)
         for mode in modes:
-            for pages in self.table_pages:
-                state, _ = self.decode(params, state, pages, mode)
+            state, _ = self.decode(params, state, mode)
 
     def cancel(
         self, state: DecodeState, entry_RW: np.ndarray, column_RW: np.ndarray
@@ -182,7 +178,7 @@ class DecoderEngine(jetstream.Engine):
         self, params: model.Params, decode_state: DecodeState
     ) -> tuple[DecodeState, Results]:
         """One more token in every slot; the state is donated. Invalid where a slot is empty."""
-        one = self._programs.one(self.spec.table_pages, self.spec.params.mode)
+        one = self._programs.one(self.spec.params.mode)
         state, data, log_prob = one(params, decode_state)
         return state, Results(
             data=data,
@@ -216,7 +212,7 @@ class DecoderEngine(jetstream.Engine):
         params = sharded(params, p.params_at)
         if program == "decode":
             state = sharded(jax.eval_shape(p.init), p.state_at)
-            return p.decode(self.table_pages[-1], mode, spec.decode_steps).lower(params, state)
+            return p.decode(mode, spec.decode_steps).lower(params, state)
         R, P = spec.shards, spec.prefill_prompts // spec.shards
         T = next(n for n in self.prompt_pages if n * spec.page_tokens >= spec.max_prompt_tokens)
         rows = lambda *shape: jax.ShapeDtypeStruct((R, P, *shape), jnp.int32)

@@ -4,9 +4,9 @@ A pool holds pages of `page_tokens` tokens; a sequence owns the pages that its r
 names, in order. Page 0 belongs to nobody: what is to be read by nothing is written there.
 
 A pool is a tuple of arrays with layers and pages in front, laid out for who reads it: keys and
-values [L, pages, K, page, H] each, for XLA, which gathers the pages of each sequence, and for JAX's
-GPU kernel; one array [L, pages, page, 2 K, H], keys and values in turn, for JAX's TPU kernel.
-Kernels fetch the pages themselves (see `kernels`).
+values [L, pages, K, page, H] each, for XLA, which gathers some at a time (`tiles`), and
+for JAX's GPU kernel; one array [L, pages, page, 2 K, H], keys and values in turn, for JAX's TPU
+kernel. Kernels fetch the pages themselves (see `kernels`).
 
 With `cache_dtype` int8 keys and values lie beside their scales, float32 [L, pages, K, page]:
 
@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from dapo_jax.config import ModelConfig
 from dapo_jax.model import Attend
 from dapo_jax.rollout import kernels
+from dapo_jax.rollout.tiles import Tile, Tiles
 
 Arrays = tuple[jax.Array, ...]
 
@@ -152,19 +153,26 @@ def sound(attend: Attend) -> Attend:
 
 
 def decoding(
-    layout: Layout, table_BP: jax.Array, lengths_B: jax.Array, writes_B: jax.Array
+    layout: Layout,
+    table_BP: jax.Array,
+    lengths_B: jax.Array,
+    writes_B: jax.Array,
+    tile: Tile,
 ) -> Attend:
     """One new token per slot: its key and value enter the pool at `lengths_B`, then it attends to
     everything up to itself.
 
     Args:
         table_BP: the pages of each slot that its tokens up to the new one lie in, and others.
-        writes_B: whether the slot's token is one; else it is kept nowhere.
+        writes_B: whether the slot's token is one; else it is kept nowhere, and what comes out for
+            it means nothing.
+        tile: of XLA's attention.
     """
     A = layout.page_tokens
     page_B = jnp.take_along_axis(table_BP, (lengths_B // A)[:, None], axis=1)[:, 0]
     page_B = jnp.where(writes_B, page_B, 0)
     offset_B = lengths_B % A
+    tiles = Tiles.of(table_BP, jnp.where(writes_B, lengths_B + 1, 0), A, tile)
 
     def attend(
         layer: jax.Array | int,
@@ -195,25 +203,8 @@ def decoding(
                 q[:, 0], pages, own_BP, lengths_B + 1, layout.heads_axis
             )
             return out_BNH[:, None], cache
-        # [B, P, K, page, ...] each: keys and values apart, XLA's CPU backend copies less so.
-        own = (x[layer, table_BP].swapaxes(1, 2) for x in cache)
-        k_BKSH, v_BKSH = layout.read(tuple(x.reshape(B, K, -1, *x.shape[4:]) for x in own))
-        S = k_BKSH.shape[2]
-        back_BS = lengths_B[:, None] - jnp.arange(S)[None]
-        mask_BS = back_BS >= 0 if window is None else (back_BS >= 0) & (back_BS < window)
-        out_BKGH = _one_query(q.reshape(B, K, -1, H), k_BKSH, v_BKSH, mask_BS)
+        q_BKGH = q.reshape(B, K, -1, H)
+        out_BKGH, cache = tiles.attend(layer, q_BKGH, cache, layout.read, window)
         return out_BKGH.reshape(q.shape), cache
 
     return sound(attend)
-
-
-def _one_query(
-    q_BKGH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, mask_BS: jax.Array
-) -> jax.Array:
-    """`attention.dot_product_attention` of one query a sequence, heads before positions as they lie
-    in the pages: nothing is transposed."""
-    H = q_BKGH.shape[-1]
-    scores_BKGS = jnp.einsum("BKGH,BKSH->BKGS", q_BKGH, k_BKSH, preferred_element_type=jnp.float32)
-    scores_BKGS = jnp.where(mask_BS[:, None, None], scores_BKGS * H**-0.5, -1e30)
-    weights_BKGS = jax.nn.softmax(scores_BKGS, axis=-1).astype(v_BKSH.dtype)
-    return jnp.einsum("BKGS,BKSH->BKGH", weights_BKGS, v_BKSH)

@@ -20,6 +20,7 @@ from dapo_jax.rollout import paged, slots
 from dapo_jax.rollout.sampling import Mode, sample
 from dapo_jax.rollout.slots import Arrivals, DecodeState
 from dapo_jax.rollout.spec import NOT_FINITE, OVER, VALID, EngineSpec, Prefix, Step
+from dapo_jax.rollout.tiles import tile_on
 from dapo_jax.sharding import (
     BATCH_AXES,
     own_part,
@@ -48,6 +49,7 @@ class Programs:
         return_memory()
         self.spec, self.mesh, c = spec, mesh, spec.model
         platform = mesh.devices.flat[0].platform
+        self.tile = tile_on(platform)
         self.unroll = platform == "cpu" and c.num_layers <= UNROLLED_LAYERS
         self.params_at = param_shardings(c, rollout_layout(spec.layout), mesh)
         kv = dict(spec.layout.rules)["kv_heads"]
@@ -128,12 +130,12 @@ class Programs:
 
         self.rolled_at = param_shardings(c, rollout_layout(spec.layout), everywhere)
         self.to_rollout = jax.jit(to_rollout, out_shardings=self.rolled_at)
-        # One program for each size of the table and each mode.
+        # One program for each mode.
         self.decode, self.one = functools.cache(self._decode_of), functools.cache(self._one_of)
 
-    def _decode_of(self, table_pages: int, mode: Mode, steps: int) -> Any:
+    def _decode_of(self, mode: Mode, steps: int) -> Any:
         decode = self.on_shards(
-            functools.partial(self._decode, table_pages=table_pages, mode=mode, steps=steps),
+            functools.partial(self._decode, mode=mode, steps=steps),
             PartitionSpec(),
             PartitionSpec(BATCH_AXES),
         )
@@ -144,8 +146,8 @@ class Programs:
             out_shardings=(self.state_at, self.rows_at),
         )
 
-    def _one_of(self, table_pages: int, mode: Mode) -> Any:
-        decode = self._decode_of(table_pages, mode, 1)
+    def _one_of(self, mode: Mode) -> Any:
+        decode = self._decode_of(mode, 1)
 
         def one(params: Any, state: Any) -> Any:
             state, step = decode(params, state)
@@ -260,7 +262,6 @@ class Programs:
         params: model.Params,
         state: DecodeState,
         *,
-        table_pages: int,
         mode: Mode,
         steps: int,
     ) -> tuple[DecodeState, Step]:
@@ -297,9 +298,7 @@ class Programs:
                 params,
                 drawn.token_B[:, None],
                 state.length_B[:, None],
-                paged.decoding(
-                    spec.pool_layout, state.table_BP[:, :table_pages], state.length_B, goes_B
-                ),
+                paged.decoding(spec.pool_layout, state.table_BP, state.length_B, goes_B, self.tile),
                 state.pool,
             )
             entry_B, column_B = state.entry_B, state.column_B

@@ -183,8 +183,7 @@ class Run:
             self.finished(over)
         now = None
         if self.table.waiting.any():
-            pages = self._table_pages()
-            self.state, now = self.engine.decode(self.params, self.state, pages, self.mode)
+            self.state, now = self.engine.decode(self.params, self.state, self.mode)
             jax.tree.map(lambda x: x.copy_to_host_async(), now)
         late, self.late = self.late, None
         if now is not None:
@@ -207,20 +206,6 @@ class Run:
             number, sample = self.table.who(*work)
             drawn[number][sample] = self.table.drawn(*work)
         return drawn
-
-    def _table_pages(self) -> int:
-        """Enough for every sequence in the next call, as far as it is known here."""
-        spec = self.engine.spec
-        unread = spec.decode_steps * (1 if self.late is None else 2)
-        longest = 0
-        for r, requests in enumerate(self.table.requests):
-            for e, request in enumerate(requests):
-                if request is not None:
-                    most = self.table.count[r, e][self.table.waiting[r, e]].max(initial=0)
-                    longest = max(longest, len(request.problem.prompt_tokens) + int(most))
-        longest = min(longest + unread, spec.max_tokens)
-        A = spec.page_tokens
-        return next(n for n in self.engine.table_pages if n * A >= longest)
 
     def _read(self, call: _Call) -> None:
         """Takes the tokens of a call, and ends responses."""

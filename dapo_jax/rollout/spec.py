@@ -162,8 +162,8 @@ def _num_pages(spec: EngineSpec, cache_gib: float) -> int | None:
 
 
 def halvings(most: int) -> tuple[int, ...]:
-    """Numbers of pages up to `most`, each about half of the next. Each has its program, so
-    that below three there is no other: it would save little."""
+    """Numbers of pages up to `most`, each about half of the next. Each has its program of prefill,
+    so that below three there is no other: it would save little."""
     sizes = [most]
     while -(-sizes[0] // 2) >= 3:
         sizes.insert(0, -(-sizes[0] // 2))

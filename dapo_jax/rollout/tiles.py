@@ -1,0 +1,123 @@
+"""Attention of one query a sequence over the pages in use, by XLA.
+
+Sequences are sorted by length and taken in groups. A loop on the device goes through tiles, so many
+tokens of every sequence of one group, and ends with the longest of the group: what is read follows
+what there is, not the longest of all sequences, and nothing is compiled for lengths. The softmax is
+added up tile by tile (arXiv:1805.02867), for scores s and values v of the tile's tokens j:
+
+    m' = max(m, max_j s_j),   z' = z e^(m - m') + sum_j e^(s_j - m'),
+    o' = o e^(m - m') + sum_j e^(s_j - m') v_j,   attention = o / z at the end
+
+What comes out for a sequence does not depend on the others, to the last bit: tiles are of one shape
+and summed in one order, and one that lies beyond the sequence adds zeros to what m' = m leaves
+alone.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+BELOW_ALL = -1e30
+
+
+class Tile(NamedTuple):
+    """So many sequences, and of each so many tokens (rounded up to whole pages)."""
+
+    sequences: int
+    tokens: int
+
+
+def tile_on(platform: str) -> Tile:
+    """For a platform: on CPU what fits its caches (docs/log.md). Elsewhere, where each turn of a
+    loop has to pay, larger; not tuned."""
+    return Tile(8, 32) if platform == "cpu" else Tile(64, 1024)
+
+
+class Tiles(NamedTuple):
+    """Which tiles there are for B sequences, S with those that fill up the last group: n groups."""
+
+    from_S: jax.Array  # int32: the sequence in each place, sorted by length
+    place_B: jax.Array  # int32: the place of each
+    table_SP: jax.Array  # int32: pages, filled up to whole tiles
+    length_S: jax.Array  # int32: tokens; 0: none to attend for
+    end_n: jax.Array  # int32: the first tile beyond each group
+    first_n: jax.Array  # int32
+    group: int  # sequences
+    pages: int  # of a sequence in a tile
+
+    @classmethod
+    def of(cls, table_BP: jax.Array, length_B: jax.Array, page_tokens: int, tile: Tile) -> "Tiles":
+        """For sequences of `length_B` tokens in the pages of their rows of the table."""
+        B, P = table_BP.shape
+        group, pages = min(B, tile.sequences), min(P, -(-tile.tokens // page_tokens))
+        more = -B % group
+        length_S = jnp.pad(length_B, (0, more))
+        from_S = jnp.argsort(length_S).astype(jnp.int32)
+        place_B = jnp.argsort(from_S)[:B].astype(jnp.int32)
+        table_SP = jnp.pad(table_BP, ((0, more), (0, -P % pages)))[from_S]
+        length_S = length_S[from_S]
+        longest_n = length_S.reshape(-1, group)[:, -1]
+        tiles_n = -(-longest_n // (pages * page_tokens))
+        end_n = jnp.cumsum(tiles_n).astype(jnp.int32)
+        return cls(from_S, place_B, table_SP, length_S, end_n, end_n - tiles_n, group, pages)
+
+    def attend(
+        self,
+        layer: jax.Array | int,
+        q_BKGH: jax.Array,
+        cache: Any,
+        read: Callable[[Any], tuple[jax.Array, jax.Array]],
+        window: jax.Array | int | None,
+    ) -> tuple[jax.Array, Any]:
+        """(what the last token of each sequence sees [B, K, G, H] in the dtype of the values, the
+        cache).
+
+        Args:
+            cache: arrays [L, pages, K, page, ...].
+            read: keys and values [..., K, page, H] from what is cached of them.
+            window: a token sees the last so many; None: all.
+        """
+        B, K, G, H = q_BKGH.shape
+        pages_in_layer, A = cache[0].shape[1], cache[0].shape[3]
+        q_SKGH = q_BKGH[jnp.minimum(self.from_S, B - 1)]
+        S, n, c = len(self.from_S), self.group, self.pages
+        dtype = jax.eval_shape(read, cache)[1].dtype
+
+        def one(carry: Any) -> Any:
+            # The cache goes through: a loop that only read it would get a copy of it.
+            i, cache, m_SKG, z_SKG, o_SKGH = carry
+            at = jnp.sum((self.end_n <= i).astype(jnp.int32))
+            column = (i - self.first_n[at]) * c
+            own = lambda x: jax.lax.dynamic_slice_in_dim(x, at * n, n)
+            page_nc = jax.lax.dynamic_slice_in_dim(own(self.table_SP), column, c, axis=1)
+            page_nc = page_nc + layer * pages_in_layer
+            k, v = read(tuple(x.reshape(-1, *x.shape[2:])[page_nc] for x in cache))  # [n,c,K,A,H]
+            position_cA = (column + jnp.arange(c)[:, None]) * A + jnp.arange(A)[None]
+            back_ncA = own(self.length_S)[:, None, None] - 1 - position_cA[None]
+            seen_ncA = back_ncA >= 0
+            if window is not None:
+                seen_ncA = seen_ncA & (back_ncA < window)
+            q, m, z, o = map(own, (q_SKGH, m_SKG, z_SKG, o_SKGH))
+            # Page by page: products of one shape, which XLA's CPU backend runs as fast.
+            s = jnp.einsum("nKGH,ncKAH->ncKGA", q, k, preferred_element_type=jnp.float32)
+            s = jnp.where(seen_ncA[:, :, None, None], s * H**-0.5, BELOW_ALL)
+            most = jnp.maximum(m, jnp.max(s, axis=(1, 4)))
+            e = jnp.exp(s - most[:, None, :, :, None])
+            less = jnp.exp(m - most)
+            z = z * less + jnp.sum(jnp.sum(e, axis=4), axis=1)
+            seen = jnp.einsum(
+                "ncKGA,ncKAH->ncKGH", e.astype(dtype), v, preferred_element_type=jnp.float32
+            )
+            o = o * less[..., None] + jnp.sum(seen, axis=1)
+            put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, at * n, axis=0)
+            return i + 1, cache, put(m_SKG, most), put(z_SKG, z), put(o_SKGH, o)
+
+        real = lambda *shape: jnp.zeros(shape, jnp.float32)
+        start = jnp.int32(0), cache, real(S, K, G) + BELOW_ALL, real(S, K, G), real(S, K, G, H)
+        last = self.end_n[-1]
+        _, cache, _, z_SKG, o_SKGH = jax.lax.while_loop(lambda carry: carry[0] < last, one, start)
+        # Groups that had nothing to attend for have no sum.
+        out_SKGH = o_SKGH / jnp.where(z_SKG == 0, 1, z_SKG)[..., None]
+        return out_SKGH[self.place_B].astype(dtype), cache
