@@ -106,7 +106,10 @@ def arrays(name: str, of: Computation) -> tuple[Array, ...]:
 
 
 def trips(loop: Instruction, of: Computation, computations: dict[str, Computation]) -> int | None:
-    """How often a loop runs; None: it is not in the program."""
+    """How often a loop runs, or at most where its scope says so (`rollout.tiles`); None: it is not
+    in the program."""
+    if most := re.search(r'\bat_most_(\d+)_turns/while"', loop.text):
+        return int(most[1])
     if known := re.search(r'known_trip_count[^0-9}]*"?n"?\D*(\d+)', loop.text):
         return int(known[1])
     condition = computations.get(loop.called("condition") or "", {})
