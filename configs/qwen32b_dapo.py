@@ -102,7 +102,7 @@ def get_config() -> ml_collections.ConfigDict:
                 top_p=1.0,
                 top_k=0,
                 min_p=0.0,
-                slots=256,  # ours: memory for the KV cache decides
+                slots=704,  # ours: what memory holds at the longest, four chips to a copy
                 prefill_prompts=16,  # ours, as the four below
                 prefill_chunk_tokens=512,
                 decode_steps=16,

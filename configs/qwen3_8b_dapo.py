@@ -25,5 +25,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.rms_norm_eps = 1e-6
     config.model.qkv_bias = False
     config.model.qk_norm = True
+    config.rollout.slots = 288  # twice the heads of keys and values, and more layers
     qwen7b_dapo.smaller(config)
     return config

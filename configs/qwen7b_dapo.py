@@ -23,6 +23,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.num_kv_heads = 4
     config.model.ff_width = 18_944
     config.model.rms_norm_eps = 1e-6
+    config.rollout.slots = 512
     smaller(config)
     return config
 
@@ -32,7 +33,6 @@ def smaller(config: ml_collections.ConfigDict) -> None:
     config.mesh.fsdp, config.mesh.tensor = 8, 1
     config.rollout.max_response_tokens = 8192
     config.reward.overlong_buffer_tokens = 2048
-    config.rollout.slots = 128
     config.dynamic_sampling.max_round_prompts = 384
     config.train.prompts_per_step = 128
     config.train.row_tokens = 10_240

@@ -19,7 +19,7 @@ KEY = jax.random.key(7)
 def make_engine(
     *, slots=16, prefill=8, temperature=1.0, top_p=1.0, num_devices=1, samples=1, page_tokens=32,
     num_pages=None, decode_steps=8, prefill_chunk_tokens=512, continued=False,
-    model=None, **mesh,
+    stop_tokens=(EOS,), model=None, **mesh,
 ):  # fmt: skip
     layout = dataclasses.replace(CONFIG.mesh, **mesh)
     spec = EngineSpec(
@@ -29,7 +29,7 @@ def make_engine(
         prefill_prompts=prefill,
         max_prompt_tokens=CONFIG.data.max_prompt_tokens,
         max_response_tokens=CONFIG.rollout.max_response_tokens,
-        stop_tokens=(EOS,),
+        stop_tokens=stop_tokens,
         params=SamplingParams(temperature, top_p),
         samples=samples,
         page_tokens=page_tokens,

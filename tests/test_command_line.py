@@ -451,9 +451,9 @@ def test_the_plan_of_the_published_run(capsys):
     per_device = 65_527_752_704 * 2 / 64 / 2**30  # float32 over 64 devices; norms are not split
     found = re.search(r"parameters +([\d.]+) GiB", out)
     assert found and abs(float(found[1]) - per_device) < 0.01
-    # Of each of 16 shards 16 slots at their longest, with two pages (of 128) to spare, 9 prompts
-    # that wait, and a page for what is nobody's.
-    of_a_shard = 16 * (22528 + 2 * 128) + 9 * 2048 + 128
+    # Of each of 16 shards 44 slots with a response at its longest, the page (of 128) that it begins
+    # in and two to spare; 45 prompts, one that waits among them; and a page for what is nobody's.
+    of_a_shard = 44 * (20480 + 3 * 128) + 45 * 2048 + 128
     cache = 16 * of_a_shard * 2 * 64 * 8 * 128 * 2 / 64 / 2**30
     found = re.search(r"KV cache +([\d.]+) GiB", out)
     assert found and abs(float(found[1]) - cache) < 0.01

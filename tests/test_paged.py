@@ -259,6 +259,9 @@ def test_the_kernel_is_the_platforms_where_it_takes_the_model():
         ("tpu", dict(num_heads=8, num_kv_heads=8)),
         ("xla", dict(num_heads=48, num_kv_heads=12)),
         ("tpu", dict(num_heads=48, num_kv_heads=12, heads_parts=12)),
+        ("tpu", dict(num_heads=32, num_kv_heads=8, page_tokens=512)),
+        ("xla", dict(num_heads=32, num_kv_heads=8, page_tokens=1024)),
+        ("tpu", dict(num_heads=32, num_kv_heads=8, page_tokens=1024, heads_parts=2)),
     ],
 )
 def test_the_tpus_kernel_takes_the_heads_that_it_was_compiled_with(kernel, model):
@@ -282,6 +285,7 @@ def test_the_tpus_kernel_takes_the_heads_that_it_was_compiled_with(kernel, model
         (("gpu", "gpu"), {"head_dim": 96}, r"config\.model\.head_dim of 16.*got 96.*'auto'"),
         (("gpu", "gpu"), {"compute_dtype": "float32"}, r"compute_dtype 'bfloat16' only; got 'flo"),
         (("gpu", "gpu"), {"page_tokens": 24}, r"config\.rollout\.page_tokens; got 24"),
+        (("tpu", "tpu"), {"page_tokens": 2048}, r"rollout\.page_tokens of 1024 at most; got 2048"),
     ],
 )
 def test_a_kernel_that_cannot_be_is_refused(arguments, fields, message):

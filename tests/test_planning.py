@@ -12,6 +12,7 @@ from dapo_jax import batching, model
 from dapo_jax.command_line import parse
 from dapo_jax.planning import chips, compiled, costs, estimate, plan, programs, report, search
 from dapo_jax.sharding import make_mesh
+from dapo_jax.types import RunError
 from tests.helpers import replace_model, tiny_config
 from tests.runs import load_launcher
 
@@ -195,6 +196,19 @@ def test_a_program_that_the_compiler_refuses_has_the_figure_of_the_compiler(mess
     assert n["peak_bytes"] == peak * 2**30
     assert n["temp_bytes"] == (peak - 1) * 2**30
     assert n["refused"] == reason and n["held_bytes"] == 5
+
+
+def test_a_program_that_is_refused_for_something_else_ends_the_plan():
+    class Lowered:
+        def compile(self, **_):
+            raise jax.errors.JaxRuntimeError(
+                "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out of memory in memory "
+                "space vmem while allocating on stack for %ragged_paged_attention_kernel.5"
+            )
+
+    program = programs.Program(Lowered, 2, {}, 2**30)
+    with pytest.raises(RunError, match=r"(?s)ragged_paged_attention.*rollout\.kernel='xla'"):
+        compiled.measure(program, {"fsdp": 8})
 
 
 HLO = """HloModule made_up

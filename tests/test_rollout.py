@@ -305,6 +305,33 @@ def test_where_pages_are_short_sequences_wait_and_go_on_with_the_same_tokens(
     assert (pages == np.arange(1, engine.spec.shard_pages)).all(), "each of them once"
 
 
+@pytest.mark.parametrize("samples", [1, 4])
+@pytest.mark.parametrize("tokens", [21, 24])
+def test_the_pool_is_as_good_as_one_without_bounds(params, samples, tokens):
+    """Prompts and responses at their longest, of prompts of which one sample each is left, or all:
+    not a slot waits for a page."""
+    most = CONFIG.rollout.max_response_tokens
+    rng = np.random.default_rng(1)
+    problems = [
+        Problem(i, "", tuple(rng.integers(3, 32, tokens).tolist()), "", "test") for i in range(40)
+    ]
+    # Every prompt has one sample that goes on to the end.
+    limits = lambda problem, sample: most if sample == 0 or problem >= 30 else 1
+
+    def drawn(num_pages):
+        engine = make_engine(
+            page_tokens=4, samples=samples, num_pages=num_pages, prefill=4, stop_tokens=()
+        )
+        return engine.spec, scheduler.generate(
+            engine, engine.load_params(params), problems, lambda x: [""] * len(x),
+            num_samples=samples, key=KEY, limits=limits,
+        )[1]  # fmt: skip
+
+    spec, found = drawn(None)
+    assert found == drawn(10 * spec.shard_pages)[1]
+    assert found.preempted == 0 and found.busy_slots >= 0.95 * found.slots_offered
+
+
 def test_long_prompts_in_chunks_are_the_same(params, problems):
     expected = tokens_of(draw(make_engine(), params, problems)[0])
     chunked = make_engine(page_tokens=8, prefill_chunk_tokens=8)

@@ -52,6 +52,8 @@ def test_one_host_by_hand():
     assert found.begun == found.tried == 6 and found.batch == list(range(6))
     assert found.tokens == 6 * G * 10 and found.tokens_lost == 0
     assert found.idle_H == pytest.approx([0]) and found.slots_busy == pytest.approx(1)
+    # Of each sequence a page of 32 tokens that is not full; and the prompts that are on the device.
+    assert found.tokens_cached == 4 * 10 + 4 * 32 + 3 * 1
 
 
 def test_prefill_host_and_rewards_add_up():
@@ -251,6 +253,9 @@ def test_the_table(capsys):
     assert rows[1, "eager"]["begun"] > rows[1, "ours"]["begun"] >= 32
     text = many_hosts.describe(found)
     assert "A simulation, not a measurement" in text and "v5p at 50% of the roofline" in text
+    assert "would wait for pages" not in text
+    assert main(["program", *arguments, "--config.rollout.cache_gib=0.002"]) == 0
+    assert "cache_gib is 0.002, and a device would have" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

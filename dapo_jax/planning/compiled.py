@@ -12,6 +12,7 @@ import jax
 from dapo_jax.planning import costs
 from dapo_jax.planning.exchanges import Exchange
 from dapo_jax.planning.programs import Program
+from dapo_jax.types import RunError
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -25,6 +26,9 @@ def measure(
     Args:
         axis_sizes: of the mesh, in its order.
         keep_text: a file for the optimised program, where it is wanted.
+
+    Raises:
+        RunError: it is refused for something else.
     """
     begun = time.monotonic()
     lowered = program.lower()
@@ -39,7 +43,11 @@ def measure(
         except jax.errors.JaxRuntimeError as error:
             found = _refused(str(error), program)
             if found is None:
-                raise
+                raise RunError(
+                    f"the compiler refuses the program: {str(error)[:600]}\n"
+                    "config.rollout.kernel='xla' and config.model.attention='xla' do without "
+                    "kernels, if it is one of these."
+                ) from error
             return found | {"compile_seconds": round(time.monotonic() - begun, 1)}
         seconds = time.monotonic() - begun
         text = _text(Path(place), compiled)

@@ -113,7 +113,7 @@ def decode_token(
     products = slots * model_flops(config, 0) / 3
     seen = 2 * cached_tokens / max(live, 1)  # causal attention sees half of a row on average
     flops = products + live * _attention_flops(config, seen, "decode")
-    read = weight_bytes(config.model) + cached_tokens * _token_bytes(config.model, config.rollout)
+    read = weight_bytes(config.model) + cached_tokens * token_bytes(config.model, config.rollout)
     return _split(chip, devices, flops, read)
 
 
@@ -129,7 +129,7 @@ def prefill_call(
     flops = tokens * model_flops(config, 0) / 3
     flops += tokens * _attention_flops(config, prompt_tokens, "prefill")
     chunks = math.ceil(prompt_tokens / config.rollout.prefill_chunk_tokens)
-    read = chunks * weight_bytes(config.model) + tokens * _token_bytes(config.model, config.rollout)
+    read = chunks * weight_bytes(config.model) + tokens * token_bytes(config.model, config.rollout)
     return _split(chip, devices, flops, read)
 
 
@@ -151,7 +151,7 @@ def weight_bytes(c: ModelConfig) -> int:
 
 
 @functools.cache
-def _token_bytes(c: ModelConfig, r: RolloutConfig) -> float:
+def token_bytes(c: ModelConfig, r: RolloutConfig) -> float:
     """Of keys and values of one token in all layers."""
     layout = paged.Layout("xla", r.page_tokens, c.compute_dtype, r.cache_dtype, None)
     return paged.page_bytes(c, layout) / r.page_tokens

@@ -49,7 +49,6 @@ def check(config: Config, asked: Asked) -> list[int]:
         ("dynamic_sampling.enabled", d.enabled, True),
         ("dynamic_sampling.surplus", d.surplus, "return"),
         ("dynamic_sampling.partial_rollouts", d.partial_rollouts, False),
-        ("rollout.cache_gib", config.rollout.cache_gib, None),
     ):
         if value != wanted:
             raise UserError(f"--simulate_hosts needs config.{name} {wanted}; got {value!r}.")
@@ -132,6 +131,7 @@ def simulate(config: Config, asked: Asked, say: Callable[[str], None]) -> dict[s
             f"{np.mean(some == r.max_response_tokens):.1%} of {r.max_response_tokens:,}; "
             f"{share:.0%} of the prompts informative, as the estimate knows from the start"
         ]
+    token_bytes = estimate.token_bytes(config.model, r) / _devices(config)
     rows, ours = [], []
     for hosts in numbers:
         for policy in POLICIES:
@@ -142,11 +142,12 @@ def simulate(config: Config, asked: Asked, say: Callable[[str], None]) -> dict[s
             found = simulation.rollouts(
                 setting, work, hosts=hosts, policy=policy, steps=num, share=share
             )
-            rows.append({"hosts": hosts, "policy": policy, **_summary(found)})
+            cached = max(one.tokens_cached for one in found) * token_bytes / chips.GIB
+            rows.append({"hosts": hosts, "policy": policy, **_summary(found), "cache_gib": cached})
             if (hosts, policy) == (asked.simulate_hosts, "ours"):
                 ours = found
     spec = setting.spec
-    waves = math.ceil(spec.entries * r.group_size / setting.slots)
+    waves = math.ceil((spec.ahead + r.group_size) / setting.slots)
     units = spec.max_response_tokens
     full = setting.slots * (setting.prompt_tokens / setting.unit_tokens + units / 2)
     longest = units * setting.costs.decode(setting.slots, full)
@@ -158,6 +159,7 @@ def simulate(config: Config, asked: Asked, say: Callable[[str], None]) -> dict[s
         "verdict_bound_seconds": waves * longest,
         "assumptions": assumptions,
         "policies": POLICIES,
+        "cache_gib": r.cache_gib,
         "rows": rows,
     }
     if measured is not None:
@@ -211,7 +213,7 @@ def _setting(config: Config, asked: Asked) -> tuple[Setting, list[str]]:
         )
     said += [
         f"{host:g} s of the host for each call; {reward:g} s of one of {config.reward.workers} "
-        "workers of a host for each reward; the cache holds every slot at its longest",
+        "workers of a host for each reward; no sequence ever waits for a page of the cache",
         f"{unit} tokens are drawn as one, lengths rounded to them"
         if unit > 1
         else "every token is played",
@@ -296,7 +298,7 @@ def describe(result: Mapping[str, Any]) -> str:
     lines += [f"- {text}" for text in result["assumptions"]]
     lines += ["", "| hosts | policy | steps | seconds of a rollout | p10 to p90 | idle, mean | "
               "worst host | longest wait | prompts begun | given back | slots at work | "
-              "tokens lost |", "|" + "---|" * 12]  # fmt: skip
+              "tokens lost | cache of a device |", "|" + "---|" * 13]  # fmt: skip
     for row in result["rows"]:
         s = row["seconds"]
         lines.append(
@@ -304,14 +306,24 @@ def describe(result: Mapping[str, Any]) -> str:
             f"{_seconds(s['p10'])} to {_seconds(s['p90'])} | {row['idle_mean']:.1%} | "
             f"{row['idle_worst']:.1%} | {_seconds(row['last_wait_seconds'])} s | "
             f"{row['begun']:,.0f} | {row['given_back']:,.0f} | {row['slots_busy']:.1%} | "
-            f"{row['tokens_lost_share']:.1%} |"
+            f"{row['tokens_lost_share']:.1%} | {row['cache_gib']:.3g} GiB |"
         )
     lines += ["", *(f"{name}: {text}" for name, text in result["policies"].items())]
+    lines.append(
+        "Cache of a device: what sequences in slots and prompts have of it at most, a page of each "
+        "that is not full among it."
+    )
     lines.append(
         f"A longest response takes {_seconds(result['longest_response_seconds'])} s; a prompt that "
         f"is begun has its verdict within {_seconds(result['verdict_bound_seconds'])} s, and who "
         "waits for it waits no longer, but for rewards."
     )
+    most = max(row["cache_gib"] for row in result["rows"])
+    if (given := result["cache_gib"]) is not None and most > given:
+        lines.append(
+            f"config.rollout.cache_gib is {given:g}, and a device would have {most:.3g} GiB in its "
+            "cache: there sequences would wait for pages, which is not played."
+        )
     if "measured" in result:
         m = result["measured"]
         lines.append(

@@ -31,8 +31,8 @@ POLICIES = {
     "ours": "whoever has room claims the next prompt, unless those begun should fill the batch",
     "eager": "the same without the estimate: prompts are begun wherever there is room",
     "dealt": "with the estimate, but host i of H draws prompts i, i + H, ... and no others",
-    "sparing": "ours, but a host claims a prompt only when one of its slots is free, and has room "
-    "for four times as many (not what is shipped)",
+    "sparing": "ours, but a host claims a prompt only when one of its slots is free (not what is "
+    "shipped)",
 }
 MOST_UNITS = 128  # of a response
 RUBRICS = {"": Rubric((("virtual", 1.0),), 1.0, -1.0)}
@@ -88,6 +88,7 @@ class Rollout(NamedTuple):
     slots_busy: float  # share of the slots' seconds in which they held a sequence
     tokens: int  # drawn, to the unit
     tokens_lost: int  # of prompts given back
+    tokens_cached: int  # by one host at once, at most
 
 
 class Dealt(Stream):
@@ -111,14 +112,6 @@ class Dealt(Stream):
             self.numbers.append(number)
             self.taken.append(self.every[number])
             yield self.taken[-1]
-
-
-class Roomy(EngineSpec):
-    """With room for more prompts whose last samples are being drawn."""
-
-    @property
-    def entries(self) -> int:
-        return 4 * super().entries
 
 
 def sparing(problems: Iterator[Problem | None], run: scheduler.Run) -> Iterator[Problem | None]:
@@ -150,20 +143,25 @@ class Host:
     Args:
         problems: all that there are, in order.
         work: of a prompt, by its number.
+        spares: whether it claims a prompt only when a slot is free.
     """
 
     def __init__(
         self,
         setting: Setting,
-        spec: EngineSpec,
         stream: Stream,
         problems: list[Problem],
         work: Callable[[int], Work],
+        *,
+        spares: bool,
     ):
-        self.clock, self.stream = Clock(), stream
-        costs, prompt = setting.costs, setting.prompt_tokens / setting.unit_tokens
-        self.engine = VirtualEngine(spec, self.clock, costs, work, prompt)
-        self.pool = VirtualPool(self.clock, setting.config.reward.workers, costs.reward)
+        self.clock, self.stream, self.spares = Clock(), stream, spares
+        units = lambda tokens: tokens / setting.unit_tokens
+        self.engine = VirtualEngine(
+            setting.spec, self.clock, setting.costs, work, units(setting.prompt_tokens),
+            units(setting.config.rollout.page_tokens),
+        )  # fmt: skip
+        self.pool = VirtualPool(self.clock, setting.config.reward.workers, setting.costs.reward)
         self.data = iter(problems)
         self.turns = self._turns(setting.config.rollout.group_size)
 
@@ -193,7 +191,7 @@ class Host:
             jax.random.key(0), None, None,
         )  # fmt: skip
         run.finished = ended
-        if isinstance(self.engine.spec, Roomy):
+        if self.spares:
             run.admission.problems = sparing(run.admission.problems, run)
         yield from run.turns(full)
         while not (full() or stream.over):
@@ -245,8 +243,6 @@ def rollout(
     config, board = setting.config, OneBoard()
     d, num_prompts = config.dynamic_sampling, config.train.prompts_per_step
     spec, group_size = setting.spec, config.rollout.group_size
-    if policy == "sparing":
-        spec = Roomy(**{f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)})
     problems = [
         Problem(i, "", (i,), "", "") for i in range(d.max_rounds * d.max_round_prompts + hosts)
     ]
@@ -263,7 +259,7 @@ def rollout(
         stream = kind(full, share, num_prompts, board)
         if isinstance(stream, Dealt):
             stream.host, stream.hosts = i, hosts
-        each.append(Host(setting, spec, stream, problems, work))
+        each.append(Host(setting, stream, problems, work, spares=policy == "sparing"))
     play(each, board)
     seconds = max(host.clock.now for host in each)
     done_H = np.array([min(host.clock.device, seconds) for host in each])
@@ -285,6 +281,7 @@ def rollout(
         held / (seconds * hosts * setting.slots),
         units * setting.unit_tokens,
         (units - needed) * setting.unit_tokens,
+        math.ceil(max(host.engine.cached_units for host in each) * setting.unit_tokens),
     )
 
 

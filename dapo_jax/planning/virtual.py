@@ -95,6 +95,7 @@ class VirtualEngine:
     Args:
         work: of a prompt, by its number.
         prompt_units: mean length of a prompt, for the cache that is read.
+        page_units: of a page, of which each sequence may have one that is not full.
     """
 
     def __init__(
@@ -104,13 +105,15 @@ class VirtualEngine:
         costs: Costs,
         work: Callable[[int], Work],
         prompt_units: float,
+        page_units: float,
     ):
         assert spec.shards == 1 and spec.num_pages is None
         self.spec, self.clock, self.costs, self.work = spec, clock, costs, work
-        self.prompt_units = prompt_units
+        self.prompt_units, self.page_units = prompt_units, page_units
         self.prompt_pages = (spec.table_pages,)
         self.slot_seconds = 0.0  # that slots held a sequence
         self.units = 0  # drawn
+        self.cached_units = 0.0  # in the cache at once, at most; prompts once for all samples
 
     def init_decode_state(self) -> Slots:
         """All slots empty."""
@@ -141,12 +144,16 @@ class VirtualEngine:
         flags_kB, token_kB, entry_kB, column_kB = (np.zeros((k, B), np.int32) for _ in range(4))
         waiting_k = np.zeros(k, np.int32)
         call = 0.0
+        of_waiting = {entry for entry, *_ in state.waiting}
         for i in range(k):
             state.refill()
             goes_B = state.left_B > 0
             live = int(goes_B.sum())
             if live == 0:
                 break
+            prompts = len(of_waiting.union(state.entry_B[goes_B].tolist()))
+            cached = float(state.drawn_B[goes_B].sum()) + live * (1 + self.page_units)
+            self.cached_units = max(self.cached_units, cached + prompts * self.prompt_units)
             seconds = self.costs.decode(
                 live, float(state.drawn_B[goes_B].sum()) + live * self.prompt_units
             )

@@ -18,7 +18,7 @@ from dapo_jax.types import UserError
 Kernel = Literal["xla", "tpu", "gpu"]
 PLATFORMS = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu"}
 # Of the TPU's kernel; of the GPU's. Not tuned, see docs/rollout.md.
-KEYS_PER_BLOCK, QUERIES_PER_BLOCK = 1024, 32
+QUERIES_PER_BLOCK = 32
 GPU_KEYS_PER_BLOCK, GPU_SPLITS = 128, 8
 _WHOLE = PartitionSpec()
 
@@ -71,7 +71,10 @@ def _refusal(
     if kernel == "tpu" and cache_dtype == "int8":
         return "does not take config.rollout.cache_dtype 'int8': it has one scale for all tokens"
     if kernel == "tpu":
-        return _tpu_refusal(c, c.num_kv_heads // heads_parts)
+        kv_heads = c.num_kv_heads // heads_parts
+        if page_tokens > (most := keys_per_block(kv_heads)):
+            return f"takes a config.rollout.page_tokens of {most} at most; got {page_tokens}"
+        return _tpu_refusal(c, kv_heads)
     if kernel == "gpu":
         power = lambda n: n & (n - 1) == 0
         if c.compute_dtype != "bfloat16":
@@ -104,6 +107,13 @@ def _tpu_refusal(c: ModelConfig, kv_heads: int) -> str | None:
     return None
 
 
+def keys_per_block(kv_heads: int) -> int:
+    """Tokens whose keys and values the TPU's kernel holds at once, for so many kv heads of a
+    device: libtpu 0.0.52 finds vector memory for them on v4, v5e and v5p, with 48 slots and up to
+    64 query heads in bfloat16 and float32. For 1,024 with 8 kv heads it does not."""
+    return 1024 if kv_heads <= 4 else 512
+
+
 def tpu_attention(
     q_BNH: jax.Array,
     pages: jax.Array,
@@ -121,6 +131,7 @@ def tpu_attention(
     page_tokens = pages.shape[1]
 
     def local(q: jax.Array, pages: jax.Array, lengths: jax.Array, table: jax.Array) -> jax.Array:
+        block = keys_per_block(pages.shape[2] // 2)
         return ragged_paged_attention(
             q,
             pages,
@@ -131,7 +142,7 @@ def tpu_attention(
             sm_scale=H**-0.5,
             sliding_window=None if window in (None, NO_WINDOW) else window,
             # Given, because the kernel would look them up by the device that this process has.
-            num_kv_pages_per_block=max(1, min(table.shape[1], KEYS_PER_BLOCK // page_tokens)),
+            num_kv_pages_per_block=min(table.shape[1], block // page_tokens),
             num_queries_per_block=min(B, QUERIES_PER_BLOCK),
         )
 

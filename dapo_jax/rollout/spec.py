@@ -11,8 +11,6 @@ from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.sharding import BATCH_AXES, parts_of
 from dapo_jax.types import Array, UserError
 
-FEW_GROUPS = 8
-
 
 @dataclasses.dataclass(frozen=True)
 class EngineSpec:
@@ -50,12 +48,10 @@ class EngineSpec:
 
     @property
     def entries(self) -> int:
-        """Of one shard: enough that no slot waits for a prompt while results are on their way, nor,
-        where slots hold few groups, because the last samples of a few keep all entries. More are
-        not free: decoding on CPU was 15 % slower with two and a half times as many."""
+        """Of one shard: a batch of prompts beyond the slots, of which each may hold the last sample
+        of a prompt of its own. With fewer, slots are empty because stragglers keep all entries."""
         B, P = self.slots // self.shards, self.prefill_prompts // self.shards
-        entries = max(2 * -(-B // self.samples), min(B, FEW_GROUPS)) + P
-        return entries + B * self.continued
+        return B + P + B * self.continued
 
     @property
     def ahead(self) -> int:
@@ -74,9 +70,12 @@ class EngineSpec:
         """Of one shard, page 0 included."""
         if self.num_pages is not None:
             return self.num_pages // self.shards
-        B, prompt = self.slots // self.shards, -(-self.max_prompt_tokens // self.page_tokens)
-        # A sample that comes asks for two more than it needs, see `slots.refill`.
-        return 1 + B * (self.table_pages + 2) + self.entries * prompt
+        B, pages = self.slots // self.shards, lambda tokens: -(-tokens // self.page_tokens)
+        # A sample shares the whole pages of its prompt and owns those from there on, unless it was
+        # inserted by itself; one that comes asks for two more, see `slots.refill`.
+        own = pages(self.max_response_tokens) + 1
+        shared = self.entries * pages(self.max_prompt_tokens)
+        return 1 + max(B * (own + 2) + shared, B * (self.table_pages + 2))
 
     @property
     def pool_layout(self) -> paged.Layout:
