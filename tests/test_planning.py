@@ -280,6 +280,35 @@ def test_counting_in_a_program_by_hand():
     assert costs.count(HLO).flops == found.flops / 3
 
 
+RETILED = """%same (q: s8[100,8]) -> s8[100,8] {
+  %q = s8[100,8]{1,0:T(32,128)(4,1)} parameter(0)
+  ROOT %as_is = s8[100,8]{1,0:T(8,128)(4,1)} copy(%q)
+}
+
+%page (a: s8[100,8], b: s32[]) -> s8[1,8] {
+  %a = s8[100,8]{1,0:T(32,128)(4,1)} parameter(0)
+  %b = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %tiles = s8[100,8]{1,0:T(8,128)(4,1)} fusion(%a), kind=kLoop, \
+output_to_operand_aliasing={{}: (0, {})}, calls=%same
+  ROOT %slice = s8[1,8]{1,0} dynamic-slice(%tiles, %b, %zero), dynamic_slice_sizes={1,8}
+}
+
+ENTRY %main (pool: s8[100,8], n: s32[]) -> s8[1,8] {
+  %pool = s8[100,8]{1,0:T(32,128)(4,1)} parameter(0)
+  %n = s32[] parameter(1)
+  ROOT %row = s8[1,8]{1,0} fusion(%pool, %n), kind=kLoop, calls=%page
+}
+"""
+
+
+def test_of_an_array_in_another_tiling_what_is_sliced_is_read():
+    """So TPUs read a page of a cache of int8; whole, where nothing says that it is the same."""
+    assert costs.count(RETILED).bytes_accessed == 8 + 4 + 8
+    copied = RETILED.replace(" output_to_operand_aliasing={{}: (0, {})},", "")
+    assert costs.count(copied.replace("\\\n", "")).bytes_accessed == 800 + 4 + 8
+
+
 @pytest.mark.parametrize(
     "left, right, out, attributes, flops",
     [

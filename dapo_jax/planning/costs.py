@@ -155,7 +155,7 @@ class Counter:
                 total += sum(a.bytes for a in user.arrays)
             elif user.opcode in IN_PLACE and user.operands[0] == of.name:
                 continue
-            elif user.opcode in ("bitcast", "reshape"):
+            elif user.opcode in ("bitcast", "reshape") or _same_place(user, of.name):
                 total += self._read_of(user, body)
             elif user.opcode == "fusion":
                 called = user.called("calls") or ""
@@ -180,6 +180,13 @@ class Counter:
             if root is not None and root.opcode != "tuple":
                 return self._written(root.name, inner)
         return sum(a.bytes for a in i.arrays)
+
+
+def _same_place(i: Instruction, name: str) -> bool:
+    """Whether a fusion within a fusion is one of its operands in another tiling, of which only what
+    is asked for is read."""
+    aliased = re.search(r"output_to_operand_aliasing=\{\{\}: \((\d+), \{\}\)\}", i.text)
+    return i.opcode == "fusion" and aliased is not None and i.operands[int(aliased[1])] == name
 
 
 def _bytes(i: Instruction, of: Computation) -> float:

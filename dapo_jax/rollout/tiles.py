@@ -80,7 +80,7 @@ class Tiles(NamedTuple):
             window: a token sees the last so many; None: all.
         """
         B, K, G, H = q_BKGH.shape
-        pages_in_layer, A = cache[0].shape[1], cache[0].shape[3]
+        A = cache[0].shape[3]
         q_SKGH = q_BKGH[jnp.minimum(self.from_S, B - 1)]
         S, n, c = len(self.from_S), self.group, self.pages
         dtype = jax.eval_shape(read, cache)[1].dtype
@@ -92,8 +92,7 @@ class Tiles(NamedTuple):
             column = (i - self.first_n[at]) * c
             own = lambda x: jax.lax.dynamic_slice_in_dim(x, at * n, n)
             page_nc = jax.lax.dynamic_slice_in_dim(own(self.table_SP), column, c, axis=1)
-            page_nc = page_nc + layer * pages_in_layer
-            k, v = read(tuple(x.reshape(-1, *x.shape[2:])[page_nc] for x in cache))  # [n,c,K,A,H]
+            k, v = read(tuple(x[layer, page_nc] for x in cache))  # [n, c, K, A, H]
             position_cA = (column + jnp.arange(c)[:, None]) * A + jnp.arange(A)[None]
             back_ncA = own(self.length_S)[:, None, None] - 1 - position_cA[None]
             seen_ncA = back_ncA >= 0
