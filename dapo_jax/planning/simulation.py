@@ -31,8 +31,6 @@ POLICIES = {
     "ours": "whoever has room claims the next prompt, unless those begun should fill the batch",
     "eager": "the same without the estimate: prompts are begun wherever there is room",
     "dealt": "with the estimate, but host i of H draws prompts i, i + H, ... and no others",
-    "sparing": "ours, but a host claims a prompt only when one of its slots is free (not what is "
-    "shipped)",
 }
 MOST_UNITS = 128  # of a response
 RUBRICS = {"": Rubric((("virtual", 1.0),), 1.0, -1.0)}
@@ -114,19 +112,6 @@ class Dealt(Stream):
             yield self.taken[-1]
 
 
-def sparing(problems: Iterator[Problem | None], run: scheduler.Run) -> Iterator[Problem | None]:
-    """The problems; None also while no slot is free for them, as far as the host knows."""
-    while True:
-        held = int(run.table.waiting.sum()) + sum(r.samples for r in run.admission.queue)
-        if held >= run.engine.spec.slots:
-            yield None
-            continue
-        try:
-            yield next(problems)
-        except StopIteration:
-            return
-
-
 class OneBoard(Board):
     """The board of all hosts; knows whether there is news."""
 
@@ -143,7 +128,6 @@ class Host:
     Args:
         problems: all that there are, in order.
         work: of a prompt, by its number.
-        spares: whether it claims a prompt only when a slot is free.
     """
 
     def __init__(
@@ -152,10 +136,8 @@ class Host:
         stream: Stream,
         problems: list[Problem],
         work: Callable[[int], Work],
-        *,
-        spares: bool,
     ):
-        self.clock, self.stream, self.spares = Clock(), stream, spares
+        self.clock, self.stream = Clock(), stream
         units = lambda tokens: tokens / setting.unit_tokens
         self.engine = VirtualEngine(
             setting.spec, self.clock, setting.costs, work, units(setting.prompt_tokens),
@@ -191,8 +173,6 @@ class Host:
             jax.random.key(0), None, None,
         )  # fmt: skip
         run.finished = ended
-        if self.spares:
-            run.admission.problems = sparing(run.admission.problems, run)
         yield from run.turns(full)
         while not (full() or stream.over):
             yield False
@@ -259,7 +239,7 @@ def rollout(
         stream = kind(full, share, num_prompts, board)
         if isinstance(stream, Dealt):
             stream.host, stream.hosts = i, hosts
-        each.append(Host(setting, stream, problems, work, spares=policy == "sparing"))
+        each.append(Host(setting, stream, problems, work))
     play(each, board)
     seconds = max(host.clock.now for host in each)
     done_H = np.array([min(host.clock.device, seconds) for host in each])
