@@ -5,7 +5,7 @@ attention (Pallas, Triton); it has not been run on one.
 """
 
 import warnings
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from dapo_jax.types import UserError
 Kernel = Literal["xla", "tpu", "gpu"]
 PLATFORMS = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu"}
 # Of the TPU's kernel; of the GPU's. Not tuned, see docs/rollout.md.
-QUERIES_PER_BLOCK = 32
+TPU_KEYS_PER_BLOCK, TPU_BLOCK_BYTES, TPU_HEAD_DIM = 1024, 4 * 2**20, 128
 GPU_KEYS_PER_BLOCK, GPU_SPLITS = 128, 8
 _WHOLE = PartitionSpec()
 
@@ -71,10 +71,11 @@ def _refusal(
     if kernel == "tpu" and cache_dtype == "int8":
         return "does not take config.rollout.cache_dtype 'int8': it has one scale for all tokens"
     if kernel == "tpu":
-        kv_heads = c.num_kv_heads // heads_parts
-        if page_tokens > (most := keys_per_block(kv_heads)):
+        heads, kv_heads = c.num_heads // heads_parts, c.num_kv_heads // heads_parts
+        if (refused := _tpu_refusal(c, kv_heads)) is not None:
+            return refused
+        if page_tokens > (most := keys_per_block(heads, kv_heads, c.compute_dtype)):
             return f"takes a config.rollout.page_tokens of {most} at most; got {page_tokens}"
-        return _tpu_refusal(c, kv_heads)
     if kernel == "gpu":
         power = lambda n: n & (n - 1) == 0
         if c.compute_dtype != "bfloat16":
@@ -90,8 +91,8 @@ def _refusal(
 def _tpu_refusal(c: ModelConfig, kv_heads: int) -> str | None:
     """The same for the heads of a model, so many of which are a device's: what the kernel's
     `get_min_heads_per_blk` asks for, and what libtpu 0.0.52 compiles."""
-    if c.head_dim != 128:
-        return f"takes a config.model.head_dim of 128 only; got {c.head_dim}"
+    if c.head_dim != TPU_HEAD_DIM:
+        return f"takes a config.model.head_dim of {TPU_HEAD_DIM} only; got {c.head_dim}"
     if kv_heads not in (1, 2, 4) and kv_heads % 8:
         return (
             "takes 1, 2, 4 or a multiple of 8 of config.model.num_kv_heads on a device; got "
@@ -107,11 +108,16 @@ def _tpu_refusal(c: ModelConfig, kv_heads: int) -> str | None:
     return None
 
 
-def keys_per_block(kv_heads: int) -> int:
-    """Tokens whose keys and values the TPU's kernel holds at once, for so many kv heads of a
-    device: libtpu 0.0.52 finds vector memory for them on v4, v5e and v5p, with 48 slots and up to
-    64 query heads in bfloat16 and float32. For 1,024 with 8 kv heads it does not."""
-    return 1024 if kv_heads <= 4 else 512
+def keys_per_block(heads: int, kv_heads: int, dtype: Any) -> int:
+    """Tokens whose keys and values the TPU's kernel holds at once, for so many heads of a device: a
+    power of two for which its two buffers have 4 MiB. The compiler lets a kernel have 16 MiB of
+    vector memory on v4 and v5, with all else that is in it."""
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
+
+    dtype = jnp.dtype(dtype)
+    _, of_block = kernel.get_min_heads_per_blk(heads, 2 * kv_heads, dtype, dtype)
+    most = TPU_BLOCK_BYTES // (2 * of_block * TPU_HEAD_DIM * dtype.itemsize)
+    return min(TPU_KEYS_PER_BLOCK, 1 << (most.bit_length() - 1))
 
 
 def tpu_attention(
@@ -131,7 +137,7 @@ def tpu_attention(
     page_tokens = pages.shape[1]
 
     def local(q: jax.Array, pages: jax.Array, lengths: jax.Array, table: jax.Array) -> jax.Array:
-        block = keys_per_block(pages.shape[2] // 2)
+        block = keys_per_block(q.shape[1], pages.shape[2] // 2, pages.dtype)
         return ragged_paged_attention(
             q,
             pages,
@@ -143,7 +149,8 @@ def tpu_attention(
             sliding_window=None if window in (None, NO_WINDOW) else window,
             # Given, because the kernel would look them up by the device that this process has.
             num_kv_pages_per_block=min(table.shape[1], block // page_tokens),
-            num_queries_per_block=min(B, QUERIES_PER_BLOCK),
+            # The kernel computes all queries of a block with the keys of each sequence in it.
+            num_queries_per_block=1,
         )
 
     if heads_axis is not None:
