@@ -383,6 +383,26 @@ def test_a_kernel_runs_again_unless_remat_keeps_what_it_gives(remat, attention, 
     assert of("train") == of("critic_train") == passes * of("old_logprobs")
 
 
+def test_kernels_attend_to_whole_rows_in_training():
+    """Every block below the diagonal, whatever sequences are in it: twice the row, twice that."""
+    numbers = {
+        "flops": 0.0, "bytes_accessed": 0.0, "wire_bytes": 0.0, "trips": 1, "loops_counted": True,
+        "uncounted_kernels": 3,
+        "each_trip": {"flops": 0.0, "bytes_accessed": 0.0, "wire_bytes": 0.0},
+    }  # fmt: skip
+
+    def a_token(row_tokens):
+        train = dataclasses.replace(CONFIG.train, row_tokens=row_tokens)
+        found = estimate.step(
+            dataclasses.replace(CONFIG, train=train), {"train": numbers}, V5P, 1,
+            programs.Cache(0, 0, 1, 1), response_tokens=8, prompt_tokens=2,
+        )  # fmt: skip
+        computed = found["updates"] * found["micro_batches_per_update"] * row_tokens
+        return found["parts"]["train"]["roofline_seconds"] / computed
+
+    assert a_token(256) == pytest.approx(2 * a_token(128))
+
+
 def test_search_tries_context_where_it_cuts_rows():
     rows = dataclasses.replace(CONFIG.train, row_tokens=100)  # 4 does not cut them in 8 parts
     config = dataclasses.replace(CONFIG, train=rows)

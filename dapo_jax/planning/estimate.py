@@ -86,7 +86,7 @@ def model_flops(config: Config, sequence_tokens: float) -> float:
 
 
 def _attention_flops(config: Config, sequence_tokens: float, program: str) -> float:
-    """Of causal attention for one token of a row, forward, and in an update also backward and,
+    """Of causal attention for one token of a sequence, forward, and in an update also backward and,
     unless remat keeps what a kernel gives, forward again: `dots` knows no kernels, and what flash
     attention gives has no name to be kept by."""
     c = config.model
@@ -210,7 +210,8 @@ def step(
             more_bytes = r.decode_steps * held * cache.slot_bytes / cache.slot_tokens
         elif kernels and batched:
             row = t.rows_per_micro_batch * t.row_tokens * micro / devices
-            more_flops = row * _attention_flops(config, prompt_tokens + response_tokens, name)
+            # Kernels compute every block of a row below the diagonal, whatever lies in it.
+            more_flops = row * _attention_flops(config, t.row_tokens, name)
         one = roofline(
             programs[name],
             chip,
@@ -246,6 +247,6 @@ def step(
             f"the slots busy, and one response of {r.max_response_tokens:,} tokens to wait for; "
             "no time for rewards, the host, evaluation or checkpoints, nor for prompts that "
             "dynamic sampling leaves out; attention of kernels that do not say what they cost by "
-            "its arithmetic"
+            "its arithmetic, over whole rows in training"
         ),
     }
