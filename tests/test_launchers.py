@@ -173,7 +173,8 @@ def test_starts_that_are_short_come_to_an_end(tmp_path):
     status, _, err = call(f"launch/restart.sh --most=3 --pause_seconds=0 -- {program}")
     assert status == 1, "a failure, or what runs this would start it again"
     assert len(calls(tmp_path)) == 3
-    assert "status 75 after 0 s: gives up after 3 short starts in a row" in err
+    # A second may begin while it runs.
+    assert re.search(r"status 75 after [01] s: gives up after 3 short starts in a row", err)
 
 
 def test_only_short_starts_in_a_row_count(tmp_path):

@@ -126,6 +126,23 @@ def test_a_token_attends_to_its_own_pages_and_is_kept_there(
         assert set(np.flatnonzero(changed[1])) == owners | {0} and not changed[0].any()
 
 
+@pytest.mark.parametrize("kernel", ["tpu", "gpu"])
+def test_a_kernel_does_not_read_what_was_last_in_an_empty_slot(monkeypatch, problem, kernel):
+    handed = []
+
+    def attention(q, pages, table, lengths, *_):
+        handed.append(lengths.tolist())
+        return q
+
+    monkeypatch.setattr(kernels, f"{kernel}_attention", attention)
+    k, v, table, q, k_new, v_new = problem
+    layout = paged.Layout(kernel, A, "float32", "auto")
+    goes = jnp.array([True, True, False])
+    attend = paged.decoding(layout, table, jnp.asarray(LENGTHS), goes, TILE)
+    attend(1, q, k_new, v_new, pool_of(layout, k, v), None)
+    assert handed == [[LENGTHS[0] + 1, LENGTHS[1] + 1, 1]]
+
+
 @pytest.mark.parametrize("kernel, cache_dtype", [("xla", "auto"), ("gpu", "auto"), ("xla", "int8")])
 def test_what_is_not_a_number_is_cached_nowhere(problem, kernel, cache_dtype):
     """What comes out for that token is NaN, and nothing else is."""
@@ -262,6 +279,7 @@ def test_the_kernel_is_the_platforms_where_it_takes_the_model():
         ("tpu", dict(num_heads=32, num_kv_heads=8, page_tokens=512)),
         ("xla", dict(num_heads=32, num_kv_heads=8, page_tokens=1024)),
         ("tpu", dict(num_heads=32, num_kv_heads=8, page_tokens=1024, heads_parts=2)),
+        ("tpu", dict(num_heads=32, num_kv_heads=4, heads_parts=8)),  # the mesh is refused, later
     ],
 )
 def test_the_tpus_kernel_takes_the_heads_that_it_was_compiled_with(kernel, model):

@@ -305,6 +305,19 @@ def test_where_pages_are_short_sequences_wait_and_go_on_with_the_same_tokens(
     assert (pages == np.arange(1, engine.spec.shard_pages)).all(), "each of them once"
 
 
+def test_no_prompt_is_claimed_before_it_can_be_handed_over(params):
+    """Another process could draw it."""
+    engine = make_engine(prefill=4, samples=4, slots=16)
+    run = scheduler.Run(
+        engine, engine.load_params(params), iter(make_problems(30)), lambda x: [""] * len(x), 4,
+        KEY, None, None,
+    )  # fmt: skip
+    while run.has_work():
+        run.one_call()
+        if run.table.waiting.sum() >= 16 and not run.admission.exhausted:
+            assert not run.admission.queue
+
+
 @pytest.mark.parametrize("samples", [1, 4])
 @pytest.mark.parametrize("tokens", [21, 24])
 def test_the_pool_is_as_good_as_one_without_bounds(params, samples, tokens):

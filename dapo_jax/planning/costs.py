@@ -155,7 +155,9 @@ class Counter:
                 total += sum(a.bytes for a in user.arrays)
             elif user.opcode in IN_PLACE and user.operands[0] == of.name:
                 continue
-            elif user.opcode in ("bitcast", "reshape") or _same_place(user, of.name):
+            elif user.opcode in ("bitcast", "reshape") or (
+                not user.root and _same_place(user, of.name)
+            ):
                 total += self._read_of(user, body)
             elif user.opcode == "fusion":
                 called = user.called("calls") or ""

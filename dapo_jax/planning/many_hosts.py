@@ -218,7 +218,8 @@ def _setting(config: Config, asked: Asked) -> tuple[Setting, list[str]]:
         if unit > 1
         else "every token is played",
     ]
-    costs = Costs(decode, prefill, host, reward)
+    calls = max(1, unit // r.decode_steps)  # that are played as one
+    costs = Costs(decode, prefill, host * calls, reward)
     return Setting(config, slots, prompts, unit, prompt_tokens, costs), said
 
 
@@ -310,8 +311,8 @@ def describe(result: Mapping[str, Any]) -> str:
         )
     lines += ["", *(f"{name}: {text}" for name, text in result["policies"].items())]
     lines.append(
-        "Cache of a device: what sequences in slots and prompts have of it at most, a page of each "
-        "that is not full among it."
+        "Cache of a device: about what sequences in slots and prompts have of it at most, a page "
+        "of each that is not full among it."
     )
     lines.append(
         f"A longest response takes {_seconds(result['longest_response_seconds'])} s; a prompt that "
@@ -321,8 +322,8 @@ def describe(result: Mapping[str, Any]) -> str:
     most = max(row["cache_gib"] for row in result["rows"])
     if (given := result["cache_gib"]) is not None and most > given:
         lines.append(
-            f"config.rollout.cache_gib is {given:g}, and a device would have {most:.3g} GiB in its "
-            "cache: there sequences would wait for pages, which is not played."
+            f"config.rollout.cache_gib is {given:g}, and a device would have some {most:.3g} GiB "
+            "in its cache: there sequences would wait for pages, which is not played."
         )
     if "measured" in result:
         m = result["measured"]

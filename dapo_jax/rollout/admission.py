@@ -218,11 +218,13 @@ class Admission:
             free = [[e for e, r in enumerate(rs) if r is None] for rs in self.table.requests]
             beyond = spec.ahead - int(self.table.waiting.sum())
             room = min(sum(map(len, free)), max(0, -(-beyond // spec.samples)))
-            if len(self.queue) < min(room, spec.prefill_prompts):
-                self.take(min(room, spec.prefill_prompts) - len(self.queue))
             # Part of a batch only when there is no whole one to come, or the slots run dry.
             whole = min(spec.prefill_prompts, spec.shards * P)
             starving = self.table.waiting.sum() < spec.slots
+            if room < whole and not (starving or self.exhausted):
+                return state  # and no prompt is claimed that another process could draw
+            if len(self.queue) < min(room, spec.prefill_prompts):
+                self.take(min(room, spec.prefill_prompts) - len(self.queue))
             if not self.queue or room == 0:
                 return state
             if min(len(self.queue), room) < whole and not (starving or self.exhausted):

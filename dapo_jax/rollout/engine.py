@@ -157,7 +157,8 @@ class DecoderEngine(jetstream.Engine):
         )
 
     def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
-        """The prompt of the prefix into one slot; its sample number is the slot's.
+        """The prompt of the prefix into one slot; its sample number is the slot's. Not for a state
+        with prompts from `enqueue`: the pool is sized for the one or the other.
 
         Raises:
             UserError: there is no such slot; or the pool does not hold all of them at their

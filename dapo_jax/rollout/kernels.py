@@ -71,6 +71,8 @@ def _refusal(
     if kernel == "tpu" and cache_dtype == "int8":
         return "does not take config.rollout.cache_dtype 'int8': it has one scale for all tokens"
     if kernel == "tpu":
+        if c.num_kv_heads % heads_parts:
+            return None  # the mesh is refused for it
         heads, kv_heads = c.num_heads // heads_parts, c.num_kv_heads // heads_parts
         if (refused := _tpu_refusal(c, kv_heads)) is not None:
             return refused

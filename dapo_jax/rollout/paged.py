@@ -173,6 +173,8 @@ def decoding(
     page_B = jnp.where(writes_B, page_B, 0)
     offset_B = lengths_B % A
     tiles = Tiles.of(table_BP, jnp.where(writes_B, lengths_B + 1, 0), A, tile)
+    # A slot that is empty is not read as far as its last sequence went. Kernels want one token.
+    seen_B = jnp.where(writes_B, lengths_B + 1, 1)
 
     def attend(
         layer: jax.Array | int,
@@ -192,16 +194,14 @@ def decoding(
             new = jnp.stack(kept, axis=2).reshape(B, -1, H)
             cache = (cache[0].at[layer, page_B, offset_B].set(new),)
             out_BNH = kernels.tpu_attention(
-                q[:, 0], everywhere(cache[0]), own_BP, lengths_B + 1, window, layout.heads_axis
+                q[:, 0], everywhere(cache[0]), own_BP, seen_B, window, layout.heads_axis
             )
             return out_BNH[:, None], cache
         at = (layer, page_B[:, None], jnp.arange(K)[None], offset_B[:, None])
         cache = tuple(x.at[at].set(new) for x, new in zip(cache, kept))
         if layout.kernel == "gpu":
             pages = tuple(map(everywhere, cache))
-            out_BNH = kernels.gpu_attention(
-                q[:, 0], pages, own_BP, lengths_B + 1, layout.heads_axis
-            )
+            out_BNH = kernels.gpu_attention(q[:, 0], pages, own_BP, seen_B, layout.heads_axis)
             return out_BNH[:, None], cache
         q_BKGH = q.reshape(B, K, -1, H)
         out_BKGH, cache = tiles.attend(layer, q_BKGH, cache, layout.read, window)

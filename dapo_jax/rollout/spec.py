@@ -49,9 +49,10 @@ class EngineSpec:
     @property
     def entries(self) -> int:
         """Of one shard: a batch of prompts beyond the slots, of which each may hold the last sample
-        of a prompt of its own. With fewer, slots are empty because stragglers keep all entries."""
+        of a prompt of its own; two where a prompt is one sample, see `ahead`. With fewer, slots are
+        empty because stragglers keep all entries."""
         B, P = self.slots // self.shards, self.prefill_prompts // self.shards
-        return B + P + B * self.continued
+        return B + P + P // self.samples + B * self.continued
 
     @property
     def ahead(self) -> int:
