@@ -26,6 +26,8 @@ class StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self.received is not None and self.them.count > 1:
+            return  # a process that stops with others may be sent it while they take leave
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
