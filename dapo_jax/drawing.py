@@ -6,13 +6,13 @@ from typing import Any
 
 import jax
 
-from dapo_jax import model
 from dapo_jax.board import LOOK_SECONDS
 from dapo_jax.dynamic_sampling import Stream
 from dapo_jax.partial_rollouts import Partial
 from dapo_jax.progress import Progress
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout import scheduler
+from dapo_jax.rollout.programs import Loaded
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.scoring import Grouping, Scoring
 from dapo_jax.trainer import Trainer
@@ -35,7 +35,7 @@ class Drawing:
         self,
         trainer: Trainer,
         pool: RewardPool,
-        params: model.Params,
+        params: Loaded,
         *,
         key: jax.Array,
         step: int,

@@ -6,11 +6,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from dapo_jax import estimators, model
+from dapo_jax import estimators
 from dapo_jax.reward import Rubric
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.programs import Loaded
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.scoring import Scoring
 from dapo_jax.teams import ALONE, Team
@@ -21,7 +22,7 @@ from dapo_jax.watchdog import UNWATCHED, Watchdog
 
 def evaluate(
     engine: DecoderEngine,
-    params: model.Params,
+    params: Loaded,
     problems: Sequence[Problem],
     detokenize: scheduler.Detokenize,
     pool: RewardPool,

@@ -153,12 +153,12 @@ def evaluate_model(config: Config, request: Request) -> int | None:
             for name in chosen:
                 of_benchmark = [problem for problem in found if problem.source == name]
                 watch.moved(f"{name}: the device")
-                draw = _drawing(
-                    config, request, mesh, tokenizer, params, of_benchmark, signals, watch
-                )
+                # No name for what draws: it holds a copy of layers, which the next has too.
                 results[name] = benchmarks.run(
                     Benchmark(name, of_benchmark, rubrics[name]),
-                    draw,
+                    _drawing(
+                        config, request, mesh, tokenizer, params, of_benchmark, signals, watch
+                    ),
                     pool,
                     output,
                     num_samples=request.num_samples,
@@ -196,14 +196,14 @@ def _drawing(
         tokenizer,
         max_prompt_tokens=_padded(longest),
     )
-    params = engine.load_params(params)
+    loaded = engine.load_params(params)
     name = problems[0].source
     key = jax.random.fold_in(jax.random.key(request.seed), zlib.crc32(name.encode()))
 
     def draw(left: Sequence[Problem], finished: benchmarks.Finished) -> None:
         scheduler.generate(
             engine,
-            params,
+            loaded,
             left,
             lambda tokens: tokenizer.batch_decode(tokens, skip_special_tokens=True),
             num_samples=request.num_samples,

@@ -124,12 +124,11 @@ def param_axes(config: ModelConfig) -> Params:
     return nnx.to_pure_dict(axes)
 
 
-def unstacked(params: Params) -> Params:
-    """The parameters with a tuple of layers in the place of stacked ones: `hidden_states` then
-    writes the layers out one after another instead of scanning over them."""
-    stacked = params["layers"]
-    num = len(next(iter(stacked.values())))
-    return params | {"layers": tuple({n: x[i] for n, x in stacked.items()} for i in range(num))}
+def unstacked(layers: Params) -> tuple[Params, ...]:
+    """Stacked layers one by one. With these in their place `hidden_states` writes the layers out
+    one after another instead of scanning over them."""
+    num = len(next(iter(layers.values())))
+    return tuple({n: x[i] for n, x in layers.items()} for i in range(num))
 
 
 def hidden_states(
@@ -145,7 +144,7 @@ def hidden_states(
     """Final hidden states [B, T, D] in the compute dtype, and the cache as `attend` left it.
 
     Args:
-        params: from `init_params` or a checkpoint; or `unstacked`.
+        params: from `init_params` or a checkpoint; their layers may be `unstacked`.
         tokens_BT: int32 token ids.
         positions_BT: int32 positions, restarting at 0 in each packed segment.
         attend: how queries find keys: see `dapo_jax.attention`.

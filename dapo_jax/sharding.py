@@ -315,10 +315,19 @@ def copied_bytes(arrays: Any, of: Any) -> int:
         own, others = (a.sharding.addressable_devices_indices_map(a.shape) for a in (x, y))
         if x.dtype == y.dtype and all(others.get(d) == index for d, index in own.items()):
             return 0
+        return local_bytes(x)
+
+    return sum(jax.tree.leaves(jax.tree.map(size, arrays, of)))
+
+
+def local_bytes(arrays: Any) -> int:
+    """Bytes of arrays on the devices of this process."""
+
+    def size(x: jax.Array) -> int:
         size_of_each = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         return len(x.sharding.addressable_devices) * size_of_each
 
-    return sum(jax.tree.leaves(jax.tree.map(size, arrays, of)))
+    return sum(map(size, jax.tree.leaves(arrays)))
 
 
 def own_mesh(mesh: Mesh) -> Mesh:

@@ -34,7 +34,6 @@ from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.run_directory import RunDirectory
 from dapo_jax.samples import adapted_kl_coefficient, shaped_rewards
-from dapo_jax.sharding import copied_bytes
 from dapo_jax.stop_signals import StopSignals
 from dapo_jax.trainer import Trainer
 from dapo_jax.types import Group, RunError, StopRequested
@@ -251,7 +250,7 @@ class _Run:
         clock, replaced = drawing.clock, self.pool.replaced
         jax.block_until_ready(drawing.params)
         clock["weights"] = time.monotonic() - begun
-        copied = copied_bytes(drawing.params, self.state.policy.params)
+        copied = drawing.params.copied_bytes(self.state.policy.params)
         d = config.dynamic_sampling
         if d.enabled and d.surplus == "return":
             batch, sampling = stream_batch(

@@ -87,14 +87,14 @@ def test_the_engines_logits_are_those_of_transformers(tmp_path, family, prompt):
         page_tokens=8,
     )
     engine = DecoderEngine(spec, make_mesh(config, 1))
-    params = engine.load_params(params)
+    loaded = engine.load_params(params)
     tokens = golden.tokens_T[:prompt].tolist()
-    prefix = engine.prefill(params=params, padded_tokens=np.array(tokens), true_length=prompt)
+    prefix = engine.prefill(params=loaded, padded_tokens=np.array(tokens), true_length=prompt)
     state = engine.insert(prefix, engine.init_decode_state(), slot=1)
     logits = lambda: np.asarray(state.hidden_BD[0, 1] @ model.unembedding(params).T)
     found = [logits()]
     while len(tokens) < T:
-        state, results = engine.generate(params, state)
+        state, results = engine.generate(loaded, state)
         tokens.append(int(results.convert_to_numpy().get_result_at_slot(1).tokens[0, 0]))
         assert tokens[-1] == np.argmax(found[-1])
         found.append(logits())

@@ -54,12 +54,12 @@ def test_a_process_of_several_draws_from_the_trainers_own_arrays():
         config, own.shape, config.data.max_prompt_tokens, (1,), platform="cpu", run_sizes=mesh.shape
     )
     params = initial_params(config.model, config.mesh, mesh, seed=0)
-    loaded = DecoderEngine(spec, own, mesh).load_params(params)
+    loaded = DecoderEngine(spec, own, mesh).load_params(params).prefill
     assert buffers(loaded, params) == set() and copied_bytes(loaded, params) == 0
     assert jax.tree.leaves(loaded)[0].sharding.mesh.size == 4
     halved = tiny_config(**ONE | {"mesh__data": 8, "model__compute_dtype": "bfloat16"})
     spec = dataclasses.replace(spec, model=halved.model)
-    loaded = DecoderEngine(spec, own, mesh).load_params(params)
+    loaded = DecoderEngine(spec, own, mesh).load_params(params).prefill
     assert copied_bytes(loaded, params) > 0 and buffers(loaded, params)
 
 
@@ -101,7 +101,7 @@ def test_what_is_held_is_what_there_is(changes):
     spec = engine_spec(config, drawn_on.shape, config.data.max_prompt_tokens, (1,), platform="cpu")
     engine = DecoderEngine(spec, drawn_on, mesh)
     assert found.drawing["KV cache"] == bytes_of(engine.init_decode_state().pool)
-    loaded = engine.load_params(params)
+    loaded = engine.load_params(params).prefill
     assert found.drawing.get("parameters as drawn from", 0) == copied_bytes(loaded, params) / 8
     assert buffers(loaded, params) == set() or "parameters as drawn from" in found.drawing
     assert found.updating["gradients"] == bytes_of(params), "both are float32"

@@ -343,10 +343,11 @@ def test_decoding_with_the_tpus_kernel_is_lowered_on_every_mesh(mesh, monkeypatc
     config = dataclasses.replace(CONFIG, mesh=layout)
     programs = DecoderEngine(spec, make_mesh(config, math.prod(mesh.values())))._programs
     params = jax.eval_shape(lambda p: rollout_dtypes(p, jnp.bfloat16), model.param_shapes(c))
+    params = programs.for_decoding(params, lambda x: jax.eval_shape(model.unstacked, x))
     params, state = (
         jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), *given)
         for given in (
-            (params, programs.params_at),
+            (params, programs.decode_params_at),
             (jax.eval_shape(programs.init), programs.state_at),
         )
     )

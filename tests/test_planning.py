@@ -522,8 +522,9 @@ def test_a_copy_for_rollouts_that_is_the_policy_is_no_copy():
         found = programs.programs(config, make_mesh(config.mesh))
         return [set(found[name].held) for name in ("train", "decode")]
 
-    assert held() == [set(), {"optimiser"}]
-    assert held(compute_dtype="bfloat16") == [set(), {"policy with optimiser"}]
+    again = "layers of the other"  # on CPUs prefill and decoding have theirs
+    assert held() == [set(), {"optimiser", again}]
+    assert held(compute_dtype="bfloat16") == [set(), {"policy with optimiser", again}]
     spread = programs.programs(CONFIG, make_mesh(CONFIG.mesh))["decode"].held
     assert "policy with optimiser" in spread, "gathered over fsdp"
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax import attention, log_probs
+from dapo_jax import attention, log_probs, model
 from dapo_jax.compilations import CompilationCounter
 from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.sampling import SamplingParams, _invert, sample, truncate
-from dapo_jax.sharding import initial_params
+from dapo_jax.sharding import copied_bytes, initial_params
 from dapo_jax.types import Problem, UserError
 from tests.engines import CONFIG, EOS, KEY, complete, make_engine, make_problems, tokens_of
 from tests.helpers import Sample, make_params, replace_model, rows_of
@@ -60,10 +60,11 @@ def test_what_cannot_be_drawn_is_refused(params, length, changes, message):
 
 def test_what_jetstreams_calls_cannot_do_is_refused(params):
     engine = make_engine(page_tokens=4, num_pages=225)  # 16 slots of 14 pages, and page 0
+    loaded = engine.load_params(params)
     for tokens, length in ((25, 25), (5, 0), (5, 6)):
         with pytest.raises(UserError, match=rf"true_length \({length}\) .* max_prefill_length"):
-            engine.prefill(params=params, padded_tokens=np.full(tokens, 3), true_length=length)
-    prefix = engine.prefill(params=params, padded_tokens=np.full(5, 3), true_length=5)
+            engine.prefill(params=loaded, padded_tokens=np.full(tokens, 3), true_length=length)
+    prefix = engine.prefill(params=loaded, padded_tokens=np.full(5, 3), true_length=5)
     state = engine.insert(prefix, engine.init_decode_state(), slot=15)
     for slot in (-1, 16):
         with pytest.raises(UserError, match=rf"slot \({slot}\) must be from 0 to 15"):
@@ -147,10 +148,30 @@ def test_weights_stay_where_they_are_or_come_by_one_program(monkeypatch, dtype, 
 
     monkeypatch.setattr(jax, "device_put", checked)
     pointers = lambda x: [part.data.unsafe_buffer_pointer() for part in x.addressable_shards]
-    for before, after in zip(*map(jax.tree.leaves, (params, engine.load_params(params)))):
+    loaded = engine.load_params(params)
+    for before, after in zip(*map(jax.tree.leaves, (params, loaded.prefill)), strict=True):
         np.testing.assert_array_equal(np.asarray(after), np.asarray(before.astype(after.dtype)))
         if "data" in mesh:
             assert pointers(before) == pointers(after)
+    stacked = loaded.prefill["layers"]
+    for i, layer in enumerate(loaded.decode["layers"]):
+        for name, x in layer.items():
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(stacked[name][i]))
+    assert loaded.decode["embed"] is loaded.prefill["embed"]
+    layers = 2 * sum(x.nbytes for x in jax.tree.leaves(stacked))
+    of_prefill = copied_bytes(loaded.prefill, params)
+    assert loaded.copied_bytes(params) == of_prefill + layers
+    assert (of_prefill == 0) == ("data" in mesh)
+
+
+def test_a_call_copies_no_weights():
+    """Layers written out are taken out of the stacked ones when parameters are loaded, not at every
+    call of decode: with a batch of 1 that would be most of what it reads."""
+    engine = make_engine(model=dict(ff_width=4096), slots=1, prefill=1)
+    shapes = model.param_shapes(engine.spec.model)
+    compiled = engine.lower(shapes, "decode", engine.spec.params.mode).compile()
+    matrix = shapes["layers"]["gate"].size * 4 // engine.spec.model.num_layers
+    assert compiled.memory_analysis().temp_size_in_bytes < matrix
 
 
 def test_finish_reasons(params, problems):

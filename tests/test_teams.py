@@ -161,7 +161,9 @@ def test_parameters_come_to_those_that_draw_together_as_they_are(sizes, together
     loaded = engine.load_params(params)
     at = param_shardings(config.model, rollout_layout(config.mesh), drawn_on)
     wanted = rollout_dtypes(params, jnp.dtype(dtype))
-    for ours, theirs, sharding in zip(*map(jax.tree.leaves, (loaded, wanted, at)), strict=True):
+    for ours, theirs, sharding in zip(
+        *map(jax.tree.leaves, (loaded.prefill, wanted, at)), strict=True
+    ):
         assert ours.dtype == theirs.dtype and ours.sharding.is_equivalent_to(sharding, ours.ndim)
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 

@@ -75,7 +75,13 @@ def bench_rollout(shape: Shape) -> dict[str, Any]:
         matmul_tokens_per_second(c, shape, spec.slots)
         if on_cpu
         else memory_tokens_per_second(
-            c, params, lengths, shape.prompt_len, spec.slots, devices=mesh.size, shards=spec.shards
+            c,
+            params.decode,
+            lengths,
+            shape.prompt_len,
+            spec.slots,
+            devices=mesh.size,
+            shards=spec.shards,
         )
     )
     return {

@@ -118,9 +118,12 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
     )
     # Where they are the policy's own they are not copied, and rollouts run beside the optimiser.
     shared = c.param_dtype == c.compute_dtype and all(jax.tree.leaves(same))
-    rolling, moments = (), {}
+    rolling: tuple[str, ...] = ()
+    moments: dict[str, int] = {}
     if shared:
         rolling, moments = ("policy with optimiser",), {"optimiser": policy - parameters}
+    again = device_bytes(rolled["layers"], rolled_at["layers"]) if engine.copies_layers else 0
+    layers = {"layers of the other": again} if again else {}  # of decode and prefill
     if _needs_reference(config):
         held["reference"] = parameters
     values: Any = None
@@ -157,6 +160,7 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
             copy + pool,
             *rolling,
             **moments,
+            **layers,
         ),
         "prefill": program(
             lambda: engine.lower(rolled, "prefill", spec.params.mode),
@@ -164,6 +168,7 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
             copy,
             *rolling,
             **moments,
+            **layers,
             cache=pool,
         ),
     }

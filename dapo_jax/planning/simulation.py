@@ -22,6 +22,7 @@ from dapo_jax.planning.virtual import Clock, Costs, VirtualEngine, VirtualPool, 
 from dapo_jax.planning.workload import Workload
 from dapo_jax.reward import Rubric
 from dapo_jax.rollout import scheduler
+from dapo_jax.rollout.programs import Loaded
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.scoring import Grouping, Scoring
@@ -169,7 +170,7 @@ class Host:
             return stream.full
 
         run = scheduler.Run(
-            engine, {}, stream.problems(self._take), detokenize, group_size,
+            engine, Loaded({}, {}), stream.problems(self._take), detokenize, group_size,
             jax.random.key(0), None, None,
         )  # fmt: skip
         run.finished = ended

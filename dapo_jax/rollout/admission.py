@@ -10,9 +10,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from dapo_jax import model
 from dapo_jax.partial_rollouts import Visit
 from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.programs import Loaded
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.rollout.slots import Arrivals, DecodeState
 from dapo_jax.rollout.spec import EngineSpec
@@ -206,7 +206,7 @@ class Admission:
             )
         return limit
 
-    def admit(self, params: model.Params, state: DecodeState, *, unread: bool) -> DecodeState:
+    def admit(self, params: Loaded, state: DecodeState, *, unread: bool) -> DecodeState:
         """The state with prompts prefilled for the entries that are free, a batch at a time.
 
         Args:
@@ -287,7 +287,7 @@ class Admission:
         return self.free[r] - unread * self.pages_a_call >= need + reserve
 
     def _hand_over(
-        self, params: model.Params, state: DecodeState, batch: list[tuple[int, int, Request]]
+        self, params: Loaded, state: DecodeState, batch: list[tuple[int, int, Request]]
     ) -> DecodeState:
         spec = self.engine.spec
         R, P = spec.shards, spec.prefill_prompts // spec.shards

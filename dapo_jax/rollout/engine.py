@@ -8,6 +8,7 @@ that become free to samples that wait (see `slots`). JetStream's own `prefill`, 
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,7 +20,7 @@ from jax.sharding import Mesh
 
 from dapo_jax import model
 from dapo_jax.rollout import jetstream
-from dapo_jax.rollout.programs import Programs
+from dapo_jax.rollout.programs import Loaded, Programs
 from dapo_jax.rollout.sampling import Mode, SamplingParams
 from dapo_jax.rollout.slots import Arrivals, DecodeState
 from dapo_jax.rollout.spec import EngineSpec, Prefix, Step, halvings
@@ -65,33 +66,29 @@ class DecoderEngine(jetstream.Engine):
 
     def prefill_many(
         self,
-        params: model.Params,
+        params: Loaded,
         tokens_RPT: np.ndarray,
         length_RP: np.ndarray,
         key_RP2: Any,
     ) -> Prefix:
         """Keys, values and last hidden states of prompts padded on the right to whole pages."""
         p = self._programs
-        return p.prefill(params, *p.put((tokens_RPT, length_RP, key_RP2)))
+        return p.prefill(params.prefill, *p.put((tokens_RPT, length_RP, key_RP2)))
 
     def enqueue(self, state: DecodeState, prefix: Prefix, arrivals: Arrivals) -> DecodeState:
         """The state with prompts whose samples wait for slots; every array of `arrivals` has a
         leading axis for the shards. The state is donated."""
         return self._programs.enqueue(state, prefix, self._programs.put(arrivals))
 
-    def decode(
-        self, params: model.Params, state: DecodeState, mode: Mode
-    ) -> tuple[DecodeState, Step]:
+    def decode(self, params: Loaded, state: DecodeState, mode: Mode) -> tuple[DecodeState, Step]:
         """Up to `decode_steps` tokens in every slot; the state is donated.
 
         Args:
             mode: what the requests need, see `sampling`.
         """
-        return self._programs.decode(mode, self.spec.decode_steps)(params, state)
+        return self._programs.decode(mode, self.spec.decode_steps)(params.decode, state)
 
-    def warm_up(
-        self, params: model.Params, modes: Iterable[Mode], *, cancels: bool = False
-    ) -> None:
+    def warm_up(self, params: Loaded, modes: Iterable[Mode], *, cancels: bool = False) -> None:
         """Compiles all that requests of these modes can need, whatever their lengths.
 
         Args:
@@ -127,7 +124,7 @@ class DecoderEngine(jetstream.Engine):
     def prefill(
         self,
         *,
-        params: model.Params,
+        params: Loaded,
         existing_prefix: Prefix | None = None,
         padded_tokens: Any,
         true_length: int,
@@ -175,12 +172,10 @@ class DecoderEngine(jetstream.Engine):
             )
         return self._programs.place(decode_state, prefix, np.int32(slot))
 
-    def generate(
-        self, params: model.Params, decode_state: DecodeState
-    ) -> tuple[DecodeState, Results]:
+    def generate(self, params: Loaded, decode_state: DecodeState) -> tuple[DecodeState, Results]:
         """One more token in every slot; the state is donated. Invalid where a slot is empty."""
         one = self._programs.one(self.spec.params.mode)
-        state, data, log_prob = one(params, decode_state)
+        state, data, log_prob = one(params.decode, decode_state)
         return state, Results(
             data=data,
             tokens_idx=(0, 1),
@@ -190,14 +185,20 @@ class DecoderEngine(jetstream.Engine):
             log_prob=log_prob,
         )
 
+    @property
+    def copies_layers(self) -> bool:
+        """Whether `load_params` has the layers once more, for decoding alone."""
+        return self._programs.unroll
+
     def init_decode_state(self) -> DecodeState:
         """All slots empty."""
         return self._programs.init()
 
-    def load_params(self, params: model.Params) -> model.Params:
-        """The parameters as decoding reads them: split over the tensor axis only, matrices in the
-        compute dtype. Where that is how they are, they are shared and nothing is copied; of several
-        processes each gets all of them, or its part of a team's."""
+    def load_params(self, params: model.Params) -> Loaded:
+        """The parameters as rollouts read them: split over the tensor axis only, matrices in the
+        compute dtype. Where that is how they are, they are shared and nothing is copied but the
+        layers for decoding on CPUs; of several processes each gets all of them, or its part of a
+        team's."""
         return self._programs.load(params)
 
     def lower(self, params: model.Params, program: str, mode: Mode) -> Any:
@@ -210,10 +211,12 @@ class DecoderEngine(jetstream.Engine):
         sharded = lambda shapes, at: jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, at
         )
-        params = sharded(params, p.params_at)
         if program == "decode":
+            one_by_one = functools.partial(jax.eval_shape, model.unstacked)
+            params = sharded(p.for_decoding(params, one_by_one), p.decode_params_at)
             state = sharded(jax.eval_shape(p.init), p.state_at)
             return p.decode(mode, spec.decode_steps).lower(params, state)
+        params = sharded(params, p.params_at)
         R, P = spec.shards, spec.prefill_prompts // spec.shards
         T = next(n for n in self.prompt_pages if n * spec.page_tokens >= spec.max_prompt_tokens)
         rows = lambda *shape: jax.ShapeDtypeStruct((R, P, *shape), jnp.int32)

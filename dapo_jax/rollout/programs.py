@@ -6,7 +6,8 @@ decodes by itself; the tensor axis splits heads within a shard.
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,8 @@ from dapo_jax.rollout.spec import NOT_FINITE, OVER, VALID, EngineSpec, Prefix, S
 from dapo_jax.rollout.tiles import tile_on
 from dapo_jax.sharding import (
     BATCH_AXES,
+    copied_bytes,
+    local_bytes,
     own_part,
     param_shardings,
     replicated,
@@ -32,6 +35,20 @@ from dapo_jax.sharding import (
 )
 
 UNROLLED_LAYERS = 32  # at most, on CPUs: there a scan copies each layer's weights at each token
+
+
+class Loaded(NamedTuple):
+    """The parameters as the programs read them."""
+
+    prefill: model.Params
+    # The same; or, where decoding writes the layers out, with a copy of these one by one: taken out
+    # of the stacked ones they would be copied at every call.
+    decode: model.Params
+
+    def copied_bytes(self, of: model.Params) -> int:
+        """Bytes on the devices of this process that are not the trainer's own parameters."""
+        layers = 0 if self.decode is self.prefill else local_bytes(self.decode["layers"])
+        return copied_bytes(self.prefill, of) + layers
 
 
 def rollout_layout(layout: MeshConfig) -> MeshConfig:
@@ -52,6 +69,10 @@ class Programs:
         self.tile = tile_on(platform)
         self.unroll = platform == "cpu" and c.num_layers <= UNROLLED_LAYERS
         self.params_at = param_shardings(c, rollout_layout(spec.layout), mesh)
+        of_one = lambda at: NamedSharding(mesh, PartitionSpec(*at.spec[1:]))
+        apart_at = (jax.tree.map(of_one, self.params_at["layers"]),) * c.num_layers
+        self.decode_params_at = self.for_decoding(self.params_at, lambda _: apart_at)
+        self.one_by_one = jax.jit(model.unstacked, out_shardings=apart_at)
         kv = dict(spec.layout.rules)["kv_heads"]
         batch = PartitionSpec(BATCH_AXES)
         self.rows_at = NamedSharding(mesh, batch)
@@ -142,7 +163,7 @@ class Programs:
         return jax.jit(
             decode,
             donate_argnums=1,
-            in_shardings=(self.params_at, self.state_at),
+            in_shardings=(self.decode_params_at, self.state_at),
             out_shardings=(self.state_at, self.rows_at),
         )
 
@@ -159,11 +180,11 @@ class Programs:
         return jax.jit(
             one,
             donate_argnums=1,
-            in_shardings=(self.params_at, self.state_at),
+            in_shardings=(self.decode_params_at, self.state_at),
             out_shardings=(self.state_at, self.everywhere, self.everywhere),
         )
 
-    def load(self, params: model.Params) -> model.Params:
+    def load(self, params: model.Params) -> Loaded:
         """See `DecoderEngine.load_params`."""
         c = self.spec.model
         there = jax.tree.map(
@@ -174,8 +195,18 @@ class Programs:
         if c.compute_dtype != c.param_dtype or not jax.tree.all(there):
             params = self.to_rollout(params)
         if self.elsewhere:
-            return own_part(params, self.params_at)
-        return jax.device_put(params, self.params_at)
+            params = own_part(params, self.params_at)
+        else:
+            params = jax.device_put(params, self.params_at)
+        return Loaded(params, self.for_decoding(params, self.one_by_one))
+
+    def for_decoding(self, params: Any, one_by_one: Callable[[Any], Any]) -> Any:
+        """The parameters, or what there is of each, as `decode` takes them.
+
+        Args:
+            one_by_one: of what there is of stacked layers, what there is of each.
+        """
+        return params | {"layers": one_by_one(params["layers"])} if self.unroll else params
 
     def _pool_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         return self.spec.pool_layout.pool(self.spec.model, self.spec.shard_pages)
@@ -272,7 +303,6 @@ class Programs:
         # other for ever on virtual CPU devices.
         together = spec.shards > 1 and self.mesh.shape["tensor"] > 1
         unembed_VD = model.unembedding(params)
-        params = model.unstacked(params) if self.unroll else params
         integer = jnp.zeros((steps, B), jnp.int32)
         real = jnp.zeros((steps, B), jnp.float32)
         empty = Step(

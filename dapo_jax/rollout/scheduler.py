@@ -12,10 +12,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from dapo_jax import model
 from dapo_jax.partial_rollouts import Partial
 from dapo_jax.rollout.admission import Admission, Request, Sample, Table
 from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.programs import Loaded
 from dapo_jax.rollout.sampling import Mode, SamplingParams
 from dapo_jax.rollout.slots import DecodeState
 from dapo_jax.rollout.spec import NOT_FINITE, OVER, VALID, Step
@@ -49,7 +49,7 @@ class RolloutStats(NamedTuple):
 
 def generate(
     engine: DecoderEngine,
-    params: model.Params,
+    params: Loaded,
     problems: Iterable[Problem | None],
     detokenize: Detokenize,
     *,
@@ -126,7 +126,7 @@ class Run:
     def __init__(
         self,
         engine: DecoderEngine,
-        params: model.Params,
+        params: Loaded,
         problems: Iterator[Problem | None],
         detokenize: Detokenize,
         num_samples: int,
