@@ -522,7 +522,7 @@ def test_a_copy_for_rollouts_that_is_the_policy_is_no_copy():
         found = programs.programs(config, make_mesh(config.mesh))
         return [set(found[name].held) for name in ("train", "decode")]
 
-    again = "layers of the other"  # on CPUs prefill and decoding have theirs
+    again = "layers for prefill"  # on CPUs it and decoding have their own
     assert held() == [set(), {"optimiser", again}]
     assert held(compute_dtype="bfloat16") == [set(), {"policy with optimiser", again}]
     spread = programs.programs(CONFIG, make_mesh(CONFIG.mesh))["decode"].held

@@ -123,7 +123,7 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
     if shared:
         rolling, moments = ("policy with optimiser",), {"optimiser": policy - parameters}
     again = device_bytes(rolled["layers"], rolled_at["layers"]) if engine.copies_layers else 0
-    layers = {"layers of the other": again} if again else {}  # of decode and prefill
+    layers_for = lambda other: {f"layers for {other}": again} if again else {}
     if _needs_reference(config):
         held["reference"] = parameters
     values: Any = None
@@ -160,7 +160,7 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
             copy + pool,
             *rolling,
             **moments,
-            **layers,
+            **layers_for("prefill"),
         ),
         "prefill": program(
             lambda: engine.lower(rolled, "prefill", spec.params.mode),
@@ -168,7 +168,7 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
             copy,
             *rolling,
             **moments,
-            **layers,
+            **layers_for("decode"),
             cache=pool,
         ),
     }
