@@ -61,6 +61,12 @@ class Layout(NamedTuple):
             return k, v, k_scale, v_scale
         return k.astype(self.dtype), v.astype(self.dtype)
 
+    def unscaled(self, kept: Arrays) -> Arrays:
+        """Keys and values in the dtype that the model computes in; and if int8, which that holds
+        exactly, what they are to be multiplied by."""
+        k, v, *scales = kept
+        return k.astype(self.dtype), v.astype(self.dtype), *scales
+
     def read(self, kept: Arrays) -> tuple[jax.Array, jax.Array]:
         """Keys and values as the model computes with them, from `keep`."""
         k, v, *scales = kept
@@ -204,7 +210,7 @@ def decoding(
             out_BNH = kernels.gpu_attention(q[:, 0], pages, own_BP, seen_B, layout.heads_axis)
             return out_BNH[:, None], cache
         q_BKGH = q.reshape(B, K, -1, H)
-        out_BKGH, cache = tiles.attend(layer, q_BKGH, cache, layout.read, window)
+        out_BKGH, cache = tiles.attend(layer, q_BKGH, cache, layout.unscaled, window)
         return out_BKGH.reshape(q.shape), cache
 
     return sound(attend)

@@ -68,7 +68,7 @@ class Tiles(NamedTuple):
         layer: jax.Array | int,
         q_BKGH: jax.Array,
         cache: Any,
-        read: Callable[[Any], tuple[jax.Array, jax.Array]],
+        read: Callable[[Any], tuple[jax.Array, ...]],
         window: jax.Array | int | None,
     ) -> tuple[jax.Array, Any]:
         """(what the last token of each sequence sees [B, K, G, H] in the dtype of the values, the
@@ -76,7 +76,8 @@ class Tiles(NamedTuple):
 
         Args:
             cache: arrays [L, pages, K, page, ...].
-            read: keys and values [..., K, page, H] from what is cached of them.
+            read: keys and values [..., K, page, H] from what is cached of them, and, if they are to
+                be multiplied by any, the scales of each [..., K, page].
             window: a token sees the last so many; None: all.
         """
         B, K, G, H = q_BKGH.shape
@@ -92,7 +93,8 @@ class Tiles(NamedTuple):
             column = (i - self.first_n[at]) * c
             own = lambda x: jax.lax.dynamic_slice_in_dim(x, at * n, n)
             page_nc = jax.lax.dynamic_slice_in_dim(own(self.table_SP), column, c, axis=1)
-            k, v = read(tuple(x[layer, page_nc] for x in cache))  # [n, c, K, A, H]
+            # [n, c, K, A, H], and scales [n, c, K, A]
+            k, v, *scales = read(tuple(x[layer, page_nc] for x in cache))
             position_cA = (column + jnp.arange(c)[:, None]) * A + jnp.arange(A)[None]
             back_ncA = own(self.length_S)[:, None, None] - 1 - position_cA[None]
             seen_ncA = back_ncA >= 0
@@ -101,11 +103,14 @@ class Tiles(NamedTuple):
             q, m, z, o = map(own, (q_SKGH, m_SKG, z_SKG, o_SKGH))
             # Page by page: products of one shape, which XLA's CPU backend runs as fast.
             s = jnp.einsum("nKGH,ncKAH->ncKGA", q, k, preferred_element_type=jnp.float32)
+            # Of scores and weights, which are fewer than what the scales are of.
+            s = s * scales[0][:, :, :, None] if scales else s
             s = jnp.where(seen_ncA[:, :, None, None], s * H**-0.5, BELOW_ALL)
             most = jnp.maximum(m, jnp.max(s, axis=(1, 4)))
             e = jnp.exp(s - most[:, None, :, :, None])
             less = jnp.exp(m - most)
             z = z * less + jnp.sum(jnp.sum(e, axis=4), axis=1)
+            e = e * scales[1][:, :, :, None] if scales else e
             seen = jnp.einsum(
                 "ncKGA,ncKAH->ncKGH", e.astype(dtype), v, preferred_element_type=jnp.float32
             )
