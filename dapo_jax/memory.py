@@ -1,6 +1,7 @@
 """What a run holds of a device's memory, by the shapes of its arrays alone.
 
-What the programs need beside it, activations above all, only a compiler knows: launch/plan.py.
+What the programs need beside it, activations above all, only a compiler knows: launch/plan.py. Not
+counted is what CPUs alone have, which do not say their memory: the layers once more, for decoding.
 """
 
 import dataclasses
