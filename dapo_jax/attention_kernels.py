@@ -1,9 +1,9 @@
 """Which program attends in training, and JAX's own kernels for packed rows.
 
-On TPU: splash attention (Pallas); it passes over blocks of keys that no query sees. On GPU: flash
-attention (Pallas, Triton), because it takes segment ids: cuDNN's, as `jax.nn` offers it, takes
-lengths only, and so one sequence a row. It has not been run on one. Elsewhere XLA, see
-`dapo_jax.attention`.
+On TPU: splash attention (Pallas); it passes over blocks of keys that no query sees, be it for their
+places or for their segments. On GPU: flash attention (Pallas, Triton), because it takes segment
+ids: cuDNN's, as `jax.nn` offers it, takes lengths only, and so one sequence a row. It has not been
+run on one. Elsewhere XLA, see `dapo_jax.attention`.
 
 A kernel is a program of one device: on a mesh each device attends with its own rows and heads, and
 to keys and values of whole rows where it has only part of their tokens.
@@ -172,7 +172,7 @@ def whole_rows(x_BT: jax.Array, parts: int) -> jax.Array:
     return row_order.to_rows(jax.lax.all_gather(x_BT, "context", axis=1, tiled=True), parts)
 
 
-def _splash_size(tokens: int) -> tuple[int, int]:
+def splash_size(tokens: int) -> tuple[int, int]:
     """(tokens, filled up to whole blocks; tokens of a block)."""
     whole = SPLASH_BLOCK if tokens >= SPLASH_BLOCK else LANES
     full = tokens + -tokens % whole
@@ -189,7 +189,7 @@ def _splash_kernels(choice: Choice, T: int, heads: int) -> tuple[Any, ...]:
     from jax.experimental.pallas.ops.tpu import splash_attention as library
 
     C = choice.context
-    (full, block), (full_kv, block_kv) = _splash_size(T // C), _splash_size(T)
+    (full, block), (full_kv, block_kv) = splash_size(T // C), splash_size(T)
     blocks: dict[str, Any] = {f"block_{name}": block for name in ("q", "q_dkv", "q_dq")}
     of_kv = ("kv", "kv_compute", "kv_dkv", "kv_dkv_compute", "kv_dq")
     blocks |= {f"block_{name}": block_kv for name in of_kv}
@@ -242,20 +242,85 @@ def _splash(
     _, T, _, H = q_BTNH.shape
     arrays = segments_BT, k_BTKH, v_BTKH
     segments_BS, k_BSKH, v_BSKH = (whole_rows(x, choice.context) for x in arrays)
-    (full, _), (full_kv, _) = _splash_size(T), _splash_size(segments_BS.shape[1])
+    (full, _), (full_kv, _) = splash_size(T), splash_size(segments_BS.shape[1])
     segments = library.SegmentIds(_filled(segments_BT, 1, full), _filled(segments_BS, 1, full_kv))
     fill = lambda x, full: _filled(_filled(x, 1, full), 3, LANES).swapaxes(1, 2)
     q_BNTH = fill((q_BTNH * H**-0.5).astype(q_BTNH.dtype), full)
     k_BKSH, v_BKSH = fill(k_BSKH, full_kv), fill(v_BSKH, full_kv)
-    by = [
-        lambda kernel=kernel: jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, segments)
-        for kernel in kernels
-    ]
-    if len(by) == 1:
-        out_BNTH = by[0]()
+
+    def by(kernel: Any) -> jax.Array:
+        row = lambda q, k, v, segments: _within_segments(kernel, segments)(q, k, v, segments)
+        return jax.vmap(row)(q_BNTH, k_BKSH, v_BKSH, segments)
+
+    if len(kernels) == 1:
+        out_BNTH = by(kernels[0])
     else:  # which layers slide is data to the scan over layers
-        out_BNTH = jax.lax.cond(window < NO_WINDOW, by[1], by[0])
+        whole, sliding = kernels
+        out_BNTH = jax.lax.cond(window < NO_WINDOW, lambda: by(sliding), lambda: by(whole))
     return out_BNTH[:, :, :T, :H].swapaxes(1, 2)
+
+
+def _within_segments(kernel: Any, segments: Any) -> Any:
+    """The kernel of one row, without the blocks in which no query has a key of its segment.
+
+    Which blocks are computed, and which is fetched meanwhile, are arrays to splash attention. It
+    fills them in from the mask alone, which is the same for every row; what lies between sequences
+    and padding are most of what is below the diagonal of a row of many. A block is taken to hold
+    all segments from its least to its largest: as they rise along a row no more than it holds.
+
+    Args:
+        segments: of queries [T] and of keys [S], the part of this device and the whole row.
+    """
+    sizes = kernel.kwargs["block_sizes"]
+    if len(segments.q) == sizes.block_q and len(segments.kv) == sizes.block_kv:
+        return kernel
+
+    def bounds(segments_T: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+        blocks = segments_T.reshape(-1, block)
+        none = jnp.iinfo(blocks.dtype).max  # padding; a block of nothing else meets no other
+        return jnp.where(blocks > 0, blocks, none).min(axis=1), blocks.max(axis=1)
+
+    least_Q, largest_Q = bounds(segments.q, sizes.block_q)
+    least_K, largest_K = bounds(segments.kv, sizes.block_kv)
+    near_QK = (least_Q[:, None] <= largest_K[None]) & (least_K[None] <= largest_Q[:, None])
+
+    def fewer(
+        info: Any, near: jax.Array, turned: Callable[[jax.Array], jax.Array], *, forward: bool
+    ) -> Any:
+        """Args: turned: to where the kernel goes along the second axis for each of the first."""
+        mask, blocks = turned(info.block_mask[0]), turned(info.data_next[0])
+        could = mask > 0
+        runs = could & jnp.take_along_axis(near, blocks.astype(jnp.int32), axis=1)
+        if forward:  # who attends to nothing would divide by zero: padding has its first block
+            runs |= could & ~runs.any(axis=1, keepdims=True) & (jnp.cumsum(could, axis=1) == 1)
+        # One that does not run names the next that does, which is fetched meanwhile.
+        at = jnp.where(runs, jnp.arange(runs.size).reshape(runs.shape), runs.size).reshape(-1)
+        next_run = jax.lax.cummin(at, reverse=True).reshape(runs.shape)
+        named = blocks.reshape(-1)[next_run % runs.size]
+        return info._replace(
+            block_mask=turned(jnp.where(runs, mask, 0))[None], data_next=turned(named)[None]
+        )
+
+    as_is, transposed = lambda x: x, lambda x: x.T
+    return type(kernel)(
+        fewer(kernel.fwd_mask_info, near_QK, as_is, forward=True),
+        fewer(kernel.dq_mask_info, near_QK, as_is, forward=False),
+        fewer(kernel.dkv_mask_info, near_QK.T, transposed, forward=False),
+        **kernel.kwargs,
+    )
+
+
+def splash_blocks(segments_BT: jax.Array) -> tuple[int, int]:
+    """(blocks that splash attention computes forward for a head of these rows on one device, those
+    at or below the diagonal), where no layer slides."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as library
+
+    B, T = segments_BT.shape
+    (kernel,) = _splash_kernels(Choice("splash"), T, 1)
+    segments_BS = _filled(segments_BT, 1, splash_size(T)[0])
+    own = jax.vmap(lambda x: _within_segments(kernel, library.SegmentIds(x, x)))(segments_BS)
+    count = lambda kernel: int(jnp.sum(kernel.fwd_mask_info.block_mask > 0))
+    return count(own), B * count(kernel)
 
 
 def _flash(

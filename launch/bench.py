@@ -28,7 +28,8 @@ step     a whole step, rollout and one update on packed rows: seconds, and secon
          --remat dots --runs 5
   --share_prompts                prompts stand once in a row for all of their responses there
 packing  nothing is run: how evenly attention over packed rows lies over devices, with the rows of
-         a mini-batch as first-fit-decreasing leaves them, and in the order that updates take
+         a mini-batch as first-fit-decreasing leaves them, and in the order that updates take; how
+         many blocks splash attention computes, whole rows have, and pairs of tokens attend
   --responses 512 --prompt_len 512 --row_len 22528 --lengths longtail|uniform
   --micro_batch 32 --shards 16   rows of a micro-batch, and devices that they lie over
 load     a made checkpoint onto virtual CPU devices, and onto one: seconds, and the memory that was

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax import attention, attention_kernels, model, row_order
@@ -276,6 +277,81 @@ def test_sliding_layers_of_rows_on_several_devices():
         here, there = found(attention.XLA, window), found(over, jnp.int32(window))
         for a, b in zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
+
+
+LONG = 768  # tokens of a row, in blocks of 128
+# Sequences that end within blocks and with one, of a token, within one block, and over several;
+# padding last: within a block, of three, and of all.
+LENGTHS = [[100, 1, 155, 60, 300, 122, 30], [1, 90, 231, 61, 7, 378], [768]]
+
+
+@pytest.fixture(scope="module")
+def long_segments():
+    of_row = lambda lengths: np.repeat([*range(1, len(lengths)), 0], lengths)
+    return np.array([of_row(lengths) for lengths in LENGTHS], np.int32)
+
+
+@pytest.mark.parametrize("context", [1, 2])  # blocks of the parts of 192 tokens lie over two
+@pytest.mark.parametrize("window", [None, 150])
+def test_rows_of_many_blocks(monkeypatch, long_segments, window, context):
+    """Rows with blocks of their own to pass over, as XLA attends."""
+    monkeypatch.setattr(attention_kernels, "SPLASH_BLOCK", 128)
+    rng = np.random.default_rng(0)
+    shapes = [(len(LENGTHS), LONG, heads, 8) for heads in (N, K, K, N)]
+    *inputs, weights = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+    real = jnp.asarray(long_segments > 0)
+    weights = jnp.where(real[:, :, None, None], weights, 0.0)
+
+    def found(choice):
+        def total(*inputs):
+            of_devices = lambda x: row_order.to_devices(x, choice.context)
+            attend = attention.packed(of_devices(jnp.asarray(long_segments)), choice)
+            out = attend(0, *map(of_devices, inputs), None, window)[0]
+            out = row_order.to_rows(out, choice.context)
+            return jnp.sum(weights * out), out
+
+        return jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(*inputs)
+
+    layout = layout_over(1, 1, context, 1)
+    (_, here), of_here = found(attention.XLA)
+    (_, there), of_there = found(
+        Choice("splash", window=window, every_layer=window is not None, layout=layout)
+    )
+    assert np.isfinite(there).all()
+    np.testing.assert_allclose(here[real], there[real], rtol=0, atol=2e-6)
+    for a, b in zip(of_here, of_there, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_blocks_between_sequences_are_passed_over(monkeypatch, long_segments, row, window):
+    """Those run that hold a pair which attends, and forward, where there is none, the first that
+    could; the others name the next that runs."""
+    monkeypatch.setattr(attention_kernels, "SPLASH_BLOCK", 128)
+    segments = jnp.asarray(long_segments[row])
+    choice = Choice("splash", window=window, every_layer=window is not None)
+    (of_any_row,) = attention_kernels._splash_kernels(choice, LONG, 1)
+    kernel = attention_kernels._within_segments(of_any_row, SegmentIds(segments, segments))
+    places = attention.Places(segments[None], jnp.arange(LONG)[None], None)
+    of_blocks = lambda pairs: pairs.reshape(6, 128, 6, 128).any(axis=(1, 3))  # queries, keys
+    pairs = np.asarray(attention.seen(places, places, window)[0])
+    blocks = of_blocks(pairs & (long_segments[row] > 0))
+    for name, turn in (("fwd", False), ("dq", False), ("dkv", True)):
+        static, info = (getattr(of, f"{name}_mask_info") for of in (of_any_row, kernel))
+        arrays = static.block_mask, static.data_next, info.block_mask, info.data_next
+        arrays = (np.asarray(x)[0].T if turn else np.asarray(x)[0] for x in arrays)
+        could, could_name, mask, named = arrays
+        run = {(int(i), int(named[i, j])) for i, j in np.argwhere(mask > 0)}
+        wanted = set(map(tuple, np.argwhere(blocks.T if turn else blocks).tolist()))
+        if name == "fwd":
+            for i in set(range(6)) - {i for i, _ in wanted}:
+                wanted.add((i, int(could_name[i, np.argmax(could[i] > 0)])))
+        assert run == wanted
+        at = np.searchsorted(np.flatnonzero(mask.reshape(-1) > 0), np.arange(mask.size))
+        later = np.append(named[mask > 0], could_name[0, 0])
+        np.testing.assert_array_equal(named.reshape(-1), later[at])
+    assert (np.asarray(of_any_row.fwd_mask_info.block_mask) > 0).sum() > blocks.sum()
 
 
 def layout_over(*sizes):

@@ -107,6 +107,8 @@ def test_packing_is_as_docs_update_says():
     found = bench_packing(shape)
     assert (found["rows"], found["padding_fraction"]) == (138, 0.0092)
     assert (found["imbalance_first_fit"], found["imbalance"]) == (1.585, 1.061)
+    assert (found["splash_blocks"], found["splash_blocks_of_whole_rows"]) == (69_023, 136_620)
+    assert 1 < found["splash_blocks"] * 512**2 / found["pairs_within_sequences"] < 1.12
     alone = bench_packing(shape._replace(lengths="uniform", micro_batch=16))
     assert alone["imbalance"] == alone["imbalance_first_fit"] == 1
 

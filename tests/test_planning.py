@@ -365,13 +365,13 @@ def test_training_needs_six_operations_a_parameter():
 @pytest.mark.parametrize(
     "remat, attention, passes",
     [
-        ("none", "splash", 3),
-        ("dots", "splash", 4),
-        ("dots_no_batch", "splash", 4),
-        ("attention_mlp", "splash", 3),
-        ("attention", "auto", 3),
-        ("attention", "flash", 4),
-        ("full", "splash", 4),
+        ("none", "splash", 4.5),
+        ("dots", "splash", 5.5),
+        ("dots_no_batch", "splash", 5.5),
+        ("attention_mlp", "splash", 4.5),
+        ("attention", "auto", 4.5),
+        ("attention", "flash", 5.5),
+        ("full", "splash", 5.5),
     ],
 )
 def test_a_kernel_runs_again_unless_remat_keeps_what_it_gives(remat, attention, passes):
@@ -379,12 +379,36 @@ def test_a_kernel_runs_again_unless_remat_keeps_what_it_gives(remat, attention, 
     config = dataclasses.replace(
         CONFIG, model=replace_model(CONFIG, remat=remat, attention=attention)
     )
-    of = lambda program: estimate._attention_flops(config, 100, program)
+    of = lambda program: estimate._kernel_flops(config, V5P, 100, program)
     assert of("train") == of("critic_train") == passes * of("old_logprobs")
 
 
-def test_kernels_attend_to_whole_rows_in_training():
-    """Every block below the diagonal, whatever sequences are in it: twice the row, twice that."""
+@pytest.mark.parametrize("length", [700, 1300, 2900, 8192])
+def test_blocks_that_sequences_touch_are_counted_in_training(length):
+    """As many as splash attention computes of a long row, to a twentieth."""
+    row = 8192 if length == 8192 else 512 * length  # as many sequences as begin in all ways
+    train = dataclasses.replace(CONFIG.train, row_tokens=row)
+    config = dataclasses.replace(CONFIG, train=train)
+    found = estimate._kernel_flops(config, V5P, length, "old_logprobs")
+    first, last = np.arange(0, row, length) // 512, np.arange(length - 1, row, length) // 512
+    # Blocks of queries and keys below the diagonal, from the first of the first sequence in them.
+    block = np.arange(row // 512)
+    pairs = np.sum(block - first[np.searchsorted(last, block)] + 1) * 512**2 / row
+    c = config.model
+    assert found == pytest.approx(4 * c.num_layers * c.num_heads * c.head_dim * pairs, rel=0.05)
+
+
+def test_flash_attention_computes_whole_rows():
+    of = lambda chip, length: estimate._kernel_flops(
+        dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, row_tokens=8192)),
+        chip, length, "old_logprobs",
+    )  # fmt: skip
+    h200 = chips.CHIPS["NVIDIA H200"]
+    assert of(h200, 100) == of(h200, 4000) > of(V5P, 4000) > of(V5P, 100)
+
+
+def test_kernels_are_counted_in_training():
+    """A row of one block is computed whole: twice the row, twice as much for a token."""
     numbers = {
         "flops": 0.0, "bytes_accessed": 0.0, "wire_bytes": 0.0, "trips": 1, "loops_counted": True,
         "uncounted_kernels": 3,

@@ -2,7 +2,10 @@
 
 from typing import Any, NamedTuple
 
-from dapo_jax import batching
+import jax.numpy as jnp
+import numpy as np
+
+from dapo_jax import attention_kernels, batching
 from dapo_jax.bench.shapes import Shape, check_lengths, draw_lengths
 from dapo_jax.types import UserError
 
@@ -36,8 +39,8 @@ class PackingShape(NamedTuple):
 
 
 def bench_packing(shape: PackingShape) -> dict[str, Any]:
-    """Rows, padding, and the attention of the costliest device over that of the mean one, before
-    and after the rows are put in order."""
+    """Rows, padding, the attention of the costliest device over that of the mean one, before and
+    after the rows are put in order, and how much of whole rows splash attention computes."""
     shape.check()
     drawn = Shape(
         layers=1, width=1, heads=1, kv_heads=1, d_ff=1, vocab=1, dtype="float32",
@@ -49,6 +52,11 @@ def bench_packing(shape: PackingShape) -> dict[str, Any]:
     cut = {"rows_per_micro_batch": shape.micro_batch, "shards": shape.shards}
     layout = batching.first_fit_decreasing(lengths, shape.row_len)
     in_order = batching.balanced(layout, lengths, **cut)
+    segments_BT = np.zeros((len(layout), shape.row_len), np.int32)
+    for segments_T, row in zip(segments_BT, layout, strict=True):
+        n = [lengths[i] for i in row]
+        segments_T[: sum(n)] = np.repeat(np.arange(len(n)) + 1, n)
+    computed, of_rows = attention_kernels.splash_blocks(jnp.asarray(segments_BT))
     places = batching.used_micro_batches(len(layout), shape.micro_batch) * shape.micro_batch
     return {
         "rows": len(layout),
@@ -57,5 +65,8 @@ def bench_packing(shape: PackingShape) -> dict[str, Any]:
         "padding_with_empty_rows": round(1 - sum(lengths) / (places * shape.row_len), 4),
         "imbalance_first_fit": round(batching.imbalance(layout, lengths, **cut), 3),
         "imbalance": round(batching.imbalance(in_order, lengths, **cut), 3),
+        "splash_blocks": computed,
+        "splash_blocks_of_whole_rows": of_rows,
+        "pairs_within_sequences": sum(n * (n + 1) // 2 for n in lengths),
         "shape": shape._asdict(),
     }

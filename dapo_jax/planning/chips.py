@@ -32,6 +32,7 @@ class Chip(NamedTuple):
     memory_rate: float | None  # bytes per second
     link_rate: float | None  # bytes per second
     source: str
+    platform: str = "tpu"
 
 
 # By the kind that a device says it is.
@@ -44,9 +45,11 @@ CHIPS = {
     "TPU v6 lite": Chip(
         "v6e", 31.24, 918e12, 1.638e12, 400e9, "docs.cloud.google.com/tpu/docs/v6e"
     ),
-    "NVIDIA H200": Chip("H200", None, 989e12, 4.8e12, 450e9, "nvidia.com/en-us/data-center/h200"),
+    "NVIDIA H200": Chip(
+        "H200", None, 989e12, 4.8e12, 450e9, "nvidia.com/en-us/data-center/h200", "gpu"
+    ),
     "NVIDIA H100 80GB HBM3": Chip(
-        "H100", None, 989e12, 3.35e12, 450e9, "nvidia.com/en-us/data-center/h100"
+        "H100", None, 989e12, 3.35e12, 450e9, "nvidia.com/en-us/data-center/h100", "gpu"
     ),
 }
 # libtpu knows more shapes; these are each maker's usual ones.
@@ -76,7 +79,7 @@ def target(topology: str) -> Target:
     if topology == LOCAL:
         devices = jax.devices()
         kind = devices[0].device_kind
-        chip = CHIPS.get(kind, Chip(kind, None, None, None, None, "not known"))
+        chip = CHIPS.get(kind, Chip(kind, None, None, None, None, "not known", devices[0].platform))
         return Target(devices, chip, _local_bytes(devices))
     devices = _devices(topology)
     kind = devices[0].device_kind

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dapo_jax import model
+from dapo_jax import attention_kernels, model
 from dapo_jax.batching import max_micro_batches
 from dapo_jax.config import Config, ModelConfig, RolloutConfig
 from dapo_jax.planning.chips import Chip
@@ -85,17 +85,34 @@ def model_flops(config: Config, sequence_tokens: float) -> float:
     return 6.0 * (products + attention)
 
 
-def _attention_flops(config: Config, sequence_tokens: float, program: str) -> float:
-    """Of causal attention for one token of a sequence, forward, and in an update also backward and,
-    unless remat keeps what a kernel gives, forward again: `dots` knows no kernels, and what flash
-    attention gives has no name to be kept by."""
-    c = config.model
-    forward = 2.0 * c.num_layers * c.num_heads * c.head_dim * sequence_tokens
+def _attention_flops(c: ModelConfig, sequence_tokens: float) -> float:
+    """Of causal attention for one token of a sequence, forward."""
+    return 2.0 * c.num_layers * c.num_heads * c.head_dim * sequence_tokens
+
+
+def _kernel_flops(config: Config, chip: Chip, sequence_tokens: float, program: str) -> float:
+    """Of a kernel's attention for one token of packed rows that are full of sequences of this many
+    tokens S: forward, in an update also backward (seven products to the two of forward, as queries'
+    gradients and those of keys each begin with the scores), and forward again unless remat keeps
+    what the kernel gives: `dots` knows no kernels, and what flash attention gives has no name to be
+    kept by.
+
+    Flash attention computes all blocks of a row below the diagonal. Splash attention does those
+    that a sequence touches, S / b + 1 of b tokens as sequences begin anywhere in one: so, a block
+    that two share counted once, S^2 / 2 + 3 S b / 2 pairs a sequence; and no more than a row.
+    """
+    c, row = config.model, config.train.row_tokens
+    kernel = c.attention if c.attention != "auto" else attention_kernels.KERNELS[chip.platform]
+    if kernel == "flash":
+        met = row + attention_kernels.FLASH_BLOCK
+    else:
+        full, block = attention_kernels.splash_size(row)
+        met = min(sequence_tokens + 3 * block, full + block)
     passes = 1.0
     if program in ("train", "critic_train"):
-        named = c.remat in ("attention", "attention_mlp") and c.attention != "flash"
-        passes = 3.0 if c.remat == "none" or named else 4.0
-    return passes * forward
+        named = c.remat in ("attention", "attention_mlp") and kernel != "flash"
+        passes = 1 + 3.5 + (0 if c.remat == "none" or named else 1)
+    return passes * _attention_flops(c, met)
 
 
 def decode_token(
@@ -112,7 +129,7 @@ def decode_token(
     """
     products = slots * model_flops(config, 0) / 3
     seen = 2 * cached_tokens / max(live, 1)  # causal attention sees half of a row on average
-    flops = products + live * _attention_flops(config, seen, "decode")
+    flops = products + live * _attention_flops(config.model, seen)
     read = weight_bytes(config.model) + cached_tokens * token_bytes(config.model, config.rollout)
     return _split(chip, devices, flops, read)
 
@@ -127,7 +144,7 @@ def prefill_call(
     """
     tokens = prompts * prompt_tokens
     flops = tokens * model_flops(config, 0) / 3
-    flops += tokens * _attention_flops(config, prompt_tokens, "prefill")
+    flops += tokens * _attention_flops(config.model, prompt_tokens)
     chunks = math.ceil(prompt_tokens / config.rollout.prefill_chunk_tokens)
     read = chunks * weight_bytes(config.model) + tokens * token_bytes(config.model, config.rollout)
     return _split(chip, devices, flops, read)
@@ -210,8 +227,8 @@ def step(
             more_bytes = r.decode_steps * held * cache.slot_bytes / cache.slot_tokens
         elif kernels and batched:
             row = t.rows_per_micro_batch * t.row_tokens * micro / devices
-            # Kernels compute every block of a row below the diagonal, whatever lies in it.
-            more_flops = row * _attention_flops(config, t.row_tokens, name)
+            sequence = prompt_tokens + response_tokens
+            more_flops = row * _kernel_flops(config, chip, sequence, name)
         one = roofline(
             programs[name],
             chip,
@@ -247,6 +264,6 @@ def step(
             f"the slots busy, and one response of {r.max_response_tokens:,} tokens to wait for; "
             "no time for rewards, the host, evaluation or checkpoints, nor for prompts that "
             "dynamic sampling leaves out; attention of kernels that do not say what they cost by "
-            "its arithmetic, over whole rows in training"
+            "its arithmetic, in training block by block over sequences of equal length"
         ),
     }
