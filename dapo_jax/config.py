@@ -38,9 +38,9 @@ class RopeScalingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder with RMSNorm, rotary positions, grouped-query attention and SwiGLU: Qwen2, Qwen3
-    and Llama 3. Sizes that are None in a config file with a `path` are read from its config.json
-    (see `dapo_jax.hf_config`)."""
+    """A decoder with RMSNorm, rotary positions, grouped-query attention and SwiGLU: Qwen2,
+    Qwen3, Llama 3 and Mistral. Sizes that are None in a config file with a `path` are read from its
+    config.json (see `dapo_jax.hf_config`)."""
 
     # Hugging Face directory or hub id; None: made by `pretrain`, or without that, random.
     path: str | None

@@ -275,7 +275,7 @@ class _Run:
                 take=trainer.stream.take,
                 sample=drawing.sample,
             )
-        stats = drawing.stats_of_all()
+        stats, rolling = drawing.stats_of_all(), max(clock["rollout"], 1e-9)
         self.progress.doing(f"step {step}: {len(batch.groups)} groups sampled")
         del drawing  # and with it the rollout's copy of the parameters: the update needs the memory
         numbers: dict[str, Any] = {"step": step} | metrics.sampling_metrics(batch)
@@ -323,9 +323,8 @@ class _Run:
         )
         numbers |= {f"time/{name}": seconds for name, seconds in clock.items()}
         numbers["perf/weights_bytes"] = copied
-        numbers["perf/tokens_per_second"] = stats.tokens / max(clock["rollout"], 1e-9)
-        rolling = trainer.team.count * max(clock["rollout"], 1e-9)
-        numbers["perf/idle_share"] = min(1.0, stats.idle_seconds / rolling)
+        numbers["perf/tokens_per_second"] = stats.tokens / rolling
+        numbers["perf/idle_share"] = min(1.0, stats.idle_seconds / (trainer.team.count * rolling))
         if stats.slots_offered:
             numbers["perf/slot_occupancy"] = stats.busy_slots / stats.slots_offered
         if stats.could_draw:
