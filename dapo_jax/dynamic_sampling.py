@@ -63,7 +63,6 @@ def sample_batch(
     state: SamplingState,
     *,
     num_prompts: int,
-    round_multiple: int,
     seed: int,
     take: Callable[[int], list[Problem]],
     sample: Callable[[Sequence[Problem]], list[Group]],
@@ -73,8 +72,6 @@ def sample_batch(
     Args:
         num_prompts: groups wanted. With dynamic sampling off, exactly these many prompts are
             sampled and all of them kept.
-        round_multiple: rounds are a multiple of this many prompts where that many are allowed, so
-            that prefill batches are full.
         seed: of the prefilter's choices.
         take: gives the next prompts of the data.
         sample: draws and scores the group of each prompt, in order.
@@ -91,7 +88,7 @@ def sample_batch(
         share = state.kept_share
         if sampled:  # this step's own share is the better guide once there is one
             share = sum(group.informative for group in sampled) / len(sampled)
-        size = round_size(missing, share, round_multiple, config.max_round_prompts)
+        size = round_size(missing, share, config.max_round_prompts)
         groups = sample(sieve.take(size))
         sampled += groups
         accepted += [group for group in groups if group.informative]
@@ -275,11 +272,9 @@ def next_share(before: float, informative: int, sampled: int) -> float:
     return NEW_WEIGHT * (informative / sampled) + (1 - NEW_WEIGHT) * before
 
 
-def round_size(missing: int, kept_share: float, multiple: int, most: int) -> int:
-    """Prompts to sample so that about `missing` of them are informative, at least one, at most
-    `most`, rounded up to `multiple` where that stays within `most`."""
-    size = math.ceil(missing / max(kept_share, 1 / most))
-    return max(1, min(most, math.ceil(size / multiple) * multiple))
+def round_size(missing: int, kept_share: float, most: int) -> int:
+    """Prompts to sample so that about `missing` of them are informative, at most `most`."""
+    return min(most, math.ceil(missing / max(kept_share, 1 / most)))
 
 
 def state_to_json(state: SamplingState) -> dict[str, Any]:

@@ -270,7 +270,6 @@ class _Run:
                 d,
                 self.host.sampling,
                 num_prompts=config.train.prompts_per_step,
-                round_multiple=config.rollout.prefill_prompts,
                 seed=config.seed,
                 take=trainer.stream.take,
                 sample=drawing.sample,

@@ -47,7 +47,6 @@ def run(kinds, state=None, *, num=4, config=CONFIG):
         config,
         state or SamplingState(),
         num_prompts=num,
-        round_multiple=4,
         seed=0,
         take=world.take,
         sample=world.sample,
@@ -97,10 +96,11 @@ def test_the_filter_looks_at_correctness_not_at_reward():
 
 
 @pytest.mark.parametrize(
-    "missing, share, expected", [(4, 1.0, 4), (4, 0.5, 8), (3, 0.9, 4), (4, 0.0, 8), (1, 0.01, 8)]
+    "missing, share, expected",
+    [(4, 1.0, 4), (4, 0.5, 8), (3, 0.9, 4), (4, 0.0, 8), (1, 0.01, 8), (1, 1.0, 1)],
 )
 def test_round_size(missing, share, expected):
-    assert round_size(missing, share, 4, 8) == expected
+    assert round_size(missing, share, 8) == expected
 
 
 def test_state_survives_json_bit_for_bit():

@@ -22,6 +22,7 @@ from dapo_jax.progress import Progress
 from dapo_jax.sharding import initial_params, make_mesh, param_shardings
 from dapo_jax.tokenizer import load_tokenizer
 from dapo_jax.trainer import Trainer
+from tests import fuzz_configs
 from tests.conftest import ROOT
 from tests.helpers import make_group, tiny_config
 from tests.runs import (
@@ -389,3 +390,9 @@ def test_divergence_ends_the_run_and_keeps_what_was_saved(tmp_path, home):
     assert code == 1 and "Traceback" not in err
     assert "not finite in 3 updates in a row, at step" in err and "learning_rate" in err
     assert (tmp_path / "run" / "checkpoints" / "0").exists()
+
+
+@pytest.mark.slow
+def test_how_a_step_is_computed_does_not_matter(cache_home):
+    """For one random config; `python -m tests.fuzz_configs` takes as many as there is time for."""
+    assert fuzz_configs.main(["--first=2", "--last=3"]) == 0

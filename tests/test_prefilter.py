@@ -160,7 +160,7 @@ def run(mode, state, place, kinds, seed, *, num=4, order=0, config=ON):
         )  # fmt: skip
     else:
         batch, state = sample_batch(
-            config, state, num_prompts=num, round_multiple=1, seed=seed, take=data.take,
+            config, state, num_prompts=num, seed=seed, take=data.take,
             sample=lambda problems: [make(p) for p in problems],
         )  # fmt: skip
     return batch, state, data.place
