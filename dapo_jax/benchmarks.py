@@ -93,7 +93,7 @@ def run(
         watch: is told what is waited for.
 
     Raises:
-        UserError: transcripts that are there are of other problems.
+        UserError: transcripts that are there are of other problems or judged by other scorers.
     """
     file = directory / f"{benchmark.name}.jsonl"
     done = _read(file, benchmark, num_samples)
@@ -108,7 +108,8 @@ def run(
             finally:  # stopped too: what is drawn is kept
                 recorder.record(wait=True)
     groups = [done[problem.id] for problem in benchmark.problems]
-    _write(file, "".join(_line(group) + "\n" for group in groups))  # in the order of the problems
+    lines = [_line(group, benchmark.rubric) + "\n" for group in groups]
+    _write(file, "".join(lines))  # in the order of the problems
     watch.moved(f"reward workers: which answers to {benchmark.name} are equal")
     figures = statistics(groups, votes(groups, {benchmark.name: benchmark.rubric}, pool))
     figures = {"problems": len(groups), "samples": num_samples} | figures
@@ -183,7 +184,7 @@ class _Recorder:
             )
             group = Attempts(self.problems[index], attempts)
             self.done[group.problem.id] = group
-            self.file.write(_line(group) + "\n")
+            self.file.write(_line(group, self.benchmark.rubric) + "\n")
             self.file.flush()
             os.fsync(self.file.fileno())
             self.watch.moved()
@@ -205,13 +206,14 @@ class _Recorder:
         )
 
 
-def _line(group: Attempts) -> str:
+def _line(group: Attempts, rubric: Rubric) -> str:
     problem = group.problem
     return json.dumps(
         {
             "problem_id": problem.id,
             "prompt": problem.prompt,
             "answer": problem.answer,
+            "rubric": rubric._asdict(),
             "samples": [
                 {
                     "text": attempt.text,
@@ -231,6 +233,7 @@ def _read(file: Path, benchmark: Benchmark, num_samples: int) -> dict[int, Attem
     if not file.exists():
         return {}
     problems = {problem.id: problem for problem in benchmark.problems}
+    rubric = json.loads(json.dumps(benchmark.rubric._asdict()))
     lines = file.read_text(encoding="ascii").splitlines(keepends=True)
     whole = [line for line in lines if line.endswith("\n")]
     if len(whole) < len(lines):
@@ -247,6 +250,12 @@ def _read(file: Path, benchmark: Benchmark, num_samples: int) -> dict[int, Attem
             raise UserError(
                 f"{file}, line {number}: these are transcripts of other problems, or of another "
                 "number of samples. Choose another --output, or remove the file."
+            )
+        judged_by = row.get("rubric", rubric)  # transcripts of before have none
+        if judged_by != rubric:
+            raise UserError(
+                f"{file}, line {number}: these were judged by {judged_by}, and {rubric} is asked "
+                "for. Choose another --output, or remove the file."
             )
         attempts = tuple(_attempt(sample) for sample in row["samples"])
         done[problem.id] = Attempts(problem, attempts)

@@ -30,7 +30,8 @@ def parse(
     floats: Sequence[str] = (),
 ) -> tuple[Config, Any]:
     """(checked config, flags with `workdir` and those named) from a command line. A flag that is
-    not given is None, a switch False. A `model` that is given takes the place of the config's.
+    not given is None, a switch False. A `model` that is given takes the place of the config's, but
+    for those of its fields that are overridden.
 
     Raises:
         UserError: a flag, the config file or a field is wrong.
@@ -71,9 +72,13 @@ def parse(
     model = fields.get("model")
     if isinstance(model, dict):  # of anything else the config says what is wrong
         if "model" in texts and values.model is not None:
-            # Everything that its config.json says is taken from there.
-            model |= dict.fromkeys(hf_config.FIELDS)
-            model |= {"path": values.model, "tokenizer": values.model}
+            # Everything that its config.json says is taken from there, but for what is overridden.
+            given = {name.split(".")[1] for name in overrides if name.startswith("model.")}
+            if "path" in given:
+                raise UserError("--model and --config.model.path both say which model: give one.")
+            taken = dict.fromkeys(hf_config.FIELDS)
+            taken |= {"path": values.model, "tokenizer": values.model}
+            model |= {name: value for name, value in taken.items() if name not in given}
             fields["pretrain"] = None
         fields["model"] = hf_config.filled(model)
     config = Config.from_dict(fields)

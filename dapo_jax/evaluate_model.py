@@ -151,7 +151,9 @@ def evaluate_model(config: Config, request: Request) -> int | None:
             settings = _settings(config, request, label, params)
             benchmarks.open_directory(output, settings)
             for name in chosen:
-                of_benchmark = [problem for problem in found if problem.source == name]
+                # Numbered anew: which benchmarks stand before one changes none of its samples.
+                own = (problem for problem in found if problem.source == name)
+                of_benchmark = [problem._replace(id=i) for i, problem in enumerate(own)]
                 watch.moved(f"{name}: the device")
                 # No name for what draws: it holds a copy of layers, which the next has too.
                 results[name] = benchmarks.run(

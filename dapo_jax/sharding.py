@@ -363,21 +363,22 @@ def towards_rollout(model: ModelConfig, config: MeshConfig, mesh: Mesh, together
     """Layouts that parameters take one after another on their way from training on `mesh` to
     devices that draw `together`, if those are not the tensor axis; None for one that takes none.
 
-    XLA's own partitioner (on CPU; libtpu's does better) gathers all of a matrix to turn one that
-    is split by its width into one that is split by its heads. So each device first gives the others
-    of its shard their heads of its part of the width, and the shards exchange those.
+    XLA's own partitioner (libtpu's, too, over the context axis) gathers all of a matrix to turn one
+    that is split by its width into one that is split by its heads. So each device first gives the
+    others of its shard their heads of its part of the width, and the shards exchange those.
     """
     data, fsdp, context, tensor = mesh.devices.shape
-    if together == tensor or context > 1 or fsdp * tensor % together:
+    devices = fsdp * context * tensor
+    if together == tensor or devices % together:
         return []
-    shape = data, fsdp * tensor // together, together
+    shape = data, devices // together, together
     via = Mesh(mesh.devices.reshape(shape), ("data", "shard", "part"))
     specs, shapes = param_specs(model, config), param_shapes(model)
 
     def step(**axes: Any) -> Any:
         def one(spec: PartitionSpec, x: jax.ShapeDtypeStruct) -> NamedSharding | None:
             split = {axis: size for axis, size in zip(spec, x.shape) if axis is not None}
-            if split.keys() != {"fsdp", "tensor"} or split["fsdp"] % (fsdp * tensor):
+            if split.keys() != {"fsdp", "tensor"} or split["fsdp"] % devices:
                 return None
             entries = [None if axis is None else axes.get(axis) for axis in spec]
             return NamedSharding(via, PartitionSpec(*entries))

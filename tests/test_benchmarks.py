@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from dapo_jax import benchmark_page, benchmarks, problems
+from dapo_jax import benchmark_page, benchmarks, evaluate_model, problems
 from dapo_jax.benchmarks import Benchmark
 from dapo_jax.config import Config, SourceConfig
 from dapo_jax.progress import Progress
@@ -16,7 +16,7 @@ from dapo_jax.reward_pool import RewardPool
 from dapo_jax.tokenizer import arithmetic_tokenizer
 from dapo_jax.types import Problem, Response, StopRequested, UserError
 from dapo_jax.watchdog import UNWATCHED, Watchdog
-from tests.helpers import SHARED, source_dict, tiny_dict
+from tests.helpers import SHARED, source_dict, tiny_config, tiny_dict
 
 SETTINGS = {"model": "a stub", "seed": 0}
 RUBRIC = Rubric((("math_dapo", 1.0),), 1.0, -1.0)
@@ -55,9 +55,11 @@ def run():
     """Evaluates a stub in a directory: run(place, draw, num=, num_samples=) -> figures."""
     with RewardPool(RUBRIC.names, workers=1, timeout_seconds=5.0) as pool:
 
-        def run(place, draw, *, num, num_samples, all_problems=None, watch=UNWATCHED):
+        def run(
+            place, draw, *, num, num_samples, all_problems=None, rubric=RUBRIC, watch=UNWATCHED
+        ):
             benchmarks.open_directory(place, SETTINGS)
-            benchmark = Benchmark("stub", all_problems or make_problems(num), RUBRIC)
+            benchmark = Benchmark("stub", all_problems or make_problems(num), rubric)
             return benchmarks.run(
                 benchmark, draw, pool, place,
                 num_samples=num_samples, progress=Progress(0, 0), watch=watch,
@@ -147,6 +149,32 @@ def test_samples_of_another_evaluation_are_refused(run, tmp_path):
         run(tmp_path, drawing(4, lambda i: i), num=3, num_samples=4, all_problems=other)
     with pytest.raises(UserError, match="number of samples"):
         run(tmp_path, drawing(5, lambda i: i), num=3, num_samples=5)
+    judged = RUBRIC._replace(incorrect=0.0)
+    with pytest.raises(UserError, match=r"line 1: .* judged by .*'incorrect': -1.0.*: 0.0"):
+        run(tmp_path, drawing(4, lambda i: i), num=3, num_samples=4, rubric=judged)
+
+
+def test_what_stands_before_a_benchmark_does_not_number_its_problems(tmp_path, monkeypatch):
+    """The key of a sample is made from the number of its problem."""
+    for name, answers in (("a", (1, 2, 3)), ("b", (4, 5))):
+        lines = [f'{{"question": "Add: a={n}\\n", "answer": "{n}"}}\n' for n in answers]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    numbers = {}
+
+    def run(benchmark, *_, **__):
+        numbers[benchmark.name] = [(p.id, p.answer) for p in benchmark.problems]
+
+    monkeypatch.setattr(benchmarks, "run", run)
+    monkeypatch.setattr(evaluate_model, "load_params", lambda *_: ("a stub", {}))
+    monkeypatch.setattr(evaluate_model, "_drawing", lambda *_: None)
+    monkeypatch.setattr(evaluate_model, "table", lambda _: "")
+    config = tiny_config()
+    request = evaluate_model.Request(
+        None, None, tuple(str(tmp_path / f"{name}.jsonl") for name in "ab"), 1, None, 1.0, 1.0, 0,
+        0.0, 0, None, tmp_path / "out",
+    )  # fmt: skip
+    assert evaluate_model.evaluate_model(config, request) is None
+    assert numbers == {"a": [(0, "1"), (1, "2"), (2, "3")], "b": [(0, "4"), (1, "5")]}
 
 
 def test_verdicts_that_are_waited_for_are_told_of(run, tmp_path):

@@ -215,6 +215,21 @@ def test_a_plan_is_of_the_model_that_is_there(capsys, tmp_path, config_json, mes
         assert status == 2 and out == "" and re.search(message, err), err
 
 
+def test_overrides_hold_beside_a_model(tmp_path):
+    """The rest of the model is that of the directory."""
+    values = to_hf(tiny_config().model, eos=[], bos=None, dtype="float32")
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    of = lambda *more: parse(["program", TINY, f"--model={tmp_path}", *more], "", texts=("model",))
+    chosen, _ = of("--config.model.tokenizer=mine", "--config.model.remat=full")
+    found = chosen.model
+    assert (found.path, found.tokenizer, found.remat) == (str(tmp_path), "mine", "full")
+    assert found.width == tiny_config().model.width
+    with pytest.raises(UserError, match=r"--model and --config\.model\.path both say which model"):
+        of("--config.model.path=x")
+    with pytest.raises(UserError, match=r"config\.model\.width is 48, and 32 in the config\.json"):
+        of("--config.model.width=48")
+
+
 def tokenizer_directory(tmp_path):
     from dapo_jax.tokenizer import arithmetic_tokenizer
 
