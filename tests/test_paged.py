@@ -1,5 +1,6 @@
 """Attention over pages: what it reads and writes, and what is handed to JAX's kernels."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -10,10 +11,6 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic import tpu_info  # what lowering asks of the devices; no public name
 from jax.experimental.pallas import tpu as pltpu
-from jax.experimental.pallas.ops.tpu import ragged_paged_attention as kernel_module
-from jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel import (
-    ref_ragged_paged_attention,
-)
 
 from dapo_jax import attention, model
 from dapo_jax.bench.gap import Gap, bench_gap
@@ -26,9 +23,11 @@ from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.rollout.tiles import Tile
 from dapo_jax.types import Problem, UserError
-from tests.helpers import make_mesh, make_params, tiny_config, tiny_dict
+from tests.helpers import make_mesh, make_params, replace_model, tiny_config, tiny_dict
+from tests.tpu_interpreter import interpreted
 
-B, K, G, H, A, P, N = 3, 2, 3, 16, 4, 5, 16  # N: pages, of which the first is nobody's
+# H: the TPU's kernel takes no other; N: pages, of which the first is nobody's
+B, K, G, H, A, P, N = 3, 2, 3, 128, 4, 5, 16
 LENGTHS = np.array([0, 9, 18], np.int32)
 TILE = Tile(2, 2 * A)  # three sequences make two groups, five pages three tiles
 LAYOUTS = [("xla", "auto"), ("xla", "int8"), ("tpu", "auto"), ("gpu", "auto"), ("gpu", "int8")]
@@ -85,25 +84,16 @@ def test_pages_are_put_and_copied_one_by_one(problem, kernel, cache_dtype):
     "kernel, cache_dtype, window",
     [*((*layout, None) for layout in LAYOUTS), ("xla", "auto", 6), ("tpu", "auto", 6)],
 )
-def test_a_token_attends_to_its_own_pages_and_is_kept_there(
-    monkeypatch, problem, kernel, cache_dtype, window
-):
-    """Against attention over each sequence laid out whole, of what is kept. The GPU's kernel is
-    interpreted; the TPU's is stood in for by JAX's own statement of what it computes: interpret
-    mode does not take it (jax 0.10.2, "no attribute 'indices'")."""
-
-    def stated(q, pages, lengths, table, starts, num, *, sm_scale, sliding_window, **blocks):
-        return ref_ragged_paged_attention(
-            q, pages, lengths, table, starts, num, sm_scale=sm_scale, sliding_window=sliding_window
-        )
-
-    monkeypatch.setattr(kernel_module, "ragged_paged_attention", stated)
+def test_a_token_attends_to_its_own_pages_and_is_kept_there(problem, kernel, cache_dtype, window):
+    """Against attention over each sequence laid out whole, of what is kept. Kernels are
+    interpreted."""
     k, v, table, q, k_new, v_new = problem
     layout = paged.Layout(kernel, A, "float32", cache_dtype)
     goes = jnp.array([True, True, False])
     attend = paged.decoding(layout, table, jnp.asarray(LENGTHS), goes, TILE)
     before = pool_of(layout, k, v)
-    out, after = attend(1, q, k_new, v_new, before, window)
+    with interpreted() if kernel == "tpu" else contextlib.nullcontext():
+        out, after = attend(1, q, k_new, v_new, before, window)
     kept = lambda k, v: map(np.array, layout.read(layout.keep(k, v)))
     (k, v), (k_new, v_new) = kept(k, v), kept(k_new, v_new)
     for b in (0, 1):
@@ -182,10 +172,10 @@ def test_the_memory_of_a_page():
     assert of("xla", "bfloat16", "int8") == values + 4 * values // 8
 
 
-def tokens_of(num_devices=1, mesh=None, problems=20, **changes):
+def tokens_of(num_devices=1, mesh=None, problems=20, config=CONFIG, **changes):
     layout = dataclasses.replace(CONFIG.mesh, **(mesh or {}))
     spec = EngineSpec(
-        model=CONFIG.model,
+        model=config.model,
         layout=layout,
         slots=16,
         prefill_prompts=8,
@@ -205,7 +195,7 @@ def tokens_of(num_devices=1, mesh=None, problems=20, **changes):
         for i in range(problems)
     ]
     drawn, stats = scheduler.generate(
-        engine, engine.load_params(make_params(CONFIG)), asked, lambda x: [""] * len(x),
+        engine, engine.load_params(make_params(config)), asked, lambda x: [""] * len(x),
         num_samples=4, key=jax.random.key(7),
     )  # fmt: skip
     return [[r.tokens.tolist() for r in row] for row in drawn], stats
@@ -228,6 +218,15 @@ def test_with_int8_a_sample_still_depends_on_nothing_but_itself():
 def test_the_gpus_kernel_draws_the_same_tokens(num_devices, mesh):
     expected, _ = tokens_of(problems=3)
     assert tokens_of(num_devices, mesh, problems=3, kernel="gpu", page_tokens=16)[0] == expected
+
+
+@pytest.mark.parametrize("num_devices, mesh", [(1, {}), (2, dict(tensor=2))])
+def test_the_tpus_kernel_draws_the_same_tokens(num_devices, mesh):
+    config = dataclasses.replace(CONFIG, model=replace_model(CONFIG, head_dim=128))
+    drawn = functools.partial(tokens_of, problems=1, config=config, slots=4, page_tokens=16)
+    expected, _ = drawn()
+    with interpreted():
+        assert drawn(num_devices, mesh, kernel="tpu")[0] == expected
 
 
 SHAPE = Shape(2, 32, 4, 2, 48, 64, "float32", 3, 4, 12, 20, "uniform", 0, 8, 8, 1.0, 1.0, 1)
