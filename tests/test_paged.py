@@ -222,6 +222,8 @@ def test_the_gpus_kernel_draws_the_same_tokens(num_devices, mesh):
 
 @pytest.mark.parametrize("num_devices, mesh", [(1, {}), (2, dict(tensor=2))])
 def test_the_tpus_kernel_draws_the_same_tokens(num_devices, mesh):
+    if num_devices > 1 and jax.__version_info__ > (0, 11):
+        pytest.skip("jax 0.12 partitions no interpreted kernel that is local to one axis of a mesh")
     config = dataclasses.replace(CONFIG, model=replace_model(CONFIG, head_dim=128))
     drawn = functools.partial(tokens_of, problems=1, config=config, slots=4, page_tokens=16)
     expected, _ = drawn()
