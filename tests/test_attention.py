@@ -1,5 +1,6 @@
 """Attention in training: each program against a loop over queries, in value and gradient."""
 
+import contextlib
 import functools
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from dapo_jax.sharding import AXES, AXIS_TYPES, HeadLayout, row_sharding
 from dapo_jax.trainer import Trainer
 from dapo_jax.types import UserError
 from tests.helpers import replace_model, tiny_config
+from tests.tpu_interpreter import interpreted
 
 B, T, K, G, H = 2, 21, 2, 2, 8
 N, WINDOW = K * G, 4
@@ -291,9 +293,13 @@ def long_segments():
     return np.array([of_row(lengths) for lengths in LENGTHS], np.int32)
 
 
-@pytest.mark.parametrize("context", [1, 2])  # blocks of the parts of 192 tokens lie over two
+@pytest.mark.parametrize(
+    "context, platform",
+    # Blocks of parts of 192 tokens lie over two. For a TPU what is fetched meanwhile is done, too.
+    [(1, "cpu"), (2, "cpu"), pytest.param(1, "tpu", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("window", [None, 150])
-def test_rows_of_many_blocks(monkeypatch, long_segments, window, context):
+def test_rows_of_many_blocks(monkeypatch, long_segments, window, context, platform):
     """Rows with blocks of their own to pass over, as XLA attends."""
     monkeypatch.setattr(attention_kernels, "SPLASH_BLOCK", 128)
     rng = np.random.default_rng(0)
@@ -314,9 +320,9 @@ def test_rows_of_many_blocks(monkeypatch, long_segments, window, context):
 
     layout = layout_over(1, 1, context, 1)
     (_, here), of_here = found(attention.XLA)
-    (_, there), of_there = found(
-        Choice("splash", window=window, every_layer=window is not None, layout=layout)
-    )
+    choice = Choice("splash", platform, window, window is not None, layout)
+    with interpreted() if platform == "tpu" else contextlib.nullcontext():
+        (_, there), of_there = jax.block_until_ready(found(choice))
     assert np.isfinite(there).all()
     np.testing.assert_allclose(here[real], there[real], rtol=0, atol=2e-6)
     for a, b in zip(of_here, of_there, strict=True):
