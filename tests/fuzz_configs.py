@@ -122,6 +122,7 @@ def computed(rng: random.Random) -> dict[str, Any]:
         "mesh__rollout_tensor": rng.choice([None, None, 1, 2]),
         "rollout__slots": slots,
         "rollout__cache_gib": None if of_slots is None else of_slots * slots * 2**14 / 2**30,
+        "rollout__prefill_prompts": rng.choice([8, 16]),
         "rollout__decode_steps": rng.choice([1, 3, 8, 16]),
         "rollout__page_tokens": rng.choice([8, 16, 32]),
         "rollout__prefill_chunk_tokens": rng.choice([512, 16, 8]),
