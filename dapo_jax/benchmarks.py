@@ -10,37 +10,25 @@ results.json     the figures of every benchmark
 Problems are written as they are done, and a call that finds some of them goes on with the others.
 """
 
-import collections
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
+
+import jax
 
 from dapo_jax.benchmark_page import write_page
-from dapo_jax.evaluate import statistics
+from dapo_jax.collector import IDLE_SECONDS, RolloutCollector
+from dapo_jax.evaluate import attempts_of, statistics
 from dapo_jax.progress import Progress, duration
-from dapo_jax.reward import Rubric, Task, verdict
-from dapo_jax.reward_pool import Pending, RewardPool
-from dapo_jax.types import (
-    Attempt,
-    Attempts,
-    Problem,
-    Response,
-    UserError,
-    Verdict,
-    verdict_from_json,
-)
+from dapo_jax.prompt_queue import PromptQueue
+from dapo_jax.reward import Rubric
+from dapo_jax.types import Attempt, Attempts, Problem, UserError, Verdict, verdict_from_json
 from dapo_jax.votes import votes
-from dapo_jax.watchdog import UNWATCHED, Watchdog
 
 REPORT_EVERY_SECONDS = 10.0
-
-# (problem, sample, response) of responses that have just ended, the problem as an index.
-Finished = Callable[[Sequence[tuple[int, int, Response]]], None]
-# Draws the samples of every problem and hands them over as they end.
-Draw = Callable[[Sequence[Problem], Finished], None]
 
 
 class Benchmark(NamedTuple):
@@ -76,25 +64,24 @@ def open_directory(directory: Path, settings: Mapping[str, Any]) -> None:
 
 def run(
     benchmark: Benchmark,
-    draw: Draw,
-    pool: RewardPool,
+    collector: RolloutCollector,
+    key: jax.Array,
     directory: Path,
     *,
-    num_samples: int,
     progress: Progress,
-    watch: Watchdog = UNWATCHED,
 ) -> dict[str, Any]:
-    """The figures of a benchmark, see `evaluate.statistics`; its transcripts and its page are in
-    the directory then.
+    """Returns the figures of a benchmark, see `evaluate.statistics`; its transcripts and its page
+    are in the directory then.
 
     Args:
-        draw: draws `num_samples` responses to every problem that it is given.
+        collector: generates and scores the samples; its engine holds the weights.
         directory: see `open_directory`.
-        watch: is told what is waited for.
 
     Raises:
         UserError: transcripts that are there are of other problems or judged by other scorers.
+        StopRequested: a stop was requested; the problems that are done are kept.
     """
+    num_samples, pool = collector.request.num_samples, collector.pool
     file = directory / f"{benchmark.name}.jsonl"
     done = _read(file, benchmark, num_samples)
     left = [problem for problem in benchmark.problems if problem.id not in done]
@@ -102,15 +89,12 @@ def run(
         every = len(benchmark.problems)
         progress.say(f"{benchmark.name}: {len(done)} of {every} problems were done before")
     if left:
-        with _Recorder(benchmark, left, pool, file, done, num_samples, progress, watch) as recorder:
-            try:
-                draw(left, recorder.finished)
-            finally:  # stopped too: what is drawn is kept
-                recorder.record(wait=True)
+        with file.open("a", encoding="ascii") as out:
+            _record(benchmark, left, collector, key, out, done, progress)
     groups = [done[problem.id] for problem in benchmark.problems]
     lines = [_line(group, benchmark.rubric) + "\n" for group in groups]
     _write(file, "".join(lines))  # in the order of the problems
-    watch.moved(f"reward workers: which answers to {benchmark.name} are equal")
+    collector.telemetry.phase(f"reward workers: which answers to {benchmark.name} are equal")
     figures = statistics(groups, votes(groups, {benchmark.name: benchmark.rubric}, pool))
     figures = {"problems": len(groups), "samples": num_samples} | figures
     results = directory / "results.json"
@@ -121,89 +105,37 @@ def run(
     return figures
 
 
-class _Recorder:
-    """Scores problems whose samples are all drawn, and writes them down when they are scored."""
-
-    def __init__(
-        self,
-        benchmark: Benchmark,
-        problems: Sequence[Problem],
-        pool: RewardPool,
-        file: Path,
-        done: dict[int, Attempts],
-        num_samples: int,
-        progress: Progress,
-        watch: Watchdog,
-    ):
-        self.watch = watch
-        self.benchmark, self.problems, self.pool = benchmark, problems, pool
-        self.done, self.num_samples, self.progress = done, num_samples, progress
-        self.drawn: dict[int, dict[int, Response]] = collections.defaultdict(dict)
-        self.scored: collections.deque[tuple[int, list[Response], Pending]] = collections.deque()
-        self.file = file.open("a", encoding="ascii")
-        self.responses = 0
-        self.begun = self.reported = 0.0  # set when the first response ends: programs are compiled
-
-    def __enter__(self) -> "_Recorder":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
-
-    def finished(self, ended: Sequence[tuple[int, int, Response]]) -> None:
-        """Takes responses that have ended."""
-        if not self.begun:
-            self.begun = self.reported = time.monotonic()
-        for index, sample, response in ended:
-            drawn = self.drawn[index]
-            drawn[sample] = response
-            self.responses += 1
-            if len(drawn) == self.num_samples:
-                responses = [drawn[i] for i in range(self.num_samples)]
-                tasks = [self._task(self.problems[index], response) for response in responses]
-                self.scored.append((index, responses, self.pool.submit(tasks)))
-                del self.drawn[index]
-        self.record(wait=False)
-        if time.monotonic() - self.reported > REPORT_EVERY_SECONDS:
-            self._report()
-
-    def record(self, *, wait: bool) -> None:
-        """Writes down the problems that are scored."""
-        while self.scored and (wait or self.pool.ready(self.scored[0][2])):
-            self.watch.waiting_for(f"reward workers, problems without verdicts: {len(self.scored)}")
-            index, responses, pending = self.scored.popleft()
-            attempts = tuple(
-                Attempt(
-                    response.text,
-                    len(response.tokens),
-                    response.truncated,
-                    verdict(self.benchmark.rubric, scored.scores),
-                    response.invalid,
-                )
-                for response, scored in zip(responses, self.pool.collect(pending))
+def _record(
+    benchmark: Benchmark,
+    problems: Sequence[Problem],
+    collector: RolloutCollector,
+    key: jax.Array,
+    out: TextIO,
+    done: dict[int, Attempts],
+    progress: Progress,
+) -> None:
+    """Generates the problems' samples, and writes each problem down as soon as it is scored."""
+    wanted, num_done = len(problems), 0
+    begun = reported = time.monotonic()
+    for turn in collector.turns(PromptQueue.of_list(problems), key):
+        for _, scored in turn.groups:
+            group = attempts_of(scored)
+            done[group.problem.id] = group
+            out.write(_line(group, benchmark.rubric) + "\n")
+            out.flush()
+            os.fsync(out.fileno())
+            num_done += 1
+        if turn.idle:
+            time.sleep(IDLE_SECONDS)
+        now = time.monotonic()
+        if num_done and now - reported > REPORT_EVERY_SECONDS:
+            reported = now
+            said = [v.correct for group in done.values() for v in group.verdicts]
+            progress.say(
+                f"{benchmark.name}: {num_done:,} of {wanted:,} problems, "
+                f"{100 * sum(said) / len(said):.1f} % correct so far, about "
+                f"{duration((now - begun) * (wanted - num_done) / num_done)} left"
             )
-            group = Attempts(self.problems[index], attempts)
-            self.done[group.problem.id] = group
-            self.file.write(_line(group, self.benchmark.rubric) + "\n")
-            self.file.flush()
-            os.fsync(self.file.fileno())
-            self.watch.moved()
-
-    def _task(self, problem: Problem, response: Response) -> Task:
-        names = self.benchmark.rubric.names
-        token_ids = tuple(response.tokens.tolist())
-        return Task(names, response.text, problem.answer, token_ids, problem.metadata)
-
-    def _report(self) -> None:
-        now = self.reported = time.monotonic()
-        wanted = len(self.problems) * self.num_samples
-        left = (now - self.begun) * (wanted - self.responses) / max(self.responses, 1)
-        said = [v.correct for group in self.done.values() for v in group.verdicts]
-        so_far = f", {100 * sum(said) / len(said):.1f} % correct so far" if said else ""
-        self.progress.say(
-            f"{self.benchmark.name}: {self.responses:,} of {wanted:,} responses{so_far}, about "
-            f"{duration(left)} left"
-        )
 
 
 def _line(group: Attempts, rubric: Rubric) -> str:
@@ -251,7 +183,7 @@ def _read(file: Path, benchmark: Benchmark, num_samples: int) -> dict[int, Attem
                 f"{file}, line {number}: these are transcripts of other problems, or of another "
                 "number of samples. Choose another --output, or remove the file."
             )
-        judged_by = row.get("rubric", rubric)  # transcripts of before have none
+        judged_by = row["rubric"]
         if judged_by != rubric:
             raise UserError(
                 f"{file}, line {number}: these were judged by {judged_by}, and {rubric} is asked "
@@ -269,7 +201,7 @@ def _attempt(sample: dict[str, Any]) -> Attempt:
         sample["length"],
         sample["truncated"],
         verdict_from_json(said),
-        sample.get("invalid", False),  # transcripts of before have none
+        sample["invalid"],
     )
 
 

@@ -1,77 +1,46 @@
 """Evaluation: k samples of every problem, scored, and the figures that are quoted of them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from dapo_jax import estimators
+from dapo_jax.collector import RolloutCollector
 from dapo_jax.reward import Rubric
 from dapo_jax.reward_pool import RewardPool
-from dapo_jax.rollout import scheduler
-from dapo_jax.rollout.engine import DecoderEngine
-from dapo_jax.rollout.programs import Loaded
-from dapo_jax.rollout.sampling import SamplingParams
-from dapo_jax.scoring import Scoring
-from dapo_jax.teams import ALONE, Team
-from dapo_jax.types import Attempt, Attempts, Problem
+from dapo_jax.types import Attempt, Attempts, Group, Problem
 from dapo_jax.votes import votes
-from dapo_jax.watchdog import UNWATCHED, Watchdog
 
 
 def evaluate(
-    engine: DecoderEngine,
-    params: Loaded,
-    problems: Sequence[Problem],
-    detokenize: scheduler.Detokenize,
-    pool: RewardPool,
-    rubrics: Mapping[str, Rubric],
-    *,
-    num_samples: int,
-    sampling: SamplingParams,
-    stop_strings: Sequence[str],
-    key: jax.Array,
-    check_stop: Callable[[], None] = lambda: None,
-    watch: Watchdog = UNWATCHED,
-    team: Team = ALONE,
+    collector: RolloutCollector, problems: Sequence[Problem], key: jax.Array
 ) -> dict[str, float]:
-    """The figures of a checkpoint as metrics `eval/...`, over all problems; where they are from
-    several sources, avg@k and its like of each as `eval/<source>/...` too. Each team of
-    processes draws a share, and all have all figures."""
-    mine = team.deal(list(problems))
+    """Returns the figures of the engine's weights as metrics `eval/...`, over all problems; where
+    they are from several sources, avg@k and its like of each as `eval/<source>/...` too.
 
-    def draw() -> list[Attempts]:
-        scoring = Scoring(pool, mine, rubrics, watch)
-        responses_QK, _ = scheduler.generate(
-            engine,
-            params,
-            mine,
-            detokenize,
-            num_samples=num_samples,
-            sampling=sampling,
-            stop_strings=stop_strings,
-            key=key,
-            finished=scoring.submit if team.first else scheduler.IGNORE,
-            enough=team.enough(lambda: False, check_stop, watch.waiting_for),
-            watch=watch,
-        )
-        if not team.first:
-            return []
-        found = scoring.verdicts()
-        attempt = lambda r, v: Attempt(r.text, len(r.tokens), r.truncated, v, r.invalid)
-        return [
-            Attempts(problem, tuple(attempt(r, found[q, k]) for k, r in enumerate(responses_QK[q])))
-            for q, problem in enumerate(mine)
-        ]
-
-    groups = team.collect(team.them.all_or_none(draw, watch.waiting_for))
+    The processes of the run generate a share each, and all have all figures.
+    """
+    rubrics, pool = collector.rubrics, collector.pool
+    groups = [attempts_of(group) for group in collector.collect(problems, key)]
     metrics = _metrics(groups, rubrics, pool, "eval")
     sources = dict.fromkeys(problem.source for problem in problems)
     for source in sources if len(sources) > 1 else ():
         of_source = [group for group in groups if group.problem.source == source]
         metrics |= _metrics(of_source, rubrics, pool, f"eval/{source}")
     return metrics
+
+
+def attempts_of(group: Group) -> Attempts:
+    """Returns what is kept of an evaluated group."""
+    return Attempts(
+        group.problem,
+        tuple(
+            Attempt(r.text, len(r.tokens), r.truncated, verdict, r.invalid)
+            for r, verdict in zip(group.responses, group.verdicts, strict=True)
+        ),
+    )
 
 
 def _metrics(

@@ -15,16 +15,19 @@ from dapo_jax import base, benchmarks, checkpoint, memory, model, problems, run_
 from dapo_jax.benchmark_page import table
 from dapo_jax.benchmarks import Benchmark
 from dapo_jax.checkpoint import restore_part
+from dapo_jax.collector import RolloutCollector
 from dapo_jax.config import Config, SourceConfig
 from dapo_jax.parameters import parse_scorers
 from dapo_jax.progress import Progress, duration
+from dapo_jax.reward import Rubric
 from dapo_jax.reward_pool import RewardPool
-from dapo_jax.rollout import scheduler
+from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.scorers import load_scorer
 from dapo_jax.sharding import make_mesh, param_shardings
 from dapo_jax.sources import DATASETS
 from dapo_jax.stop_signals import StopSignals
+from dapo_jax.telemetry import Telemetry
 from dapo_jax.tokenizer import load_tokenizer
 from dapo_jax.trainer import make_engine
 from dapo_jax.types import Problem, StopRequested, UserError
@@ -141,9 +144,10 @@ def evaluate_model(config: Config, request: Request) -> int | None:
             timeout_seconds=config.reward.timeout_seconds,
         ) as pool,
     ):
-        progress.watch, check_stop = watch.moved, watch.moving(signals.check)
+        telemetry = Telemetry(progress, watch, signals.check)
+        check_stop = watch.moving(signals.check)
         try:
-            watch.moved("the model to be loaded")
+            telemetry.phase("the model to be loaded")
             label, params = load_params(
                 config, request.workdir, request.step, mesh, tokenizer, progress, check_stop
             )
@@ -154,19 +158,18 @@ def evaluate_model(config: Config, request: Request) -> int | None:
                 # Numbered anew: which benchmarks stand before one changes none of its samples.
                 own = (problem for problem in found if problem.source == name)
                 of_benchmark = [problem._replace(id=i) for i, problem in enumerate(own)]
-                watch.moved(f"{name}: the device")
-                # No name for what draws: it holds a copy of layers, which the next has too.
-                results[name] = benchmarks.run(
-                    Benchmark(name, of_benchmark, rubrics[name]),
-                    _drawing(
-                        config, request, mesh, tokenizer, params, of_benchmark, signals, watch
-                    ),
-                    pool,
-                    output,
-                    num_samples=request.num_samples,
-                    progress=progress,
-                    watch=watch,
+                telemetry.phase(f"{name}: the device")
+                collector = _collector(
+                    config, request, mesh, tokenizer, of_benchmark, rubrics, pool, telemetry
                 )
+                key = jax.random.fold_in(
+                    jax.random.key(request.seed), zlib.crc32(name.encode())
+                )
+                benchmark = Benchmark(name, of_benchmark, rubrics[name])
+                with collector.engine.weights(params):
+                    results[name] = benchmarks.run(
+                        benchmark, collector, key, output, progress=progress
+                    )
         except StopRequested:
             progress.say("stopped; the same command goes on with the problems that are left")
             return signals.received
@@ -179,45 +182,29 @@ def evaluate_model(config: Config, request: Request) -> int | None:
     return None
 
 
-def _drawing(
+def _collector(
     config: Config,
     request: Request,
     mesh: jax.sharding.Mesh,
     tokenizer: Any,
-    params: model.Params,
     problems: Sequence[Problem],
-    signals: StopSignals,
-    watch: Watchdog,
-) -> benchmarks.Draw:
-    """What draws the samples of a benchmark, also of a part of its problems: which part and what
-    other benchmarks there are does not change a sample."""
+    rubrics: Mapping[str, Rubric],
+    pool: RewardPool,
+    telemetry: Telemetry,
+) -> RolloutCollector:
+    """Returns the collector of a benchmark. Which part of its problems is left to do, and what
+    other benchmarks there are, does not change a sample."""
     longest = max(len(problem.prompt_tokens) for problem in problems)
-    engine = make_engine(
-        config,
-        mesh,
-        tokenizer,
-        max_prompt_tokens=_padded(longest),
+    return RolloutCollector(
+        make_engine(config, mesh, tokenizer, max_prompt_tokens=_padded(longest)),
+        pool,
+        rubrics,
+        lambda tokens: tokenizer.batch_decode(tokens, skip_special_tokens=True),
+        GenerationRequest(
+            request.num_samples, SamplingParams.of(request), config.rollout.stop_strings
+        ),
+        telemetry=telemetry,
     )
-    loaded = engine.load_params(params)
-    name = problems[0].source
-    key = jax.random.fold_in(jax.random.key(request.seed), zlib.crc32(name.encode()))
-
-    def draw(left: Sequence[Problem], finished: benchmarks.Finished) -> None:
-        scheduler.generate(
-            engine,
-            loaded,
-            left,
-            lambda tokens: tokenizer.batch_decode(tokens, skip_special_tokens=True),
-            num_samples=request.num_samples,
-            sampling=SamplingParams.of(request),
-            key=key,
-            stop_strings=config.rollout.stop_strings,
-            finished=finished,
-            watch=watch,
-            check_stop=signals.check,
-        )
-
-    return draw
 
 
 def _padded(tokens: int) -> int:
@@ -327,9 +314,8 @@ def _settings(
         "num_samples": request.num_samples,
         "temperature": request.temperature,
         "top_p": request.top_p,
-        # As evaluations of before had it, which had neither.
-        **({"top_k": request.top_k} if request.top_k else {}),
-        **({"min_p": request.min_p} if request.min_p else {}),
+        "top_k": request.top_k,
+        "min_p": request.min_p,
         "seed": request.seed,
         "max_response_tokens": config.rollout.max_response_tokens,
         "stop_strings": list(config.rollout.stop_strings),

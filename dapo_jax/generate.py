@@ -4,7 +4,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -13,12 +13,14 @@ import jax
 from dapo_jax import hf_config, prompts, weights
 from dapo_jax.config import ModelConfig, model_config
 from dapo_jax.progress import Progress, duration
-from dapo_jax.rollout import scheduler
+from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.sampling import SamplingParams
+from dapo_jax.rollout.scheduler import GenerationLoop, NewTokens, Turn
 from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.sharding import fitting, make_mesh, param_shardings
 from dapo_jax.stop_signals import StopSignals
+from dapo_jax.telemetry import Telemetry
 from dapo_jax.tokenizer import load_tokenizer, stop_tokens, text_stream
 from dapo_jax.types import Problem, Response, StopRequested, UserError
 from dapo_jax.watchdog import Watchdog
@@ -117,12 +119,14 @@ def one(request: Request, prompt: str | Sequence[int], *, as_json: bool) -> int 
     problem = writer.problem(0, prompt)
     streams = None if as_json else _Streams(request.num_samples, writer.stream, sys.stdout)
     ended: dict[int, Response] = {}
-    finished = lambda news: ended.update({number: response for _, number, response in news})
-    stopped_by = writer.write([problem], finished, drawn=streams and streams.drawn)
-    if as_json and stopped_by is None:
+    for turn in writer.turns([problem], stream=not as_json):
+        ended |= {e.sample: e.response for e in turn.ended}
+        if streams is not None and turn.tokens:
+            streams.show(turn.tokens)
+    if as_json and writer.stopped_by is None:
         prompt = problem.prompt if isinstance(prompt, str) else list(prompt)
         print(json.dumps({"model": request.model, "prompt": prompt} | _said(problem, ended)))
-    return stopped_by
+    return writer.stopped_by
 
 
 def many(request: Request, source: Path, target: Path) -> int | None:
@@ -137,9 +141,6 @@ def many(request: Request, source: Path, target: Path) -> int | None:
     lines = _read(source)
     settings = request._asdict()
     del settings["slots"]  # changes nothing
-    for name in ("top_k", "min_p"):  # as files of before had it, which had neither
-        if not settings[name]:
-            del settings[name]
     lines = [line | {"drawn_with": settings} for line in lines]
     done = _done(target, lines)
     writer = _Writer(request, needs_text=any("prompt" in line for line in lines))
@@ -155,13 +156,11 @@ def many(request: Request, source: Path, target: Path) -> int | None:
     written, num, tokens = 0, 0, 0
     begun = reported = time.monotonic()
     with target.open("a", encoding="utf-8") as out:
-
-        def finished(news: list[tuple[int, int, Response]]) -> None:
-            nonlocal written, num, tokens, reported
-            for problem, number, response in news:
-                ended[problem][number] = response
+        for turn in writer.turns(problems):
+            for index, sample, response in turn.ended:
+                ended[index][sample] = response
                 tokens += len(response.tokens)
-            num += len(news)
+            num += len(turn.ended)
             # In the order of the prompts, so that a stopped file is a beginning of the whole one.
             while written < len(problems) and len(ended[written]) == request.num_samples:
                 said = lines[done + written] | _said(problems[written], ended[written])
@@ -169,14 +168,14 @@ def many(request: Request, source: Path, target: Path) -> int | None:
                 out.flush()
                 written += 1
             now, total = time.monotonic(), len(problems) * request.num_samples
-            if now - reported > REPORT_EVERY_SECONDS or num == total:
+            if num and turn.ended and (now - reported > REPORT_EVERY_SECONDS or num == total):
                 reported = now
                 writer.progress.say(
                     f"{num} of {total} samples, {tokens / (now - begun):,.0f} tokens per second, "
                     f"about {duration((now - begun) * (total - num) / num)} left"
                 )
 
-        return writer.write(problems, finished)
+    return writer.stopped_by
 
 
 class _Writer:
@@ -184,6 +183,7 @@ class _Writer:
 
     def __init__(self, request: Request, *, needs_text: bool):
         self.request = request
+        self.stopped_by: int | None = None  # number of the signal
         self.progress = Progress(0, 0, out=sys.stderr)
         self.config = _model(request)
         try:
@@ -214,13 +214,12 @@ class _Writer:
             return lambda token: f"{token} "
         return text_stream(self.tokenizer)
 
-    def write(
-        self,
-        problems: Sequence[Problem],
-        finished: scheduler.Finished,
-        drawn: scheduler.Drawn | None = None,
-    ) -> int | None:
-        """Draws responses to each problem, see `scheduler.generate`; the signal that stopped it."""
+    def turns(self, problems: Sequence[Problem], *, stream: bool = False) -> Iterator[Turn]:
+        """Yields after each engine call, until all responses have ended or a signal came.
+
+        Args:
+            stream: report tokens as they are sampled.
+        """
         request, c = self.request, self.config
         layout = fitting(c, jax.device_count())
         mesh, shards = make_mesh(layout), layout.data * layout.fsdp
@@ -244,8 +243,9 @@ class _Writer:
             StopSignals(self.progress) as signals,
             Watchdog(WATCHDOG_SECONDS, self.progress.say) as watch,
         ):
+            telemetry = Telemetry(self.progress, watch, signals.check)
             try:
-                watch.moved("the model to be loaded")
+                telemetry.phase("the model to be loaded")
                 params = weights.load(
                     c,
                     param_shardings(c, layout, mesh),
@@ -253,23 +253,25 @@ class _Writer:
                     check_stop=watch.moving(signals.check),
                 )
                 engine = DecoderEngine(spec, mesh)
-                watch.moved("the device")
-                scheduler.generate(
-                    engine,
-                    engine.load_params(params),
-                    problems,
-                    self._detokenize,
-                    num_samples=request.num_samples,
-                    key=jax.random.key(request.seed),
-                    stop_strings=request.stop_strings,
-                    finished=finished,
-                    drawn=drawn,
-                    watch=watch,
-                    check_stop=signals.check,
-                )
+                telemetry.phase("the device")
+                with engine.weights(params):
+                    loop = GenerationLoop(
+                        engine,
+                        iter(problems),
+                        self._detokenize,
+                        jax.random.key(request.seed),
+                        GenerationRequest(
+                            request.num_samples,
+                            stop_strings=tuple(request.stop_strings),
+                            stream=stream,
+                        ),
+                        telemetry,
+                    )
+                    for turn in loop.turns():
+                        yield turn
+                        telemetry.check_stop()
             except StopRequested:
-                pass
-        return signals.received
+                self.stopped_by = signals.received
 
     def _detokenize(self, sequences: Sequence[Any]) -> list[str]:
         if self.tokenizer is None:
@@ -303,14 +305,14 @@ class _Streams:
         self.over = [False] * num
         self.begun = False
 
-    def drawn(self, news: list[tuple[int, int, list[int], bool]]) -> None:
-        """Takes (problem, sample, tokens just drawn, whether they are the last)."""
+    def show(self, news: Sequence[NewTokens]) -> None:
+        """Takes the tokens of one engine call."""
         if not self.begun:  # not before, as the model is still to be loaded
             self.begun = True
             self._head()
-        for _, sample, tokens, last in news:
+        for _, sample, tokens, is_last in news:
             self.held[sample] += "".join(map(self.streams[sample], tokens))
-            self.over[sample] = last
+            self.over[sample] = is_last
         while self.shown < self.num:
             self.out.write(self.held[self.shown])
             self.held[self.shown] = ""

@@ -12,7 +12,7 @@ been drawn when sampling stops depends on when verdicts arrive. A step is a func
 that it begins with; what it leaves to the next is not.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,15 +28,6 @@ class Begun(NamedTuple):
     visit: Visit
     # (sample, response) of those that have a token; each response with the versions of its tokens.
     responses: tuple[tuple[int, Response], ...]
-
-
-class Partial(NamedTuple):
-    """What a call of `scheduler.generate` goes on with, and to whom it leaves what it has begun."""
-
-    step: int  # the rollout step that draws
-    begun: Mapping[Visit, Mapping[int, Response]]  # by sample
-    # Called at the end with all that was drawn of each problem taken, by sample.
-    left: Callable[[list[dict[int, Response]]], None]
 
 
 def by_visit(begun: Sequence[Begun]) -> dict[Visit, dict[int, Response]]:

@@ -21,7 +21,7 @@ nothing depends on timing: what is left out in a step is a function of the state
 and the prompts in their order.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,42 +63,33 @@ def uniform(seed: int, problem: Problem) -> float:
     return int(words[0]) * 2.0**-32 + int(words[1] >> 11) * 2.0**-53
 
 
-class Sieve:
-    """The prompts of the data that are to be sampled in one step; another one, from the same place
-    in the data, gives the same.
+class PromptFilter:
+    """Leaves prompts of one step out before they are sampled. Another one over the same source
+    leaves out the same prompts.
 
     Args:
         state: before the step; None: every prompt is sampled.
         seed: of the run, 0 or more.
-        take: gives the next prompts of the data.
     """
 
-    def __init__(
-        self,
-        config: PrefilterConfig,
-        state: PrefilterState | None,
-        seed: int,
-        take: Callable[[int], list[Problem]],
-    ):
-        self.config, self.state, self.seed, self._take = config, state, seed, take
-        self.skipped: list[Problem] = []
+    def __init__(self, config: PrefilterConfig | None, state: PrefilterState | None, seed: int):
+        self.config, self.state, self.seed = config, state, seed
+        self.skipped: list[Problem] = []  # prompts left out, in order
 
-    def take(self, num: int) -> list[Problem]:
-        """The next so many prompts to be sampled. Once `max_skips` are left out, no more are."""
-        if self.state is None:
-            return self._take(num)
-        taken: list[Problem] = []
-        while len(taken) < num:
-            (problem,) = self._take(1)
+    def next(self, source: Any) -> Problem:
+        """Returns the next prompt to be sampled. Once `max_skips` are left out, no more are."""
+        while True:
+            (problem,) = source.take(1)
+            if self.state is None or self.config is None:
+                return problem
             probability = sampling_probability(self.config, self.state, problem.id)
-            if (
+            is_skipped = (
                 len(self.skipped) < self.config.max_skips
                 and uniform(self.seed, problem) >= probability
-            ):
-                self.skipped.append(problem)
-            else:
-                taken.append(problem)
-        return taken
+            )
+            if not is_skipped:
+                return problem
+            self.skipped.append(problem)
 
 
 def next_state(

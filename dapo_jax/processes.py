@@ -8,6 +8,7 @@ is bulky, the responses that were drawn, travels by a collective.
 A run of one process goes through the same code, with a store of its own.
 """
 
+import contextlib
 import json
 import os
 import pickle
@@ -15,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -98,19 +99,17 @@ class Processes:
             self._client.key_value_delete(f"agree/{self._calls - 2}/{self.index}")
         return [json.loads(given[i]) for i in range(self.count)]
 
-    def all_or_none(
-        self, do: Callable[[], T], waiting: Callable[[str], None] = lambda _: None
-    ) -> T:
-        """What `do` returns; where it raises StopRequested in one process, all raise it."""
-        found: Any = None
+    @contextlib.contextmanager
+    def stop_together(self, waiting: Callable[[str], None] = lambda _: None) -> Iterator[None]:
+        """Raises StopRequested in every process at the end of the block, if it was raised within
+        the block in one of them."""
         stopped = False
         try:
-            found = do()
+            yield
         except StopRequested:
             stopped = True
         if any(self.agree(stopped, waiting)):
             raise StopRequested
-        return found
 
     def share(self, value: T) -> list[T]:
         """What each process gave here, in their order; for what is bulky. Every process must call

@@ -49,7 +49,7 @@ class StopSignals:
 
     def check(self) -> None:
         """Raises StopRequested if a signal has come. Where there are several processes, one may
-        raise before another: see `Processes.all_or_none`."""
+        raise before another: see `Processes.stop_together`."""
         if self.received is not None:
             if not self.told:
                 self.them.ask_to_stop(self.received)
@@ -66,4 +66,5 @@ class StopSignals:
         Args:
             waiting: is told who is waited for.
         """
-        self.them.all_or_none(self.check, waiting)
+        with self.them.stop_together(waiting):
+            self.check()

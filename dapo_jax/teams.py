@@ -34,7 +34,7 @@ class Team:
         self.first = place == 0
         self._others = [self.index * size + i for i in range(1, size)]
 
-    def told(self, ask: Callable[[], T], waiting: Callable[[str], None] = lambda _: None) -> T:
+    def broadcast(self, ask: Callable[[], T], waiting: Callable[[str], None] = lambda _: None) -> T:
         """What `ask` returns, or StopRequested, in the first of the team; the others do not ask.
 
         Args:
@@ -55,34 +55,6 @@ class Team:
             raise
         self.them.tell(self._others, (False, value))
         return value
-
-    def enough(
-        self,
-        enough: Callable[[], bool],
-        check_stop: Callable[[], None],
-        waiting: Callable[[str], None],
-    ) -> Callable[[], bool]:
-        """What all of the team ask between calls of the engine: both at once, as telling takes
-        time. Raises what `check_stop` does."""
-
-        def ask() -> bool:
-            check_stop()
-            return enough()
-
-        return lambda: self.told(ask, waiting)
-
-    def deal(self, values: list[T]) -> list[T]:
-        """Those of the values that are for this team to work on."""
-        return values[self.index :: self.count]
-
-    def collect(self, dealt: list[T]) -> list[T]:
-        """What was made of values that were dealt, in their order, from all teams.
-
-        Args:
-            dealt: is read in the first of each team only.
-        """
-        parts = self.them.share(dealt if self.first else [])[:: self.size]
-        return [parts[i % self.count][i // self.count] for i in range(sum(map(len, parts)))]
 
 
 ALONE = Team()

@@ -5,8 +5,10 @@ import dataclasses
 import jax
 import numpy as np
 
+from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.sampling import SamplingParams
+from dapo_jax.rollout.scheduler import GenerationLoop
 from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.types import Problem
 from tests.helpers import make_mesh, replace_model, tiny_config
@@ -54,7 +56,31 @@ def tokens_of(responses):
     return [[r.tokens.tolist() for r in row] for row in responses]
 
 
-def complete(run):
-    while run.has_work():
-        run.one_call()
-    return [[done[s].tokens.tolist() for s in range(len(done))] for done in run.done]
+def no_text(sequences):
+    return [""] * len(sequences)
+
+
+def make_loop(
+    engine, params, problems, *, detokenize=no_text, num_samples=4, key=KEY, step=0, begun=None,
+    **request,
+):  # fmt: skip
+    """A generation loop over the problems; it holds the parameters."""
+    request = GenerationRequest(num_samples, **request)
+    with engine.weights(params):
+        return GenerationLoop(
+            engine, iter(problems), detokenize, key, request, step=step, begun=begun
+        )
+
+
+def generate(engine, params, problems, **more):
+    """(responses to each problem, stats)."""
+    loop = make_loop(engine, params, problems, **more)
+    for _ in loop.turns():
+        pass
+    return loop.responses(), loop.stats
+
+
+def complete(loop):
+    for _ in loop.turns():
+        pass
+    return tokens_of(loop.responses())

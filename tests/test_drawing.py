@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from dapo_jax.drawing import Drawing
 
 from dapo_jax import metrics
-from dapo_jax.drawing import Drawing
 from dapo_jax.dynamic_sampling import SamplingState, state_from_json, state_to_json, stream_batch
 from dapo_jax.progress import Progress
 from dapo_jax.reward import Rubric, Task

@@ -122,9 +122,9 @@ def test_text_is_streamed_as_it_comes():
 
     out = Out()
     streams = generate._Streams(2, lambda: chr, out)
-    streams.drawn([(0, 0, [65], False), (0, 1, [97], False)])
-    streams.drawn([(0, 0, [66], True), (0, 1, [98], False)])
-    streams.drawn([(0, 1, [99], True)])
+    streams.show([(0, 0, [65], False), (0, 1, [97], False)])
+    streams.show([(0, 0, [66], True), (0, 1, [98], False)])
+    streams.show([(0, 1, [99], True)])
     assert "".join(out) == "--- 1 of 2\nA|B\n--- 2 of 2\nab|c\n|"
 
 
@@ -207,16 +207,15 @@ def test_a_file_of_prompts_goes_on_where_it_was_stopped(capsys, place, tmp_path,
     assert found[1]["prompt_token_ids"] == [65, 66]
 
     out.write_text(whole[: int(len(whole) * 0.4)])  # killed in the middle of a line
-    stop = scheduler.generate
+    turns = scheduler.GenerationLoop.turns
 
-    def interrupted(*args, finished, **settings):
-        def one(news):
-            finished(news)
-            signal.raise_signal(signal.SIGTERM)
+    def interrupted(loop):
+        for turn in turns(loop):
+            if turn.ended:
+                signal.raise_signal(signal.SIGTERM)
+            yield turn
 
-        return stop(*args, finished=one, **settings)
-
-    monkeypatch.setattr(scheduler, "generate", interrupted)
+    monkeypatch.setattr(scheduler.GenerationLoop, "turns", interrupted)
     status, _, err = call(capsys, place, *flags)
     assert status == 128 + signal.SIGTERM and "of 12 prompts were done before" in err
     monkeypatch.undo()

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dapo_jax.drawing import Drawing
 
 from dapo_jax import model
-from dapo_jax.drawing import Drawing
 from dapo_jax.learner import Learner
 from dapo_jax.train import train
 from tests.conftest import ROOT

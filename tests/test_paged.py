@@ -16,13 +16,14 @@ from dapo_jax import attention, model
 from dapo_jax.bench.gap import Gap, bench_gap
 from dapo_jax.bench.shapes import Shape
 from dapo_jax.config_checks import check
-from dapo_jax.rollout import kernels, paged, scheduler
+from dapo_jax.rollout import kernels, paged
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.programs import rollout_dtypes
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.rollout.tiles import Tile
 from dapo_jax.types import Problem, UserError
+from tests.engines import generate
 from tests.helpers import make_mesh, make_params, replace_model, tiny_config, tiny_dict
 from tests.tpu_interpreter import interpreted
 
@@ -194,10 +195,7 @@ def tokens_of(num_devices=1, mesh=None, problems=20, config=CONFIG, **changes):
         Problem(i, "", tuple(rng.integers(3, 32, rng.integers(1, 25)).tolist()), "", "test")
         for i in range(problems)
     ]
-    drawn, stats = scheduler.generate(
-        engine, engine.load_params(make_params(config)), asked, lambda x: [""] * len(x),
-        num_samples=4, key=jax.random.key(7),
-    )  # fmt: skip
+    drawn, stats = generate(engine, make_params(config), asked, key=jax.random.key(7))
     return [[r.tokens.tolist() for r in row] for row in drawn], stats
 
 

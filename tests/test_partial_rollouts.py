@@ -10,10 +10,9 @@ import pytest
 
 from dapo_jax import log_probs
 from dapo_jax.dynamic_sampling import SamplingState, state_from_json, state_to_json
-from dapo_jax.partial_rollouts import Begun, Partial, by_visit, next_begun, not_stale
-from dapo_jax.rollout import scheduler
+from dapo_jax.partial_rollouts import Begun, by_visit, next_begun, not_stale
 from dapo_jax.types import Problem, Response
-from tests.engines import CONFIG, KEY, make_engine, make_problems
+from tests.engines import CONFIG, KEY, generate, make_engine, make_loop, make_problems
 from tests.helpers import Sample, make_params, rows_of
 
 NEXT_KEY = jax.random.key(8)
@@ -40,19 +39,24 @@ def spell(sequences):
 
 
 def draw(engine, params, problems, key, **more):
-    return scheduler.generate(
-        engine, engine.load_params(params), problems, spell, num_samples=4, key=key, **more
-    )
+    return generate(engine, params, problems, detokenize=spell, key=key, **more)
+
+
+def left_after(engine, params, problems, key, num_ended, **more):
+    """What is left of each problem taken when the loop is abandoned."""
+    loop = make_loop(engine, params, problems, detokenize=spell, key=key, **more)
+    ended = 0
+    for turn in loop.turns():
+        ended += len(turn.ended)
+        if ended > num_ended:
+            break
+    return loop.unfinished()
 
 
 @pytest.fixture(scope="module")
 def begun(engine, policies, problems):
     """What step 5 leaves of all problems when it is stopped in the middle."""
-    left, told = [], []
-    draw(
-        engine, policies[0], problems, KEY, finished=told.extend, enough=lambda: len(told) > 5,
-        partial=Partial(5, {}, left.extend),
-    )  # fmt: skip
+    left = left_after(engine, policies[0], problems, KEY, 5, step=5)
     return next_begun((), problems[: len(left)], left, decided=0, step=5)
 
 
@@ -75,12 +79,12 @@ def test_what_is_left_is_what_would_have_been_drawn(engine, policies, problems, 
 @pytest.fixture(scope="module")
 def continued(engine, policies, problems, begun):
     """What step 6 makes of it."""
-    told = []
-    responses, stats = draw(
-        engine, policies[1], problems, NEXT_KEY, finished=told.extend,
-        partial=Partial(6, by_visit(begun), lambda _: None),
+    loop = make_loop(
+        engine, policies[1], problems, detokenize=spell, key=NEXT_KEY, step=6,
+        begun=by_visit(begun),
     )  # fmt: skip
-    return responses, stats, told
+    told = [ended for turn in loop.turns() for ended in turn.ended]
+    return loop.responses(), loop.stats, told
 
 
 def test_tokens_are_kept_and_those_that_follow_have_their_own_version(continued, begun):
@@ -153,9 +157,8 @@ def test_how_they_go_on_depends_on_what_there_is_and_on_nothing_else(
     ):
         other = make_engine(page_tokens=16, samples=4, continued=True, **settings)
         responses, stats = draw(
-            other, policies[1], problems, NEXT_KEY,
-            partial=Partial(6, by_visit(begun), lambda _: None),
-        )  # fmt: skip
+            other, policies[1], problems, NEXT_KEY, step=6, begun=by_visit(begun)
+        )
         assert [[(r.tokens.tolist(), r.finish_reason) for r in row] for row in responses] == (
             expected
         )
@@ -166,11 +169,9 @@ def test_how_they_go_on_depends_on_what_there_is_and_on_nothing_else(
 
 def test_a_response_may_go_on_more_than_once(engine, policies, problems, begun):
     """Stopped again at once, what is left has all its versions."""
-    left, told = [], []
-    draw(
-        engine, policies[1], problems, NEXT_KEY, finished=told.extend,
-        enough=lambda: len(told) > 14, partial=Partial(6, by_visit(begun), left.extend),
-    )  # fmt: skip
+    left = left_after(
+        engine, policies[1], problems, NEXT_KEY, 14, step=6, begun=by_visit(begun)
+    )
     again = next_begun(begun, problems[: len(left)], left, decided=1, step=6)
     assert (0, 0) not in by_visit(again), "its turn has come"
     seen = {tuple(sorted(set(r.versions.tolist()))) for b in again for _, r in b.responses}
@@ -224,7 +225,7 @@ def test_what_the_next_step_finds():
 
 
 def test_the_state_survives_json_bit_for_bit(begun):
-    state = SamplingState(kept_share=0.1 + 0.2, begun=begun)
+    state = SamplingState(informative_rate=0.1 + 0.2, begun=begun)
     back = state_from_json(json.loads(json.dumps(state_to_json(state))))
     assert [b.visit for b in back.begun] == [b.visit for b in begun]
     for (_, ours), (_, theirs) in zip(begun, back.begun, strict=True):
@@ -236,5 +237,3 @@ def test_the_state_survives_json_bit_for_bit(begun):
                 (a.versions, b.versions),
             ):
                 assert x.dtype == y.dtype and x.tobytes() == y.tobytes()
-    older = {k: v for k, v in state_to_json(state).items() if k != "begun"}
-    assert state_from_json(older).begun == ()

@@ -10,11 +10,20 @@ import pytest
 
 from dapo_jax import attention, log_probs, model
 from dapo_jax.compilations import CompilationCounter
-from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.sampling import SamplingParams, _invert, sample, truncate
 from dapo_jax.sharding import copied_bytes, initial_params
 from dapo_jax.types import Problem, UserError
-from tests.engines import CONFIG, EOS, KEY, complete, make_engine, make_problems, tokens_of
+from tests.engines import (
+    CONFIG,
+    EOS,
+    KEY,
+    complete,
+    generate,
+    make_engine,
+    make_loop,
+    make_problems,
+    tokens_of,
+)
 from tests.helpers import Sample, make_params, replace_model, rows_of
 
 
@@ -29,10 +38,7 @@ def problems():
 
 
 def draw(engine, params, problems, num_samples=4, key=KEY):
-    params = engine.load_params(params)
-    return scheduler.generate(
-        engine, params, problems, lambda x: [""] * len(x), num_samples=num_samples, key=key
-    )
+    return generate(engine, params, problems, num_samples=num_samples, key=key)
 
 
 @pytest.mark.parametrize(
@@ -40,8 +46,8 @@ def draw(engine, params, problems, num_samples=4, key=KEY):
     [
         (0, {}, r"problem 7: its prompt has 0 tokens; the engine takes 1 to 24 "),
         (25, {}, r"problem 7: its prompt has 25 tokens; the engine takes 1 to 24 "),
-        (5, dict(limits=lambda problem, sample: 33), r"limits\(0, 0\) is 33 tokens; .* 1 to 32 "),
-        (5, dict(limits=lambda problem, sample: 1 - sample), r"limits\(0, 1\) is 0 tokens"),
+        (5, dict(limits_QG=np.full((1, 2), 33)), r"limits_QG\[0, 0\] is 33 tokens; .* 1 to 32 "),
+        (5, dict(limits_QG=np.array([[1, 0]])), r"limits_QG\[0, 1\] is 0 tokens"),
         (5, dict(sampling=SamplingParams(-1.0)), r"temperature \(-1.0\) must be 0 \(greedy\) or"),
         (5, dict(sampling=SamplingParams(1e-39)), r"temperature \(1e-39\) must .* from 1.2e-38"),
         (5, dict(sampling=SamplingParams(1.0, 0.0)), r"top_p \(0.0\) must be in \(0, 1\]"),
@@ -53,9 +59,7 @@ def test_what_cannot_be_drawn_is_refused(params, length, changes, message):
     problem = Problem(7, "", (3,) * length, "", "test")
     engine = make_engine()
     with pytest.raises(UserError, match=message):
-        scheduler.generate(
-            engine, params, [problem], lambda x: [""] * len(x), num_samples=2, key=KEY, **changes
-        )
+        generate(engine, params, [problem], num_samples=2, **changes)
 
 
 def test_what_jetstreams_calls_cannot_do_is_refused(params):
@@ -97,17 +101,10 @@ def test_log_probs_are_the_trainers(params, problems, temperature):
 
 def test_responses_are_told_of_as_they_end(params, problems):
     """Each once, while others are still being drawn, and the same as what comes back."""
-    calls, engine = [], make_engine()
     spell = lambda sequences: [" ".join(map(str, sequence)) for sequence in sequences]
-    responses, _ = scheduler.generate(
-        engine,
-        engine.load_params(params),
-        problems,
-        spell,
-        num_samples=3,
-        key=KEY,
-        finished=calls.append,
-    )
+    loop = make_loop(make_engine(), params, problems, detokenize=spell, num_samples=3)
+    calls = [turn.ended for turn in loop.turns() if turn.ended]
+    responses = loop.responses()
     told = {(problem, sample): response for call in calls for problem, sample, response in call}
     assert len(told) == sum(len(call) for call in calls) == 3 * len(problems)
     assert len(calls) > 3
@@ -315,10 +312,7 @@ def test_where_pages_are_short_sequences_wait_and_go_on_with_the_same_tokens(
         page_tokens=4, samples=4, num_pages=(least + 6) * shards, num_devices=shards, **mesh
     )
     assert engine.spec.shard_pages == least + 6 < roomy.spec.shard_pages / 3
-    run = scheduler.Run(
-        engine, engine.load_params(params), iter(problems), lambda x: [""] * len(x), 4, KEY,
-        None, None,
-    )  # fmt: skip
+    run = make_loop(engine, params, problems)
     assert complete(run) == expected
     assert run.stats.preempted > 0
     assert np.asarray(run.state.num_free).tolist() == [engine.spec.shard_pages - 1] * shards
@@ -329,12 +323,8 @@ def test_where_pages_are_short_sequences_wait_and_go_on_with_the_same_tokens(
 def test_no_prompt_is_claimed_before_it_can_be_handed_over(params):
     """Another process could draw it."""
     engine = make_engine(prefill=4, samples=4, slots=16)
-    run = scheduler.Run(
-        engine, engine.load_params(params), iter(make_problems(30)), lambda x: [""] * len(x), 4,
-        KEY, None, None,
-    )  # fmt: skip
-    while run.has_work():
-        run.one_call()
+    run = make_loop(engine, params, make_problems(30))
+    for _ in run.turns():
         if run.table.waiting.sum() >= 16 and not run.admission.exhausted:
             assert not run.admission.queue
 
@@ -350,16 +340,14 @@ def test_the_pool_is_as_good_as_one_without_bounds(params, samples, tokens):
         Problem(i, "", tuple(rng.integers(3, 32, tokens).tolist()), "", "test") for i in range(40)
     ]
     # Every prompt has one sample that goes on to the end.
-    limits = lambda problem, sample: most if sample == 0 or problem >= 30 else 1
+    limits = np.where((np.arange(samples) == 0) | (np.arange(40)[:, None] >= 30), most, 1)
 
     def drawn(num_pages):
         engine = make_engine(
             page_tokens=4, samples=samples, num_pages=num_pages, prefill=4, stop_tokens=()
         )
-        return engine.spec, scheduler.generate(
-            engine, engine.load_params(params), problems, lambda x: [""] * len(x),
-            num_samples=samples, key=KEY, limits=limits,
-        )[1]  # fmt: skip
+        _, stats = generate(engine, params, problems, num_samples=samples, limits_QG=limits)
+        return engine.spec, stats
 
     spec, found = drawn(None)
     assert found == drawn(10 * spec.shard_pages)[1]
@@ -396,10 +384,8 @@ def test_limits_and_problems_that_come_later(params, problems):
     engine = make_engine(samples=2, decode_steps=3)
     expected = tokens_of(draw(make_engine(), params, problems)[0])
     source = (p for problem in problems for p in (None, problem, None))
-    responses, stats = scheduler.generate(
-        engine, engine.load_params(params), source, lambda x: [""] * len(x), num_samples=4,
-        key=KEY, limits=lambda problem, sample: 1 + (problem + sample) % 9,
-    )  # fmt: skip
+    limits = 1 + (np.arange(len(problems))[:, None] + np.arange(4)) % 9
+    responses, stats = generate(engine, params, source, limits_QG=limits)
     for q, row in enumerate(tokens_of(responses)):
         for s, tokens in enumerate(row):
             assert tokens == expected[q][s][: 1 + (q + s) % 9]
@@ -408,10 +394,12 @@ def test_limits_and_problems_that_come_later(params, problems):
 
 def test_when_it_is_enough_the_rest_is_left(params, problems):
     engine, told = make_engine(), []
-    responses, _ = scheduler.generate(
-        engine, engine.load_params(params), problems, lambda x: [""] * len(x), num_samples=4,
-        key=KEY, finished=told.extend, enough=lambda: len(told) > 20,
-    )  # fmt: skip
+    loop = make_loop(engine, params, problems)
+    for turn in loop.turns():
+        told += turn.ended
+        if len(told) > 20:
+            break
+    responses = loop.responses()
     expected = tokens_of(draw(engine, params, problems)[0])
     assert 20 < len(told) < 80
     complete = [q for q, row in enumerate(responses) if row]

@@ -4,9 +4,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.stop_strings import completed_at, tail_tokens
-from tests.engines import CONFIG, EOS, KEY, complete, make_engine, make_problems, tokens_of
+from tests.engines import (
+    CONFIG,
+    EOS,
+    complete,
+    generate,
+    make_engine,
+    make_loop,
+    make_problems,
+    tokens_of,
+)
 from tests.helpers import make_params
 
 _rng = np.random.default_rng(1)
@@ -47,10 +55,9 @@ def engine():
 
 
 def draw(engine, params, problems, stops=STOPS, detokenize=spell, **more):
-    return scheduler.generate(
-        engine, engine.load_params(params), problems, detokenize, num_samples=4, key=KEY,
-        stop_strings=stops, **more,
-    )  # fmt: skip
+    return generate(
+        engine, params, problems, detokenize=detokenize, stop_strings=stops, **more
+    )
 
 
 @pytest.fixture(scope="module")
@@ -75,14 +82,16 @@ def test_a_response_ends_with_the_token_that_completes_a_string(engine, params, 
     """With the tokens that it would have had anyway; and what it drew too much is mixed up with
     nothing that comes into its place."""
     told, streamed = [], {}
-
-    def drawn(news):
-        for problem, sample, tokens, last in news:
+    loop = make_loop(
+        engine, params, problems, detokenize=spell, stop_strings=STOPS, stream=True
+    )
+    for turn in loop.turns():
+        told += turn.ended
+        for problem, sample, tokens, last in turn.tokens:
             before, over = streamed.get((problem, sample), ([], False))
             assert tokens and not over
             streamed[problem, sample] = (before + tokens, last)
-
-    responses, stats = draw(engine, params, problems, finished=told.extend, drawn=drawn)
+    responses, stats = loop.responses(), loop.stats
     assert_cut(responses, whole)
     shorter = [
         len(r.tokens) < len(f.tokens) for rs, fs in zip(responses, whole) for r, f in zip(rs, fs)
@@ -109,7 +118,8 @@ def test_at_every_place_of_a_call(engine, params, problems, whole):
 
 def test_a_string_with_the_last_token_allowed_stops_too(engine, params, problems, whole):
     expected = [[cut(tokens) for tokens in row] for row in tokens_of(whole)]
-    responses, _ = draw(engine, params, problems, limits=lambda q, s: len(expected[q][s]))
+    limits = np.array([[len(tokens) for tokens in row] for row in expected])
+    responses, _ = draw(engine, params, problems, limits_QG=limits)
     assert_cut(responses, whole)
 
 
@@ -122,10 +132,7 @@ def test_with_preemption(params, problems, whole):
     )
     preempted = 0
     for stops in (STOPS, ("abcab",), ("dd",)):
-        run = scheduler.Run(
-            engine, engine.load_params(params), iter(problems), spell, 4, KEY, None, None
-        )
-        run.stop_strings = stops
+        run = make_loop(engine, params, problems, detokenize=spell, stop_strings=stops)
         expected = [[cut(tokens, stops) for tokens in row] for row in tokens_of(whole)]
         assert complete(run) == expected
         assert run.stats.tokens == sum(len(tokens) for row in expected for tokens in row)

@@ -10,6 +10,7 @@ import numpy as np
 from dapo_jax import batching, log_probs, model
 from dapo_jax.bench.shapes import Shape, bench_model, bench_spec, random_problems
 from dapo_jax.rollout import kernels, scheduler
+from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.sharding import fitting, initial_params, make_mesh
 from dapo_jax.types import UserError
@@ -52,15 +53,15 @@ def bench_gap(of: Gap) -> dict[str, Any]:
     spec = bench_spec(shape, layout, kernel=of.kernel, cache_dtype=cache_dtype)
     engine = DecoderEngine(spec, mesh)
     problems = random_problems(shape)
-    drawn, _ = scheduler.generate(
-        engine,
-        engine.load_params(params),
-        problems,
-        lambda sequences: [""] * len(sequences),
-        num_samples=shape.group,
-        key=jax.random.key(1),
-    )
-    flat = [r for row in drawn for r in row]
+    with engine.weights(params):
+        responses, _ = scheduler.generate(
+            engine,
+            problems,
+            lambda sequences: [""] * len(sequences),
+            jax.random.key(1),
+            GenerationRequest(shape.group),
+        )
+    flat = [r for row in responses for r in row]
     packed = batching.pack(
         [p.prompt_tokens for p in problems for _ in range(shape.group)],
         np.concatenate([r.tokens for r in flat]),

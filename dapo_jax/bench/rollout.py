@@ -18,6 +18,7 @@ from dapo_jax.bench.shapes import (
 from dapo_jax.compilations import CompilationCounter
 from dapo_jax.config import ModelConfig
 from dapo_jax.rollout import kernels, scheduler
+from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.rollout.spec import VALID
@@ -38,22 +39,23 @@ def bench_rollout(shape: Shape) -> dict[str, Any]:
     # Small, so that no token is much more probable than another.
     small = lambda x: x if x.ndim < 3 else 0.3 * x
     params = jax.tree.map(small, initial_params(c, layout, mesh, seed=0))
-    params = engine.load_params(params)
     problems, lengths = random_problems(shape), draw_lengths(shape)
 
     def run(number: int, engine: DecoderEngine = engine) -> tuple[float, scheduler.RolloutStats]:
-        begun = time.perf_counter()
-        _, stats = scheduler.generate(
-            engine,
-            params,
-            problems,
-            lambda sequences: [""] * len(sequences),
-            num_samples=shape.group,
-            key=jax.random.key(number),
-            sampling=SamplingParams(shape.temperature, shape.top_p),
-            limits=lambda problem, sample: int(lengths[problem, sample]),
-        )
-        return time.perf_counter() - begun, stats
+        with engine.weights(params):
+            start = time.perf_counter()
+            _, stats = scheduler.generate(
+                engine,
+                problems,
+                lambda sequences: [""] * len(sequences),
+                jax.random.key(number),
+                GenerationRequest(
+                    shape.group,
+                    SamplingParams(shape.temperature, shape.top_p),
+                    limits_QG=lengths,
+                ),
+            )
+            return time.perf_counter() - start, stats
 
     first_seconds, _ = run(0)
     counter = CompilationCounter()
@@ -76,7 +78,7 @@ def bench_rollout(shape: Shape) -> dict[str, Any]:
         if on_cpu
         else memory_tokens_per_second(
             c,
-            params.decode,
+            engine.load_params(params).decode,
             lengths,
             shape.prompt_len,
             spec.slots,

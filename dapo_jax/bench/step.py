@@ -18,6 +18,7 @@ from dapo_jax.bench.train import bench_config
 from dapo_jax.compilations import CompilationCounter
 from dapo_jax.learner import Learner
 from dapo_jax.rollout import scheduler
+from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.spec import engine_spec
 from dapo_jax.sharding import check_batch_shapes, fitting, initial_params, make_mesh
@@ -71,16 +72,15 @@ def bench_step(shape: Shape, micro_batch: int, remat: str, base: dict[str, Any])
         if step == 2:
             counter = CompilationCounter()
         begun = time.perf_counter()
-        drawn, _ = scheduler.generate(
-            engine,
-            engine.load_params(state.policy.params),
-            problems,
-            detokenize,
-            num_samples=shape.group,
-            key=jax.random.key(step),
-            limits=lambda problem, sample: int(lengths[problem, sample]),
-        )
-        groups = [_scored(problem, of, step) for problem, of in zip(problems, drawn)]
+        with engine.weights(state.policy.params):
+            responses, _ = scheduler.generate(
+                engine,
+                problems,
+                detokenize,
+                jax.random.key(step),
+                GenerationRequest(shape.group, limits_QG=lengths),
+            )
+        groups = [_scored(problem, of, step) for problem, of in zip(problems, responses)]
         rollouts.append(time.perf_counter() - begun)
         begun = time.perf_counter()
         state, numbers = learner.train_on(state, groups, step, kl_coefficient=0.0)

@@ -4,7 +4,7 @@ What comes of them is read in `scheduler`; the two share the `Table`.
 """
 
 import collections
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import jax
@@ -19,6 +19,17 @@ from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.types import UNFINISHED, Problem, Response, UserError
 
 Sample = tuple[int, int, int]  # shard, entry, column
+
+
+class GenerationRequest(NamedTuple):
+    """What to generate for each problem."""
+
+    num_samples: int  # responses per problem
+    sampling: SamplingParams | None = None  # None: the engine's own
+    # A response ends with the token that completes one of these in its text, as with stop tokens.
+    stop_strings: tuple[str, ...] = ()
+    limits_QG: np.ndarray | None = None  # most tokens of each response; None: the engine's own
+    stream: bool = False  # report tokens as they are sampled
 
 
 class Request(NamedTuple):
@@ -67,8 +78,8 @@ class Table:
     """What the entries of the device hold, as far as the host has read: R shards of E entries of up
     to G samples, T tokens each at most."""
 
-    def __init__(self, spec: EngineSpec):
-        self.step = 0  # rollout step of the tokens that are drawn, where some are of earlier ones
+    def __init__(self, spec: EngineSpec, step: int = 0):
+        self.step = step  # rollout step of the tokens sampled now
         R, E, G, T = spec.shards, spec.entries, spec.samples, spec.max_response_tokens
         self.requests: list[list[Request | None]] = [[None] * E for _ in range(R)]
         self.order = np.zeros((R, E), np.int64)  # of arrival
@@ -122,8 +133,8 @@ class Admission:
     """Takes problems, and hands their prompts over.
 
     Args:
-        problems: None stands for one that is to come later.
-        limits: most tokens of a response, by problem and sample; None: the engine's own.
+        problems: None: no problem yet, ask again.
+        begun: see `scheduler.GenerationLoop`.
 
     Raises:
         UserError: `sampling` is outside its range; from `take` or `admit`, a prompt or a limit is.
@@ -134,21 +145,18 @@ class Admission:
         engine: DecoderEngine,
         table: Table,
         problems: Iterator[Problem | None],
-        num_samples: int,
         key: jax.Array,
-        sampling: SamplingParams,
-        limits: Callable[[int, int], int] | None,
+        request: GenerationRequest,
+        begun: Mapping[Visit, Mapping[int, Response]],
     ):
-        sampling.check()
-        self.engine, self.table, self.problems = engine, table, problems
-        self.num_samples, self.sampling, self.limits = num_samples, sampling, limits
+        self.sampling = engine.spec.params if request.sampling is None else request.sampling
+        self.sampling.check()
+        self.engine, self.table, self.problems, self.request = engine, table, problems, request
         self.key_data = np.asarray(jax.random.key_data(key))
         self.done: list[dict[int, Response]] = []  # of each problem taken, by sample
         self.exhausted = False  # no more problems will come
-        # What earlier steps drew, by id and epoch of a problem and by sample; and of that what had
-        # ended, until it is told of.
-        self.begun: Mapping[Visit, Mapping[int, Response]] = {}
-        self.over: list[tuple[int, int, Response]] = []
+        self.begun = begun
+        self.over: list[tuple[int, int, Response]] = []  # ended in earlier steps, to be reported
         self.queue: collections.deque[Request] = collections.deque()
         self.arrivals = 0
         spec = engine.spec
@@ -183,7 +191,7 @@ class Admission:
             self.queue += requests_of(
                 index,
                 problem,
-                num_samples=self.num_samples,
+                num_samples=self.request.num_samples,
                 most=self.engine.spec.samples,
                 begun=begun,
             )
@@ -197,12 +205,12 @@ class Admission:
             )
 
     def _limit(self, problem: int, sample: int) -> int:
-        most = self.engine.spec.max_response_tokens
-        limit = most if self.limits is None else self.limits(problem, sample)
+        most, limits_QG = self.engine.spec.max_response_tokens, self.request.limits_QG
+        limit = most if limits_QG is None else int(limits_QG[problem, sample])
         if not 1 <= limit <= most:
             raise UserError(
-                f"limits({problem}, {sample}) is {limit} tokens; the engine draws 1 to {most} "
-                "(max_response_tokens). Ask for fewer, or make an engine for more."
+                f"limits_QG[{problem}, {sample}] is {limit} tokens; the engine generates 1 to "
+                f"{most} (max_response_tokens). Ask for fewer, or make an engine for more."
             )
         return limit
 

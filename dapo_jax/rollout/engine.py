@@ -7,9 +7,10 @@ that become free to samples that wait (see `slots`). JetStream's own `prefill`, 
 `generate` work on the same state: one prompt, one slot, one token.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -63,6 +64,26 @@ class DecoderEngine(jetstream.Engine):
         # Longer ones are prompts with what was drawn before their pages were taken away.
         longer = halvings(spec.table_pages) if spec.num_pages is not None else ()
         self.prompt_pages = (*halvings(prompt), *(n for n in longer if n > prompt))
+        self._loaded: Loaded | None = None
+
+    @contextlib.contextmanager
+    def weights(self, params: model.Params) -> Iterator[Loaded]:
+        """Holds the rollout copy of the parameters: it lives exactly as long as the block.
+
+        Args:
+            params: in the trainer's layout.
+        """
+        self._loaded = self.load_params(params)
+        try:
+            yield self._loaded
+        finally:
+            self._loaded = None
+
+    @property
+    def loaded(self) -> Loaded:
+        """The parameters in the rollout layout, within `weights`."""
+        assert self._loaded is not None, "generation needs `with engine.weights(params)`"
+        return self._loaded
 
     def prefill_many(
         self,

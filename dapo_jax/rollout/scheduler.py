@@ -1,115 +1,98 @@
-"""Draws responses: has prompts admitted, calls the engine, reads what it drew.
+"""Continuous batching: hands prompts to the engine, calls it, reads the tokens it sampled.
 
-The interface to the rest is `generate`: prompts, parameters and a key in, responses with log-probs
-out. Another engine can take its place. Which prompts go to the engine and when is decided in
-`admission`.
+`GenerationLoop` is driven by its caller: each `Turn` reports the responses that ended during one
+engine call. A caller that has enough stops asking. `generate` collects everything. Admission of
+prompts is in `admission`.
+
+Invariant: a response depends on the parameters, the key, its problem and its sample number, and on
+nothing that happens here.
 """
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from dapo_jax.partial_rollouts import Partial
-from dapo_jax.rollout.admission import Admission, Request, Sample, Table
+from dapo_jax.partial_rollouts import Visit
+from dapo_jax.rollout.admission import (
+    Admission,
+    GenerationRequest,
+    Request,
+    Sample,
+    Table,
+)
 from dapo_jax.rollout.engine import DecoderEngine
-from dapo_jax.rollout.programs import Loaded
-from dapo_jax.rollout.sampling import Mode, SamplingParams
 from dapo_jax.rollout.slots import DecodeState
 from dapo_jax.rollout.spec import NOT_FINITE, OVER, VALID, Step
 from dapo_jax.rollout.stop_strings import completed_at
+from dapo_jax.telemetry import SILENT, Telemetry
 from dapo_jax.types import Detokenize, Problem, Response
-from dapo_jax.watchdog import UNWATCHED, Watchdog
-
-IDLE_SECONDS = 0.002
-# Takes (problem, sample, response) of responses that have ended.
-Finished = Callable[[list[tuple[int, int, Response]]], None]
-IGNORE: Finished = lambda _: None
-# Takes (problem, sample, tokens just drawn, whether they are the last).
-Drawn = Callable[[list[tuple[int, int, list[int], bool]]], None]
 
 
 class RolloutStats(NamedTuple):
-    """What a call of `generate` did."""
+    """Counts of one generation loop."""
 
-    tokens: int = 0  # of responses; those discarded are not among them
-    busy_slots: int = 0  # sum over the decode steps taken while responses waited for a slot
-    slots_offered: int = 0  # the same steps times the number of slots
-    preempted: int = 0  # sequences that gave their pages up and were continued later
+    tokens: int = 0  # tokens of responses, without discarded ones
+    busy_slots: int = 0  # sum over decode steps during which responses waited for a slot
+    slots_offered: int = 0  # the same decode steps times the number of slots
+    preempted: int = 0  # sequences that gave up their pages and were resumed later
     invalid: int = 0  # responses that ended because the logits were not finite
-    idle_seconds: float = 0.0  # with nothing to draw, while verdicts were awaited
-    drawn: int = 0  # tokens, those discarded among them
-    could_draw: int = 0  # the decode steps in which any slot drew times the number of slots
+    idle_seconds: float = 0.0  # seconds without work, waiting for verdicts
+    drawn: int = 0  # tokens sampled, discarded ones included
+    could_draw: int = 0  # decode steps with any busy slot times the number of slots
 
     def __add__(self, other: tuple) -> "RolloutStats":
         return RolloutStats(*(a + b for a, b in zip(self, other)))
 
 
+class Ended(NamedTuple):
+    """A response that has ended."""
+
+    index: int  # of its problem, in the order in which the loop took them
+    sample: int
+    response: Response
+
+
+class NewTokens(NamedTuple):
+    """Tokens of one response that the last engine call sampled."""
+
+    index: int
+    sample: int
+    tokens: list[int]
+    is_last: bool
+
+
+class Turn(NamedTuple):
+    """One iteration of the loop: at most one engine call made and one read."""
+
+    ended: list[Ended]
+    tokens: list[NewTokens]  # empty unless the request streams
+    idle: bool  # nothing could be generated or read: more problems are to come later
+
+
 def generate(
     engine: DecoderEngine,
-    params: Loaded,
-    problems: Iterable[Problem | None],
+    problems: Iterable[Problem],
     detokenize: Detokenize,
-    *,
-    num_samples: int,
     key: jax.Array,
-    sampling: SamplingParams | None = None,
-    limits: Callable[[int, int], int] | None = None,
-    stop_strings: Sequence[str] = (),
-    finished: Finished = IGNORE,
-    drawn: Drawn | None = None,
-    enough: Callable[[], bool] = lambda: False,
-    partial: Partial | None = None,
-    watch: Watchdog = UNWATCHED,
-    check_stop: Callable[[], None] = lambda: None,
-    idle_seconds: float = IDLE_SECONDS,
+    request: GenerationRequest,
+    telemetry: Telemetry = SILENT,
 ) -> tuple[list[list[Response]], RolloutStats]:
-    """`num_samples` responses to every problem, in order, and what it took.
+    """Returns the responses to every problem, in order, and the counts.
 
     Args:
-        params: in the engine's layout, see `DecoderEngine.load_params`.
-        problems: taken one after another when there is room for them; None: not now, ask again.
-        key: of the rollout step. A response depends on it, its problem's id and its sample number,
-            and on nothing that happens here.
-        sampling: temperature and what is left out; None: the engine's own.
-        limits: most tokens of a response, by problem and sample; None: the engine's own.
-        stop_strings: a response ends with the token that completes one of them in its text, as with
-            the engine's stop tokens.
-        finished: called between decode calls with (problem, sample, response) of the responses that
-            have just ended, the problem as an index into `problems`.
-        drawn: called between decode calls with what each of them drew.
-        enough: asked between decode calls; True leaves the rest undrawn. Problems without all their
-            responses have an empty list then.
-        partial: what earlier steps drew of the responses. Those that have ended are told of as if
-            they had just done so, the others go on: their tokens stay, and those that follow are
-            drawn by this call's parameters and key.
-        watch: is told what is waited for.
-        check_stop: called between decode calls; raises to abandon the call.
-        idle_seconds: until problems that are to come later are asked for again.
+        engine: within `engine.weights(params)`.
+        key: of the rollout step.
 
     Raises:
-        UserError: a prompt is empty or longer than the engine takes, a limit is beyond what it
-            draws, or a number of `sampling` is outside its range.
+        UserError: see `GenerationLoop`.
+        StopRequested: a stop was requested; the responses so far are lost.
     """
-    run = Run(engine, params, iter(problems), detokenize, num_samples, key, sampling, limits)
-    run.finished, run.drawn, run.stop_strings = finished, drawn, tuple(stop_strings)
-    run.watch = watch
-    if partial is not None:
-        run.table.step, run.admission.begun = partial.step, partial.begun
-    for moved in run.turns(enough, check_stop):
-        if not moved:
-            run.watch.lives()
-            time.sleep(idle_seconds)  # for problems that are to come later
-            run.stats += RolloutStats(idle_seconds=idle_seconds)
-    if partial is not None:
-        partial.left(run.left())
-    responses = [
-        [done[sample] for sample in range(num_samples)] if len(done) == num_samples else []
-        for done in run.done
-    ]
-    return responses, run.stats
+    loop = GenerationLoop(engine, iter(problems), detokenize, key, request, telemetry)
+    for _ in loop.turns():
+        telemetry.check_stop()
+    return loop.responses(), loop.stats
 
 
 class _Call(NamedTuple):
@@ -120,67 +103,82 @@ class _Call(NamedTuple):
     arrivals: int  # requests handed over before it
 
 
-class Run:
-    """One call of `generate`. Its arguments are explained there."""
+class GenerationLoop:
+    """Generates `request.num_samples` responses to each problem.
+
+    Args:
+        engine: within `engine.weights(params)`.
+        problems: taken one after another when there is room; None: no problem yet, ask again.
+        key: of the rollout step.
+        step: rollout step of the tokens sampled now; recorded where `begun` has older ones.
+        begun: responses of earlier steps, by (problem id, epoch) and sample. Those that ended are
+            reported as ended now. The others are resumed: their tokens stay, and new ones are
+            sampled with this loop's parameters and key.
+
+    Raises:
+        UserError: a prompt is empty or longer than the engine takes, a limit is beyond what it
+            generates, or a sampling parameter is outside its range.
+    """
 
     def __init__(
         self,
         engine: DecoderEngine,
-        params: Loaded,
         problems: Iterator[Problem | None],
         detokenize: Detokenize,
-        num_samples: int,
         key: jax.Array,
-        sampling: SamplingParams | None,
-        limits: Callable[[int, int], int] | None,
+        request: GenerationRequest,
+        telemetry: Telemetry = SILENT,
+        *,
+        step: int = 0,
+        begun: Mapping[Visit, Mapping[int, Response]] | None = None,
     ):
-        spec = engine.spec
-        self.engine, self.params, self.detokenize = engine, params, detokenize
-        sampling = spec.params if sampling is None else sampling
-        self.mode: Mode = sampling.mode
-        self.finished: Finished = IGNORE
-        self.drawn: Drawn | None = None
-        self.stop_strings: tuple[str, ...] = ()
-        self.watch = UNWATCHED
+        self.engine, self.params, self.detokenize = engine, engine.loaded, detokenize
+        self.request, self.telemetry = request, telemetry
+        sampling = engine.spec.params if request.sampling is None else request.sampling
+        self.mode = sampling.mode
         self.stats = RolloutStats()
-        self.table = Table(spec)
-        self.admission = Admission(engine, self.table, problems, num_samples, key, sampling, limits)
+        self.table = Table(engine.spec, step)
+        self.admission = Admission(engine, self.table, problems, key, request, begun or {})
         self.done = self.admission.done
         self.state: DecodeState = engine.init_decode_state()
-        # Results are read one call late: the device never waits for the host. With them goes which
-        # shards had work, and how many requests had arrived.
+        # Results are read one call late, so that the device never waits for the host.
         self.late: _Call | None = None
-        self.calls_to_pass = 0  # that were made before a sample was cancelled
-        # What the unread call drew of samples cancelled since it was made is nobody's, also where
-        # their entry is already another prompt's.
+        self.calls_to_pass = 0  # calls made before a sample was cancelled
+        # Tokens of cancelled samples in the in-flight call are discarded, even if their request
+        # slot has been reused.
         self.cancelled = np.zeros_like(self.table.waiting)
+        self._ended: list[Ended] = []
+        self._tokens: list[NewTokens] = []
 
-    def turns(
-        self, enough: Callable[[], bool], check_stop: Callable[[], None] = lambda: None
-    ) -> Iterator[bool]:
-        """Draws, and gives control back after each call: whether there was anything to do."""
+    def turns(self) -> Iterator[Turn]:
+        """Generates until all responses have ended; yields after each engine call."""
         while self.has_work():
-            check_stop()
-            if enough():
-                break
-            yield self.one_call()
+            moved = self.one_call()
+            turn = Turn(self._ended, self._tokens, not moved)
+            self._ended, self._tokens = [], []
+            yield turn
 
     def has_work(self) -> bool:
-        """Whether responses are still to come."""
+        """Returns whether responses are still to come."""
         if self.late is not None or self.table.waiting.any() or self.admission.queue:
             return True
         if not self.admission.exhausted:
             self.admission.take(1)
         return bool(self.admission.queue) or not self.admission.exhausted
 
+    def responses(self) -> list[list[Response]]:
+        """Returns the responses to each problem taken; none where some have not ended."""
+        num = self.request.num_samples
+        return [[done[g] for g in range(num)] if len(done) == num else [] for done in self.done]
+
     def one_call(self) -> bool:
-        """Hands prompts over, calls `decode`, reads the results of the call before; whether there
-        was one to make or to read."""
+        """Admits prompts, calls `decode`, reads the previous call; returns whether there was a call
+        to make or to read."""
         unread = self.late is not None
         self.state = self.admission.admit(self.params, self.state, unread=unread)
         if self.admission.over:
-            over, self.admission.over = self.admission.over, []
-            self.finished(over)
+            self._ended += [Ended(*ended) for ended in self.admission.over]
+            self.admission.over = []
         now = None
         if self.table.waiting.any():
             self.state, now = self.engine.decode(self.params, self.state, self.mode)
@@ -193,8 +191,9 @@ class Run:
             self._read(late)
         return late is not None or now is not None
 
-    def left(self) -> list[dict[int, Response]]:
-        """What is drawn of each problem taken, by sample, whether it has ended or not."""
+    def unfinished(self) -> list[dict[int, Response]]:
+        """Returns all tokens sampled for each problem taken, by sample, ended or not. The loop is
+        over then."""
         late, self.late = self.late, None
         if late is not None:
             self._read(late)
@@ -211,14 +210,14 @@ class Run:
         """Takes the tokens of a call, and ends responses."""
         spec, waiting = self.engine.spec, int(self.table.waiting.sum())
         at_work = min(waiting, spec.slots)
-        self.watch.waiting_for(
+        self.telemetry.waiting_for(
             f"the device: {at_work} slots at work, {waiting - at_work} responses waiting for one"
         )
         step = Step(*map(np.asarray, call.step))
         self.admission.read(step.free_R)
         valid_RkB = step.flags_RkB & VALID > 0
         if valid_RkB.any():
-            self.watch.moved()
+            self.telemetry.moved()
         ours_RkB = valid_RkB & ~self._discarded(step)
         self.cancelled[:] = False
         before_REG = self.table.count.copy()
@@ -246,7 +245,7 @@ class Run:
                 could_draw=spec.slots,
             )
             flags = step.flags_RkB[shard, i, slot]
-            if self.drawn is not None:
+            if self.request.stream:
                 tokens = step.token_RkB[shard, i, slot].tolist()
                 for r, e, c, token in zip(*(x.tolist() for x in at), tokens):
                     news.setdefault((r, e, c), []).append(token)
@@ -254,14 +253,15 @@ class Run:
             finite = flags & NOT_FINITE == 0
             ended += zip(*(x[is_last].tolist() for x in at), finite[is_last].tolist())
         cut: list[Sample] = []
-        if self.stop_strings:
+        if self.request.stop_strings:
             cut = self._cut(before_REG, {work[:3] for work in ended if not work[3]}, news)
         over = {work[:3] for work in ended}
         gone = [work for work in cut if work not in over]  # the device still goes on with them
         ended = [work for work in ended if work[:3] not in cut] + [(*work, True) for work in cut]
-        if self.drawn is not None and news:
-            last = {work[:3] for work in ended}
-            self.drawn([(*self.table.who(*work), t, work in last) for work, t in news.items()])
+        last = {work[:3] for work in ended}
+        self._tokens += [
+            NewTokens(*self.table.who(*work), tokens, work in last) for work, tokens in news.items()
+        ]
         if ended:
             self._end(ended, cut)
         stuck_R = (
@@ -297,7 +297,7 @@ class Run:
             self.table.tokens[work][: self.table.count[work] - (work in invalid)] for work in works
         ]
         first_new = [int(before_REG[work]) for work in works]
-        places = completed_at(self.stop_strings, self.detokenize, known, first_new)
+        places = completed_at(self.request.stop_strings, self.detokenize, known, first_new)
         cut = {work: place for work, place in zip(works, places) if place is not None}
         for work, place in cut.items():
             self.stats += RolloutStats(tokens=place - int(self.table.count[work]))
@@ -311,7 +311,6 @@ class Run:
         drawn = [self.table.drawn(r, e, c) for r, e, c, _ in ended]
         tokens = [response.tokens for response in drawn]
         texts = self.detokenize(tokens)
-        told = []
         for (r, e, c, finite), response, text in zip(ended, drawn, texts):
             by_itself = int(response.tokens[-1]) in stops or (r, e, c) in cut
             reason = "stop" if by_itself else "length"
@@ -324,9 +323,8 @@ class Run:
             index, sample = self.table.who(r, e, c)
             response = response._replace(finish_reason=reason, text=text)
             self.done[index][sample] = response
-            told.append((index, sample, response))
+            self._ended.append(Ended(index, sample, response))
             self.table.close(r, e, c)
-        self.finished(told)
 
     def _preempt(self, stuck_R: np.ndarray, waiting_R: np.ndarray, arrivals: int) -> list[Sample]:
         """Where nothing moves every sequence waits for a page. The youngest gives up its own, and
