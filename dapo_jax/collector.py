@@ -29,9 +29,10 @@ IDLE_SECONDS = 0.002  # between two polls with nothing to generate
 class Turn(NamedTuple):
     """One iteration of the collector: at most one engine call."""
 
+    generating: bool  # False: everything is generated, outcomes are awaited
     groups: list[tuple[int, Group]]  # completed in this process: (number of the prompt, group)
     outcomes: list[Outcome]  # resolved, in prompt order
-    idle: bool  # nothing to generate: others' outcomes or verdicts are awaited
+    idle: bool  # nothing to generate or to read in this iteration
 
 
 class RolloutCollector:
@@ -59,6 +60,8 @@ class RolloutCollector:
         self.detokenize, self.request = detokenize, request
         self.replica, self.telemetry = replica, telemetry
         self.stats = RolloutStats()  # of all its loops; of a replica's leader only
+        # Seconds of generating, and of waiting for verdicts after everything was generated.
+        self.seconds = {"rollout": 0.0, "reward": 0.0}
 
     def groups(
         self,
@@ -78,11 +81,15 @@ class RolloutCollector:
         Raises:
             StopRequested: a stop was requested, in this process or in another of the replica.
         """
+        # A replica of several processes polls less often: each poll is a broadcast.
         idle_seconds = IDLE_SECONDS if self.replica.size == 1 else LOOK_SECONDS
+        start = time.monotonic()
         for turn in self.turns(prompts, key, step=step):
+            now = time.monotonic()
+            self.seconds["rollout" if turn.generating else "reward"] += now - start
+            start = now
             yield from turn.outcomes
             if turn.idle:
-                self.telemetry.alive()
                 time.sleep(idle_seconds)
                 self.stats += RolloutStats(idle_seconds=idle_seconds)
 
@@ -93,6 +100,15 @@ class RolloutCollector:
         with group.stop_together(self.telemetry.waiting_for):
             outcomes = list(self.groups(prompts, key, step=step))
         return prompts.commit(len(outcomes))
+
+    def take_stats(self) -> tuple[RolloutStats, dict[str, float]]:
+        """Returns the stats of all processes together and this process's seconds, and begins anew.
+        Every process must call it."""
+        each = self.replica.them.agree(tuple(self.stats), self.telemetry.waiting_for)
+        stats = sum(map(RolloutStats._make, each), RolloutStats())
+        seconds, self.seconds = self.seconds, {"rollout": 0.0, "reward": 0.0}
+        self.stats = RolloutStats()
+        return stats, seconds
 
     def turns(
         self,
@@ -116,36 +132,38 @@ class RolloutCollector:
             step=step,
             begun=prompts.begun,
         )
-        leader, generation = self.replica.first, loop.turns()
+        leader, generation, heard = self.replica.first, loop.turns(), 0
         try:
             while not prompts.done:
                 generated = next(generation, None)
                 if leader and generated is not None:
-                    ended = ((numbers[e.index], e.sample, e.response) for e in generated.ended)
+                    ended = ((numbers[e.prompt], e.sample, e.response) for e in generated.ended)
                     scoring.submit([(n, prompts.problem(n), g, r) for n, g, r in ended])
                 groups = list(scoring.completed()) if leader else []
                 for number, group in groups:
                     prompts.report(number, group)
-                outcomes = self.replica.broadcast(
+                outcomes, news = self.replica.broadcast(
                     lambda: self._resolved(prompts), self.telemetry.waiting_for
                 )
                 if not leader:
                     outcomes = [Outcome(*outcome) for outcome in outcomes]
                     prompts.follow(outcomes)
-                if outcomes:  # others' outcomes are movement too
+                if news != heard:  # a process with nothing to generate waits while others do
+                    heard = news
                     self.telemetry.moved()
-                elif generated is None:
+                if generated is None:
                     self.telemetry.waiting_for(f"the verdict on prompt {prompts.num_resolved}")
-                yield Turn(groups, outcomes, generated is None or generated.idle)
+                generating = generated is not None
+                yield Turn(generating, groups, outcomes, generated is None or generated.idle)
         finally:
             if leader:
                 self.stats += loop.stats
                 if prompts.begun is not None:
                     prompts.unfinished |= dict(zip(numbers, loop.unfinished()))
 
-    def _resolved(self, prompts: PromptQueue) -> list[Outcome]:
+    def _resolved(self, prompts: PromptQueue) -> tuple[list[Outcome], int]:
         self.telemetry.check_stop()
-        return prompts.resolved()
+        return prompts.resolved(), prompts.news
 
     def _claimed(self, prompts: PromptQueue, numbers: list[int]) -> Iterator[Problem | None]:
         """Yields the prompts that this replica generates; None while those claimed should do."""

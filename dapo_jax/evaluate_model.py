@@ -162,9 +162,7 @@ def evaluate_model(config: Config, request: Request) -> int | None:
                 collector = _collector(
                     config, request, mesh, tokenizer, of_benchmark, rubrics, pool, telemetry
                 )
-                key = jax.random.fold_in(
-                    jax.random.key(request.seed), zlib.crc32(name.encode())
-                )
+                key = jax.random.fold_in(jax.random.key(request.seed), zlib.crc32(name.encode()))
                 benchmark = Benchmark(name, of_benchmark, rubrics[name])
                 with collector.engine.weights(params):
                     results[name] = benchmarks.run(

@@ -9,6 +9,7 @@ from dapo_jax import corrections
 from dapo_jax.critic import CriticMetrics
 from dapo_jax.dynamic_sampling import Batch
 from dapo_jax.prefilter import PrefilterState
+from dapo_jax.rollout.scheduler import RolloutStats
 from dapo_jax.train_step import UpdateMetrics
 from dapo_jax.types import Group, RunError, Samples
 
@@ -19,15 +20,12 @@ def sampling_metrics(batch: Batch) -> dict[str, float]:
     """What was sampled and what the filter kept. Means over sampled responses unless named so."""
     sampled, kept = batch.sampled, batch.groups
     metrics: dict[str, float] = {
-        "sampling/rounds": batch.rounds,
         "sampling/prompts_tried": len(sampled),
         "sampling/prompts_kept": len(kept),
         "sampling/prompts_all_right": sum(g.num_correct == len(g.responses) for g in sampled),
         "sampling/prompts_all_wrong": sum(g.num_correct == 0 for g in sampled),
-        "sampling/carried_in": batch.carried_in,
-        "sampling/surplus": batch.surplus,
         "perf/prompts_returned": batch.returned,
-        "sampling/scorer_faults": sum(bool(v.note) for g in sampled for v in g.verdicts),
+        "sampling/scorer_faults": sum(v.failed for g in sampled for v in g.verdicts),
         **_of_sources(sampled),
         **_extras(sampled),
     }
@@ -44,6 +42,29 @@ def sampling_metrics(batch: Batch) -> dict[str, float]:
     if kept:
         metrics["accuracy/trained"] = _accuracy(kept)
     return metrics
+
+
+def rollout_metrics(
+    stats: RolloutStats, seconds: Mapping[str, float], num_replicas: int
+) -> dict[str, float]:
+    """Returns throughput and use of the slots.
+
+    Args:
+        stats: of all replicas together.
+        seconds: of this process, by phase.
+    """
+    rollout_seconds = max(seconds["rollout"], 1e-9)
+    numbers: dict[str, float] = {
+        "perf/tokens_per_second": stats.tokens / rollout_seconds,
+        "perf/idle_share": min(1.0, stats.idle_seconds / (num_replicas * rollout_seconds)),
+        "rollout/preempted": stats.preempted,
+        "rollout/invalid": stats.invalid,
+    }
+    if stats.slots_offered:
+        numbers["perf/slot_occupancy"] = stats.busy_slots / stats.slots_offered
+    if stats.could_draw:
+        numbers["perf/slot_utilisation"] = stats.drawn / stats.could_draw
+    return numbers
 
 
 def partial_metrics(batch: Batch, step: int) -> dict[str, float]:
@@ -105,12 +126,12 @@ def scorer_faults(sampled: Sequence[Group]) -> str:
     Raises:
         RunError: there is no other: the scorer fails, and not the model.
     """
-    notes = [verdict.note for group in sampled for verdict in group.verdicts]
-    faults = [note for note in notes if note]
-    if len(faults) < max(1, TOLD_FAULTS * len(notes)):
+    verdicts = [verdict for group in sampled for verdict in group.verdicts]
+    faults = [verdict.note for verdict in verdicts if verdict.failed]
+    if len(faults) < max(1, TOLD_FAULTS * len(verdicts)):
         return ""
-    what = f"{len(faults)} of {len(notes)} responses could not be scored, such as: {faults[0]}"
-    if len(faults) == len(notes):
+    what = f"{len(faults)} of {len(verdicts)} responses could not be scored, such as: {faults[0]}"
+    if len(faults) == len(verdicts):
         raise RunError(
             f"{what}. Look at the scorer (config.reward.scorer, or that of a source in "
             "config.data), and at config.reward.timeout_seconds."

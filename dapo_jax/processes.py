@@ -9,6 +9,7 @@ A run of one process goes through the same code, with a store of its own.
 """
 
 import contextlib
+import faulthandler
 import json
 import os
 import pickle
@@ -26,7 +27,6 @@ from jax.experimental import multihost_utils
 
 from dapo_jax.board import LOOK_SECONDS, Board, SharedBoard
 from dapo_jax.types import StopRequested, UserError, causes
-from dapo_jax.watchdog import Sign
 
 T = TypeVar("T")
 # The exit status that says: nothing is wrong with the run, start it again.
@@ -57,8 +57,6 @@ class Processes:
         self._leaving = False  # a connection that ends is no loss any more
         self._gone = threading.Event()
         self._unanswered = 0  # times that this process found nothing new from the store
-        self.sign: Callable[[], Sign] = Sign  # of life: what the main thread does
-        self.signs: dict[int, Sign] = {}  # the last of each process
 
     @property
     def first(self) -> bool:
@@ -205,10 +203,6 @@ class Processes:
             for what in (self._watch, self._watch_store):
                 threading.Thread(target=what, name="processes", daemon=True).start()
 
-    def others_compile(self) -> bool:
-        """Whether another process does, as far as is known."""
-        return any(sign.compiling for i, sign in self.signs.items() if i != self.index)
-
     def _watch_store(self) -> None:
         """Its process may be frozen, and never answer."""
         while not self._gone.wait(BEAT_SECONDS):
@@ -227,8 +221,7 @@ class Processes:
         while not self._gone.wait(BEAT_SECONDS):
             number += 1
             try:
-                mine = json.dumps([number, *self.sign()])
-                self._client.key_value_set(f"beat/{self.index}", mine, allow_overwrite=True)
+                self._client.key_value_set(f"beat/{self.index}", str(number), allow_overwrite=True)
                 failed = self._client.key_value_dir_get("failed")
                 found = self._client.key_value_dir_get("beat")
             except Exception as error:  # whatever the connection raises when its end is gone
@@ -239,13 +232,15 @@ class Processes:
             for key, text in failed:
                 i, told = int(key.rsplit("/", 1)[1]), json.loads(text)
                 if i != self.index:
+                    if told["stacks"]:
+                        _show_stacks()
                     where = f"process {i} on {self.hosts[i]} failed"
                     leave(f"{where}: {told['message']}", told["status"])
             now = time.monotonic()
             for key, beat in found:
                 i = int(key.rsplit("/", 1)[1])
                 if i not in beats or beats[i][0] != beat:
-                    beats[i], self.signs[i] = (beat, now), Sign(*json.loads(beat)[1:])
+                    beats[i] = beat, now
                 elif now - beats[i][1] > DEAD_SECONDS:
                     self._leave_silent(i)
 
@@ -272,24 +267,20 @@ class Processes:
 
     def give_up(self, message: str) -> None:
         """Ends this process at once, from whatever thread, and has it started again; the others
-        are told why, and end too. Where another process is behind in the run, it is the reason.
+        are told why, and end too. Each shows where its threads are: which of them hangs is not
+        known.
 
         Args:
             message: why.
         """
-        phase = self.sign().phase
-        behind = [i for i, sign in sorted(self.signs.items()) if sign.phase < phase]
-        if behind:
-            last = min(behind, key=lambda i: self.signs[i].phase)
-            where = f"process {last} on {self.hosts[last]}"
-            message = f"{where} is behind, {self.signs[last].at}; here {message}"
+        _show_stacks()
         _say_end(message, START_AGAIN)
         if self.count > 1:
-            self._tell_failure(message, START_AGAIN)
+            self._tell_failure(message, START_AGAIN, stacks=True)
         _end(START_AGAIN)
 
-    def _tell_failure(self, message: str, status: int) -> None:
-        told = {"status": status, "message": message}
+    def _tell_failure(self, message: str, status: int, *, stacks: bool = False) -> None:
+        told = {"status": status, "message": message, "stacks": stacks}
         try:
             self._client.key_value_set(
                 f"failed/{self.index}", json.dumps(told), allow_overwrite=True
@@ -388,6 +379,11 @@ def leave(message: str, status: int) -> None:
     """Ends this process at once, from whatever thread, and says why."""
     _say_end(message, status)
     _end(status)
+
+
+def _show_stacks() -> None:
+    """Writes where all threads are."""
+    faulthandler.dump_traceback(2, all_threads=True)
 
 
 def _say_end(message: str, status: int) -> None:

@@ -120,9 +120,18 @@ class PromptQueue:
             return self.max_prompts
         # Outcomes count as soon as they are known, whether it is their turn or not.
         kept, known = sum(queue.verdicts.values()), len(queue.verdicts)
-        rate = (kept + self.rate_weight * self.rate) / max(1.0, known + self.rate_weight)
-        expected = kept + (queue.begun - known) * max(rate, 1 / self.max_prompts)
+        expected = kept + (queue.begun - known) * max(self.expected_rate, 1 / self.max_prompts)
         return None if expected >= self.num_prompts else queue.claim()
+
+    @property
+    def expected_rate(self) -> float:
+        """Share of prompts whose groups will be kept, by the prior and this step's outcomes:
+
+        (kept + rate_weight rate) / (known + rate_weight)
+        """
+        outcomes = self.work_queue.verdicts
+        kept, known = sum(outcomes.values()), len(outcomes)
+        return (kept + self.rate_weight * self.rate) / max(1.0, known + self.rate_weight)
 
     def problem(self, number: int) -> Problem:
         """Returns the problem of a prompt."""
@@ -147,6 +156,11 @@ class PromptQueue:
             self.num_resolved += 1
             self.num_kept += kept
         return news
+
+    @property
+    def news(self) -> int:
+        """Grows with every prompt that any process claims, and with every outcome."""
+        return self.work_queue.begun + len(self.work_queue.verdicts)
 
     def follow(self, outcomes: Sequence[Outcome]) -> None:
         """Takes outcomes that the leader of this process's replica resolved."""

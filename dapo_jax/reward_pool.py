@@ -17,7 +17,7 @@ import multiprocessing
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import pebble
@@ -83,7 +83,6 @@ class RewardPool:
         scorers: those that tasks may name, see `dapo_jax.scorers.load_scorer`.
         workers: number of processes.
         timeout_seconds: hard limit for one response, all its scorers together.
-        waiting: is called again and again while a result is waited for.
 
     Raises:
         UserError: there is no such scorer.
@@ -95,12 +94,11 @@ class RewardPool:
         *,
         workers: int,
         timeout_seconds: float,
-        waiting: Callable[[], None] = lambda: None,
     ):
         names = tuple(dict.fromkeys(scorers))
         # Here too: a wrong name is the user's mistake and not a worker's.
         self.reads_all = {name: load_scorer(name).reads_all for name in names}
-        self.workers, self.timeout_seconds, self.waiting = workers, timeout_seconds, waiting
+        self.workers, self.timeout_seconds = workers, timeout_seconds
         # Scores by what a task hashes to: short answers come again and again, and long ones are not
         # worth their memory.
         self.known: collections.OrderedDict[bytes, Scored] = collections.OrderedDict()
@@ -168,7 +166,6 @@ class RewardPool:
         while not self.ready(pending):
             # A pool that has given up forgets what it had not handed to a worker.
             concurrent.futures.wait([pending.chunks[0].future], LOOK_SECONDS)
-            self.waiting()
         for i, task in enumerate(tasks):
             # What ran out of time or died may do better another day.
             if not isinstance(results[i].scores, str):

@@ -32,6 +32,11 @@ class Telemetry:
         self.watchdog, self.check_stop = watchdog, stop
         self.seconds: dict[str, float] = {}  # by timer, since they were taken last
 
+    def without_stop(self) -> "Telemetry":
+        """Returns a telemetry that shows and watches the same, and has no stop requests: for work
+        that cannot be repeated after an update."""
+        return Telemetry(self.progress, self.watchdog)
+
     def say(self, text: str) -> None:
         """Prints a line."""
         self.progress.say(text)
@@ -44,10 +49,6 @@ class Telemetry:
     def moved(self) -> None:
         """Reports movement: something was computed, read or received."""
         self.watchdog.moved()
-
-    def alive(self) -> None:
-        """Reports that the main thread is polling, without movement."""
-        self.watchdog.lives()
 
     def waiting_for(self, what: str) -> None:
         """Names what is awaited from now on."""

@@ -5,24 +5,26 @@ stopped anywhere and started again goes on as if it had never stopped.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from dapo_jax import base, maintenance, memory, metrics, prefilter, run_directory
+from dapo_jax import base, memory, metrics, prefilter, run_directory
 from dapo_jax.checkpoint import Checkpoints
+from dapo_jax.collector import RolloutCollector
 from dapo_jax.compilations import CompilationCounter
 from dapo_jax.config import Config
-from dapo_jax.drawing import Drawing
 from dapo_jax.dynamic_sampling import (
+    Batch,
     SamplingState,
-    sample_batch,
+    commit,
+    open_queue,
     state_from_json,
     state_to_json,
-    stream_batch,
+    take_informative,
 )
 from dapo_jax.evaluate import evaluate
 from dapo_jax.learner import RunState
@@ -30,11 +32,14 @@ from dapo_jax.problems import rubrics
 from dapo_jax.processes import ALONE, Processes
 from dapo_jax.profiling import traced
 from dapo_jax.progress import Progress, duration
+from dapo_jax.reward import Rubric
 from dapo_jax.reward_pool import RewardPool
+from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.run_directory import RunDirectory
 from dapo_jax.samples import adapted_kl_coefficient, shaped_rewards
 from dapo_jax.stop_signals import StopSignals
+from dapo_jax.telemetry import Telemetry
 from dapo_jax.trainer import Trainer
 from dapo_jax.types import Group, RunError, StopRequested
 from dapo_jax.votes import equivalences
@@ -86,17 +91,13 @@ def train(config: Config, workdir: Path, them: Processes = ALONE) -> int | None:
     r = config.rollout
     with (
         StopSignals(progress, them) as signals,
-        maintenance.Notices(signals.notice, maintenance.metadata_host()),
         Watchdog(
             r.watchdog_seconds,
             progress.say,
             most=r.watchdog_limit_seconds,
-            # A process alone may be stopped for a while by who watches it (Ctrl-Z).
-            hang_factor=r.watchdog_hang_factor if them.count > 1 else 0.0,
-            others_compile=them.others_compile,
             give_up=them.give_up,
         ) as watch,
-        _reward_pool(config, watch.lives) as pool,
+        _reward_pool(config) as pool,
         Checkpoints(
             run_directory.checkpoints(workdir, run_directory.frozen(config)),
             keep_newest=config.checkpoint.keep_newest,
@@ -104,7 +105,7 @@ def train(config: Config, workdir: Path, them: Processes = ALONE) -> int | None:
             say=progress.say,
         ) as checkpoints,
     ):
-        progress.watch, them.sign = watch.moved, watch.sign
+        progress.watch = watch.moved
         run = _Run(config, workdir, directory, progress, signals, pool, checkpoints, watch, begun)
         try:
             run.start()
@@ -125,7 +126,7 @@ def train(config: Config, workdir: Path, them: Processes = ALONE) -> int | None:
     return next((number for number in them.agree(signals.received) if number is not None), None)
 
 
-def _reward_pool(config: Config, waiting: Callable[[], None]) -> RewardPool:
+def _reward_pool(config: Config) -> RewardPool:
     """Workers for all that a response of the run may be put to."""
     train, heldout = rubrics(config, config.data.train), rubrics(config, config.data.heldout)
     named = {name for rubric in (*train.values(), *heldout.values()) for name in rubric.names}
@@ -134,8 +135,15 @@ def _reward_pool(config: Config, waiting: Callable[[], None]) -> RewardPool:
         named | equivalences(heldout),
         workers=r.workers,
         timeout_seconds=r.timeout_seconds,
-        waiting=waiting,
     )
+
+
+class _Counters(NamedTuple):
+    """Counts at the beginning of a step."""
+
+    start: float  # seconds
+    compilations: int
+    pools_replaced: int
 
 
 class _Run:
@@ -156,6 +164,7 @@ class _Run:
         self.config, self.workdir, self.directory = config, workdir, directory
         self.progress, self.signals, self.pool = progress, signals, pool
         self.them = signals.them
+        self.telemetry = Telemetry(progress, watch, signals.check)
         self.checkpoints, self.watch, self.begun = checkpoints, watch, begun
         self.started = begun  # of this start; `begun` is earlier by what was worked in those before
         self.step = -1  # rollout steps completed; -1: not even the base is evaluated
@@ -170,6 +179,9 @@ class _Run:
         self.compilations = CompilationCounter()
         self.progress.doing("loading tokenizer and problems")
         self.trainer = trainer = Trainer(self.config, self.workdir, self.progress, self.them)
+        self.collector = self._collector(
+            trainer.train_rubrics, self.config.rollout.group_size, self._samplings()[0]
+        )
         devices = trainer.mesh.devices
         if self.them.count > 1:
             self.progress.say(self.them.described())
@@ -240,106 +252,47 @@ class _Run:
         return [*found, SamplingParams(temperature_X=0.0)] if greedy else found
 
     def one_step(self) -> None:
-        """One rollout step: sample until the batch is full, update, evaluate, log, save."""
+        """Runs one rollout step: sample until the batch is full, update, evaluate, log, save."""
         assert self.state is not None and self.host is not None
-        trainer, config, step = self.trainer, self.config, self.step + 1
-        self.watch.moved(f"step {step}: parameters for the rollout")
-        self.watch.limited = True
-        begun, compiled = time.monotonic(), self.compilations.count
-        drawing = self._drawing(ROLLOUT_KEY, step)
-        clock, replaced = drawing.clock, self.pool.replaced
-        jax.block_until_ready(drawing.params)
-        clock["weights"] = time.monotonic() - begun
-        copied = drawing.params.copied_bytes(self.state.policy.params)
-        d = config.dynamic_sampling
-        if d.enabled and d.surplus == "return":
-            batch, sampling = stream_batch(
-                d,
-                self.host.sampling,
-                num_prompts=config.train.prompts_per_step,
-                step=step,
-                seed=config.seed,
-                take=trainer.stream.take,
-                position=trainer.stream.get_state,
-                go_back=trainer.stream.set_state,
-                draw=drawing.draw,
-                team=trainer.team,
-            )
-        else:
-            batch, sampling = sample_batch(
-                d,
-                self.host.sampling,
-                num_prompts=config.train.prompts_per_step,
-                seed=config.seed,
-                take=trainer.stream.take,
-                sample=drawing.sample,
-            )
-        stats, rolling = drawing.stats_of_all(), max(clock["rollout"], 1e-9)
-        self.progress.doing(f"step {step}: {len(batch.groups)} groups sampled")
-        del drawing  # and with it the rollout's copy of the parameters: the update needs the memory
-        numbers: dict[str, Any] = {"step": step} | metrics.sampling_metrics(batch)
-        if faults := metrics.scorer_faults(batch.sampled):
-            self.progress.say(f"  warning: step {step}: {faults}")
-        if self.host.sampling.prefilter is not None:
-            numbers |= metrics.prefilter_metrics(batch, self.host.sampling.prefilter)
-        if d.partial_rollouts:
-            numbers |= metrics.partial_metrics(batch, step)
+        config, run, telemetry, step = self.config, self.trainer, self.telemetry, self.step + 1
+        counters = self._begin(step)
+        key = self._key(ROLLOUT_KEY, step)
+        prompts = open_queue(config, self.host.sampling, run.stream, step=step, group=self.them)
+        params = self.state.policy.params
+        with (
+            run.engine.weights(params, telemetry) as weights,
+            self.them.stop_together(telemetry.waiting_for),
+        ):
+            copied_bytes = weights.copied_bytes(params)
+            outcomes = self.collector.groups(prompts, key, step=step)
+            taken = take_informative(outcomes, config.train.prompts_per_step)
+        del weights, params  # the update needs the memory and donates the parameters
+        batch, sampling = commit(config, self.host.sampling, prompts, taken, step)
+        numbers = {"step": step, "perf/weights_bytes": copied_bytes}
+        numbers |= self._sampling_metrics(batch, step)
         groups = self._groups_to_train(batch.groups, step)
-        baselines = self._greedy_rewards(groups, step, clock) if groups else None
+        baselines = self._greedy_rewards(groups, step) if groups else None
         kl_coefficient = self.host.reward_kl_coefficient
-        start = time.monotonic()
-        if groups:
-            first = "" if self.updated else ", its programs compiled first"
-            self.progress.doing(f"step {step}: updating{first}")
-            self.updated = True
-            rewards = [shaped_rewards(config, group) for group in groups]
-            numbers["reward/mean"] = float(np.mean(rewards))
-            self.state, more = trainer.learner.train_on(
-                self.state, groups, step, kl_coefficient=kl_coefficient, baselines=baselines
-            )
-            numbers |= more
-            if first:
-                numbers["time/first_update"] = time.monotonic() - self.started
-            kl_coefficient = self._next_kl_coefficient(kl_coefficient, numbers, groups)
-        clock["update"] = time.monotonic() - start
+        with telemetry.timer("update"):
+            if groups:
+                numbers |= self._update(groups, baselines, step)
+                kl_coefficient = self._next_kl_coefficient(kl_coefficient, numbers, groups)
         if self._is_evaluated(step):
-            start = time.monotonic()
-            numbers |= self._evaluate(step)
-            clock["evaluation"] = time.monotonic() - start
-        self.watch.step_done()
-        self.watch.moved(f"step {step}: writing what was drawn and measured", measured=False)
-        self.directory.save_rollouts(
-            step,
-            batch.sampled,
-            [shaped_rewards(config, group) for group in batch.sampled],
-            config.log.rollouts_per_step,
-        )
+            with telemetry.timer("evaluation"):
+                numbers |= self._evaluate(step)
+        self._save_rollouts(batch, step)
         self.host = self.host._replace(
-            data=trainer.stream.get_state(),
+            data=run.stream.get_state(),
             sampling=sampling,
             accuracy=self._accuracy(numbers),
             reward_kl_coefficient=kl_coefficient,
         )
-        numbers |= {f"time/{name}": seconds for name, seconds in clock.items()}
-        numbers["perf/weights_bytes"] = copied
-        numbers["perf/tokens_per_second"] = stats.tokens / rolling
-        numbers["perf/idle_share"] = min(1.0, stats.idle_seconds / (trainer.team.count * rolling))
-        if stats.slots_offered:
-            numbers["perf/slot_occupancy"] = stats.busy_slots / stats.slots_offered
-        if stats.could_draw:
-            numbers["perf/slot_utilisation"] = stats.drawn / stats.could_draw
-        numbers |= {"rollout/preempted": stats.preempted, "rollout/invalid": stats.invalid}
-        numbers["perf/reward_pools_replaced"] = self.pool.replaced - replaced
-        if (peak := memory.peak_bytes(jax.local_devices())) is not None:
-            numbers["perf/device_peak_bytes"] = peak
-        numbers["perf/compilations"] = self.compilations.count - compiled
-        numbers["time/step"] = time.monotonic() - begun
-        self._complete(step, numbers)
+        self._complete(step, numbers | self._counted(counters))
 
     def writes_a_trace(self) -> None:
         """Before it does, which takes as long as it takes."""
         self.watch.limited = False  # until the next step
-        self.watch.moved(f"step {self.step}: the trace to be written", measured=False)
+        self.watch.moved(f"step {self.step}: the trace to be written")
 
     def finish(self) -> None:
         """Writes the summary and the page of plots."""
@@ -400,36 +353,98 @@ class _Run:
             self.save()
         self.signals.check_together(self.watch.waiting_for)
 
-    def _greedy_rewards(
-        self, groups: Sequence[Group], step: int, clock: dict[str, float]
-    ) -> list[float] | None:
-        """Shaped reward of the greedy response to the prompt of each group; None unless the
+    def _begin(self, step: int) -> "_Counters":
+        """Begins to time and count a step."""
+        self.watch.limited = True
+        self.telemetry.phase(f"step {step}: sampling")
+        self.telemetry.take_seconds()
+        return _Counters(time.monotonic(), self.compilations.count, self.pool.replaced)
+
+    def _counted(self, since: "_Counters") -> dict[str, float]:
+        """Returns what the step took."""
+        numbers: dict[str, float] = {
+            f"time/{name}": value for name, value in self.telemetry.take_seconds().items()
+        }
+        if (peak := memory.peak_bytes(jax.local_devices())) is not None:
+            numbers["perf/device_peak_bytes"] = peak
+        numbers["perf/reward_pools_replaced"] = self.pool.replaced - since.pools_replaced
+        numbers["perf/compilations"] = self.compilations.count - since.compilations
+        numbers["time/step"] = time.monotonic() - since.start
+        return numbers
+
+    def _key(self, stream: int, step: int) -> jax.Array:
+        """Returns the random key of a step's rollouts, by the stream of randomness."""
+        return jax.random.fold_in(jax.random.fold_in(self.trainer.key, stream), step)
+
+    def _collector(
+        self, rubrics: Mapping[str, Rubric], num_samples: int, sampling: SamplingParams
+    ) -> RolloutCollector:
+        run = self.trainer
+        request = GenerationRequest(num_samples, sampling, self.config.rollout.stop_strings)
+        return RolloutCollector(
+            run.engine, self.pool, rubrics, run.detokenize, request,
+            replica=run.team, telemetry=self.telemetry,
+        )  # fmt: skip
+
+    def _sampling_metrics(self, batch: Batch, step: int) -> dict[str, Any]:
+        """Returns the numbers of the step's rollout; every process must call it."""
+        assert self.host is not None
+        self.telemetry.phase(f"step {step}: {len(batch.groups)} groups sampled")
+        numbers: dict[str, Any] = metrics.sampling_metrics(batch)
+        if faults := metrics.scorer_faults(batch.sampled):
+            self.telemetry.say(f"  warning: step {step}: {faults}")
+        if self.host.sampling.prefilter is not None:
+            numbers |= metrics.prefilter_metrics(batch, self.host.sampling.prefilter)
+        if self.config.dynamic_sampling.partial_rollouts:
+            numbers |= metrics.partial_metrics(batch, step)
+        stats, seconds = self.collector.take_stats()
+        for name, value in seconds.items():
+            self.telemetry.add_seconds(name, value)
+        return numbers | metrics.rollout_metrics(stats, seconds, self.trainer.team.count)
+
+    def _update(
+        self, groups: list[Group], baselines: list[float] | None, step: int
+    ) -> dict[str, float]:
+        """Trains on the groups; returns the numbers of the updates."""
+        assert self.state is not None and self.host is not None
+        first = "" if self.updated else ", its programs compiled first"
+        self.telemetry.phase(f"step {step}: updating{first}")
+        self.state, numbers = self.trainer.learner.train_on(
+            self.state,
+            groups,
+            step,
+            kl_coefficient=self.host.reward_kl_coefficient,
+            baselines=baselines,
+        )
+        if not self.updated:
+            self.updated = True
+            numbers["time/first_update"] = time.monotonic() - self.started
+        rewards = [shaped_rewards(self.config, group) for group in groups]
+        return numbers | {"reward/mean": float(np.mean(rewards))}
+
+    def _save_rollouts(self, batch: Batch, step: int) -> None:
+        self.telemetry.phase(f"step {step}: writing rollouts and metrics")
+        self.directory.save_rollouts(
+            step,
+            batch.sampled,
+            [shaped_rewards(self.config, group) for group in batch.sampled],
+            self.config.log.rollouts_per_step,
+        )
+
+    def _greedy_rewards(self, groups: Sequence[Group], step: int) -> list[float] | None:
+        """Returns the shaped reward of the greedy response to each group's prompt; None unless the
         advantage asks for it."""
+        assert self.state is not None
         if self.config.objective.advantage != "remax":
             return None
-        drawing = self._drawing(BASELINE_KEY, step)
-        scored = drawing.greedy([group.problem for group in groups], self._samplings()[2])
-        clock["rollout"] += drawing.clock["rollout"]
+        self.telemetry.phase(f"step {step}: greedy baselines of {len(groups)} prompts")
+        greedy = self._collector(self.trainer.train_rubrics, 1, self._samplings()[2])
+        with self.trainer.engine.weights(self.state.policy.params, self.telemetry):
+            scored = greedy.collect(
+                [group.problem for group in groups], self._key(BASELINE_KEY, step), step=step
+            )
+        self.telemetry.add_seconds("rollout", sum(greedy.seconds.values()))
         return [float(shaped_rewards(self.config, group)[0]) for group in scored]
-
-    def _drawing(self, stream: int, step: int) -> Drawing:
-        """What draws with the parameters there are now.
-
-        Args:
-            stream: of randomness.
-        """
-        assert self.state is not None
-        trainer = self.trainer
-        return Drawing(
-            trainer,
-            self.pool,
-            trainer.engine.load_params(self.state.policy.params),
-            key=jax.random.fold_in(jax.random.fold_in(trainer.key, stream), step),
-            step=step,
-            progress=self.progress,
-            check_stop=self.signals.check,
-            watch=self.watch,
-        )
 
     def _next_kl_coefficient(
         self, coefficient: float, numbers: dict[str, Any], groups: Sequence[Group]
@@ -448,15 +463,16 @@ class _Run:
         )
 
     def _groups_to_train(self, groups: list[Group], step: int) -> list[Group]:
-        """The groups, or none of them, when dynamic sampling ran out of rounds."""
+        """The groups, or none of them, when dynamic sampling ran out of prompts."""
         wanted = self.config.train.prompts_per_step
         if len(groups) == wanted:
             return groups
         d = self.config.dynamic_sampling
-        what = f"step {step}: {len(groups)} of {wanted} groups after {d.max_rounds} sampling rounds"
+        tried = d.max_rounds * d.max_round_prompts
+        what = f"step {step}: {len(groups)} of {wanted} groups from {tried} prompts"
         if d.exhausted == "stop":
             raise RunError(
-                f"{what}, and config.dynamic_sampling.exhausted is 'stop'. Allow more rounds, add "
+                f"{what}, and config.dynamic_sampling.exhausted is 'stop'. Raise max_rounds, add "
                 "harder or easier problems, or set it to 'train' or 'skip'."
             )
         train = bool(groups) and d.exhausted == "train"
@@ -469,25 +485,15 @@ class _Run:
 
     def _evaluate(self, step: int) -> dict[str, float]:
         assert self.state is not None
-        self.progress.doing(f"step {step}: evaluating on {len(self.trainer.heldout)} problems")
-        key = jax.random.fold_in(jax.random.fold_in(self.trainer.key, EVALUATION_KEY), step)
-        return evaluate(
-            self.trainer.engine,
-            self.trainer.engine.load_params(self.state.policy.params),
-            self.trainer.heldout,
-            self.trainer.detokenize,
-            self.pool,
-            self.trainer.heldout_rubrics,
-            num_samples=self.config.evaluation.num_samples,
-            sampling=self._samplings()[1],
-            stop_strings=self.config.rollout.stop_strings,
-            key=key,
+        run, num_samples = self.trainer, self.config.evaluation.num_samples
+        self.telemetry.phase(f"step {step}: evaluating on {len(run.heldout)} problems")
+        collector = self._collector(run.heldout_rubrics, num_samples, self._samplings()[1])
+        if step > 0:
             # After an update there is no way back to the step before: a stop waits for the end of
             # the evaluation. The base can be evaluated again.
-            check_stop=self.signals.check if step == 0 else lambda: None,
-            watch=self.watch,
-            team=self.trainer.team,
-        )
+            collector.telemetry = self.telemetry.without_stop()
+        with run.engine.weights(self.state.policy.params):
+            return evaluate(collector, run.heldout, self._key(EVALUATION_KEY, step))
 
     def _accuracy(self, numbers: dict[str, Any]) -> float:
         """Held-out avg@k of this step, or of the last one that was evaluated."""

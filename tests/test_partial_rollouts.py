@@ -169,9 +169,7 @@ def test_how_they_go_on_depends_on_what_there_is_and_on_nothing_else(
 
 def test_a_response_may_go_on_more_than_once(engine, policies, problems, begun):
     """Stopped again at once, what is left has all its versions."""
-    left = left_after(
-        engine, policies[1], problems, NEXT_KEY, 14, step=6, begun=by_visit(begun)
-    )
+    left = left_after(engine, policies[1], problems, NEXT_KEY, 14, step=6, begun=by_visit(begun))
     again = next_begun(begun, problems[: len(left)], left, decided=1, step=6)
     assert (0, 0) not in by_visit(again), "its turn has come"
     seen = {tuple(sorted(set(r.versions.tolist()))) for b in again for _, r in b.responses}

@@ -2,6 +2,7 @@
 told to stop, dies, or never comes."""
 
 import json
+import os
 import shutil
 import signal
 import time
@@ -14,7 +15,9 @@ from dapo_jax import board, processes
 from dapo_jax.board import Board
 from dapo_jax.dynamic_sampling import Stream
 from dapo_jax.processes import START_AGAIN, Processes
-from dapo_jax.types import Problem, UserError
+from dapo_jax.progress import Progress
+from dapo_jax.stop_signals import StopSignals
+from dapo_jax.types import Problem, StopRequested, UserError
 from tests.conftest import ROOT
 from tests.helpers import make_group, tiny_config
 from tests.processes import DEVICES, RUN, Store, assert_same_run, begin, finish_all, run_all, said
@@ -173,7 +176,7 @@ def test_who_draws_what_and_when_does_not_matter(number, seed, monkeypatch):
     rng = np.random.default_rng(seed)
     right = np.random.default_rng(7).integers(0, 5, 400)  # of 4; 0 and 4 teach nothing
     problem = lambda i: Problem(i, "", (1,), "", "")
-    config = tiny_config(dynamic_sampling__surplus="return").dynamic_sampling
+    config = tiny_config().dynamic_sampling
     store = Store()
 
     def make(i):
@@ -219,6 +222,28 @@ def test_a_signal_to_one_is_seen_by_the_others():
     other._looked = 0.0
     one.ask_to_stop(15)
     assert other.stop_asked() == 15
+
+
+def test_the_signal_that_all_processes_are_sent_does_not_end_one_that_was_told(capsys):
+    """A pod's shutdown sends SIGTERM to each; who hears of another's first is saving by then, or
+    has saved and takes leave of the others. A second one that it is sent itself ends it."""
+    store, before = Store(), [(s, signal.getsignal(s)) for s in (signal.SIGTERM, signal.SIGINT)]
+    first, second = (StopSignals(Progress(0, 0), Processes(i, 2, store)) for i in range(2))
+    try:
+        with first:
+            os.kill(os.getpid(), signal.SIGTERM)
+            with pytest.raises(StopRequested):
+                first.check()
+        with second, pytest.raises(StopRequested):
+            second.check()
+        assert second.received == signal.SIGTERM and not second.sent
+        assert signal.getsignal(signal.SIGTERM) == second._remember
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert second.sent
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+    assert capsys.readouterr().out.count("saving, then stopping") == 2
 
 
 def test_a_process_alone_shares_with_itself():

@@ -55,9 +55,7 @@ def engine():
 
 
 def draw(engine, params, problems, stops=STOPS, detokenize=spell, **more):
-    return generate(
-        engine, params, problems, detokenize=detokenize, stop_strings=stops, **more
-    )
+    return generate(engine, params, problems, detokenize=detokenize, stop_strings=stops, **more)
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +80,7 @@ def test_a_response_ends_with_the_token_that_completes_a_string(engine, params, 
     """With the tokens that it would have had anyway; and what it drew too much is mixed up with
     nothing that comes into its place."""
     told, streamed = [], {}
-    loop = make_loop(
-        engine, params, problems, detokenize=spell, stop_strings=STOPS, stream=True
-    )
+    loop = make_loop(engine, params, problems, detokenize=spell, stop_strings=STOPS, stream=True)
     for turn in loop.turns():
         told += turn.ended
         for problem, sample, tokens, last in turn.tokens:

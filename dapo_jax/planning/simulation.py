@@ -1,32 +1,32 @@
 """How long rollouts take on many hosts: the scheduler's own code, played over a virtual clock.
 
-Each host has a `scheduler.Run` with its admission, a `dynamic_sampling.Stream`, `Scoring` and
-`Grouping`: the code of a run, in the order of `drawing.Drawing`. What is not real takes time and
-computes nothing (see `virtual`). All hosts see one board: what one tells the others know at once,
-where in a run they look every `board.LOOK_SECONDS`. The host whose clock is behind goes next.
+Each host has a `RolloutCollector` and a `PromptQueue`: the code of a run. What is not real takes
+time and computes nothing (see `virtual`). All hosts see one work queue, and each sees at once what
+another reports; in a run they poll it every `board.LOOK_SECONDS`. The host whose clock is behind
+goes next.
 """
 
 import dataclasses
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from dapo_jax.board import Board
+from dapo_jax.collector import IDLE_SECONDS, RolloutCollector
 from dapo_jax.config import Config
-from dapo_jax.dynamic_sampling import Stream, next_share
+from dapo_jax.dynamic_sampling import PRIOR_OUTCOMES, next_rate
 from dapo_jax.planning.virtual import Clock, Costs, VirtualEngine, VirtualPool, Work, detokenize
 from dapo_jax.planning.workload import Workload
+from dapo_jax.prompt_queue import ProblemList, PromptQueue
 from dapo_jax.reward import Rubric
-from dapo_jax.rollout import scheduler
-from dapo_jax.rollout.programs import Loaded
+from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.rollout.spec import EngineSpec
-from dapo_jax.scoring import Grouping, Scoring
-from dapo_jax.types import Problem, Response
+from dapo_jax.types import Problem
 
 POLICIES = {
     "ours": "whoever has room claims the next prompt, unless those begun should fill the batch",
@@ -90,27 +90,30 @@ class Rollout(NamedTuple):
     tokens_cached: int  # by one host at once, at most
 
 
-class Dealt(Stream):
+class DealtQueue(PromptQueue):
     """Prompts are not claimed: this host has every `hosts`-th."""
 
     host = 0
     hosts = 1
+    _dealt = 0  # prompts of this host that were begun
 
-    def problems(self, take: Callable[[int], list[Problem]]) -> Iterator[Problem | None]:
-        """Its prompts, while those before them should not do."""
-        for number in range(self.host, self.most, self.hosts):
-            while True:
-                self.look()
-                known = self.board.verdicts
-                before = (known.get(i, self.share) for i in range(self.decided, number))
-                if self.accepted + sum(before) < self.num_prompts:
-                    break
-                yield None
-            self.board.begun += 1
-            self.see(number, take)
-            self.numbers.append(number)
-            self.taken.append(self.every[number])
-            yield self.taken[-1]
+    def claim(self) -> int | None:
+        number = self.host + self._dealt * self.hosts
+        if number >= self.max_prompts:
+            return number
+        known = self.work_queue.verdicts
+        before = (known.get(i, self.expected_rate) for i in range(self.num_resolved, number))
+        if self.num_kept + sum(before) >= self.num_prompts:
+            return None
+        self._dealt += 1
+        self.work_queue.begun += 1
+        return number
+
+
+class EagerQueue(PromptQueue):
+    """Counts on no prompt to be informative before it is known."""
+
+    expected_rate = 0.0  # type: ignore[reportAssignmentType]
 
 
 class OneBoard(Board):
@@ -123,63 +126,33 @@ class OneBoard(Board):
         self.news = True
 
 
+KINDS = {"ours": PromptQueue, "eager": EagerQueue, "dealt": DealtQueue}
+
+
 class Host:
-    """One host during one rollout.
+    """One host during one rollout: a collector over a virtual engine and virtual workers.
 
     Args:
-        problems: all that there are, in order.
         work: of a prompt, by its number.
     """
 
-    def __init__(
-        self,
-        setting: Setting,
-        stream: Stream,
-        problems: list[Problem],
-        work: Callable[[int], Work],
-    ):
-        self.clock, self.stream = Clock(), stream
+    def __init__(self, setting: Setting, prompts: PromptQueue, work: Callable[[int], Work]):
+        self.clock, self.prompts = Clock(), prompts
         units = lambda tokens: tokens / setting.unit_tokens
         self.engine = VirtualEngine(
             setting.spec, self.clock, setting.costs, work, units(setting.prompt_tokens),
             units(setting.config.rollout.page_tokens),
         )  # fmt: skip
         self.pool = VirtualPool(self.clock, setting.config.reward.workers, setting.costs.reward)
-        self.data = iter(problems)
-        self.turns = self._turns(setting.config.rollout.group_size)
-
-    def _take(self, num: int) -> list[Problem]:
-        return [next(self.data) for _ in range(num)]
-
-    def _turns(self, group_size: int) -> Iterator[bool]:
-        """As `drawing.Drawing` draws: whether there was anything to do, after each call."""
-        stream = self.stream
         # Others of the same interface stand for an engine and for reward workers.
         engine: Any = self.engine
         pool: Any = self.pool
-        scoring = Scoring(pool, stream.taken, RUBRICS)
-        grouping = Grouping(stream.taken, group_size, 0, stream.scored)
-
-        def ended(news: list[tuple[int, int, Response]]) -> None:
-            grouping.responses(news)
-            scoring.submit(news)
-
-        def full() -> bool:
-            grouping.verdicts(scoring.verdicts(wait=False))
-            stream.look()
-            return stream.full
-
-        run = scheduler.Run(
-            engine, Loaded({}, {}), stream.problems(self._take), detokenize, group_size,
-            jax.random.key(0), None, None,
-        )  # fmt: skip
-        run.finished = ended
-        yield from run.turns(full)
-        while not (full() or stream.over):
-            yield False
+        request = GenerationRequest(setting.config.rollout.group_size)
+        collector = RolloutCollector(engine, pool, RUBRICS, detokenize, request)
+        self.turns = collector.turns(prompts, jax.random.key(0))
 
     def wait(self) -> float:
-        """When it has something to do, as far as it knows itself."""
+        """Returns when it has something to do, as far as it knows itself."""
         return min(self.pool.pending, default=math.inf)
 
 
@@ -195,18 +168,18 @@ def play(hosts: list[Host], board: OneBoard) -> None:
             del idle[i]
         host = hosts[i]
         host.clock.wait(at)
-        moved = next(host.turns, None)
-        if moved:
+        turn = next(host.turns, None)
+        if turn is not None and not turn.idle:
             heapq.heappush(ready, (host.clock.now, i))
-        elif moved is not None:
-            idle[i] = max(host.clock.now + scheduler.IDLE_SECONDS, host.wait())
+        elif turn is not None:
+            idle[i] = max(host.clock.now + IDLE_SECONDS, host.wait())
             if idle[i] < math.inf:
                 heapq.heappush(ready, (idle[i], i))
         if board.news:
             board.news = False
             # Nothing but a verdict changes whether more prompts are needed.
             for j in idle:
-                soon = max(hosts[j].clock.now + scheduler.IDLE_SECONDS, at)
+                soon = max(hosts[j].clock.now + IDLE_SECONDS, at)
                 if soon < idle[j]:
                     idle[j] = soon
                     heapq.heappush(ready, (soon, j))
@@ -224,9 +197,8 @@ def rollout(
     config, board = setting.config, OneBoard()
     d, num_prompts = config.dynamic_sampling, config.train.prompts_per_step
     spec, group_size = setting.spec, config.rollout.group_size
-    problems = [
-        Problem(i, "", (i,), "", "") for i in range(d.max_rounds * d.max_round_prompts + hosts)
-    ]
+    max_prompts = d.max_rounds * d.max_round_prompts
+    problems = [Problem(i, "", (i,), "", "") for i in range(max_prompts + hosts)]
 
     def work(number: int) -> Work:
         group = workload(step, number)
@@ -235,18 +207,24 @@ def rollout(
 
     each = []
     for i in range(hosts):
-        kind = Dealt if policy == "dealt" else Stream
-        full = dataclasses.replace(d, keep_slots_full=True) if policy == "eager" else d
-        stream = kind(full, share, num_prompts, board)
-        if isinstance(stream, Dealt):
-            stream.host, stream.hosts = i, hosts
-        each.append(Host(setting, stream, problems, work))
+        prompts = KINDS[policy](
+            ProblemList(problems),
+            num_prompts=num_prompts,
+            max_prompts=max_prompts,
+            keeps=lambda group: group.is_informative(overlong_filter=False),
+            rate=share,
+            rate_weight=PRIOR_OUTCOMES,
+        )
+        prompts.work_queue = board
+        if isinstance(prompts, DealtQueue):
+            prompts.host, prompts.hosts = i, hosts
+        each.append(Host(setting, prompts, work))
     play(each, board)
     seconds = max(host.clock.now for host in each)
     done_H = np.array([min(host.clock.device, seconds) for host in each])
     over_H = np.array([max(0.0, host.clock.device - seconds) for host in each])
     busy_H = np.array([host.clock.busy for host in each]) - over_H
-    decided = each[0].stream.decided
+    decided = each[0].prompts.num_resolved
     informative = [i for i in range(decided) if board.verdicts[i]]
     units = sum(host.engine.units for host in each)
     needed = sum(int(work(i).units_G.sum()) for i in range(decided))
@@ -283,6 +261,6 @@ def rollouts(
     found = []
     for step in range(steps):
         one = rollout(setting, workload, hosts=hosts, policy=policy, step=step, share=share)
-        share = next_share(share, len(one.batch), one.tried)
+        share = next_rate(share, len(one.batch), one.tried)
         found.append(one)
     return found

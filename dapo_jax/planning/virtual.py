@@ -15,6 +15,7 @@ import numpy as np
 
 from dapo_jax.reward import Score, Task
 from dapo_jax.reward_pool import Scored
+from dapo_jax.rollout.programs import Loaded
 from dapo_jax.rollout.slots import Arrivals
 from dapo_jax.rollout.spec import OVER, VALID, EngineSpec, Step
 
@@ -111,6 +112,7 @@ class VirtualEngine:
         self.spec, self.clock, self.costs, self.work = spec, clock, costs, work
         self.prompt_units, self.page_units = prompt_units, page_units
         self.prompt_pages = (spec.table_pages,)
+        self.loaded = Loaded({}, {})
         self.slot_seconds = 0.0  # that slots held a sequence
         self.units = 0  # drawn
         self.cached_units = 0.0  # in the cache at once, at most; prompts once for all samples

@@ -25,6 +25,7 @@ from dapo_jax.rollout.programs import Loaded, Programs
 from dapo_jax.rollout.sampling import Mode, SamplingParams
 from dapo_jax.rollout.slots import Arrivals, DecodeState
 from dapo_jax.rollout.spec import EngineSpec, Prefix, Step, halvings
+from dapo_jax.telemetry import SILENT, Telemetry
 from dapo_jax.types import UserError
 
 
@@ -67,16 +68,19 @@ class DecoderEngine(jetstream.Engine):
         self._loaded: Loaded | None = None
 
     @contextlib.contextmanager
-    def weights(self, params: model.Params) -> Iterator[Loaded]:
+    def weights(self, params: model.Params, telemetry: Telemetry = SILENT) -> Iterator[Loaded]:
         """Holds the rollout copy of the parameters: it lives exactly as long as the block.
 
         Args:
             params: in the trainer's layout.
+            telemetry: its timer "weights" gets the seconds of the copy.
         """
-        self._loaded = self.load_params(params)
+        with telemetry.timer("weights"):
+            loaded = self._loaded = jax.block_until_ready(self.load_params(params))
         try:
-            yield self._loaded
+            yield loaded
         finally:
+            del loaded
             self._loaded = None
 
     @property

@@ -49,7 +49,7 @@ class RolloutStats(NamedTuple):
 class Ended(NamedTuple):
     """A response that has ended."""
 
-    index: int  # of its problem, in the order in which the loop took them
+    prompt: int  # place of its problem in the order in which the loop took them
     sample: int
     response: Response
 
@@ -57,7 +57,7 @@ class Ended(NamedTuple):
 class NewTokens(NamedTuple):
     """Tokens of one response that the last engine call sampled."""
 
-    index: int
+    prompt: int
     sample: int
     tokens: list[int]
     is_last: bool
