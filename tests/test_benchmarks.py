@@ -1,25 +1,37 @@
 """Benchmarks: figures of a policy whose answers are known, transcripts, what a stop costs."""
 
+import contextlib
 import itertools
 import json
 import random
+import re
 
+import jax
 import numpy as np
 import pytest
 
 from dapo_jax import benchmark_page, benchmarks, evaluate_model, problems
 from dapo_jax.benchmarks import Benchmark
+from dapo_jax.collector import RolloutCollector, Turn
 from dapo_jax.config import Config, SourceConfig
 from dapo_jax.progress import Progress
 from dapo_jax.reward import Rubric
 from dapo_jax.reward_pool import RewardPool
+from dapo_jax.rollout.admission import GenerationRequest
+from dapo_jax.scoring import GroupScoring
+from dapo_jax.telemetry import SILENT, Telemetry
 from dapo_jax.tokenizer import arithmetic_tokenizer
 from dapo_jax.types import Problem, Response, StopRequested, UserError
-from dapo_jax.watchdog import UNWATCHED, Watchdog
 from tests.helpers import SHARED, source_dict, tiny_config, tiny_dict
 
 SETTINGS = {"model": "a stub", "seed": 0}
 RUBRIC = Rubric((("math_dapo", 1.0),), 1.0, -1.0)
+
+
+class StubEngine:
+    @contextlib.contextmanager
+    def weights(self, params):
+        yield params
 
 
 def make_problems(num):
@@ -33,37 +45,51 @@ def answer(problem, sample, num_right):
     return "no idea" if sample % 5 == 0 else f"Answer: -{sample // 2}"
 
 
-def drawing(num_samples, num_right, *, seed=0, most=None):
-    """A policy: hands its responses over in a random order, and is stopped after `most` of them."""
+class Policy(RolloutCollector):
+    """A policy whose answers are known, ended in a random order; stopped after `most` of them."""
 
-    def draw(left, finished):
-        every = list(itertools.product(range(len(left)), range(num_samples)))
-        random.Random(seed).shuffle(every)
-        for i, (index, sample) in enumerate(every):
-            if i == most:
+    def __init__(self, num_samples, num_right, *, seed=0, most=None, text=None):
+        self.request, self.text = GenerationRequest(num_samples), text
+        self.num_right, self.seed, self.most = num_right, seed, most
+        self.telemetry, self.problems = SILENT, []
+
+    def turns(self, prompts, key, *, step=0):
+        num = prompts.num_prompts
+        self.problems = [prompts.problem(number) for number in range(num)]
+        scoring = GroupScoring(
+            self.pool, self.rubrics, self.request.num_samples, step, self.telemetry
+        )
+        every = list(itertools.product(range(num), range(self.request.num_samples)))
+        random.Random(self.seed).shuffle(every)
+        num_done = 0
+        for i, (number, sample) in enumerate(every):
+            if i == self.most:
                 raise StopRequested
-            text = answer(left[index], sample, num_right(left[index].id))
-            tokens = np.zeros(len(text), np.int32)
+            problem = self.problems[number]
+            text = self.text or answer(problem, sample, self.num_right(problem.id))
             reason = "length" if sample == 1 else "stop"
-            finished([(index, sample, Response(tokens, np.zeros(0), reason, text))])
-
-    return draw
+            response = Response(np.zeros(len(text), np.int32), np.zeros(0), reason, text)
+            scoring.submit([(number, problem, sample, response)])
+            groups = list(scoring.completed())
+            num_done += len(groups)
+            yield Turn(True, groups, [], False)
+        while num_done < num:
+            groups = list(scoring.completed())
+            num_done += len(groups)
+            yield Turn(False, groups, [], True)
 
 
 @pytest.fixture(scope="module")
 def run():
-    """Evaluates a stub in a directory: run(place, draw, num=, num_samples=) -> figures."""
+    """Evaluates a policy in a directory: run(place, policy, num=) -> figures."""
     with RewardPool(RUBRIC.names, workers=1, timeout_seconds=5.0) as pool:
 
-        def run(
-            place, draw, *, num, num_samples, all_problems=None, rubric=RUBRIC, watch=UNWATCHED
-        ):
+        def run(place, policy, *, num, all_problems=None, rubric=RUBRIC):
             benchmarks.open_directory(place, SETTINGS)
             benchmark = Benchmark("stub", all_problems or make_problems(num), rubric)
-            return benchmarks.run(
-                benchmark, draw, pool, place,
-                num_samples=num_samples, progress=Progress(0, 0), watch=watch,
-            )  # fmt: skip
+            policy.pool, policy.rubrics = pool, {"stub": rubric}
+            key = jax.random.key(0)
+            return benchmarks.run(benchmark, policy, key, place, progress=Progress(0, 0))
 
         yield run
 
@@ -80,7 +106,7 @@ def by_enumeration(right_QN, k):
 
 def test_figures_of_known_answers(run, tmp_path):
     counts = [0, 1, 3, 6]
-    figures = run(tmp_path, drawing(6, lambda i: counts[i]), num=4, num_samples=6)
+    figures = run(tmp_path, Policy(6, lambda i: counts[i]), num=4)
     right = np.arange(6) < np.array(counts)[:, None]
     assert figures["avg@6"]["value"] == pytest.approx(10 / 24)
     for k in (1, 2, 4, 6):
@@ -96,7 +122,7 @@ def test_figures_of_known_answers(run, tmp_path):
 
 
 def test_what_is_left_behind(run, tmp_path):
-    figures = run(tmp_path, drawing(4, lambda i: i), num=3, num_samples=4)
+    figures = run(tmp_path, Policy(4, lambda i: i), num=3)
     assert json.loads((tmp_path / "results.json").read_text()) == {"stub": figures}
     rows = [json.loads(line) for line in lines_of(tmp_path)]
     assert [row["problem_id"] for row in rows] == [0, 1, 2]
@@ -111,47 +137,41 @@ def test_what_is_left_behind(run, tmp_path):
 
 @pytest.mark.parametrize("most", [1, 17, 39])
 def test_a_stop_costs_only_what_was_not_whole(run, tmp_path, most):
-    whole = run(tmp_path / "whole", drawing(4, lambda i: i % 5), num=10, num_samples=4)
+    whole = run(tmp_path / "whole", Policy(4, lambda i: i % 5), num=10)
     place = tmp_path / "stopped"
     with pytest.raises(StopRequested):
-        run(place, drawing(4, lambda i: i % 5, most=most), num=10, num_samples=4)
+        run(place, Policy(4, lambda i: i % 5, most=most), num=10)
     done = [json.loads(line)["problem_id"] for line in lines_of(place)]
     assert len(done) == len(set(done)) and len(done) <= most // 4
     with (place / "stub.jsonl").open("a") as file:
         file.write('{"problem_id": 3, "samp')  # a kill in the middle of a line
-    drawn = []
-
-    def draw(left, finished):
-        drawn.extend(problem.id for problem in left)
-        drawing(4, lambda i: i % 5, seed=1)(left, finished)
-
-    assert run(place, draw, num=10, num_samples=4) == whole
-    assert sorted(drawn + done) == list(range(10)), "what is done is not drawn again"
+    policy = Policy(4, lambda i: i % 5, seed=1)
+    assert run(place, policy, num=10) == whole
+    again = [problem.id for problem in policy.problems]
+    assert sorted(again + done) == list(range(10)), "what is done is not drawn again"
     for name in ("stub.jsonl", "results.json", "stub.html"):
         assert (place / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
 def test_an_evaluation_that_is_done_draws_nothing(run, tmp_path):
-    first = run(tmp_path, drawing(4, lambda i: i), num=3, num_samples=4)
+    first = run(tmp_path, Policy(4, lambda i: i), num=3)
 
-    def never(left, finished):
-        pytest.fail("nothing is left to draw")
-
-    assert run(tmp_path, never, num=3, num_samples=4) == first
+    policy = Policy(4, lambda i: pytest.fail("nothing is left to generate"))
+    assert run(tmp_path, policy, num=3) == first
 
 
 def test_samples_of_another_evaluation_are_refused(run, tmp_path):
-    run(tmp_path, drawing(4, lambda i: i), num=3, num_samples=4)
+    run(tmp_path, Policy(4, lambda i: i), num=3)
     with pytest.raises(UserError, match="seed was 0 and is 1 now. Choose another --output"):
         benchmarks.open_directory(tmp_path, SETTINGS | {"seed": 1})
     other = [problem._replace(answer="7") for problem in make_problems(3)]
     with pytest.raises(UserError, match=r"stub\.jsonl, line 1: .* other problems"):
-        run(tmp_path, drawing(4, lambda i: i), num=3, num_samples=4, all_problems=other)
+        run(tmp_path, Policy(4, lambda i: i), num=3, all_problems=other)
     with pytest.raises(UserError, match="number of samples"):
-        run(tmp_path, drawing(5, lambda i: i), num=3, num_samples=5)
+        run(tmp_path, Policy(5, lambda i: i), num=3)
     judged = RUBRIC._replace(incorrect=0.0)
     with pytest.raises(UserError, match=r"line 1: .* judged by .*'incorrect': -1.0.*: 0.0"):
-        run(tmp_path, drawing(4, lambda i: i), num=3, num_samples=4, rubric=judged)
+        run(tmp_path, Policy(4, lambda i: i), num=3, rubric=judged)
 
 
 def test_what_stands_before_a_benchmark_does_not_number_its_problems(tmp_path, monkeypatch):
@@ -166,7 +186,8 @@ def test_what_stands_before_a_benchmark_does_not_number_its_problems(tmp_path, m
 
     monkeypatch.setattr(benchmarks, "run", run)
     monkeypatch.setattr(evaluate_model, "load_params", lambda *_: ("a stub", {}))
-    monkeypatch.setattr(evaluate_model, "_drawing", lambda *_: None)
+    monkeypatch.setattr(evaluate_model, "_collector", lambda *_: RolloutCollector.__new__(Policy))
+    monkeypatch.setattr(Policy, "engine", StubEngine(), raising=False)
     monkeypatch.setattr(evaluate_model, "table", lambda _: "")
     config = tiny_config()
     request = evaluate_model.Request(
@@ -181,12 +202,14 @@ def test_verdicts_that_are_waited_for_are_told_of(run, tmp_path):
     """With the last problems, whose verdicts are not there when all is drawn."""
     waited = []
 
-    class Watch(Watchdog):
+    class Listening(Telemetry):
         def waiting_for(self, what):
             waited.append(what)
 
-    run(tmp_path, drawing(2, lambda i: i), num=3, num_samples=2, watch=Watch(0.0, print))
-    assert "reward workers, problems without verdicts: 1" in waited
+    policy = Policy(2, lambda i: i)
+    policy.telemetry = Listening()
+    run(tmp_path, policy, num=3)
+    assert any(re.match(r"reward workers: \d of 6 verdicts there, 3 prompts", w) for w in waited)
 
 
 def test_a_directory_that_cannot_be(tmp_path):
@@ -199,11 +222,7 @@ def test_the_page_leaves_out_what_a_browser_cannot_hold(run, tmp_path, monkeypat
     monkeypatch.setattr(benchmark_page, "PAGE_CHARACTERS", 80)
     text = "<b>" + "x" * 500 + "\ud800 Answer: 100"
 
-    def draw(left, finished):
-        tokens = np.zeros(3, np.int32)
-        finished([(i, 0, Response(tokens, np.zeros(0), "stop", text)) for i in (0, 1)])
-
-    run(tmp_path, draw, num=2, num_samples=1)
+    run(tmp_path, Policy(1, lambda i: i, text=text), num=2)
     page = (tmp_path / "stub.html").read_text()
     assert "characters left out" in page and "<b>x" not in page and "x" * 100 not in page
     assert json.loads(lines_of(tmp_path)[0])["samples"][0]["text"] == text
@@ -229,7 +248,7 @@ def test_avg_at_32_on_the_official_file(run, tmp_path):
         config, {"stub": source}, arithmetic_tokenizer(), field="benchmark", say=said.append
     )
     assert len(found) == 30 and "30 distinct prompts, 32 rows of each" in said[0]
-    figures = run(tmp_path, drawing(32, lambda i: i), num=30, num_samples=32, all_problems=found)
+    figures = run(tmp_path, Policy(32, lambda i: i), num=30, all_problems=found)
     assert figures["avg@32"]["value"] == pytest.approx(np.mean(np.arange(30) / 32))
     assert figures["pass@32"]["value"] == pytest.approx(29 / 30)
     assert figures["pass@1"]["value"] == pytest.approx(figures["avg@32"]["value"])

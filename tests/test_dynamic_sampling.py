@@ -8,12 +8,13 @@ import pytest
 
 from dapo_jax import board
 from dapo_jax.dynamic_sampling import (
-    PRIOR_VERDICTS,
+    PRIOR_OUTCOMES,
     SamplingState,
-    Stream,
+    commit,
+    open_queue,
     state_from_json,
     state_to_json,
-    stream_batch,
+    take_informative,
 )
 from dapo_jax.processes import Processes
 from dapo_jax.types import Problem
@@ -21,8 +22,21 @@ from tests.helpers import make_group, tiny_config
 from tests.processes import Store
 
 CONFIG = tiny_config(
-    dynamic_sampling__max_rounds=5, dynamic_sampling__max_round_prompts=8
-).dynamic_sampling
+    dynamic_sampling__max_rounds=5,
+    dynamic_sampling__max_round_prompts=8,
+    train__prompts_per_step=4,
+)
+
+
+def with_sampling(config=CONFIG, **changes):
+    sampling = dataclasses.replace(config.dynamic_sampling, **changes)
+    return dataclasses.replace(config, dynamic_sampling=sampling)
+
+
+def with_prompts(num, config=CONFIG):
+    return dataclasses.replace(
+        config, train=dataclasses.replace(config.train, prompts_per_step=num)
+    )
 
 
 class World:
@@ -35,9 +49,15 @@ class World:
         first, self.next = self.next, self.next + n
         return [Problem(i, "", (1,), "", "") for i in range(first, self.next)]
 
-    def sample(self, problems):
+    def get_state(self):
+        return self.next
+
+    def set_state(self, state):
+        self.next = state
+
+    def group(self, problem):
         kinds = {"r": [True] * 4, "w": [False] * 4, "m": [True, False, False, True]}
-        return [make_group(kinds[self.kinds[p.id % len(self.kinds)]], id=p.id) for p in problems]
+        return make_group(kinds[self.kinds[problem.id % len(self.kinds)]], id=problem.id)
 
 
 def ids(groups):
@@ -58,66 +78,65 @@ def test_state_survives_json_bit_for_bit():
     assert state_from_json(json.loads(json.dumps(state_to_json(state)))) == state
 
 
-def stream(kinds, seed, state=None, *, num=4, config=CONFIG):
-    """A batch of a stream whose groups end in an order of their own, up to six at once."""
-    world, rng = World(kinds), np.random.default_rng(seed)
-    begun = []
+def outcomes_of(prompts, make_group, rng, claimed, most=6):
+    """A collector whose groups end in an order of their own, up to `most` at once."""
+    pending = []
+    while not prompts.done:
+        while len(pending) < most and (number := prompts.claim()) not in (
+            None, prompts.max_prompts,
+        ):  # fmt: skip
+            claimed.append(number)
+            pending.append(number)
+        number = pending.pop(rng.integers(len(pending)))
+        prompts.report(number, make_group(prompts.problem(number)))
+        yield from prompts.resolved()
 
-    def draw(stream, problems):
-        drawing, over = [], False
-        while not stream.full and not (over and not drawing):
-            while len(drawing) < 6 and not over:
-                problem = next(problems, "over")
-                if problem in (None, "over"):
-                    over = problem == "over"
-                    break
-                begun.append(problem.id)
-                drawing.append((len(begun) - 1, problem))
-            number, problem = drawing.pop(rng.integers(len(drawing)))
-            (group,) = world.sample([problem])
-            stream.scored(number, group)
 
-    batch, state = stream_batch(
-        config, state or SamplingState(1.0), num_prompts=num, step=1, seed=0, take=world.take,
-        position=lambda: world.next, go_back=lambda place: setattr(world, "next", place), draw=draw,
-    )  # fmt: skip
-    return batch, state, world, begun
+def one_step(kinds, seed, state=None, *, config=CONFIG):
+    """(batch, state after it, the world, numbers of the prompts claimed)."""
+    world, rng, claimed = World(kinds), np.random.default_rng(seed), []
+    state = state or SamplingState(1.0)
+    prompts = open_queue(config, state, world, step=1)
+    outcomes = outcomes_of(prompts, world.group, rng, claimed)
+    taken = take_informative(outcomes, config.train.prompts_per_step)
+    batch, state = commit(config, state, prompts, taken, 1)
+    return batch, state, world, claimed
 
 
 @pytest.mark.parametrize("share", [1.0, 0.3])
-def test_a_stream_takes_the_first_informative_groups_whatever_ends_first(share):
+def test_a_step_takes_the_first_informative_groups_whatever_ends_first(share):
     expected = [2, 3, 4, 8]
     for seed in range(20):
-        batch, state, world, begun = stream("rwmmmwwrmmmm", seed, SamplingState(share))
+        batch, state, world, begun = one_step("rwmmmwwrmmmm", seed, SamplingState(share))
         assert ids(batch.groups) == expected and ids(batch.sampled) == list(range(9))
         assert world.next == 9, "the next step begins after the last prompt of this one"
         assert begun == list(range(len(begun))) and batch.returned == len(begun) - 9
         assert state == SamplingState(0.5 * 4 / 9 + 0.5 * share)
 
 
-def test_a_stream_begins_no_more_prompts_than_should_be_needed():
-    _, _, _, begun = stream("m", 0)
+def test_a_step_claims_no_more_prompts_than_should_be_needed():
+    _, _, _, begun = one_step("m", 0)
     assert begun == [0, 1, 2, 3]
-    _, _, _, begun = stream("mw", 0, SamplingState(0.5))
+    _, _, _, begun = one_step("mw", 0, SamplingState(0.5))
     assert len(begun) <= 10
 
 
-def test_a_stream_without_informative_groups_ends():
-    batch, _, world, begun = stream("wr", 0)
+def test_a_step_without_informative_groups_ends():
+    batch, _, world, begun = one_step("wr", 0)
     assert batch.groups == [] and len(batch.sampled) == world.next == len(begun) == 40
 
 
 def test_switched_off_every_group_is_kept():
-    off = dataclasses.replace(CONFIG, enabled=False)
+    off = with_prompts(6, with_sampling(enabled=False))
     for seed in range(10):
-        batch, _, world, begun = stream("rwmw", seed, num=6, config=off)
+        batch, _, world, begun = one_step("rwmw", seed, config=off)
         assert ids(batch.groups) == ids(batch.sampled) == begun == list(range(6))
         assert world.next == 6 and batch.returned == 0
 
 
 def test_switched_off_a_batch_may_be_larger_than_the_most_prompts_of_dynamic_sampling():
-    off = dataclasses.replace(CONFIG, enabled=False, max_rounds=1, max_round_prompts=1)
-    batch, *_ = stream("m", 0, num=6, config=off)
+    off = with_prompts(6, with_sampling(enabled=False, max_rounds=1, max_round_prompts=1))
+    batch, *_ = one_step("m", 0, config=off)
     assert len(batch.groups) == 6
 
 
@@ -129,42 +148,50 @@ def test_the_end_of_a_first_batch_is_not_claimed_prompt_by_prompt(
     """A new run knows nothing of the share. In each wave all prompts are begun that may be, and all
     of them end: the waves are how often a whole response is waited for."""
     monkeypatch.setattr(board, "LOOK_SECONDS", 0.0)
-    config = dataclasses.replace(CONFIG, max_rounds=100, max_round_prompts=100)
+    config = with_prompts(64, with_sampling(max_rounds=100, max_round_prompts=100))
     informative = np.random.default_rng(3).random(10_000) < informative_share
     store = Store()
-    streams = [
-        Stream(
-            config, SamplingState().kept_share, 64,
-            Processes(i, processes, store if processes > 1 else None).board(),
+    queues = [
+        open_queue(
+            config, SamplingState(), World("m"), step=1,
+            group=Processes(i, processes, store if processes > 1 else None),
         )
         for i in range(processes)
     ]  # fmt: skip
     waves, begun = 0, 0
-    while not all(stream.over for stream in streams):
+    while not all(queue.done for queue in queues):
         claimed, i = [], 0
-        while (number := streams[i % processes].claim()) is not None:
+        while (number := queues[i % processes].claim()) is not None:
             claimed.append((i % processes, number))
             i += 1
         for i, number in claimed:
-            streams[i].board.tell(number, bool(informative[number]))
-        for stream in streams:
-            stream.look()
+            queues[i].work_queue.tell(number, bool(informative[number]))
+        for queue in queues:
+            queue.resolved()
         waves, begun = waves + 1, begun + len(claimed)
     needed = int(np.flatnonzero(informative)[63]) + 1
-    assert streams[0].decided == needed <= begun
+    assert queues[0].num_resolved == needed <= begun
     # The share as it is would need about as many: the last few are a matter of luck. Where it was
     # held for 1 throughout, a tenth took 38 waves.
     assert waves <= 8, waves
     assert begun <= needed + max(64, 0.5 * needed)
 
 
-def test_the_share_is_that_of_earlier_steps_until_there_are_verdicts():
+def test_the_rate_is_that_of_earlier_steps_until_there_are_outcomes():
     """(2 + 16 x 0.5) / (2 + 16) after two that are informative."""
-    stream = Stream(CONFIG, 0.5, 4, board.Board())
-    assert stream.share == 0.5 and PRIOR_VERDICTS == 16
+    queue = open_queue(CONFIG, SamplingState(0.5), World("m"), step=1)
+    assert queue.expected_rate == 0.5 and PRIOR_OUTCOMES == 16
     for number in range(2):
-        stream.board.tell(number, True)
-    assert stream.share == pytest.approx(10 / 18)
-    for number in range(2, 10_000):
-        stream.board.tell(number, False)
-    assert stream.share == 1 / stream.most, "or it would wait for ever"
+        queue.work_queue.tell(number, True)
+    assert queue.expected_rate == pytest.approx(10 / 18)
+
+
+def test_a_step_whose_prompts_are_all_useless_claims_on():
+    """However low the rate is, the last prompts are claimed."""
+    queue = open_queue(CONFIG, SamplingState(0.0), World("w"), step=1)
+    for _ in range(queue.max_prompts):
+        number = queue.claim()
+        assert number is not None and number < queue.max_prompts
+        queue.work_queue.tell(number, False)
+    assert queue.claim() == queue.max_prompts
+    assert len(queue.resolved()) == queue.max_prompts and queue.done

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,13 +11,15 @@ import pytest
 from dapo_jax import metrics
 from dapo_jax.dynamic_sampling import (
     SamplingState,
+    commit,
+    open_queue,
     state_from_json,
     state_to_json,
-    stream_batch,
+    take_informative,
 )
 from dapo_jax.prefilter import (
     PrefilterState,
-    Sieve,
+    PromptFilter,
     initial_state,
     next_state,
     sampling_probability,
@@ -24,12 +27,14 @@ from dapo_jax.prefilter import (
 )
 from dapo_jax.types import Problem
 from tests.helpers import make_group, tiny_config
+from tests.test_dynamic_sampling import outcomes_of
 
-ON = tiny_config(
+BASE = tiny_config(
     dynamic_sampling__prefilter__enabled=True,
     dynamic_sampling__max_rounds=5,
     dynamic_sampling__max_round_prompts=8,
-).dynamic_sampling
+)
+ON = BASE.dynamic_sampling
 CONFIG = ON.prefilter
 NUM_PROBLEMS = 10
 KINDS = {"r": [True] * 4, "w": [False] * 4, "m": [True, False, False, True]}
@@ -53,8 +58,11 @@ class Data:
             for i in range(first, self.place)
         ]
 
-    def go_back(self, place):
-        self.place = place
+    def get_state(self):
+        return self.place
+
+    def set_state(self, state):
+        self.place = state
 
 
 @pytest.mark.parametrize("streak", [0, 1, 3, -1, -2, 40, -40])
@@ -67,9 +75,10 @@ def test_the_share_that_is_sampled_is_p_to_the_streak(streak):
     assert sampling_probability(CONFIG, state, 3) == pytest.approx(expected, rel=1e-12)
     n, epochs = 4000, itertools.count()
     take = lambda _: [Problem(3, "", (1,), "", "", epoch=next(epochs))]
-    sieve = Sieve(dataclasses.replace(CONFIG, max_skips=10**6), state, 0, take)
+    source = SimpleNamespace(take=take)
+    prompt_filter = PromptFilter(dataclasses.replace(CONFIG, max_skips=10**6), state, 0)
     found = 0
-    while sieve.take(1)[0].epoch < n:
+    while prompt_filter.next(source).epoch < n:
         found += 1
     deviation = np.sqrt(expected * (1 - expected) / n)
     assert abs(found / n - expected) <= 4 * deviation
@@ -136,25 +145,15 @@ def test_probabilities_rest_in_the_first_epoch_and_without_groups():
 def run(state, place, kinds, seed, *, num=4, order=0, config=ON):
     """A step, its groups ending in an order of its own; the place in the data after it."""
     data, rng = Data(place), np.random.default_rng(order)
-    make = lambda problem: group(kinds[problem.id], problem.id, problem.epoch)
-
-    def draw(stream, problems):
-        drawing, over = [], False
-        most = int(rng.integers(1, 8))
-        while not stream.full and not (over and not drawing):
-            while len(drawing) < most and not over:
-                problem = next(problems, "over")
-                if problem in (None, "over"):
-                    over = problem == "over"
-                    break
-                drawing.append((len(stream.taken) - 1, problem))
-            number, problem = drawing.pop(rng.integers(len(drawing)))
-            stream.scored(number, make(problem))
-
-    batch, state = stream_batch(
-        config, state, num_prompts=num, step=1, seed=seed, take=data.take,
-        position=lambda: data.place, go_back=data.go_back, draw=draw,
+    config = dataclasses.replace(
+        BASE, seed=seed, dynamic_sampling=config,
+        train=dataclasses.replace(BASE.train, prompts_per_step=num),
     )  # fmt: skip
+    make = lambda problem: group(kinds[problem.id], problem.id, problem.epoch)
+    prompts = open_queue(config, state, data, step=1)
+    outcomes = outcomes_of(prompts, make, rng, [], most=int(rng.integers(1, 8)))
+    taken = take_informative(outcomes, num)
+    batch, state = commit(config, state, prompts, taken, 1)
     return batch, state, data.place
 
 
@@ -200,7 +199,7 @@ def test_a_state_that_went_through_json_goes_on_the_same():
         other, two, its_place = run(two, its_place, kinds, 7, order=step)
         assert visits(batch.sampled) == visits(other.sampled) and place == its_place
         assert batch.skipped == other.skipped
-        assert (one.prefilter, one.kept_share) == (two.prefilter, two.kept_share)
+        assert (one.prefilter, one.informative_rate) == (two.prefilter, two.informative_rate)
     assert one.prefilter is not None and one.prefilter.p_easy != 0.5 and batch.skipped
     assert visits(run(one, place, kinds, 8)[0].sampled) != visits(
         run(one, place, kinds, 9)[0].sampled

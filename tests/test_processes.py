@@ -13,9 +13,10 @@ import pytest
 
 from dapo_jax import board, processes
 from dapo_jax.board import Board
-from dapo_jax.dynamic_sampling import Stream
+from dapo_jax.dynamic_sampling import SamplingState, open_queue
 from dapo_jax.processes import START_AGAIN, Processes
 from dapo_jax.progress import Progress
+from dapo_jax.prompt_queue import ProblemList
 from dapo_jax.stop_signals import StopSignals
 from dapo_jax.types import Problem, StopRequested, UserError
 from tests.conftest import ROOT
@@ -170,42 +171,43 @@ def test_flags_that_do_not_fit(arguments, message):
 
 @pytest.mark.parametrize("number", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(4))
-def test_who_draws_what_and_when_does_not_matter(number, seed, monkeypatch):
+def test_which_process_generates_what_and_when_does_not_matter(number, seed, monkeypatch):
     """Processes take turns as chance has it; all see the batch that one alone would."""
     monkeypatch.setattr(board, "LOOK_SECONDS", 0.0)
     rng = np.random.default_rng(seed)
     right = np.random.default_rng(7).integers(0, 5, 400)  # of 4; 0 and 4 teach nothing
-    problem = lambda i: Problem(i, "", (1,), "", "")
-    config = tiny_config().dynamic_sampling
+    config = tiny_config(train__prompts_per_step=8)
+    problems = [Problem(i, "", (1,), "", "") for i in range(400)]
     store = Store()
-
-    def make(i):
-        them = Processes(i, number, store if number > 1 else None)
-        stream = Stream(config, 0.6, 8, them.board())
-        data = iter(range(400))
-        taken = lambda n: [problem(next(data)) for _ in range(n)]
-        return stream, stream.problems(taken), []
-
-    each = [make(i) for i in range(number)]
+    queues = [
+        open_queue(
+            config, SamplingState(0.6), ProblemList(problems), step=1,
+            group=Processes(i, number, store if number > 1 else None),
+        )
+        for i in range(number)
+    ]  # fmt: skip
+    pending = [[] for _ in queues]
     for _ in range(10_000):
-        stream, problems, drawing = each[rng.integers(number)]
-        stream.look()
-        if all(stream.over for stream, *_ in each):
+        i = int(rng.integers(number))
+        queues[i].resolved()
+        if all(queue.done for queue in queues):
             break
-        if not stream.over and rng.random() < 0.6 and (found := next(problems, None)) is not None:
-            drawing.append((len(stream.taken) - 1, found))
-        elif drawing:
-            index, found = drawing.pop(rng.integers(len(drawing)))
-            k = right[found.id]
-            stream.scored(index, make_group([True] * k + [False] * (4 - k), id=found.id))
+        if not queues[i].done and rng.random() < 0.6:
+            claimed = queues[i].claim()
+            if claimed is not None and claimed < queues[i].max_prompts:
+                pending[i].append(claimed)
+        elif pending[i]:
+            found = pending[i].pop(rng.integers(len(pending[i])))
+            k = right[queues[i].problem(found).id]
+            queues[i].report(found, make_group([True] * k + [False] * (4 - k), id=found))
     informative = [i for i in range(400) if 0 < right[i] < 4]
-    groups = {n: g for stream, *_ in each for n, g in stream.groups.items()}
-    for stream, *_ in each:
-        most = min(stream.most, informative[7] + 1)
-        assert stream.decided == most and stream.accepted == sum(i < most for i in informative)
-        assert all(groups[n].problem.id == n for n in range(stream.decided))
-    # Nobody begins much more than is needed.
-    assert each[0][0].board.begun <= informative[7] + 1 + 8 / 0.6 + number
+    groups = {n: g for queue in queues for n, g in queue.groups.items()}
+    for queue in queues:
+        most = min(queue.max_prompts, informative[7] + 1)
+        assert queue.num_resolved == most and queue.num_kept == sum(i < most for i in informative)
+        assert all(groups[n].problem.id == n for n in range(queue.num_resolved))
+    # Hardly more is claimed than is needed.
+    assert queues[0].work_queue.begun <= informative[7] + 1 + 8 / 0.6 + number
 
 
 def test_we_tell_of_a_lost_process_before_jax_aborts_the_others():

@@ -4,7 +4,7 @@ import numpy as np
 
 from dapo_jax.reward import Rubric, Score
 from dapo_jax.reward_pool import Pending, RewardPool, Scored
-from dapo_jax.scoring import HANDED_OVER_TOGETHER, Scoring
+from dapo_jax.scoring import RESPONSES_PER_TASK, GroupScoring
 from dapo_jax.types import Problem, Response
 
 
@@ -13,23 +13,29 @@ def response(text, tokens=(0,)):
     return Response(np.array(tokens, np.int32), values, "stop", text)
 
 
+def groups_of(scoring, number):
+    """So many groups, by the numbers of their prompts."""
+    found = {}
+    while len(found) < number:
+        found |= dict(scoring.completed())
+    return found
+
+
 def test_verdicts_find_their_places_in_any_order_of_ending():
-    problems = [Problem(i, "", (1,), str(i), "test") for i in (5, 6)]
+    problems = {n: Problem(i, "", (1,), str(i), "test") for n, i in ((3, 5), (8, 6))}
     rubrics = {"test": Rubric((("tests.scorers:treacherous", 1.0),), 1.0, -1.0)}
     with RewardPool(rubrics["test"].names, workers=2, timeout_seconds=5.0) as pool:
-        scoring = Scoring(pool, problems, rubrics)
-        drawn = [[response("5"), response("raise")], [response("5"), response("6")]]
-        scoring.submit([(1, 1, drawn[1][1])])
-        scoring.submit([(0, 1, drawn[0][1]), (1, 0, drawn[1][0])])
-        scoring.submit([(0, 0, drawn[0][0])])
-        groups = scoring.groups(drawn, 3)
-    assert [[v.correct for v in group.verdicts] for group in groups] == [
-        [True, False],
-        [False, True],
-    ]
-    assert groups[0].verdicts[1].note.startswith("error: ZeroDivisionError")
-    assert [group.problem.id for group in groups] == [5, 6] and groups[0].step == 3
-    assert groups[1].responses == tuple(drawn[1])
+        scoring = GroupScoring(pool, rubrics, 2, 7)
+        responses = {3: [response("5"), response("raise")], 8: [response("5"), response("6")]}
+        for places in ([(8, 1)], [(3, 1), (8, 0)], [(3, 0)]):
+            scoring.submit([(n, problems[n], g, responses[n][g]) for n, g in places])
+        groups = groups_of(scoring, 2)
+    assert [v.correct for v in groups[3].verdicts] == [True, False]
+    assert [v.correct for v in groups[8].verdicts] == [False, True]
+    assert groups[3].verdicts[1].note.startswith("error: ZeroDivisionError")
+    assert groups[3].problem.id == 5 and groups[8].problem.id == 6 and groups[3].step == 7
+    assert groups[8].responses == tuple(responses[8])
+    assert not list(scoring.completed()), "each group once"
 
 
 def test_every_source_has_its_own_rubric():
@@ -45,11 +51,11 @@ def test_every_source_has_its_own_rubric():
         Problem(1, "", (1,), "8", "b", metadata={"level": 2}),
         Problem(2, "", (1,), "7", "b"),
     ]
-    drawn = [[response("7", (3, 4, 5))] for _ in problems]
     with RewardPool([lists, plain], workers=1, timeout_seconds=5.0) as pool:
-        scoring = Scoring(pool, problems, rubrics)
-        scoring.submit([(q, 0, responses[0]) for q, responses in enumerate(drawn)])
-        verdicts = [group.verdicts[0] for group in scoring.groups(drawn, 1)]
+        scoring = GroupScoring(pool, rubrics, 1, 1)
+        scoring.submit([(q, p, 0, response("7", (3, 4, 5))) for q, p in enumerate(problems)])
+        groups = groups_of(scoring, 3)
+    verdicts = [groups[q].verdicts[0] for q in range(3)]
     assert [v.correct for v in verdicts] == [True, False, True]
     assert [v.reward for v in verdicts] == [1.0, 0.5 + 2 * 0.0, 0.5 + 2 * 10.0]
     assert [v.extra for v in verdicts] == [
@@ -60,7 +66,7 @@ def test_every_source_has_its_own_rubric():
 
 
 class StubPool(RewardPool):
-    """Says what it is handed."""
+    """Scores at once what it is handed."""
 
     def __init__(self):
         self.handed = []
@@ -69,21 +75,21 @@ class StubPool(RewardPool):
         self.handed.append(len(tasks))
         return Pending(list(tasks), {}, [])
 
+    def ready(self, pending):
+        return True
+
     def collect(self, pending):
         return [Scored((Score(task.text == task.answer),), 0.0) for task in pending.tasks]
 
 
 def test_responses_are_handed_over_many_at_a_time():
-    pool, many = StubPool(), HANDED_OVER_TOGETHER
-    scoring = Scoring(
-        pool, [Problem(0, "", (1,), "7", "a")], {"a": Rubric((("x", 1.0),), 1.0, 0.0)}
-    )
+    pool, many = StubPool(), RESPONSES_PER_TASK
+    rubrics = {"a": Rubric((("x", 1.0),), 1.0, 0.0)}
+    scoring = GroupScoring(pool, rubrics, 2 * many + 3, 1)
+    problem = Problem(0, "", (1,), "7", "a")
     for sample in range(2 * many + 3):
-        scoring.submit([(0, sample, response("7" if sample % 3 else "8"))])
+        scoring.submit([(0, problem, sample, response("7" if sample % 3 else "8"))])
         assert sum(pool.handed) == (sample + 1) // many * many
-    scoring.submit([])
-    verdicts = scoring.verdicts()
-    assert pool.handed == [many, many, 3]
-    assert [verdicts[0, sample].correct for sample in range(2 * many + 3)] == [
-        bool(sample % 3) for sample in range(2 * many + 3)
-    ]
+    ((number, group),) = scoring.completed()
+    assert pool.handed == [many, many, 3] and number == 0
+    assert [v.correct for v in group.verdicts] == [bool(i % 3) for i in range(2 * many + 3)]

@@ -42,9 +42,9 @@ def test_the_first_asks_and_the_others_are_told():
 
     asked = iter([3, None, True, 4])
     for team, said_by in ((0, [3, None, True]), (2, [4])):
-        assert [teams[team].told(lambda: next(asked)) for _ in said_by] == said_by
-        assert [teams[team + 1].told(never) for _ in said_by] == said_by
-    assert ALONE.told(lambda: 5) == 5
+        assert [teams[team].broadcast(lambda: next(asked)) for _ in said_by] == said_by
+        assert [teams[team + 1].broadcast(never) for _ in said_by] == said_by
+    assert ALONE.broadcast(lambda: 5) == 5
 
 
 def test_a_stop_that_the_first_sees_stops_all():
@@ -56,26 +56,16 @@ def test_a_stop_that_the_first_sees_stops_all():
 
     for team, ask in ((first, stop), (second, lambda: None)):
         with pytest.raises(StopRequested):
-            team.told(ask)
+            team.broadcast(ask)
 
 
 def test_what_was_told_is_forgotten():
     store = Store()
     first, second, *_ = of_two(store)
     for n in range(1000):
-        first.told(lambda n=n: n)
-        assert second.told(lambda: None) == n
+        first.broadcast(lambda n=n: n)
+        assert second.broadcast(lambda: None) == n
     assert len(store.values) < 256
-
-
-def test_whether_to_stop_and_whether_it_is_enough_are_asked_at_once():
-    store = Store()
-    first, second, *_ = of_two(store)
-    stops, enoughs = [], iter([False, True])
-    ask = first.enough(lambda: next(enoughs), lambda: stops.append(1), lambda _: None)
-    follow = second.enough(lambda: False, lambda: stops.append(2), lambda _: None)
-    assert [ask(), follow(), ask(), follow()] == [False, False, True, True]
-    assert stops == [1, 1] and len(store.values) == 2
 
 
 def test_who_waits_says_for_whom():
@@ -84,24 +74,9 @@ def test_who_waits_says_for_whom():
 
     def waiting(what):
         waited.append(what)
-        first.told(lambda: 7)
+        first.broadcast(lambda: 7)
 
-    assert second.told(lambda: 0, waiting) == 7 and waited == ["process 0"]
-
-
-@pytest.mark.parametrize("size, dealt", [(1, 4), (2, 2)])
-def test_values_are_dealt_to_teams_and_collected_in_their_order(size, dealt, monkeypatch):
-    teams = [Team(Processes(i, 4, Store()), size) for i in range(4)]
-    values = list(range(7))
-    shares = [team.deal(values) for team in teams]
-    assert shares == [values[i // size :: dealt] for i in range(4)]
-    # What is not the first's is not looked at.
-    given = [s if team.first else ["?"] for s, team in zip(shares, teams)]
-    monkeypatch.setattr(
-        Processes, "share", lambda _, value: [g if t.first else [] for g, t in zip(given, teams)]
-    )
-    for team, mine in zip(teams, given):
-        assert team.collect(mine) == values
+    assert second.broadcast(lambda: 0, waiting) == 7 and waited == ["process 0"]
 
 
 def test_the_mesh_that_responses_are_drawn_on():

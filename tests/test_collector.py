@@ -6,36 +6,28 @@ import multiprocessing
 import os
 import signal
 import time
-from types import SimpleNamespace
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from dapo_jax.drawing import Drawing
 
-<<<<<<< HEAD
-from dapo_jax import metrics
-from dapo_jax.dynamic_sampling import SamplingState, state_from_json, state_to_json, stream_batch
-=======
-from dapo_jax import board, metrics
-from dapo_jax import drawing as drawing_module
-from dapo_jax.drawing import Drawing
+from dapo_jax import board, collector, metrics
+from dapo_jax.collector import RolloutCollector
 from dapo_jax.dynamic_sampling import (
     SamplingState,
-    Stream,
+    commit,
+    open_queue,
     state_from_json,
     state_to_json,
-    stream_batch,
+    take_informative,
 )
 from dapo_jax.processes import Processes
->>>>>>> wt-sampling
-from dapo_jax.progress import Progress
 from dapo_jax.reward import Rubric, Task
 from dapo_jax.reward_pool import RewardPool
-from dapo_jax.rollout import scheduler
-from dapo_jax.teams import ALONE, Team
-from dapo_jax.types import Problem
+from dapo_jax.rollout.admission import GenerationRequest
+from dapo_jax.teams import Team
+from dapo_jax.telemetry import SILENT, Telemetry
+from dapo_jax.types import Problem, StopRequested
 from dapo_jax.watchdog import Watchdog
 from tests.engines import make_engine
 from tests.helpers import make_params, tiny_config
@@ -72,35 +64,33 @@ def pool():
 class Data:
     """Problems in the order of their ids."""
 
-    def __init__(self):
-        self.place = 0
+    def __init__(self, place):
+        self.place = place
 
     def take(self, num):
         first, self.place = self.place, self.place + num
         make = lambda i: np.random.default_rng(i).integers(3, 32, 1 + i % 24).tolist()
         return [Problem(i, "", tuple(make(i)), "7", "test") for i in range(first, self.place)]
 
-    def go_back(self, place):
+    def get_state(self):
+        return self.place
+
+    def set_state(self, place):
         self.place = place
 
 
-def one_step(engine, params, pool, state, *, step, place=0, detokenize=spell, watch=None):
+def one_step(engine, params, pool, state, *, step, place=0, detokenize=spell, telemetry=SILENT):
     """(batch, state after it, place in the data), as the loop has it."""
-    data = Data()
-    data.go_back(place)
-    trainer = SimpleNamespace(
-        engine=engine, team=ALONE, detokenize=detokenize, config=CONFIG,
-        train_rubrics={"test": Rubric(((SCORER, 1.0),), 1.0, -1.0)},
+    data = Data(place)
+    rollouts = RolloutCollector(
+        engine, pool, {"test": Rubric(((SCORER, 1.0),), 1.0, -1.0)}, detokenize,
+        GenerationRequest(CONFIG.rollout.group_size), telemetry=telemetry,
     )  # fmt: skip
-    drawing = Drawing(
-        trainer, pool, engine.load_params(params), key=jax.random.key(step), step=step,
-        progress=Progress(3, 0), check_stop=lambda: None, **({} if watch is None else
-        {"watch": watch}),
-    )  # fmt: skip
-    batch, state = stream_batch(
-        CONFIG.dynamic_sampling, state, num_prompts=4, step=step, seed=0, take=data.take,
-        position=lambda: data.place, go_back=data.go_back, draw=drawing.draw,
-    )  # fmt: skip
+    prompts = open_queue(CONFIG, state, data, step=step)
+    with engine.weights(params):
+        outcomes = rollouts.groups(prompts, jax.random.key(step), step=step)
+        taken = take_informative(outcomes, CONFIG.train.prompts_per_step)
+    batch, state = commit(CONFIG, state, prompts, taken, step)
     assert len(batch.groups) == 4 and data.place == place + len(batch.sampled)
     assert [g.problem.id for g in batch.sampled] == list(range(place, data.place))
     return batch, state, data.place
@@ -125,7 +115,7 @@ def test_workers_that_die_are_counted_and_nothing_waits_for_them(engine, policie
 
     start = time.monotonic()
     batch, _, _ = one_step(
-        engine, policies[0], pool, SamplingState(kept_share=0.3), step=1,
+        engine, policies[0], pool, SamplingState(informative_rate=0.3), step=1,
         detokenize=spell_and_kill,
     )  # fmt: skip
     assert time.monotonic() - start < 120 and len(calls) > 6
@@ -141,7 +131,7 @@ def test_workers_that_die_are_counted_and_nothing_waits_for_them(engine, policie
 @pytest.fixture(scope="module")
 def first(engine, policies, pool):
     """A step that begins more prompts than it needs: it expects few of them to be informative."""
-    return one_step(engine, policies[0], pool, SamplingState(kept_share=0.2), step=1)
+    return one_step(engine, policies[0], pool, SamplingState(informative_rate=0.2), step=1)
 
 
 def test_what_is_drawn_beyond_a_batch_goes_on_in_the_next(engine, policies, pool, first):
@@ -200,8 +190,10 @@ def test_the_watchdog_knows_what_is_waited_for(engine, policies, pool):
         def waiting_for(self, what):
             heard.append(what)
 
-    watch = Listening(0.0, print)
-    one_step(engine, policies[0], pool, SamplingState(kept_share=0.3), step=1, watch=watch)
+    telemetry = Telemetry(watchdog=Listening(0.0, print))
+    one_step(
+        engine, policies[0], pool, SamplingState(informative_rate=0.3), step=1, telemetry=telemetry
+    )
     assert any(what.startswith("the device: 16 slots at work, ") for what in heard)
     verdicts = [what for what in heard if what.startswith("reward workers: ")]
     assert any(what.startswith("reward workers: 0 of ") for what in verdicts)
@@ -209,34 +201,26 @@ def test_the_watchdog_knows_what_is_waited_for(engine, policies, pool):
 
 
 class Waiting:
-    """A process that has nothing to draw while another draws all prompts, over a clock of its own.
+    """A process without prompts of its own while another reports all groups, over a clock of its
+    own.
 
     Args:
-        told_every: seconds between the other's verdicts; none comes after `last`.
+        told_every: seconds between the other's outcomes; none comes after `last`.
     """
 
     def __init__(self, monkeypatch, *, told_every, last=10_000):
         monkeypatch.setattr(board, "LOOK_SECONDS", 0.0)
-        monkeypatch.setattr(drawing_module.time, "sleep", self.sleep)
-        monkeypatch.setattr(drawing_module.scheduler, "generate", self.generate)
+        monkeypatch.setattr(collector.time, "sleep", self.sleep)
         self.now, self.told_every, self.last = 0, told_every, last
         store = Store()
-        ours, self.others = (Processes(i, 2, store).board() for i in range(2))
-        self.numbers = [self.others.claim() for _ in range(4)]
-        self.watch = Watchdog(
-            0.0, print, lambda: float(self.now), most=30.0, give_up=self.give_up
-        )  # fmt: skip
-        self.watch.limited = True
-        trainer: Any = SimpleNamespace(
-            engine=None, team=ALONE, detokenize=spell, config=CONFIG, train_rubrics={}
+        self.prompts = open_queue(
+            CONFIG, SamplingState(1.0), Data(0), step=1, group=Processes(0, 2, store)
         )
-        pool: Any = None
-        params: Any = None
-        self.drawing = Drawing(
-            trainer, pool, params, key=jax.random.key(0), step=1, progress=Progress(3, 0),
-            check_stop=lambda: None, watch=self.watch,
-        )  # fmt: skip
-        self.stream = Stream(CONFIG.dynamic_sampling, 0.5, 4, ours)
+        self.others = Processes(1, 2, store).board()
+        self.numbers = [self.others.claim() for _ in range(4)]
+        watchdog = Watchdog(0.0, print, lambda: float(self.now), most=30.0, give_up=self.give_up)
+        watchdog.limited = True
+        self.telemetry = Telemetry(watchdog=watchdog)
 
     def give_up(self, why):
         raise TimeoutError(why)
@@ -245,54 +229,65 @@ class Waiting:
         self.now += 1
         if self.numbers and self.now <= self.last and self.now % self.told_every == 0:
             self.others.tell(self.numbers.pop(0), True)
-        self.watch.look()
+        self.telemetry.watchdog.look()
 
-    def generate(self, *_, enough, **__):
-        """Looks for a while as a process does that has nothing to draw, but may get something."""
-        while self.now < 50 and not enough():
-            self.sleep(0.0)
-        return [], scheduler.RolloutStats()
-
-    def run(self):
-        self.drawing._draw(self.stream, iter(()))
+    def run(self, engine, params, pool):
+        rollouts = RolloutCollector(
+            engine, pool, {}, spell, GenerationRequest(4), telemetry=self.telemetry
+        )
+        with engine.weights(params):
+            return take_informative(rollouts.groups(self.prompts, jax.random.key(0), step=1), 4)
 
 
-def test_who_waits_for_others_that_get_on_is_not_ended(monkeypatch):
+def test_who_waits_for_others_that_get_on_is_not_ended(monkeypatch, engine, policies, pool):
     waiting = Waiting(monkeypatch, told_every=25)
-    waiting.run()
-    assert waiting.now == 100 and waiting.stream.accepted == 4
+    taken = waiting.run(engine, policies[0], pool)
+    assert waiting.now == 100 and taken.kept == [0, 1, 2, 3] == list(range(taken.num_tried))
 
 
 @pytest.mark.parametrize("last, ended", [(0, 30), (25, 55), (75, 105)])
-def test_who_waits_and_hears_nothing_at_all_is_ended(monkeypatch, last, ended):
+def test_who_waits_and_hears_nothing_at_all_is_ended(
+    monkeypatch, engine, policies, pool, last, ended
+):
     waiting = Waiting(monkeypatch, told_every=25, last=last)
     with pytest.raises(TimeoutError, match="nothing has moved for 30 s"):
-        waiting.run()
+        waiting.run(engine, policies[0], pool)
     assert abs(waiting.now - ended) <= 1
 
 
-def test_all_of_a_replica_hear_that_others_get_on(monkeypatch):
-    """The first of them alone looks; the others are told of news with what they are told anyway."""
-    store, now = Store(), [0.0]
-    teams = [Team(Processes(i, 2, store), 2) for i in range(2)]
-    first, second = (
-        Drawing(
-            SimpleNamespace(team=team), None, None, key=None, step=1, progress=None,
-            check_stop=lambda: None,
-            watch=Watchdog(0.0, print, lambda: now[0], most=30.0, give_up=pytest.fail),
-        )
-        for team in teams
+def test_a_stop_is_raised_between_calls_and_leaves_the_data_alone(engine, policies, pool):
+    calls = []
+
+    def stop():
+        calls.append(1)
+        if len(calls) == 3:
+            raise StopRequested
+
+    data = Data(0)
+    prompts = open_queue(CONFIG, SamplingState(), data, step=1)
+    rollouts = RolloutCollector(
+        engine, pool, {"test": Rubric(((SCORER, 1.0),), 1.0, -1.0)}, spell, GenerationRequest(4),
+        telemetry=Telemetry(stop=stop),
     )  # fmt: skip
-    heard = []
-    monkeypatch.setattr(first.watch, "moved", lambda: heard.append("first"))
-    monkeypatch.setattr(second.watch, "moved", lambda: heard.append("second"))
-    news = iter([(False, 1), (False, 1), (False, 2), (True, 2)])
-    asked = lambda *_, enough, **__: [enough() for _ in range(4)]
-    monkeypatch.setattr(drawing_module.scheduler, "generate", asked)
-    for drawing in (first, second):
-        drawing.trainer = SimpleNamespace(
-            config=CONFIG, engine=None, detokenize=None, team=drawing.team
-        )
-        over: Any = drawing._generate([], enough=lambda: next(news))
-        assert over == [False, False, False, True]
-    assert heard == ["first"] * 2 + ["second"] * 2
+    with engine.weights(policies[0]), pytest.raises(StopRequested):
+        take_informative(rollouts.groups(prompts, jax.random.key(1), step=1), 4)
+    assert len(calls) == 3
+
+
+def test_all_of_a_replica_resolve_the_same_outcomes_in_the_same_turns(engine, policies, pool):
+    """The leader alone scores and looks; the other process is told of outcomes and of news with the
+    broadcast of each turn, and makes the same calls of its engine."""
+    store = Store()
+    turns = []
+    for i in range(2):  # one after the other: what the leader broadcasts is kept in the store
+        group = Processes(i, 2, store)
+        prompts = open_queue(CONFIG, SamplingState(), Data(0), step=1, group=group)
+        rollouts = RolloutCollector(
+            engine, pool if i == 0 else None, {"test": Rubric(((SCORER, 1.0),), 1.0, -1.0)}, spell,
+            GenerationRequest(4), replica=Team(group, 2),
+        )  # fmt: skip
+        with engine.weights(policies[0]):
+            found = list(rollouts.turns(prompts, jax.random.key(1), step=1))
+        turns.append([(turn.outcomes, turn.idle) for turn in found])
+        assert prompts.full and prompts.num_kept == 4
+    assert turns[0] == turns[1] and sum(len(outcomes) for outcomes, _ in turns[0]) >= 4
