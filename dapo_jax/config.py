@@ -265,6 +265,8 @@ class ObjectiveConfig:
     ]  # fmt: skip
     normalise_std: bool | None  # divide by the standard deviation of the group
     std_ddof: int | None  # 1: as torch.std and verl; 0: population
+    # grpo-process: the outcome's reward is one more step, which ends with the response.
+    outcome_as_step: bool | None
     component_weights: tuple[float, ...] | None  # GDPO: of each scorer's and the overlong reward
     gamma: float | None  # discount per token
     gae_lambda: float | None

@@ -121,6 +121,14 @@ def _check_advantage(config: Any) -> None:
         require(r.overlong_penalty == 0, "reward.overlong_penalty", r.overlong_penalty, f"0 {why}")
         kl = o.reward_kl_coefficient
         require(kl == 0, "objective.reward_kl_coefficient", kl, f"0 {why}")
+    if o.advantage == "grpo-process" and not o.outcome_as_step:
+        why = (
+            "0 for objective.advantage 'grpo-process', which reads the rewards of steps alone; or "
+            "set config.objective.outcome_as_step to True"
+        )
+        penalty, kl = config.reward.overlong_penalty, o.reward_kl_coefficient
+        require(penalty == 0, "reward.overlong_penalty", penalty, why)
+        require(kl == 0, "objective.reward_kl_coefficient", kl, why)
     if o.advantage == "gdpo":
         num = config.num_scorers + 1
         wanted = f"{num} numbers, for the reward by each scorer and the overlong one"

@@ -47,8 +47,10 @@ CORRECTION = dict(
     reject=(), sequence_mask_delta=None,
 )  # fmt: skip
 WAYS = {
-    "process": {
+    "process": NO_OVERLONG
+    | {
         "objective__advantage": "grpo-process",
+        "objective__outcome_as_step": False,
         "reward__scorer": "dapo_jax.arithmetic:score_steps",
     },
     "clip-cov": configured("clip-cov"),
@@ -244,6 +246,14 @@ def test_the_config_asks_for_what_each_advantage_reads():
          "bounds of a ratio"),
         ({"optimizer__decay": "cosine"}, "final_rate_share is needed"),
         ({"objective__component_weights": (1.0,), "objective__advantage": "gdpo"}, "2 numbers"),
+        ({"objective__advantage": "grpo-process"}, "outcome_as_step is needed"),
+        ({"objective__outcome_as_step": False}, "outcome_as_step is not read"),
+        ({"objective__advantage": "grpo-process", "objective__outcome_as_step": False},
+         "overlong_penalty must be 0 for .*outcome_as_step to True"),
+        (NO_OVERLONG | {"objective__advantage": "grpo-process", "objective__outcome_as_step": False,
+                        "objective__reward_kl_coefficient": 0.1,
+                        "objective__reward_kl_estimator": "k1"},
+         "reward_kl_coefficient must be 0 for .*outcome_as_step to True"),
     ],
 )  # fmt: skip
 def test_contradictions_are_told(changes, message):
