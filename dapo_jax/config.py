@@ -174,7 +174,9 @@ class RolloutConfig:
     # Who attends to the cache: XLA, or JAX's kernel for the platform. auto: the kernel where there
     # is one that takes the model.
     kernel: Literal["auto", "xla", "tpu", "gpu"]
-    log_prob_source: Literal["rollout", "recompute"]  # where the ratio's old log-probs come from
+    # The ratio's old log-probs: as the rollout stored them, or recomputed by the training program
+    # before the first update. Tokens of earlier steps keep those of the policy that sampled them.
+    log_prob_source: Literal["rollout", "recompute"]
     # When nothing has moved for so long, the run says what it waits for; 0: never.
     watchdog_seconds: float
     # When nothing has moved for so long in a step, the run ends with the status by which
@@ -329,7 +331,8 @@ class CriticConfig:
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
     learning_rate: float
-    warmup_steps: int  # rollout steps; step s trains at s / warmup_steps of the rate
+    # Rollout steps that update the policy; the s-th of them trains at s / warmup_steps of the rate.
+    warmup_steps: int
     decay: Literal["constant", "cosine"]  # what follows the warm-up, to the last rollout step
     final_rate_share: float | None  # cosine: share of the rate at the end
     weight_decay: float

@@ -12,6 +12,7 @@ import numpy as np
 
 from dapo_jax import advantage, corrections, covariance
 from dapo_jax.config import Config
+from dapo_jax.objective import MAX_K3, MAX_LOG_RATIO
 from dapo_jax.parameters import SELECTION_PARAMETERS
 from dapo_jax.reward import soft_overlong_punishment
 from dapo_jax.types import Group, Response, RunError, Samples, Verdict
@@ -90,6 +91,29 @@ def make_samples(
         rewards_RK=np.concatenate([np.zeros((0, config.num_scorers + 1)), *components]),
         steps=steps,
     )
+
+
+def reward_kl(log_prob_N: np.ndarray, log_prob_ref_N: np.ndarray, *, estimator: str) -> np.ndarray:
+    """Estimates of KL(policy || reference) for the reward, nats per token, float64 [N].
+
+    The values of `objective.kl_estimate`, in NumPy: N differs from step to step, and each N would
+    be one more program for XLA to compile.
+
+    Args:
+        log_prob_N: under the policy that sampled, float32.
+        log_prob_ref_N: under the reference.
+        estimator: k1, abs, k2 or k3.
+    """
+    d_N = (log_prob_N - log_prob_ref_N).astype(np.float64)
+    if estimator == "k1":
+        return d_N
+    if estimator == "abs":
+        return np.abs(d_N)
+    if estimator == "k2":
+        return 0.5 * d_N**2
+    assert estimator == "k3", estimator
+    bounded_N = np.clip(d_N, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return np.clip(np.expm1(-bounded_N) + bounded_N, -MAX_K3, MAX_K3)
 
 
 def estimate_advantages(

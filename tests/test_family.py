@@ -118,7 +118,7 @@ def test_a_run_that_shares_prompts_learns_the_same(tmp_path):
         groups = on_policy_groups(trainer, params, np.random.default_rng(0))
         groups = [group._replace(step=2) for group in groups]
         state, numbers = learner.train_on(
-            learner.init_state(params), groups, 2, kl_coefficient=0.01
+            learner.init_state(params), groups, 2, updated_steps=1, kl_coefficient=0.01
         )
         mini_batches = learner._cut(make_samples(config, groups, 2, learner.detokenize))
         tokens = sum((batch.packed.rows.segments_BT > 0).sum() for batch in mini_batches)
@@ -149,7 +149,9 @@ def test_two_steps_of_updates(way, tmp_path):
         if way == "process":
             steps_of = lambda v: v._replace(steps=((1, 1.0), (2, -1.0)))
             groups = [g._replace(verdicts=tuple(map(steps_of, g.verdicts))) for g in groups]
-        state, numbers = learner.train_on(state, groups, step, kl_coefficient=0.0)
+        state, numbers = learner.train_on(
+            state, groups, step, updated_steps=step - 1, kl_coefficient=0.0
+        )
         steps.append(numbers)
     assert all(numbers["optimizer/updates"] == 2 for numbers in steps)
     assert_documented(steps)
