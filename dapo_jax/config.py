@@ -64,8 +64,8 @@ class ModelConfig:
     # Tokens that end a response, beside the tokenizer's end of sequence; None in a config file
     # with a `path`: those of its generation_config.json.
     stop_token_ids: tuple[int, ...]
-    # Of master weights. bfloat16 is for evaluation: an update below 0.2 to 0.4 % of a weight, which
-    # at the usual learning rates is every one, is rounded away.
+    # Of master weights. bfloat16 is for evaluation, and refused in training: an update below 0.2 to
+    # 0.4 % of a weight, which at the usual learning rates is every one, is rounded away.
     param_dtype: Literal["float32", "bfloat16"]
     compute_dtype: Literal["float32", "bfloat16"]  # of activations and matmul inputs
     # What is kept of each layer for the backward pass, which computes the rest again; from most

@@ -140,6 +140,7 @@ def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, float]:
         "policy/token_prob": total.token_prob / tokens,
         "policy/clip_high_share": total.clip_high / tokens,
         "policy/clip_low_share": total.clip_low / tokens,
+        "policy/clip_dual_share": total.clip_dual / tokens,
         "policy/kl_old": total.kl_old / tokens,
         "policy/kl_ref": total.kl_ref / tokens,
         "optimizer/grad_norm": float(np.mean([u.grad_norm for u in taken])),

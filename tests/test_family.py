@@ -248,6 +248,13 @@ def test_the_config_asks_for_what_each_advantage_reads():
          "bounds of a ratio"),
         ({"optimizer__decay": "cosine"}, "final_rate_share is needed"),
         ({"objective__component_weights": (1.0,), "objective__advantage": "gdpo"}, "2 numbers"),
+        (configured("policy-gradient"), "2 updates of a step .*prompts_per_update to 4 "),
+        (configured("gspo") | {"model__compute_dtype": "bfloat16"},
+         "compute_dtype 'bfloat16' makes .*to 'recompute', or compute_dtype to 'float32'"),
+        (configured("gspo-token") | {"model__compute_dtype": "bfloat16"}, "bounds of .*gspo-token"),
+        (configured("gspo") | {"rollout__cache_dtype": "int8", "correction": CORRECTION | {
+            "policy": "current", "sequence_mask_delta": 0.1}},
+         "cache_dtype 'int8' makes .*to 'recompute', or cache_dtype to 'auto'"),
         ({"objective__advantage": "grpo-process"}, "outcome_as_step is needed"),
         ({"objective__outcome_as_step": False}, "outcome_as_step is not read"),
         ({"objective__advantage": "grpo-process", "objective__outcome_as_step": False},
@@ -261,3 +268,17 @@ def test_the_config_asks_for_what_each_advantage_reads():
 def test_contradictions_are_told(changes, message):
     with pytest.raises(UserError, match=message):
         Config.from_dict(tiny_dict(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        configured("policy-gradient") | {"train__prompts_per_update": 4},
+        WAYS["rejection"],  # several updates, held to the sampling policy by importance weights
+        configured("gspo"),
+        configured("gspo")
+        | {"model__compute_dtype": "bfloat16", "rollout__log_prob_source": "recompute"},
+    ],
+)
+def test_losses_with_the_ratio_that_they_need_are_accepted(changes):
+    Config.from_dict(tiny_dict(**changes))
