@@ -19,4 +19,5 @@ def get_config() -> ml_collections.ConfigDict:
     config = tiny_grpo.get_config()
     config.reward.scorer = "dapo_jax.arithmetic:score_steps"  # every line of a derivation, 1 or -1
     config.objective.advantage = "grpo-process"
+    config.objective.outcome_as_step = False  # the pool holds the steps' rewards alone
     return config

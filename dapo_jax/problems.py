@@ -1,7 +1,8 @@
 """The problems of a run: read from its sources or generated, cleaned, tokenised, cached.
 
-The published DAPO-Math-17k file repeats its 17k prompts about a hundred times and gives some of
-them two answers. Both are mended here and counted, where the reference trains on the file as it is.
+The published DAPO-Math-17k file repeats its 17k prompts about a hundred times, some of them with
+other white space, and gives some of them two answers. Both are mended here and counted, where the
+reference trains on the file as it is.
 """
 
 import contextlib
@@ -170,7 +171,7 @@ def _prepare(
 ) -> Prepared:
     distinct, counts, first_unusable = _distinct(found, source.num_problems, field)
     template = source.prompt_template or data.prompt_template
-    kept = [(prompt, entry) for prompt, entry in distinct.items() if not entry.conflict]
+    kept = [(entry.prompt, entry) for entry in distinct.values() if not entry.conflict]
     counts |= {"conflicting": len(distinct) - len(kept), "overlong": 0, "truncated": 0}
     problems: list[Problem] = []
     for start in range(0, len(kept), TOKENISED_TOGETHER):
@@ -214,6 +215,7 @@ def _prepare(
 class _Entry:
     """What is known of a prompt."""
 
+    prompt: str | tuple[Message, ...]  # as its first row has it
     answer: str
     metadata: dict[str, Any]
     row: int  # the first that it stands in
@@ -226,6 +228,7 @@ def _distinct(
 ) -> tuple[dict[str | tuple[Message, ...], _Entry], dict[str, int], str]:
     """(the distinct prompts in order, counts of the rows, what was wrong with the first bad one).
 
+    Prompts that differ in white space only are one; the keys are without it.
     Memory grows with the prompts and not with the rows.
     """
     distinct: dict[str | tuple[Message, ...], _Entry] = {}
@@ -242,9 +245,10 @@ def _distinct(
                 counts["unusable"] += 1
                 first_unusable = first_unusable or row.reason
                 continue
-            entry = distinct.get(row.prompt)
+            key = _without_spacing(row.prompt)
+            entry = distinct.get(key)
             if entry is None:
-                distinct[row.prompt] = _Entry(row.answer, row.metadata, counts["rows"])
+                distinct[key] = _Entry(row.prompt, row.answer, row.metadata, counts["rows"])
             else:
                 counts["repeated"] += 1
                 entry.rows += 1
@@ -258,6 +262,13 @@ def _distinct(
             f"prompts. Read fewer: {field}.num_problems={fewer}, or a smaller file."
         ) from None
     return distinct, counts, first_unusable
+
+
+def _without_spacing(prompt: str | tuple[Message, ...]) -> str | tuple[Message, ...]:
+    """The prompt without its white space: `x+1` and `x + 1` are one problem."""
+    if isinstance(prompt, str):
+        return "".join(prompt.split())
+    return tuple((role, "".join(content.split())) for role, content in prompt)
 
 
 def free_share(root: Path = Path("/")) -> float:
