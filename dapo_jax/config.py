@@ -174,8 +174,9 @@ class RolloutConfig:
     # Who attends to the cache: XLA, or JAX's kernel for the platform. auto: the kernel where there
     # is one that takes the model.
     kernel: Literal["auto", "xla", "tpu", "gpu"]
-    # The ratio's old log-probs: as the rollout stored them, or recomputed by the training program
-    # before the first update. Tokens of earlier steps keep those of the policy that sampled them.
+    # The ratio's old log-probs: as the rollout stored them (float32: the same to 1e-7), or
+    # recomputed by the training program before the first update (bfloat16: they differ by 1e-2 nats
+    # a token). Tokens of earlier steps keep those of the policy that sampled them.
     log_prob_source: Literal["rollout", "recompute"]
     # When nothing has moved for so long, the run says what it waits for; 0: never.
     watchdog_seconds: float

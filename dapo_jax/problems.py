@@ -78,6 +78,7 @@ def load(
     *,
     field: str,
     say: Callable[[str], None],
+    evaluated: bool = False,
 ) -> list[Problem]:
     """The problems of the sources, numbered from 0 across them.
 
@@ -85,6 +86,7 @@ def load(
         chosen: `config.data.train`, `config.data.heldout` or others like them.
         field: where they stand, for messages: "config.data.train".
         say: told what became of the rows of each.
+        evaluated: they are held out: a line says where launch/evaluate.py has others.
 
     Raises:
         UserError: a file or a field that cannot serve, or a source without problems.
@@ -97,6 +99,14 @@ def load(
         place = f"{field}.{name}"
         prepared = prepare(config, name, source, tokenizer, place)
         say(f"{place.removeprefix('config.data.')}: {prepared.describe()}")
+        counts = prepared.counts
+        if evaluated and (changed := counts["overlong"] + counts["truncated"]):
+            done = "cut" if counts["truncated"] else "left out"
+            say(
+                f"  warning: {changed} held-out problems of {name} are {done} in this run's "
+                "evaluations, and whole in launch/evaluate.py, so that their accuracies differ: "
+                f"config.data.max_prompt_tokens is {config.data.max_prompt_tokens}"
+            )
         if not prepared.problems:
             raise UserError(
                 f"{place}: no problem is left. {prepared.describe()}. Give more problems, or raise "

@@ -92,6 +92,26 @@ def test_prompts_that_differ_in_white_space_only_are_one_problem(tmp_path):
     assert len(found.problems) == 2 and found.counts["repeated"] == 1
 
 
+@pytest.mark.parametrize("overlong, num, done", [("drop", 1, "left out"), ("truncate", 2, "cut")])
+def test_held_out_problems_that_the_run_does_not_evaluate_whole_are_told(
+    tmp_path, overlong, num, done
+):
+    """launch/evaluate.py keeps all of them, whole."""
+    config = tiny_config()
+    file = write_rows(tmp_path / "a.jsonl", [row("a"), row("long" * 9)])
+    data = dataclasses.replace(
+        config.data, max_prompt_tokens=8, overlong_prompts=overlong, cache_dir=str(tmp_path)
+    )
+    config, said = dataclasses.replace(config, data=data), []
+    chosen = {"aime": SourceConfig(**source_dict(str(file)))}
+    arguments = (config, chosen, character_tokenizer())
+    found = load(*arguments, field=FIELD, say=said.append, evaluated=True)
+    assert len(found) == num and len(said) == 2
+    assert f"warning: 1 held-out problems of aime are {done} in this run's eval" in said[1]
+    load(*arguments, field=FIELD, say=said.append)
+    assert len(said) == 3, "of training problems the summary says it"
+
+
 def test_more_prompts_than_are_tokenised_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(problems, "TOKENISED_TOGETHER", 3)
     rows = [row(f"p{i}", str(i)) for i in range(8)]
