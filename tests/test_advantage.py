@@ -422,6 +422,7 @@ def test_whitening_counts_an_entry_as_often_as_it_is_there(seed):
 
 @pytest.mark.parametrize("x, counts", [([], None), ([3.0], None), ([3.0, 4], [1, 0]), ([3.0], [0])])
 def test_fewer_than_two_are_whitened_to_zero(x, counts):
+    counts = None if counts is None else np.array(counts)
     assert advantage.whiten(np.array(x), counts).tolist() == [0.0] * len(x)
 
 

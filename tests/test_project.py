@@ -36,3 +36,17 @@ def test_planted_defects_have_their_places():
     for defect in DEFECTS:
         text = (ROOT / defect.file).read_text()
         assert text.count(defect.right) == 1, f"{defect.name}: its place in {defect.file} changed"
+
+
+def test_the_workflow_runs_all_checks_on_every_supported_python():
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    first, end = map(int, re.findall(r"3\.(\d+)", project["requires-python"]))
+    versions = ", ".join(f'"3.{minor}"' for minor in range(first, end))
+    assert f"python: [{versions}]\n" in workflow and "- run: .ci/run\n" in workflow
+
+
+def test_pre_commit_runs_the_style_checks_of_the_workflow():
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    assert re.findall(r"entry: (.*)", hooks) == [".ci/style"]
+    assert "\n.ci/style\n" in (ROOT / ".ci/run").read_text()
