@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import math
+import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +20,11 @@ from dapo_jax.bench.shapes import Shape
 from dapo_jax.config_checks import check
 from dapo_jax.rollout import kernels, paged, scheduler
 from dapo_jax.rollout.engine import DecoderEngine
-from dapo_jax.rollout.programs import rollout_dtypes
+from dapo_jax.rollout.programs import Programs, rollout_dtypes
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.rollout.tiles import Tile
-from dapo_jax.types import Problem, UserError
+from dapo_jax.types import Problem, RunError, UserError
 from tests.helpers import make_mesh, make_params, replace_model, tiny_config, tiny_dict
 from tests.tpu_interpreter import interpreted
 
@@ -148,6 +150,77 @@ def test_what_is_not_a_number_is_cached_nowhere(problem, kernel, cache_dtype):
     heads = q.shape[2] // k_new.shape[2]
     assert np.isnan(out[0, 0, :heads]).all() and np.isnan(out[2]).all()
     np.testing.assert_array_equal(out[0, 0, heads:], expected[0, 0, heads:])
+
+
+@pytest.mark.parametrize("kernel, cache_dtype", [one for one in LAYOUTS if one[0] != "xla"])
+def test_at_the_last_page_of_a_pool_a_kernel_attends_as_xla_does(problem, kernel, cache_dtype):
+    k, v, table, *_ = problem
+    layout = paged.Layout(kernel, A, "float32", cache_dtype)
+    before = pool_of(layout, k, v)
+    last = jnp.array([1, N - 1], jnp.int32)
+    with interpreted() if kernel == "tpu" else contextlib.nullcontext():
+        difference, after = paged.last_page_difference(layout, before, last, K * G, table, TILE)
+    assert 0 < difference < 2e-6
+    for old, new in zip(before, after, strict=True):
+        changed = np.asarray(old != new).any(axis=tuple(range(2, old.ndim)))
+        np.testing.assert_array_equal(np.argwhere(changed[:, 1:]), [[1, N - 2]])
+
+
+def small_engine(**changes):
+    """Of one device, or of four with heads over two."""
+    spec = EngineSpec(
+        model=CONFIG.model,
+        layout=dataclasses.replace(CONFIG.mesh, **changes),
+        slots=12,
+        prefill_prompts=4,
+        max_prompt_tokens=16,
+        max_response_tokens=16,
+        stop_tokens=(1,),
+        params=SamplingParams(),
+        page_tokens=16,
+        kernel="gpu",
+    )
+    config = dataclasses.replace(CONFIG, mesh=spec.layout)
+    return DecoderEngine(spec, make_mesh(config, 4 if changes else 1))
+
+
+@pytest.mark.parametrize("mesh", [{}, dict(fsdp=2, tensor=2)])
+def test_an_engine_on_an_accelerator_looks_at_the_last_page_when_it_starts(mesh):
+    engine, lines = small_engine(**mesh), []
+    params = engine.load_params(make_params(CONFIG))
+    engine.warm_up(params, (), say=lines.append)
+    assert not lines, "on CPU"
+    engine._mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform="cuda")]))
+    engine.warm_up(params, (), say=lines.append)
+    (line,) = lines
+    assert re.match(r"paged attention \(gpu\) is that of XLA at the last page of the KV pool", line)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda q, pages, table, *more: (q, pages, table - 1, *more),  # the page before it
+        lambda q, pages, table, lengths, *more: (q, pages, table, lengths - 1, *more),
+        lambda q, *more: (q * jnp.nan, *more),
+    ],
+)
+def test_a_kernel_that_misses_the_last_page_ends_the_run(monkeypatch, wrong):
+    right = kernels.gpu_attention
+    monkeypatch.setattr(kernels, "gpu_attention", lambda *given: right(*wrong(*given)))
+    Programs.cache_clear()
+    engine = small_engine()
+    with pytest.raises(RunError, match=r"\(gpu\) differs by .*Set config\.rollout\.kernel='xla'"):
+        engine.check_pool(engine.init_decode_state())
+    Programs.cache_clear()
+
+
+def test_rounding_to_bfloat16_is_no_difference():
+    pages = jax.eval_shape(lambda: jnp.zeros((2, N, 2, 32, 64), jnp.bfloat16))
+    layout = paged.Layout("gpu", 32, "bfloat16")
+    pool = (jnp.zeros(pages.shape, pages.dtype),) * 2
+    table, last = jnp.zeros((4, 3), jnp.int32), jnp.array([1, N - 1], jnp.int32)
+    difference, _ = paged.last_page_difference(layout, pool, last, 16, table, TILE)
+    assert 1e-4 < difference < paged.MAX_DIFFERENCE / 2
 
 
 def test_int8_is_the_nearest_of_255_steps():

@@ -126,6 +126,12 @@ class Programs:
             out_shardings=state_at,
         )
 
+        self.check_last_page = jit(
+            on_shards(self._check_last_page, batch, whole),
+            in_shardings=(state_at, everywhere),
+            out_shardings=(state_at, rows),
+        )
+
         # Of several processes each has to say where arrays of the host go, even on its own devices;
         # those that draw together all have them.
         self.put = lambda tree: tree
@@ -287,6 +293,13 @@ class Programs:
 
     def _cancel(self, state: DecodeState, entry_W: Any, column_W: Any) -> DecodeState:
         return slots.cancel(state, entry_W, column_W, self.spec.page_tokens)
+
+    def _check_last_page(self, state: DecodeState, last_2: Any) -> tuple[DecodeState, jax.Array]:
+        layout, heads = self.spec.pool_layout, self.spec.model.num_heads
+        difference, pool = paged.last_page_difference(
+            layout, state.pool, last_2, heads, state.table_BP, self.tile
+        )
+        return state._replace(pool=pool), difference
 
     def _decode(
         self,
