@@ -41,6 +41,7 @@ class Choice(NamedTuple):
     window: int | None = None  # positions that sliding layers see
     every_layer: bool = False  # slides
     layout: HeadLayout | None = None  # on a mesh of several devices
+    refused: str | None = None  # why "auto" is XLA's attention on a platform that has a kernel
 
     @property
     def context(self) -> int:
@@ -83,7 +84,9 @@ def choose(
     every_layer = len(config.sliding_layers) == config.num_layers
     window = config.sliding_window if config.sliding_layers else None
     taken: Any = "xla" if refused else kernel
-    return Choice(taken, platform, window, every_layer, layout)
+    if refused is not None:
+        refused = f"{kernel} {refused}"
+    return Choice(taken, platform, window, every_layer, layout, refused)
 
 
 def _refusal(

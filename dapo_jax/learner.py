@@ -19,6 +19,7 @@ from dapo_jax.compilations import return_memory
 from dapo_jax.config import Config
 from dapo_jax.optimizer import learning_rate
 from dapo_jax.parameters import SELECTION_PARAMETERS
+from dapo_jax.products import multiply_in
 from dapo_jax.samples import estimate_advantages, finished_columns, kept_lengths, make_samples
 from dapo_jax.sharding import batch_shards, row_sharding, to_host, to_mesh
 from dapo_jax.types import Group, Rows, RunError, Samples
@@ -63,6 +64,7 @@ class Learner:
         doing: Callable[[str], None] = lambda _: None,
     ):
         return_memory()
+        multiply_in(config.model.compute_dtype, mesh.devices.flat[0].platform)
         self.config, self.mesh, self.detokenize = config, mesh, detokenize
         self.say, self.doing = say, doing
         self.reference: model.Params | None = None  # the base model, where something asks for it

@@ -470,6 +470,16 @@ def test_the_kernel_of_the_platform_is_chosen(platform, changes, chosen):
     assert attention_kernels.choose(replace_model(CONFIG, **changes), on(platform)).kernel == chosen
 
 
+def test_a_fall_back_to_xla_says_why():
+    refused = lambda layout, **changes: (
+        attention_kernels.choose(replace_model(CONFIG, **changes), layout).refused
+    )
+    assert refused(on("cuda")).startswith("flash takes config.model.compute_dtype 'bfloat16' only")
+    assert refused(on("tpu", kv_heads=None)).startswith("splash needs config.mesh.rules")
+    assert refused(on("cpu")) is None and refused(on("tpu")) is None
+    assert refused(on("cuda"), attention="xla") is None, "asked for"
+
+
 def test_windows_are_those_of_the_layers_that_slide():
     sliding = lambda *layers: replace_model(CONFIG, sliding_window=5, sliding_layers=layers)
     of = lambda model: attention_kernels.choose(model, on("tpu"))[2:4]

@@ -14,7 +14,7 @@ import pytest
 from jax._src.pallas.mosaic import tpu_info  # what lowering asks of the devices; no public name
 from jax.experimental.pallas import tpu as pltpu
 
-from dapo_jax import attention, model
+from dapo_jax import attention, attention_kernels, model
 from dapo_jax.bench.gap import Gap, bench_gap
 from dapo_jax.bench.shapes import Shape
 from dapo_jax.config_checks import check
@@ -22,8 +22,9 @@ from dapo_jax.rollout import kernels, paged, scheduler
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.programs import Programs, rollout_dtypes
 from dapo_jax.rollout.sampling import SamplingParams
-from dapo_jax.rollout.spec import EngineSpec
+from dapo_jax.rollout.spec import EngineSpec, engine_spec
 from dapo_jax.rollout.tiles import Tile
+from dapo_jax.trainer import attention_line
 from dapo_jax.types import Problem, RunError, UserError
 from tests.helpers import make_mesh, make_params, replace_model, tiny_config, tiny_dict
 from tests.tpu_interpreter import interpreted
@@ -333,6 +334,30 @@ def test_the_kernel_is_the_platforms_where_it_takes_the_model():
     assert choose("auto", "tpu", "int8") == "xla" and choose("auto", "gpu", "int8") == "gpu"
     assert choose("auto", "gpu", compute_dtype="float32") == "xla"
     assert choose("auto", "gpu", head_dim=96) == choose("auto", "gpu", page_tokens=24) == "xla"
+
+
+@pytest.mark.parametrize(
+    "platform, wanted, model, why",
+    [
+        ("tpu", "auto", {}, None),
+        ("cpu", "auto", {"head_dim": 64}, None),  # has no kernel to fall back from
+        ("tpu", "xla", {"head_dim": 64}, None),  # asked for
+        ("tpu", "auto", {"head_dim": 64}, "the tpu kernel takes a config.model.head_dim of 128"),
+        ("cuda", "auto", {"compute_dtype": "float32"}, "the gpu kernel takes config.model.compute"),
+    ],
+)
+def test_a_fall_back_to_xla_has_a_reason(platform, wanted, model, why):
+    fields = {"compute_dtype": "bfloat16", "head_dim": 128} | model
+    c = dataclasses.replace(CONFIG.model, **fields)
+    said = kernels.fallback(wanted, platform, c, page_tokens=32, cache_dtype="auto")
+    assert (said or "").startswith(why or "") and (said is None) == (why is None)
+    if said is not None:
+        rollout = dataclasses.replace(CONFIG.rollout, kernel=wanted, page_tokens=32)
+        config = dataclasses.replace(CONFIG, model=c, rollout=rollout)
+        one = dict.fromkeys(("data", "fsdp", "context", "tensor"), 1)
+        spec = engine_spec(config, one, 16, (1,), platform=platform)
+        line = attention_line(attention_kernels.Choice("splash", platform), spec)
+        assert line == f"attention on {platform}: training splash, rollouts xla ({said})"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dapo_jax import attention, model, vocabulary
 from dapo_jax.compilations import return_memory
 from dapo_jax.config import MeshConfig
+from dapo_jax.products import multiply_in
 from dapo_jax.rollout import paged, slots
 from dapo_jax.rollout.sampling import Mode, sample
 from dapo_jax.rollout.slots import Arrivals, DecodeState
@@ -66,6 +67,7 @@ class Programs:
         return_memory()
         self.spec, self.mesh, c = spec, mesh, spec.model
         platform = mesh.devices.flat[0].platform
+        multiply_in(c.compute_dtype, platform)
         self.tile = tile_on(platform)
         self.unroll = platform == "cpu" and c.num_layers <= UNROLLED_LAYERS
         self.params_at = param_shardings(c, rollout_layout(spec.layout), mesh)
