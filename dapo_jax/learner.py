@@ -19,6 +19,7 @@ from dapo_jax.compilations import return_memory
 from dapo_jax.config import Config
 from dapo_jax.optimizer import learning_rate
 from dapo_jax.parameters import SELECTION_PARAMETERS
+from dapo_jax.products import multiply_in
 from dapo_jax.random_streams import named_generator
 from dapo_jax.samples import (
     estimate_advantages,
@@ -70,6 +71,7 @@ class Learner:
         doing: Callable[[str], None] = lambda _: None,
     ):
         return_memory()
+        multiply_in(config.model.compute_dtype, mesh.devices.flat[0].platform)
         self.config, self.mesh, self.detokenize = config, mesh, detokenize
         self.say, self.doing = say, doing
         self.reference: model.Params | None = None  # the base model, where something asks for it

@@ -193,7 +193,9 @@ class _Run:
         self.progress.doing("compiling the programs of the rollout")
         modes = dict.fromkeys(sampling.mode for sampling in self._samplings())
         cancels = bool(self.config.rollout.stop_strings)
-        trainer.engine.warm_up(trainer.engine.load_params(params), modes, cancels=cancels)
+        trainer.engine.warm_up(
+            trainer.engine.load_params(params), modes, cancels=cancels, say=self.progress.say
+        )
         if trainer.learner.needs_reference:
             trainer.learner.reference = params
         state = trainer.learner.init_state(params)
