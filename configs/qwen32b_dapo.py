@@ -115,7 +115,6 @@ def get_config() -> ml_collections.ConfigDict:
                 log_prob_source="recompute",
                 watchdog_seconds=120.0,
                 watchdog_limit_seconds=1800.0,
-                watchdog_hang_factor=10.0,
             ),
             reward=dict(
                 scorer="math_dapo",
@@ -130,8 +129,6 @@ def get_config() -> ml_collections.ConfigDict:
                 enabled=True,
                 max_rounds=10,  # script; the paper is silent
                 max_round_prompts=1536,  # script: three times the batch
-                surplus="return",  # script: rounds, and drop
-                keep_slots_full=False,
                 partial_rollouts=False,
                 max_staleness=1,
                 exhausted="train",  # script: the run ends with an error

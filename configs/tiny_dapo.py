@@ -127,7 +127,6 @@ def get_config() -> ml_collections.ConfigDict:
                 log_prob_source="rollout",
                 watchdog_seconds=120.0,
                 watchdog_limit_seconds=0.0,
-                watchdog_hang_factor=10.0,
             ),
             reward=dict(
                 scorer="exact_match",
@@ -142,8 +141,6 @@ def get_config() -> ml_collections.ConfigDict:
                 enabled=True,
                 max_rounds=10,
                 max_round_prompts=96,
-                surplus="return",
-                keep_slots_full=False,
                 partial_rollouts=False,
                 max_staleness=1,
                 exhausted="train",

@@ -1,16 +1,12 @@
-"""What is to be known of compilations: how many there are, whether one is under way, and that their
-memory comes back."""
+"""Counts compilations, and gives their memory back."""
 
 import ctypes
 import functools
-import os
-from types import FrameType
 
 import jax
 
 EVENT = "/jax/core/compile/backend_compile_duration"
 LEAST_SECONDS = 0.2  # of a compilation that leaves enough behind
-COMPILER = os.path.join("jax", "_src", "compiler.py")  # nothing public tells of its beginning
 
 
 class CompilationCounter:
@@ -23,17 +19,6 @@ class CompilationCounter:
 
     def _listen(self, event: str, duration_secs: float, **_: object) -> None:
         self.count += event == EVENT
-
-
-def under_way(frame: FrameType | None) -> bool:
-    """Whether a thread compiles, or reads what was compiled before.
-
-    Args:
-        frame: its innermost.
-    """
-    while frame is not None and not frame.f_code.co_filename.endswith(COMPILER):
-        frame = frame.f_back
-    return frame is not None
 
 
 @functools.cache  # one listener is enough

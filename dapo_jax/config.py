@@ -180,12 +180,10 @@ class RolloutConfig:
     log_prob_source: Literal["rollout", "recompute"]
     # When nothing has moved for so long, the run says what it waits for; 0: never.
     watchdog_seconds: float
-    # When nothing has moved for so long in a step, the run ends with the status by which
-    # launch/restart.sh starts it again from its last checkpoint; 0: never.
+    # When nothing has moved for so long in a step, here or in another process as far as it is
+    # waited for, the run ends with the status by which launch/restart.sh starts it again from its
+    # last checkpoint; 0: never.
     watchdog_limit_seconds: float
-    # A run of several processes ends so, too, when the main thread of one has been in a call for so
-    # many times the longest that any took in the steps before, and for 40 s; 0: never.
-    watchdog_hang_factor: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,23 +217,18 @@ class PrefilterConfig:
 @dataclasses.dataclass(frozen=True)
 class DynamicSamplingConfig:
     enabled: bool
-    max_rounds: int  # sampling rounds per step
-    max_round_prompts: int  # prompts per sampling round at most; return: of max_rounds together
-    # What becomes of prompts sampled beyond the batch. carry, drop: sampling goes in rounds, and
-    # informative groups beyond the batch are trained on first in the next step, or not at all.
-    # return: sampling stops when the batch is full, and the prompts go back to the data.
-    surplus: Literal["carry", "drop", "return"]
-    # return: prompts are begun wherever there is room until the batch is certain, not only until
-    # those begun should fill it. More is drawn that goes back to the data.
-    keep_slots_full: bool
-    # return: what was drawn for prompts that go back to the data is kept and gone on with in the
-    # next step, by its parameters. What is kept depends on when verdicts arrive: two runs of one
-    # seed then differ. A step from one checkpoint is always the same, what it keeps is not.
+    # A step tries max_rounds x max_round_prompts prompts at most, which are begun one by one; the
+    # reference samples them in rounds.
+    max_rounds: int
+    max_round_prompts: int
+    # What was drawn for prompts that go back to the data is kept and gone on with in the next step,
+    # by its parameters. What is kept depends on when verdicts arrive: two runs of one seed then
+    # differ. A step from one checkpoint is always the same, what it keeps is not.
     partial_rollouts: bool
     max_staleness: int  # steps, at most, since the oldest token of a response that is gone on with
     exhausted: Literal[
         "train", "skip", "stop"
-    ]  # what to do with a batch that max_rounds left short
+    ]  # what to do with a batch that is short when so many prompts have been tried
     prefilter: PrefilterConfig
 
 

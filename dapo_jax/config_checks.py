@@ -79,9 +79,6 @@ def check(config: Any) -> None:
         *("rollout.top_k", "evaluation.top_k"),
         *("rollout.watchdog_seconds", "rollout.watchdog_limit_seconds"),
     )
-    factor = rollout.watchdog_hang_factor
-    require(factor == 0 or factor >= 1, "rollout.watchdog_hang_factor", factor,
-            "1 or more, or 0 for never")  # fmt: skip
     require(all(step > 0 for step in config.log.profile_steps), "log.profile_steps",
              config.log.profile_steps, "steps from 1 on; () for none")  # fmt: skip
     for section in ("rollout", "evaluation"):
@@ -157,11 +154,9 @@ def check(config: Any) -> None:
 
 
 def _check_sampling(sampling: Any) -> None:
-    returns = sampling.enabled and sampling.surplus == "return"
-    for name in ("keep_slots_full", "partial_rollouts"):
-        value = getattr(sampling, name)
-        wanted = "False, or enabled True and surplus 'return' beside it"
-        require(returns or not value, f"dynamic_sampling.{name}", value, wanted)
+    require(sampling.enabled or not sampling.partial_rollouts, "dynamic_sampling.partial_rollouts",
+            sampling.partial_rollouts, "False without config.dynamic_sampling.enabled: nothing is "
+            "sampled beyond the batch")  # fmt: skip
     p, prefix = sampling.prefilter, "dynamic_sampling.prefilter"
     if p.enabled and not sampling.enabled:
         raise UserError(

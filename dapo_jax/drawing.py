@@ -47,29 +47,21 @@ class Drawing:
         self.trainer, self.pool, self.params, self.key, self.step = trainer, pool, params, key, step
         self.progress, self.check_stop, self.watch = progress, check_stop, watch
         self.stats = scheduler.RolloutStats()
+        self.news = 0  # of this step, as far as it was heard
         self.clock = {"rollout": 0.0, "reward": 0.0}  # seconds
-        self.rounds = 0
-
-    def sample(self, problems: Sequence[Problem]) -> list[Group]:
-        """The groups of a round, see `dynamic_sampling.sample_batch`."""
-        self.rounds += 1
-        return self._dealt(problems, f"sampling round {self.rounds}, {len(problems)} prompts")
 
     def greedy(self, problems: Sequence[Problem], sampling: SamplingParams) -> list[Group]:
-        """A group of one for each problem, drawn as `sampling` says."""
-        what = f"greedy baselines of {len(problems)} prompts"
-        return self._dealt(problems, what, num_samples=1, sampling=sampling)
-
-    def _dealt(self, problems: Sequence[Problem], what: str, **changes: Any) -> list[Group]:
-        """The group of each problem, a share of them drawn by each team."""
-        self.progress.doing(f"step {self.step}: {what}")
+        """A group of one for each problem, sampled as `sampling` says; each team does a share."""
+        self.progress.doing(f"step {self.step}: greedy baselines of {len(problems)} prompts")
         mine = self.team.deal(list(problems))
 
         def draw() -> list[Group]:
             start = time.monotonic()
             scoring = Scoring(self.pool, mine, self.trainer.train_rubrics, self.watch)
             finished = scoring.submit if self.team.first else scheduler.IGNORE
-            responses_QG, stats = self._generate(mine, finished=finished, **changes)
+            responses_QG, stats = self._generate(
+                mine, finished=finished, num_samples=1, sampling=sampling
+            )
             self._count("rollout", start, stats)
             start = time.monotonic()
             groups = scoring.groups(responses_QG, self.step) if self.team.first else []
@@ -93,10 +85,10 @@ class Drawing:
             grouping.responses(news)
             scoring.submit(news)
 
-        def full() -> bool:
+        def full() -> tuple[bool, int]:
             grouping.verdicts(scoring.verdicts(wait=False))
             stream.look()
-            return stream.full
+            return stream.full, stream.news
 
         first, partial = self.team.first, None
         if trainer.config.dynamic_sampling.partial_rollouts:
@@ -117,21 +109,33 @@ class Drawing:
             self.check_stop()
             time.sleep(LOOK_SECONDS)
             stream.look()
+            self._heard(stream.news)
         self._count("reward", start)
 
     def _generate(
         self,
         problems: Iterable[Problem | None],
-        enough: Callable[[], bool] = lambda: False,
+        enough: Callable[[], tuple[bool, int]] = lambda: (False, 0),
         **changes: Any,
     ) -> tuple[list[list[Response]], scheduler.RolloutStats]:
-        """`scheduler.generate` as the run draws, with what one way of drawing has of its own."""
+        """`scheduler.generate` as the run draws, with what one way of drawing has of its own.
+
+        Args:
+            enough: whether enough is drawn, and the news so far: see `Stream.news`.
+        """
         trainer, rollout = self.trainer, self.trainer.config.rollout
+        told = self.team.enough(enough, self.check_stop, self.watch.waiting_for)
+
+        def enough_or_news() -> bool:
+            over, news = told()
+            self._heard(news)
+            return over
+
         common: dict[str, Any] = {
             "num_samples": rollout.group_size,
             "key": self.key,
             "stop_strings": rollout.stop_strings,
-            "enough": self.team.enough(enough, self.check_stop, self.watch.waiting_for),
+            "enough": enough_or_news,
             # A team that has nothing to draw does not ask all the time: all are told each time.
             "idle_seconds": scheduler.IDLE_SECONDS if self.team.size == 1 else LOOK_SECONDS,
             "watch": self.watch,
@@ -139,6 +143,13 @@ class Drawing:
         return scheduler.generate(
             trainer.engine, self.params, problems, trainer.detokenize, **common | changes
         )
+
+    def _heard(self, news: int) -> None:
+        """Ends the silence where there is news: a process that has nothing left to draw waits for
+        as long as others draw."""
+        if news != self.news:
+            self.news = news
+            self.watch.moved()
 
     def stats_of_all(self) -> scheduler.RolloutStats:
         """The stats of all processes together; every process must ask."""

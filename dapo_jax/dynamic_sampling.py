@@ -1,18 +1,16 @@
 """Dynamic sampling: keep sampling until the batch holds only prompts with 0 < correct < G.
 
 Source: DAPO, arXiv:2503.14476, section 3.2 and the constraint of eq. 11. The filter looks at raw
-correctness, never at the shaped reward, which lets all-wrong groups of unequal length through.
-Groups are accepted in prompt order, never in completion order: taking whoever finishes first would
-favour short answers and depend on timing.
+correctness, never at the shaped reward, which lets all-wrong groups of unequal length through. It
+looks at the responses that are trained: see `Group.is_informative`.
 
-`stream_batch` scores groups while others are being drawn and stops when the batch is full; prompts
-begun beyond it go back to the data, and what was drawn for them is lost, or kept for the next step
-(see `partial_rollouts`). `sample_batch` samples in rounds, and keeps or drops what a round finds
-beyond the batch. Neither depends on the order in which responses end, but for what is drawn that
-the next step goes on with.
+Groups are accepted in prompt order, never in completion order: taking whoever finishes first would
+favour short answers and depend on timing. `stream_batch` scores groups while others are generated
+and stops when the batch is full. Prompts begun beyond it go back to the data; their responses are
+lost, or kept for the next step (see `partial_rollouts`). With dynamic sampling off every group is
+kept, in the same way.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,87 +20,34 @@ from dapo_jax.config import DynamicSamplingConfig
 from dapo_jax.partial_rollouts import Begun
 from dapo_jax.prefilter import PrefilterState, Sieve
 from dapo_jax.teams import ALONE, Team
-from dapo_jax.types import (
-    Group,
-    Problem,
-    Response,
-    response_from_json,
-    response_to_json,
-    verdict_from_json,
-)
+from dapo_jax.types import Group, Problem, Response
 
-# Weight of a step's share of informative prompts in the running estimate that sizes rounds.
+# Weight of a step's share of informative prompts in the running estimate of later steps.
 NEW_WEIGHT = 0.5
+# Within a step the estimate of earlier steps weighs as much as so many of its own verdicts: few
+# enough that a step which differs from it soon goes by itself, enough that the first verdicts,
+# which are those of short responses, do not decide alone.
+PRIOR_VERDICTS = 16
 
 
 class SamplingState(NamedTuple):
     """What dynamic sampling remembers from step to step; part of the checkpoint."""
 
-    carried: tuple[Group, ...] = ()  # informative groups that the last batch had no room for
-    kept_share: float = 1.0  # running estimate of the share of prompts that are informative
+    # Running estimate of the share of prompts that are informative. A new run knows nothing of it.
+    kept_share: float = 0.5
     prefilter: PrefilterState | None = None  # None: no prompt is left out
     begun: tuple[Begun, ...] = ()  # what was drawn beyond the batches, with partial_rollouts
 
 
 class Batch(NamedTuple):
-    """The groups of one rollout step, and how they were come by."""
+    """The groups of one rollout step, and what was sampled to get them."""
 
     groups: list[Group]  # trained on, in prompt order
     sampled: list[Group]  # every group sampled in this step, before the filter
-    rounds: int
-    carried_in: int
-    surplus: int  # informative groups that found no room
     returned: int = 0  # prompts begun that went back to the data
     skipped: int = 0  # prompts left out by the prefilter, among and before those sampled
     too_old: int = 0  # samples begun in earlier steps that were drawn afresh
     tokens_kept: int = 0  # of the responses that the next step goes on with
-
-
-def sample_batch(
-    config: DynamicSamplingConfig,
-    state: SamplingState,
-    *,
-    num_prompts: int,
-    seed: int,
-    take: Callable[[int], list[Problem]],
-    sample: Callable[[Sequence[Problem]], list[Group]],
-) -> tuple[Batch, SamplingState]:
-    """A batch of `num_prompts` informative groups, or fewer when the rounds run out.
-
-    Args:
-        num_prompts: groups wanted. With dynamic sampling off, exactly these many prompts are
-            sampled and all of them kept.
-        seed: of the prefilter's choices.
-        take: gives the next prompts of the data.
-        sample: draws and scores the group of each prompt, in order.
-    """
-    if not config.enabled:  # and no prefilter either: see config_checks
-        groups = sample(take(num_prompts))
-        return Batch(groups, groups, 1, 0, 0), state
-    accepted = list(state.carried)
-    carried_in, rounds = len(accepted), 0
-    sampled: list[Group] = []
-    sieve = Sieve(config.prefilter, state.prefilter, seed, take)
-    while len(accepted) < num_prompts and rounds < config.max_rounds:
-        missing = num_prompts - len(accepted)
-        share = state.kept_share
-        if sampled:  # this step's own share is the better guide once there is one
-            share = sum(group.informative for group in sampled) / len(sampled)
-        size = round_size(missing, share, config.max_round_prompts)
-        groups = sample(sieve.take(size))
-        sampled += groups
-        accepted += [group for group in groups if group.informative]
-        rounds += 1
-    informative = sum(group.informative for group in sampled)
-    share = next_share(state.kept_share, informative, len(sampled))
-    surplus = accepted[num_prompts:]
-    carried = tuple(surplus) if config.surplus == "carry" else ()
-    batch = Batch(
-        accepted[:num_prompts], sampled, rounds, carried_in, len(surplus),
-        skipped=len(sieve.skipped),
-    )  # fmt: skip
-    after = prefilter.next_state(config.prefilter, state.prefilter, sampled, sieve.skipped)
-    return batch, SamplingState(carried, share, after)
 
 
 class Stream:
@@ -112,8 +57,8 @@ class Stream:
     drawn depends on no process; only informative or not is told to the others.
 
     Args:
-        share: of the prompts that are informative, as far as is known; `config.keep_slots_full`
-            counts on none.
+        share: of the prompts that are informative, as earlier steps have it.
+        overlong_filter: whether truncated responses are left out of the loss.
         begun: responses of earlier steps to go on with.
         team: that this process draws with.
     """
@@ -124,14 +69,18 @@ class Stream:
         share: float,
         num_prompts: int,
         board: Board,
+        *,
+        overlong_filter: bool = False,
         begun: Sequence[Begun] = (),
         team: Team = ALONE,
     ):
         self.team = team
         self.num_prompts, self.board = num_prompts, board
-        self.share = 0.0 if config.keep_slots_full else share
+        self.keep_all, self.overlong_filter = not config.enabled, overlong_filter
+        self.prior = share
         self.begun = partial_rollouts.by_visit(begun)
-        self.most = config.max_rounds * config.max_round_prompts  # prompts begun
+        # Prompts begun at most.
+        self.most = config.max_rounds * config.max_round_prompts if config.enabled else num_prompts
         self.every: list[Problem] = []  # by number, as far as this process has looked
         self.numbers: list[int] = []  # of the prompts that this team draws,
         self.taken: list[Problem] = []  # and their problems
@@ -154,16 +103,38 @@ class Stream:
 
     def claim(self) -> int | None:
         """The number of the prompt to begin with; None: those begun should do; `most` or beyond:
-        there are no more."""
+        there are no more.
+
+        What is claimed and when depends on timing; which groups are accepted does not.
+        """
         self.look()
         board = self.board
         if board.begun >= self.most:
             return self.most
         # Of those whose turn has not come some are known already.
-        later = [informative for i, informative in board.verdicts.items() if i >= self.decided]
+        later = [kept for i, kept in board.verdicts.items() if i >= self.decided]
         unknown = board.begun - self.decided - len(later)
-        expected = self.accepted + sum(later) + unknown * max(self.share, 1 / self.most)
+        expected = self.accepted + sum(later) + unknown * self.share
         return None if expected >= self.num_prompts else board.claim()
+
+    @property
+    def share(self) -> float:
+        """The share of prompts that are kept, as this step's verdicts so far and the earlier steps
+        have it:
+
+            (kept + PRIOR_VERDICTS prior) / (known + PRIOR_VERDICTS)
+        """
+        if self.keep_all:
+            return 1.0
+        verdicts = self.board.verdicts
+        share = (sum(verdicts.values()) + PRIOR_VERDICTS * self.prior) / (
+            len(verdicts) + PRIOR_VERDICTS
+        )
+        return max(share, 1 / self.most)
+
+    def keeps(self, group: Group) -> bool:
+        """Whether the group goes into a batch."""
+        return self.keep_all or group.is_informative(overlong_filter=self.overlong_filter)
 
     def see(self, number: int, take: Callable[[int], list[Problem]]) -> None:
         """Looks at the data as far as the prompt of this number."""
@@ -174,13 +145,18 @@ class Stream:
         """Takes the group of a prompt that this process draws, by its place in `taken`."""
         number = self.numbers[index]
         self.groups[number] = group
-        self.board.tell(number, group.informative)
+        self.board.tell(number, self.keeps(group))
         self._decide()
 
     def look(self) -> None:
         """Takes in what other processes have found."""
         self.board.look()
         self._decide()
+
+    @property
+    def news(self) -> int:
+        """Grows with every prompt that any process begins, and with every verdict."""
+        return self.board.begun + len(self.board.verdicts)
 
     def _decide(self) -> None:
         while self.decided in self.board.verdicts and not self.full:
@@ -209,10 +185,12 @@ def stream_batch(
     position: Callable[[], Any],
     go_back: Callable[[Any], None],
     draw: Callable[[Stream, Iterator[Problem | None]], None],
+    overlong_filter: bool = False,
     team: Team = ALONE,
 ) -> tuple[Batch, SamplingState]:
     """A batch of `num_prompts` informative groups, the first of the data in their order; or fewer
-    when max_rounds x max_round_prompts prompts have been tried.
+    when max_rounds x max_round_prompts prompts have been tried. With dynamic sampling off it is
+    the next `num_prompts` groups, whatever they are.
 
     Args:
         step: the rollout step.
@@ -221,6 +199,7 @@ def stream_batch(
         position: of the data; go_back: returns there.
         draw: draws and scores groups of the prompts that the iterator gives, and hands them to the
             stream, until that is over; tells it what was drawn if that is to be kept.
+        overlong_filter: whether truncated responses are left out of the loss.
         team: that this process draws with. The batch is the same in every process.
     """
     before = position()
@@ -230,7 +209,10 @@ def stream_batch(
     )
     them, sieved = team.them, sieve()
     board = them.board()
-    stream = Stream(config, state.kept_share, num_prompts, board, begun, team)
+    stream = Stream(
+        config, state.kept_share, num_prompts, board,
+        overlong_filter=overlong_filter, begun=begun, team=team,
+    )  # fmt: skip
     draw(stream, stream.problems(sieved.take))
     drawn = dict(zip(stream.numbers, stream.drawn))
     for groups, responses in them.share((_until(stream.decided, stream.groups), drawn)):
@@ -245,8 +227,10 @@ def stream_batch(
     go_back(before)
     again = sieve()
     again.take(len(sampled))
-    kept = [group for group in sampled if group.informative]
-    after = prefilter.next_state(config.prefilter, state.prefilter, sampled, again.skipped)
+    kept = [group for group in sampled if stream.keeps(group)]
+    after = prefilter.next_state(
+        config.prefilter, state.prefilter, sampled, again.skipped, overlong_filter=overlong_filter
+    )
     share = next_share(state.kept_share, len(kept), len(sampled))
     if config.partial_rollouts:
         begun = partial_rollouts.next_begun(
@@ -257,8 +241,8 @@ def stream_batch(
             step=step,
         )
     tokens_kept = sum(len(r.tokens) for b in begun for _, r in b.responses)
-    batch = Batch(kept, sampled, 1, 0, 0, returned, len(again.skipped), too_old, tokens_kept)
-    return batch, SamplingState((), share, after, begun)
+    batch = Batch(kept, sampled, returned, len(again.skipped), too_old, tokens_kept)
+    return batch, SamplingState(share, after, begun)
 
 
 def _until(decided: int, groups: dict[int, Group]) -> dict[int, Group]:
@@ -272,16 +256,10 @@ def next_share(before: float, informative: int, sampled: int) -> float:
     return NEW_WEIGHT * (informative / sampled) + (1 - NEW_WEIGHT) * before
 
 
-def round_size(missing: int, kept_share: float, most: int) -> int:
-    """Prompts to sample so that about `missing` of them are informative, at most `most`."""
-    return min(most, math.ceil(missing / max(kept_share, 1 / most)))
-
-
 def state_to_json(state: SamplingState) -> dict[str, Any]:
     """The state as JSON values; arrays as base64 of their bytes, so that nothing is rounded."""
     return {
         "kept_share": state.kept_share,
-        "carried": [_group_to_json(g) for g in state.carried],
         "prefilter": prefilter.state_to_json(state.prefilter),
         "begun": partial_rollouts.to_json(state.begun),
     }
@@ -290,27 +268,7 @@ def state_to_json(state: SamplingState) -> dict[str, Any]:
 def state_from_json(values: dict[str, Any]) -> SamplingState:
     """The inverse of `state_to_json`."""
     return SamplingState(
-        tuple(_group_from_json(group) for group in values["carried"]),
         values["kept_share"],
         prefilter.state_from_json(values["prefilter"]),
-        partial_rollouts.from_json(values.get("begun", ())),  # older checkpoints have none
-    )
-
-
-def _group_to_json(group: Group) -> dict[str, Any]:
-    return {
-        "problem": group.problem._asdict(),
-        "responses": [response_to_json(response) for response in group.responses],
-        "verdicts": [verdict._asdict() for verdict in group.verdicts],
-        "step": group.step,
-    }
-
-
-def _group_from_json(values: dict[str, Any]) -> Group:
-    problem = values["problem"] | {"prompt_tokens": tuple(values["problem"]["prompt_tokens"])}
-    return Group(
-        Problem(**problem),
-        tuple(response_from_json(r) for r in values["responses"]),
-        tuple(verdict_from_json(v) for v in values["verdicts"]),
-        values["step"],
+        partial_rollouts.from_json(values["begun"]),
     )

@@ -19,15 +19,12 @@ def sampling_metrics(batch: Batch) -> dict[str, float]:
     """What was sampled and what the filter kept. Means over sampled responses unless named so."""
     sampled, kept = batch.sampled, batch.groups
     metrics: dict[str, float] = {
-        "sampling/rounds": batch.rounds,
         "sampling/prompts_tried": len(sampled),
         "sampling/prompts_kept": len(kept),
         "sampling/prompts_all_right": sum(g.num_correct == len(g.responses) for g in sampled),
         "sampling/prompts_all_wrong": sum(g.num_correct == 0 for g in sampled),
-        "sampling/carried_in": batch.carried_in,
-        "sampling/surplus": batch.surplus,
         "perf/prompts_returned": batch.returned,
-        "sampling/scorer_faults": sum(bool(v.note) for g in sampled for v in g.verdicts),
+        "sampling/scorer_faults": sum(v.failed for g in sampled for v in g.verdicts),
         **_of_sources(sampled),
         **_extras(sampled),
     }
@@ -105,12 +102,12 @@ def scorer_faults(sampled: Sequence[Group]) -> str:
     Raises:
         RunError: there is no other: the scorer fails, and not the model.
     """
-    notes = [verdict.note for group in sampled for verdict in group.verdicts]
-    faults = [note for note in notes if note]
-    if len(faults) < max(1, TOLD_FAULTS * len(notes)):
+    verdicts = [verdict for group in sampled for verdict in group.verdicts]
+    faults = [verdict.note for verdict in verdicts if verdict.failed]
+    if len(faults) < max(1, TOLD_FAULTS * len(verdicts)):
         return ""
-    what = f"{len(faults)} of {len(notes)} responses could not be scored, such as: {faults[0]}"
-    if len(faults) == len(notes):
+    what = f"{len(faults)} of {len(verdicts)} responses could not be scored, such as: {faults[0]}"
+    if len(faults) == len(verdicts):
         raise RunError(
             f"{what}. Look at the scorer (config.reward.scorer, or that of a source in "
             "config.data), and at config.reward.timeout_seconds."

@@ -94,7 +94,7 @@ def _batch_lines(config: Config) -> list[tuple[str, str]]:
     updates = t.prompts_per_step // t.prompts_per_update
     p = d.prefilter
     sampled = (
-        f"up to {d.max_rounds} rounds of at most {d.max_round_prompts:,} prompts, until "
+        f"up to {d.max_rounds * d.max_round_prompts:,} prompts, until "
         f"{t.prompts_per_step:,} are informative"
         if d.enabled
         else "off"

@@ -11,14 +11,14 @@ and after each step, with n groups sampled in it, n_easy of them all right and n
     p_easy <- p_easy - step   if n_easy / n >= target_easy
               p_easy + step   otherwise,
 
-kept within its bounds, and p_hard in the same way.
+kept within its bounds, and p_hard in the same way. All of it counts the responses that are trained;
+a visit with none of those tells nothing, and changes no z.
 
 Source: GRESO, arXiv:2506.02177. The floor, the bounds, a count that begins anew when a prompt turns
 from all right to all wrong, and p that stays as it is in the first epoch are those of the authors'
-code (Infini-AI-Lab/GRESO). Of their sizing of rounds nothing is taken: that is
-`dynamic_sampling.round_size`. Ours are the bound on the prompts left out in a step, and that
-nothing depends on timing: what is left out in a step is a function of the state before it, the seed
-and the prompts in their order.
+code (Infini-AI-Lab/GRESO). Their sizing of rounds is not taken: there are no rounds here. Ours are
+the bound on the prompts left out in a step, and that nothing depends on timing: what is left out in
+a step is a function of the state before it, the seed and the prompts in their order.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -102,22 +102,28 @@ def next_state(
     state: PrefilterState | None,
     sampled: Sequence[Group],
     skipped: Sequence[Problem],
+    *,
+    overlong_filter: bool = False,
 ) -> PrefilterState | None:
     """The state after a step.
 
     Args:
         sampled: the groups of the step before dynamic sampling's filter, in prompt order.
         skipped: the prompts left out among them.
+        overlong_filter: whether truncated responses are left out of the loss.
     """
     if state is None or not sampled:
         return state
     streaks = dict(state.streaks)
     easy = hard = 0
     for group in sampled:
-        id, before = group.problem.id, streaks.pop(group.problem.id, 0)
-        if group.informative:
+        correct = group.trained_correct(overlong_filter=overlong_filter)
+        if not correct:
             continue
-        if group.num_correct:
+        id, before = group.problem.id, streaks.pop(group.problem.id, 0)
+        if 0 < sum(correct) < len(correct):
+            continue
+        if all(correct):
             easy, streaks[id] = easy + 1, max(before, 0) + 1
         else:
             hard, streaks[id] = hard + 1, min(before, 0) - 1

@@ -8,6 +8,7 @@ is bulky, the responses that were drawn, travels by a collective.
 A run of one process goes through the same code, with a store of its own.
 """
 
+import faulthandler
 import json
 import os
 import pickle
@@ -21,11 +22,10 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from jax._src import distributed  # the store has no public name; orbax reads it from here too
-from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.board import LOOK_SECONDS, Board, SharedBoard
 from dapo_jax.types import StopRequested, UserError, causes
-from dapo_jax.watchdog import Sign
 
 T = TypeVar("T")
 # The exit status that says: nothing is wrong with the run, start it again.
@@ -44,20 +44,23 @@ LEAST_SHARED = 2**16  # bytes of each
 class Processes:
     """The processes of a run, seen from one of them.
 
+    There is one numbering, `jax.process_index()`: of devices, meshes, replicas, checkpoints and of
+    what is gathered. `jax.distributed` has ids of its own, which on TPUs need not be the same.
+
     Args:
+        index: `jax.process_index()`.
         client: of the store; None: this process is alone.
+        keeper: the index of the process that keeps the store, whose id is 0.
     """
 
-    def __init__(self, index: int = 0, count: int = 1, client: Any = None):
-        self.index, self.count, self._client = index, count, client
+    def __init__(self, index: int = 0, count: int = 1, client: Any = None, keeper: int = 0):
+        self.index, self.count, self._client, self.keeper = index, count, client, keeper
         self.hosts = [socket.gethostname()] * count
         self._calls = self._boards = self._tellings = 0
         self._looked = 0.0
         self._leaving = False  # a connection that ends is no loss any more
         self._gone = threading.Event()
         self._unanswered = 0  # times that this process found nothing new from the store
-        self.sign: Callable[[], Sign] = Sign  # of life: what the main thread does
-        self.signs: dict[int, Sign] = {}  # the last of each process
 
     @property
     def first(self) -> bool:
@@ -126,7 +129,7 @@ class Processes:
         for start in range(0, max(sizes), chunk):
             mine = np.zeros(chunk, np.uint8)
             mine[: len(data[start : start + chunk])] = data[start : start + chunk]
-            parts.append(np.asarray(multihost_utils.process_allgather(mine)))
+            parts.append(_gather(mine))
         whole = np.concatenate(parts, axis=1)
         return [pickle.loads(whole[i, :size].tobytes()) for i, size in enumerate(sizes)]
 
@@ -206,17 +209,13 @@ class Processes:
             for what in (self._watch, self._watch_store):
                 threading.Thread(target=what, name="processes", daemon=True).start()
 
-    def others_compile(self) -> bool:
-        """Whether another process does, as far as is known."""
-        return any(sign.compiling for i, sign in self.signs.items() if i != self.index)
-
     def _watch_store(self) -> None:
         """Its process may be frozen, and never answer."""
         while not self._gone.wait(BEAT_SECONDS):
             # Counted, as this process, too, may have been frozen for a while.
             self._unanswered += 1
             if self._unanswered > DEAD_SECONDS / BEAT_SECONDS and not self._leaving:
-                self._leave_silent(0)
+                self._leave_silent(self.keeper)
 
     def _leave_silent(self, i: int) -> None:
         where = f"process {i} on {self.hosts[i]}"
@@ -228,25 +227,27 @@ class Processes:
         while not self._gone.wait(BEAT_SECONDS):
             number += 1
             try:
-                mine = json.dumps([number, *self.sign()])
-                self._client.key_value_set(f"beat/{self.index}", mine, allow_overwrite=True)
+                self._client.key_value_set(f"beat/{self.index}", str(number), allow_overwrite=True)
                 failed = self._client.key_value_dir_get("failed")
                 found = self._client.key_value_dir_get("beat")
             except Exception as error:  # whatever the connection raises when its end is gone
                 if not self._leaving:
-                    leave(f"process 0 on {self.hosts[0]} is lost ({_line(error)})", START_AGAIN)
+                    where = f"process {self.keeper} on {self.hosts[self.keeper]}"
+                    leave(f"{where} is lost ({_line(error)})", START_AGAIN)
                 return
             self._unanswered = 0
             for key, text in failed:
                 i, told = int(key.rsplit("/", 1)[1]), json.loads(text)
                 if i != self.index:
+                    if told["stacks"]:
+                        _show_stacks()
                     where = f"process {i} on {self.hosts[i]} failed"
                     leave(f"{where}: {told['message']}", told["status"])
             now = time.monotonic()
             for key, beat in found:
                 i = int(key.rsplit("/", 1)[1])
                 if i not in beats or beats[i][0] != beat:
-                    beats[i], self.signs[i] = (beat, now), Sign(*json.loads(beat)[1:])
+                    beats[i] = beat, now
                 elif now - beats[i][1] > DEAD_SECONDS:
                     self._leave_silent(i)
 
@@ -273,29 +274,25 @@ class Processes:
 
     def give_up(self, message: str) -> None:
         """Ends this process at once, from whatever thread, and has it started again; the others
-        are told why, and end too. Where another process is behind in the run, it is the reason.
+        are told why, and end too. Each shows where its threads are: which of them hangs is not
+        known.
 
         Args:
             message: why.
         """
-        phase = self.sign().phase
-        behind = [i for i, sign in sorted(self.signs.items()) if sign.phase < phase]
-        if behind:
-            last = min(behind, key=lambda i: self.signs[i].phase)
-            where = f"process {last} on {self.hosts[last]}"
-            message = f"{where} is behind, {self.signs[last].at}; here {message}"
+        _show_stacks()
         _say_end(message, START_AGAIN)
         if self.count > 1:
-            self._tell_failure(message, START_AGAIN)
+            self._tell_failure(message, START_AGAIN, stacks=True)
         _end(START_AGAIN)
 
-    def _tell_failure(self, message: str, status: int) -> None:
-        told = {"status": status, "message": message}
+    def _tell_failure(self, message: str, status: int, *, stacks: bool = False) -> None:
+        told = {"status": status, "message": message, "stacks": stacks}
         try:
             self._client.key_value_set(
                 f"failed/{self.index}", json.dumps(told), allow_overwrite=True
             )
-            if self.first:
+            if self.index == self.keeper:
                 time.sleep(3 * BEAT_SECONDS)  # the store ends with this process
         except Exception:  # the store is gone: the others know
             pass
@@ -377,7 +374,49 @@ def start(
     assert state.num_processes is not None
     if state.num_processes == 1:
         return ALONE
-    return Processes(state.process_id, state.num_processes, state.client)
+    return _numbered(state.process_id, state.num_processes, state.client, timeout_seconds)
+
+
+def _numbered(id: int, count: int, client: Any, timeout_seconds: float) -> Processes:
+    """The processes by the numbers that their devices have.
+
+    Each tells which index belongs to its id; the table is the same in all of them.
+
+    Args:
+        id: of this process, to `jax.distributed`.
+
+    Raises:
+        UserError: the indices are not 0, 1, ... of as many processes.
+    """
+    index = jax.process_index()
+    client.key_value_set(f"index_of/{id}", json.dumps([index, jax.process_count()]))
+    table = [
+        json.loads(client.blocking_key_value_get(f"index_of/{i}", 1000 * timeout_seconds))
+        for i in range(count)
+    ]
+    if sorted(table) != [[i, count] for i in range(count)]:
+        told = ", ".join(f"id {i} is {at} of {number}" for i, (at, number) in enumerate(table))
+        raise UserError(
+            f"jax.distributed has {count} processes, and their devices say otherwise: {told}. Give "
+            "each process devices of its own, and start as many processes as the platform has "
+            "hosts."
+        )
+    return Processes(index, count, client, keeper=table[0][0])
+
+
+def _gather(mine: np.ndarray) -> np.ndarray:
+    """The array that each process gave, by index [processes, ...]."""
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    mesh = Mesh(np.array(devices).reshape(jax.process_count(), -1), ("processes", "devices"))
+    rows = NamedSharding(mesh, PartitionSpec("processes"))
+    shape = (jax.process_count(), *mine.shape)
+    whole = jax.make_array_from_process_local_data(rows, mine[None], shape)
+    everywhere = jax.jit(_same, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    return np.asarray(everywhere(whole).addressable_data(0))
+
+
+def _same(x: jax.Array) -> jax.Array:
+    return x
 
 
 def _line(error: BaseException) -> str:
@@ -389,6 +428,11 @@ def leave(message: str, status: int) -> None:
     """Ends this process at once, from whatever thread, and says why."""
     _say_end(message, status)
     _end(status)
+
+
+def _show_stacks() -> None:
+    """Writes where all threads are."""
+    faulthandler.dump_traceback(2, all_threads=True)
 
 
 def _say_end(message: str, status: int) -> None:

@@ -14,10 +14,11 @@ import ctypes
 import hashlib
 import json
 import multiprocessing
+import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import pebble
@@ -31,6 +32,12 @@ try:
 except ImportError:  # not a POSIX system
     resource = None
 
+# A worker ends and another starts after so many chunks: caches of libraries grow with each response
+# and would fill the worker's address space in the end.
+CHUNKS_PER_LIFE = 500
+# Libraries that multiply matrices make a thread for each core, each with address space of its own:
+# 64 of them take more than half of the limit. They read this as they are imported.
+ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 WORKER_MEMORY_BYTES = 4 * 2**30  # of address space, so that one answer cannot take the machine
 # What a worker has beyond the limit to be stopped by its own alarm before it is killed.
 GRACE_SECONDS = 1.0
@@ -83,7 +90,6 @@ class RewardPool:
         scorers: those that tasks may name, see `dapo_jax.scorers.load_scorer`.
         workers: number of processes.
         timeout_seconds: hard limit for one response, all its scorers together.
-        waiting: is called again and again while a result is waited for.
 
     Raises:
         UserError: there is no such scorer.
@@ -95,12 +101,11 @@ class RewardPool:
         *,
         workers: int,
         timeout_seconds: float,
-        waiting: Callable[[], None] = lambda: None,
     ):
         names = tuple(dict.fromkeys(scorers))
         # Here too: a wrong name is the user's mistake and not a worker's.
         self.reads_all = {name: load_scorer(name).reads_all for name in names}
-        self.workers, self.timeout_seconds, self.waiting = workers, timeout_seconds, waiting
+        self.workers, self.timeout_seconds = workers, timeout_seconds
         # Scores by what a task hashes to: short answers come again and again, and long ones are not
         # worth their memory.
         self.known: collections.OrderedDict[bytes, Scored] = collections.OrderedDict()
@@ -111,9 +116,12 @@ class RewardPool:
         self.in_a_row: int | None = None
 
     def _new_pool(self) -> pebble.ProcessPool:
+        for name in ONE_THREAD:  # of workers: what this process multiplies with is there already
+            os.environ.setdefault(name, "1")
         # spawn: a fork of a process in which JAX runs threads can deadlock.
         return pebble.ProcessPool(
             self.workers,
+            max_tasks=CHUNKS_PER_LIFE,
             initializer=_start_worker,
             initargs=(self.names,),
             context=multiprocessing.get_context("spawn"),
@@ -168,7 +176,6 @@ class RewardPool:
         while not self.ready(pending):
             # A pool that has given up forgets what it had not handed to a worker.
             concurrent.futures.wait([pending.chunks[0].future], LOOK_SECONDS)
-            self.waiting()
         for i, task in enumerate(tasks):
             # What ran out of time or died may do better another day.
             if not isinstance(results[i].scores, str):

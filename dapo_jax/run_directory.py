@@ -51,8 +51,6 @@ SINCE = {
     "train.share_prompts": False,
     "checkpoint.directory": None,
     "rollout.watchdog_limit_seconds": 0.0,
-    "rollout.watchdog_hang_factor": 0.0,
-    "dynamic_sampling.keep_slots_full": False,
     "rollout.top_k": 0,
     "rollout.min_p": 0.0,
     "evaluation.top_k": 0,

@@ -61,8 +61,11 @@ def make_samples(
     o = config.objective
     responses = [(q, group, r) for q, group in enumerate(groups) for r in group.responses]
     verdicts = [verdict for group in groups for verdict in group.verdicts]
-    # A response that broke off, as its logits were no numbers, says nothing of its prompt.
-    valid_R = np.array([not r.invalid for _, _, r in responses], bool)
+    # A response whose logits were not finite, or that no scorer could judge, says nothing of its
+    # prompt.
+    valid_R = np.array(
+        [not (r.invalid or v.failed) for (_, _, r), v in zip(responses, verdicts)], bool
+    )
     overlong_R = np.array([r.truncated for _, _, r in responses], bool) & o.overlong_filter
     joined = lambda arrays, dtype: np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype)
     components = [reward_components(config, group) for group in groups]

@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C, and notices of them: remembered until the run is where it can stop."""
+"""SIGTERM and Ctrl-C, remembered until the run is where it can stop."""
 
 import signal
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from dapo_jax.types import StopRequested
 class StopSignals:
     """While active, SIGTERM and Ctrl-C are remembered instead of acted on; a second one that this
     process is sent is not. What one process was sent counts for all: those that were told by
-    another, or by a notice, are often sent it too, while they save.
+    another are often sent it too, while they save.
     """
 
     def __init__(self, progress: Progress, them: Processes = ALONE):
@@ -30,12 +30,6 @@ class StopSignals:
             return  # a process that stops with others may be sent it while they take leave
         for number, handler in self.before.items():
             signal.signal(number, handler)
-
-    def notice(self, what: str) -> None:
-        """As SIGTERM, which this announces; may be called from another thread."""
-        if self.received is None:
-            self.received = signal.SIGTERM
-            self.progress.say(f"this machine will be stopped ({what}): saving, then stopping")
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if self.sent:

@@ -58,14 +58,14 @@ class Team:
 
     def enough(
         self,
-        enough: Callable[[], bool],
+        enough: Callable[[], T],
         check_stop: Callable[[], None],
         waiting: Callable[[str], None],
-    ) -> Callable[[], bool]:
+    ) -> Callable[[], T]:
         """What all of the team ask between calls of the engine: both at once, as telling takes
         time. Raises what `check_stop` does."""
 
-        def ask() -> bool:
+        def ask() -> T:
             check_stop()
             return enough()
 

@@ -5,21 +5,20 @@ stopped anywhere and started again goes on as if it had never stopped.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from dapo_jax import base, maintenance, memory, metrics, prefilter, run_directory
+from dapo_jax import base, memory, metrics, prefilter, run_directory
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.compilations import CompilationCounter
 from dapo_jax.config import Config
 from dapo_jax.drawing import Drawing
 from dapo_jax.dynamic_sampling import (
     SamplingState,
-    sample_batch,
     state_from_json,
     state_to_json,
     stream_batch,
@@ -87,17 +86,13 @@ def train(config: Config, workdir: Path, them: Processes = ALONE) -> int | None:
     r = config.rollout
     with (
         StopSignals(progress, them) as signals,
-        maintenance.Notices(signals.notice, maintenance.metadata_host()),
         Watchdog(
             r.watchdog_seconds,
             progress.say,
             most=r.watchdog_limit_seconds,
-            # A process alone may be stopped for a while by who watches it (Ctrl-Z).
-            hang_factor=r.watchdog_hang_factor if them.count > 1 else 0.0,
-            others_compile=them.others_compile,
             give_up=them.give_up,
         ) as watch,
-        _reward_pool(config, watch.lives) as pool,
+        _reward_pool(config) as pool,
         Checkpoints(
             run_directory.checkpoints(workdir, run_directory.frozen(config)),
             keep_newest=config.checkpoint.keep_newest,
@@ -105,7 +100,7 @@ def train(config: Config, workdir: Path, them: Processes = ALONE) -> int | None:
             say=progress.say,
         ) as checkpoints,
     ):
-        progress.watch, them.sign = watch.moved, watch.sign
+        progress.watch = watch.moved
         run = _Run(config, workdir, directory, progress, signals, pool, checkpoints, watch, begun)
         try:
             run.start()
@@ -126,7 +121,7 @@ def train(config: Config, workdir: Path, them: Processes = ALONE) -> int | None:
     return next((number for number in them.agree(signals.received) if number is not None), None)
 
 
-def _reward_pool(config: Config, waiting: Callable[[], None]) -> RewardPool:
+def _reward_pool(config: Config) -> RewardPool:
     """Workers for all that a response of the run may be put to."""
     train, heldout = rubrics(config, config.data.train), rubrics(config, config.data.heldout)
     named = {name for rubric in (*train.values(), *heldout.values()) for name in rubric.names}
@@ -135,7 +130,6 @@ def _reward_pool(config: Config, waiting: Callable[[], None]) -> RewardPool:
         named | equivalences(heldout),
         workers=r.workers,
         timeout_seconds=r.timeout_seconds,
-        waiting=waiting,
     )
 
 
@@ -256,28 +250,19 @@ class _Run:
         clock["weights"] = time.monotonic() - begun
         copied = drawing.params.copied_bytes(self.state.policy.params)
         d = config.dynamic_sampling
-        if d.enabled and d.surplus == "return":
-            batch, sampling = stream_batch(
-                d,
-                self.host.sampling,
-                num_prompts=config.train.prompts_per_step,
-                step=step,
-                seed=config.seed,
-                take=trainer.stream.take,
-                position=trainer.stream.get_state,
-                go_back=trainer.stream.set_state,
-                draw=drawing.draw,
-                team=trainer.team,
-            )
-        else:
-            batch, sampling = sample_batch(
-                d,
-                self.host.sampling,
-                num_prompts=config.train.prompts_per_step,
-                seed=config.seed,
-                take=trainer.stream.take,
-                sample=drawing.sample,
-            )
+        batch, sampling = stream_batch(
+            d,
+            self.host.sampling,
+            num_prompts=config.train.prompts_per_step,
+            step=step,
+            seed=config.seed,
+            take=trainer.stream.take,
+            position=trainer.stream.get_state,
+            go_back=trainer.stream.set_state,
+            draw=drawing.draw,
+            overlong_filter=config.objective.overlong_filter,
+            team=trainer.team,
+        )
         stats, rolling = drawing.stats_of_all(), max(clock["rollout"], 1e-9)
         self.progress.doing(f"step {step}: {len(batch.groups)} groups sampled")
         del drawing  # and with it the rollout's copy of the parameters: the update needs the memory
@@ -315,8 +300,7 @@ class _Run:
             start = time.monotonic()
             numbers |= self._evaluate(step)
             clock["evaluation"] = time.monotonic() - start
-        self.watch.step_done()
-        self.watch.moved(f"step {step}: writing what was drawn and measured", measured=False)
+        self.watch.moved(f"step {step}: writing what was drawn and measured")
         self.directory.save_rollouts(
             step,
             batch.sampled,
@@ -349,7 +333,7 @@ class _Run:
     def writes_a_trace(self) -> None:
         """Before it does, which takes as long as it takes."""
         self.watch.limited = False  # until the next step
-        self.watch.moved(f"step {self.step}: the trace to be written", measured=False)
+        self.watch.moved(f"step {self.step}: the trace to be written")
 
     def finish(self) -> None:
         """Writes the summary and the page of plots."""
@@ -458,15 +442,16 @@ class _Run:
         )
 
     def _groups_to_train(self, groups: list[Group], step: int) -> list[Group]:
-        """The groups, or none of them, when dynamic sampling ran out of rounds."""
+        """The groups, or none of them, when dynamic sampling ran out of prompts."""
         wanted = self.config.train.prompts_per_step
         if len(groups) == wanted:
             return groups
         d = self.config.dynamic_sampling
-        what = f"step {step}: {len(groups)} of {wanted} groups after {d.max_rounds} sampling rounds"
+        tried = d.max_rounds * d.max_round_prompts
+        what = f"step {step}: {len(groups)} of {wanted} groups from {tried} prompts"
         if d.exhausted == "stop":
             raise RunError(
-                f"{what}, and config.dynamic_sampling.exhausted is 'stop'. Allow more rounds, add "
+                f"{what}, and config.dynamic_sampling.exhausted is 'stop'. Raise max_rounds, add "
                 "harder or easier problems, or set it to 'train' or 'skip'."
             )
         train = bool(groups) and d.exhausted == "train"

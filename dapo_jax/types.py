@@ -103,6 +103,11 @@ class Verdict(NamedTuple):
     extra: dict[str, Any] | None = None  # what else the scorers say, as JSON can hold it
     rewards: tuple[float, ...] = ()  # weighted, of each scorer, where there are several
 
+    @property
+    def failed(self) -> bool:
+        """Whether the scorer reached no verdict, which says nothing of the response."""
+        return bool(self.note)
+
 
 def verdict_from_json(values: dict[str, Any]) -> Verdict:
     """The inverse of `Verdict._asdict` with what JSON has no tuples for."""
@@ -152,12 +157,24 @@ class Group(NamedTuple):
     def num_correct(self) -> int:
         return sum(verdict.correct for verdict in self.verdicts)
 
-    @property
-    def informative(self) -> bool:
-        """0 < correct < G, the constraint of DAPO eq. 11, over what did not break off."""
-        pairs = zip(self.responses, self.verdicts)
-        right = [verdict.correct for response, verdict in pairs if not response.invalid]
-        return 0 < sum(right) < len(right)
+    def trained_correct(self, *, overlong_filter: bool) -> list[bool]:
+        """Correctness of each response that is trained: without those that broke off, those that no
+        scorer judged and, with overlong filtering, those that were truncated."""
+        return [
+            verdict.correct
+            for response, verdict in zip(self.responses, self.verdicts)
+            if not (response.invalid or verdict.failed or (overlong_filter and response.truncated))
+        ]
+
+    def is_informative(self, *, overlong_filter: bool) -> bool:
+        """0 < correct < G, the constraint of DAPO eq. 11, over the responses that are trained: with
+        one that is right and one that is wrong the group has a gradient.
+
+        Args:
+            overlong_filter: whether truncated responses are left out of the loss.
+        """
+        correct = self.trained_correct(overlong_filter=overlong_filter)
+        return 0 < sum(correct) < len(correct)
 
 
 class Attempt(NamedTuple):
@@ -194,7 +211,8 @@ class Samples(NamedTuple):
     lengths_R: np.ndarray  # int
     groups_R: np.ndarray  # int, which prompt of the batch
     lag_N: np.ndarray  # int, rollout steps since the token was drawn
-    trained_R: np.ndarray  # bool, False where overlong filtering leaves it out of the loss
+    # bool, False where it is left out of the loss: invalid, not scored, overlong filtering
+    trained_R: np.ndarray
     counted_R: np.ndarray  # bool, False where it is left out of its group's baseline too
     rewards_RK: np.ndarray  # float64, components of the reward: of each scorer, the overlong one
     # Process supervision: (tokens up to the end of the step, its reward), for each response.

@@ -102,14 +102,11 @@ def learnt(rng: random.Random) -> dict[str, Any]:
     if advantage == "gae":
         critic = dict(learning_rate=1e-3, warmup_steps=1, value_clip=0.5, head_start_steps=0)
         return chosen | {"critic": critic, "dynamic_sampling__enabled": False}
-    enabled, surplus = rng.random() < 0.8, rng.choice(["return", "return", "carry", "drop"])
+    enabled = rng.random() < 0.8
     return chosen | {
         "dynamic_sampling__enabled": enabled,
-        "dynamic_sampling__surplus": surplus,
         "dynamic_sampling__prefilter__enabled": enabled and rng.random() < 0.3,
-        "dynamic_sampling__partial_rollouts": (
-            enabled and surplus == "return" and rng.random() < 0.3
-        ),
+        "dynamic_sampling__partial_rollouts": enabled and rng.random() < 0.3,
     }
 
 

@@ -47,14 +47,6 @@ def call(capsys, *arguments, main=train):
         ([TINY, "--config.rollout.top_p=1.5"], r"config\.rollout\.top_p must be in \(0, 1\]"),
         ([TINY, "--config.objective.aggregation=mean"], r"aggregation must be one of 'token-mean'"),
         ([TINY, "--config.rollout.top_p=0.9"], r"log_prob_source to 'recompute', or top_p to 1"),
-        (
-            [
-                TINY,
-                "--config.dynamic_sampling.surplus=drop",
-                "--config.dynamic_sampling.keep_slots_full=True",
-            ],
-            r"keep_slots_full .*enabled True and surplus 'return' beside it",
-        ),
         ([TINY, "--config.rollout.top_k=5"], r"log_prob_source to 'recompute', or top_k to 0"),
         ([TINY, "--config.rollout.min_p=0.1"], r"log_prob_source to 'recompute', or min_p to 0"),
         ([TINY, "--config.evaluation.min_p=2"], r"config\.evaluation\.min_p must be from 0 to 1"),
@@ -311,7 +303,6 @@ PREFILTER = ("dynamic_sampling", "prefilter")
         ((*PREFILTER, "min_sampled", 0.0), r"prefilter\.min_sampled must be in \(0, 1\]; got 0"),
         (("dynamic_sampling", "max_staleness", 0), r"max_staleness must be greater than 0; got 0"),
         (("rollout", "watchdog_seconds", -1.0), r"rollout\.watchdog_seconds must be .* got -1"),
-        (("rollout", "watchdog_hang_factor", 0.5), r"watchdog_hang_factor must be 1 or more, or 0"),
         ((*PREFILTER, "max_skips", 0), r"prefilter\.max_skips must be greater than 0; got 0"),
     ],
 )
@@ -325,16 +316,14 @@ def test_a_wrong_field_is_named(change, message):
         Config.from_dict(values)
 
 
-def test_partial_rollouts_need_a_stream():
+def test_partial_rollouts_need_dynamic_sampling():
     on = {"dynamic_sampling__partial_rollouts": True}
     assert Config.from_dict(tiny_dict(**on)).dynamic_sampling.max_staleness == 1
     message = (
-        r"dynamic_sampling\.partial_rollouts must be False, or enabled True and surplus 'return'"
+        r"partial_rollouts must be False without config\.dynamic_sampling\.enabled: .*got True"
     )
-    for change in ({"surplus": "carry"}, {"enabled": False}):
-        changes = {f"dynamic_sampling__{name}": value for name, value in change.items()}
-        with pytest.raises(UserError, match=message):
-            Config.from_dict(tiny_dict(**on, **changes))
+    with pytest.raises(UserError, match=message):
+        Config.from_dict(tiny_dict(**on, dynamic_sampling__enabled=False))
 
 
 FILE = source_dict("problems.jsonl")

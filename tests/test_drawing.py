@@ -7,22 +7,33 @@ import os
 import signal
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from dapo_jax import metrics
+from dapo_jax import board, metrics
+from dapo_jax import drawing as drawing_module
 from dapo_jax.drawing import Drawing
-from dapo_jax.dynamic_sampling import SamplingState, state_from_json, state_to_json, stream_batch
+from dapo_jax.dynamic_sampling import (
+    SamplingState,
+    Stream,
+    state_from_json,
+    state_to_json,
+    stream_batch,
+)
+from dapo_jax.processes import Processes
 from dapo_jax.progress import Progress
 from dapo_jax.reward import Rubric, Task
 from dapo_jax.reward_pool import RewardPool
-from dapo_jax.teams import ALONE
+from dapo_jax.rollout import scheduler
+from dapo_jax.teams import ALONE, Team
 from dapo_jax.types import Problem
 from dapo_jax.watchdog import Watchdog
 from tests.engines import make_engine
 from tests.helpers import make_params, tiny_config
+from tests.processes import Store
 
 SCORER = "tests.scorers:unhurried"
 CONFIG = tiny_config(dynamic_sampling__partial_rollouts=True)
@@ -189,3 +200,93 @@ def test_the_watchdog_knows_what_is_waited_for(engine, policies, pool):
     verdicts = [what for what in heard if what.startswith("reward workers: ")]
     assert any(what.startswith("reward workers: 0 of ") for what in verdicts)
     assert len(set(verdicts)) > 2
+
+
+class Waiting:
+    """A process that has nothing to draw while another draws all prompts, over a clock of its own.
+
+    Args:
+        told_every: seconds between the other's verdicts; none comes after `last`.
+    """
+
+    def __init__(self, monkeypatch, *, told_every, last=10_000):
+        monkeypatch.setattr(board, "LOOK_SECONDS", 0.0)
+        monkeypatch.setattr(drawing_module.time, "sleep", self.sleep)
+        monkeypatch.setattr(drawing_module.scheduler, "generate", self.generate)
+        self.now, self.told_every, self.last = 0, told_every, last
+        store = Store()
+        ours, self.others = (Processes(i, 2, store).board() for i in range(2))
+        self.numbers = [self.others.claim() for _ in range(4)]
+        self.watch = Watchdog(
+            0.0, print, lambda: float(self.now), most=30.0, give_up=self.give_up
+        )  # fmt: skip
+        self.watch.limited = True
+        trainer: Any = SimpleNamespace(
+            engine=None, team=ALONE, detokenize=spell, config=CONFIG, train_rubrics={}
+        )
+        pool: Any = None
+        params: Any = None
+        self.drawing = Drawing(
+            trainer, pool, params, key=jax.random.key(0), step=1, progress=Progress(3, 0),
+            check_stop=lambda: None, watch=self.watch,
+        )  # fmt: skip
+        self.stream = Stream(CONFIG.dynamic_sampling, 0.5, 4, ours)
+
+    def give_up(self, why):
+        raise TimeoutError(why)
+
+    def sleep(self, seconds):
+        self.now += 1
+        if self.numbers and self.now <= self.last and self.now % self.told_every == 0:
+            self.others.tell(self.numbers.pop(0), True)
+        self.watch.look()
+
+    def generate(self, *_, enough, **__):
+        """Looks for a while as a process does that has nothing to draw, but may get something."""
+        while self.now < 50 and not enough():
+            self.sleep(0.0)
+        return [], scheduler.RolloutStats()
+
+    def run(self):
+        self.drawing._draw(self.stream, iter(()))
+
+
+def test_who_waits_for_others_that_get_on_is_not_ended(monkeypatch):
+    waiting = Waiting(monkeypatch, told_every=25)
+    waiting.run()
+    assert waiting.now == 100 and waiting.stream.accepted == 4
+
+
+@pytest.mark.parametrize("last, ended", [(0, 30), (25, 55), (75, 105)])
+def test_who_waits_and_hears_nothing_at_all_is_ended(monkeypatch, last, ended):
+    waiting = Waiting(monkeypatch, told_every=25, last=last)
+    with pytest.raises(TimeoutError, match="nothing has moved for 30 s"):
+        waiting.run()
+    assert abs(waiting.now - ended) <= 1
+
+
+def test_all_of_a_replica_hear_that_others_get_on(monkeypatch):
+    """The first of them alone looks; the others are told of news with what they are told anyway."""
+    store, now = Store(), [0.0]
+    teams = [Team(Processes(i, 2, store), 2) for i in range(2)]
+    first, second = (
+        Drawing(
+            SimpleNamespace(team=team), None, None, key=None, step=1, progress=None,
+            check_stop=lambda: None,
+            watch=Watchdog(0.0, print, lambda: now[0], most=30.0, give_up=pytest.fail),
+        )
+        for team in teams
+    )  # fmt: skip
+    heard = []
+    monkeypatch.setattr(first.watch, "moved", lambda: heard.append("first"))
+    monkeypatch.setattr(second.watch, "moved", lambda: heard.append("second"))
+    news = iter([(False, 1), (False, 1), (False, 2), (True, 2)])
+    asked = lambda *_, enough, **__: [enough() for _ in range(4)]
+    monkeypatch.setattr(drawing_module.scheduler, "generate", asked)
+    for drawing in (first, second):
+        drawing.trainer = SimpleNamespace(
+            config=CONFIG, engine=None, detokenize=None, team=drawing.team
+        )
+        over: Any = drawing._generate([], enough=lambda: next(news))
+        assert over == [False, False, False, True]
+    assert heard == ["first"] * 2 + ["second"] * 2

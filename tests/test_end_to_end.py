@@ -88,7 +88,7 @@ def test_a_run_leaves_what_it_promises(finished):
 
 
 REQUIRED_METRICS = """
-    reward/mean accuracy/sampled accuracy/trained sampling/rounds sampling/prompts_tried
+    reward/mean accuracy/sampled accuracy/trained sampling/prompts_tried
     sampling/prompts_kept sampling/prompts_all_right sampling/prompts_all_wrong
     length/mean length/max length/truncated_share policy/entropy policy/token_prob
     policy/clip_high_share policy/clip_low_share policy/ratio_max policy/ratio_min policy/kl_old

@@ -16,7 +16,7 @@ LAYERS = [
      "batching", "row_order", "reward", "scorers", "rows", "hub", "sources", "prompts",
      "estimators", "arithmetic", "prefilter", "partial_rollouts", "progress", "board",
      "processes", "teams", "stop_signals", "watchdog",
-     "profiling", "maintenance", "compilations", "hf_config", "rotary", "products"],
+     "profiling", "compilations", "hf_config", "rotary", "products"],
     ["model", "attention", "attention_kernels", "vocabulary", "log_probs", "sharding",
      "samples", "data", "tokenizer", "checkpoint", "reward_pool", "scoring", "votes",
      "run_directory", "report", "benchmark_page", "report_data", "report_plots", "paper_curves"],

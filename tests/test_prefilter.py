@@ -10,7 +10,6 @@ import pytest
 from dapo_jax import metrics
 from dapo_jax.dynamic_sampling import (
     SamplingState,
-    sample_batch,
     state_from_json,
     state_to_json,
     stream_batch,
@@ -134,9 +133,8 @@ def test_probabilities_rest_in_the_first_epoch_and_without_groups():
     assert next_state(CONFIG, state, [], []) == state
 
 
-def run(mode, state, place, kinds, seed, *, num=4, order=0, config=ON):
+def run(state, place, kinds, seed, *, num=4, order=0, config=ON):
     """A step, its groups ending in an order of its own; the place in the data after it."""
-    config = dataclasses.replace(config, surplus=mode)
     data, rng = Data(place), np.random.default_rng(order)
     make = lambda problem: group(kinds[problem.id], problem.id, problem.epoch)
 
@@ -153,16 +151,10 @@ def run(mode, state, place, kinds, seed, *, num=4, order=0, config=ON):
             number, problem = drawing.pop(rng.integers(len(drawing)))
             stream.scored(number, make(problem))
 
-    if mode == "return":
-        batch, state = stream_batch(
-            config, state, num_prompts=num, step=1, seed=seed, take=data.take,
-            position=lambda: data.place, go_back=data.go_back, draw=draw,
-        )  # fmt: skip
-    else:
-        batch, state = sample_batch(
-            config, state, num_prompts=num, seed=seed, take=data.take,
-            sample=lambda problems: [make(p) for p in problems],
-        )  # fmt: skip
+    batch, state = stream_batch(
+        config, state, num_prompts=num, step=1, seed=seed, take=data.take,
+        position=lambda: data.place, go_back=data.go_back, draw=draw,
+    )  # fmt: skip
     return batch, state, data.place
 
 
@@ -178,7 +170,7 @@ def test_what_is_left_out_does_not_depend_on_which_response_ends_first():
     kinds, skipped = "rrwmrwwmrm", []
     state, place = start(), 0
     for _ in range(8):
-        found = [run("return", state, place, kinds, 0, order=order) for order in range(12)]
+        found = [run(state, place, kinds, 0, order=order) for order in range(12)]
         batch, after, end = found[0]
         for other, its_state, its_end in found[1:]:
             assert visits(other.groups) == visits(batch.groups)
@@ -199,41 +191,38 @@ def test_what_is_left_out_does_not_depend_on_which_response_ends_first():
     assert sum(skipped[2:]) > 20, "nothing is left out"
 
 
-@pytest.mark.parametrize("mode", ["return", "carry", "drop"])
-def test_a_state_that_went_through_json_goes_on_the_same(mode):
+def test_a_state_that_went_through_json_goes_on_the_same():
     kinds = "rrwmrwwmrm"
     (one, place), (two, its_place) = (start(), 0), (start(), 0)
     for step in range(8):
-        batch, one, place = run(mode, one, place, kinds, 7)
+        batch, one, place = run(one, place, kinds, 7)
         two = state_from_json(json.loads(json.dumps(state_to_json(two))))
-        other, two, its_place = run(mode, two, its_place, kinds, 7, order=step)
+        other, two, its_place = run(two, its_place, kinds, 7, order=step)
         assert visits(batch.sampled) == visits(other.sampled) and place == its_place
         assert batch.skipped == other.skipped
         assert (one.prefilter, one.kept_share) == (two.prefilter, two.kept_share)
     assert one.prefilter is not None and one.prefilter.p_easy != 0.5 and batch.skipped
-    of_seeds = {tuple(visits(run(mode, one, place, kinds, seed)[0].sampled)) for seed in range(9)}
+    of_seeds = {tuple(visits(run(one, place, kinds, seed)[0].sampled)) for seed in range(9)}
     assert len(of_seeds) > 4, "the seed decides"
 
 
-@pytest.mark.parametrize("mode", ["return", "carry", "drop"])
-def test_a_step_ends_when_all_that_there_is_teaches_nothing(mode):
+def test_a_step_ends_when_all_that_there_is_teaches_nothing():
     hopeless = PrefilterState(0.05, 0.05, dict.fromkeys(range(NUM_PROBLEMS), 30))
     few = dataclasses.replace(ON, prefilter=dataclasses.replace(CONFIG, max_skips=50))
     state = SamplingState(prefilter=hopeless)
-    batch, after, place = run(mode, state, 0, "r" * NUM_PROBLEMS, 0, config=few)
+    batch, after, place = run(state, 0, "r" * NUM_PROBLEMS, 0, config=few)
     assert batch.skipped == 50 and len(batch.sampled) == place - 50
-    assert len(batch.sampled) == 5 * 8 if mode == "return" else batch.rounds == 5
+    assert len(batch.sampled) == 5 * 8
     assert batch.groups == [] and after.prefilter is not None
     assert after.prefilter.streaks[0] > 30
 
 
-@pytest.mark.parametrize("mode", ["return", "carry", "drop"])
-def test_switched_off_nothing_is_left_out(mode):
+def test_switched_off_nothing_is_left_out():
     off = dataclasses.replace(ON, prefilter=dataclasses.replace(CONFIG, enabled=False))
     assert initial_state(off.prefilter) is None
     state, place = SamplingState(), 0
     for _ in range(4):
-        batch, state, end = run(mode, state, place, "rrwmrwwmrm", 0, config=off)
+        batch, state, end = run(state, place, "rrwmrwwmrm", 0, config=off)
         assert state.prefilter is None and batch.skipped == 0
         assert visits(batch.sampled) == [(p.id, p.epoch) for p in Data(place).take(end - place)]
         place = end
@@ -243,7 +232,7 @@ def test_switched_off_nothing_is_left_out(mode):
 def test_its_metrics():
     state = PrefilterState(0.4, 0.6, {0: 3})
     sampling = SamplingState(prefilter=state)
-    batch, _, _ = run("drop", sampling, 10, "r" + 9 * "m", 3)
+    batch, _, _ = run(sampling, 10, "r" + 9 * "m", 3)
     told = metrics.prefilter_metrics(batch, state)
     assert batch.skipped == 1, "another seed is needed for this test"
     assert told == {
@@ -252,3 +241,16 @@ def test_its_metrics():
         "prefilter/p_easy": 0.4,
         "prefilter/p_hard": 0.6,
     }
+
+
+def test_a_visit_that_says_nothing_of_a_prompt_changes_no_streak():
+    """Every response broken off or not scored; with overlong filtering, truncated. One that is
+    right among truncated ones is not all right."""
+    state = PrefilterState(0.5, 0.5, {0: 2, 1: -3})
+    fault = lambda g: g._replace(verdicts=tuple(v._replace(note="timeout") for v in g.verdicts))
+    groups = [fault(group("w", 0)), make_group([True, False, False, False], id=1, truncated=4)]
+    after = next_state(CONFIG, state, groups, [], overlong_filter=True)
+    assert after is not None and after.streaks == state.streaks
+    right = [make_group([True, True, False], id=1, truncated=1)]
+    after = next_state(CONFIG, state, right, [], overlong_filter=True)
+    assert after is not None and after.streaks == {0: 2, 1: 1}

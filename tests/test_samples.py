@@ -1,6 +1,7 @@
 """From scored groups to columns: lengths in tokens, who is filtered, who is in the baseline."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -98,9 +99,77 @@ def test_a_response_that_broke_off_says_nothing_of_its_prompt():
     group = group._replace(responses=(*group.responses[:3], invalid))
     *kept, broken = advantages_of(config, [group])
     np.testing.assert_allclose([a[0] for a in kept], [2 / 3, 2 / 3, -4 / 3])
-    assert not broken.any() and group.informative
+    assert not broken.any() and group.is_informative(overlong_filter=False)
     others = group._replace(responses=(*group.responses[:2], invalid, invalid))
-    assert not others.informative
+    assert not others.is_informative(overlong_filter=False)
+
+
+def has_gradient(config, group):
+    """Whether any token that is trained has an advantage other than 0."""
+    (trained,) = [samples_of(config, [group]).trained_R]
+    return any(np.any(a) for a, kept in zip(advantages_of(config, [group]), trained) if kept)
+
+
+@pytest.mark.parametrize("in_baseline", [True, False])
+def test_truncated_responses_that_are_not_trained_make_no_group_informative(in_baseline):
+    config = tiny_config(
+        objective__overlong_filter=True, objective__overlong_in_baseline=in_baseline
+    )
+    all_cut = make_group([True, False, False, False], truncated=4)
+    rest_right = make_group([True, True, True, False], truncated=1)
+    mixed = make_group([True, False, True, False], truncated=1)
+    for group, informative in ((all_cut, False), (rest_right, False), (mixed, True)):
+        assert group.is_informative(overlong_filter=True) == informative
+        assert group.is_informative(overlong_filter=False)
+    assert not has_gradient(config, all_cut)
+
+
+@pytest.mark.parametrize(
+    "overlong_filter, in_baseline", [(True, True), (True, False), (False, True)]
+)
+def test_every_group_that_is_accepted_has_a_gradient(overlong_filter, in_baseline):
+    """All groups of four, each response right or wrong, and whole, truncated, broken off or not
+    scored: where the filter accepts one some token that is trained has an advantage."""
+    config = tiny_config(
+        objective__overlong_filter=overlong_filter,
+        objective__overlong_in_baseline=in_baseline,
+    )
+    accepted = 0
+    kinds = list(itertools.product((True, False), ("stop", "length", "invalid", "fault")))
+    for chosen in itertools.combinations_with_replacement(kinds, 4):
+        group = make_group([right for right, _ in chosen])
+        responses = tuple(
+            r._replace(finish_reason=how if how != "fault" else "stop")
+            for r, (_, how) in zip(group.responses, chosen)
+        )
+        verdicts = tuple(
+            v._replace(correct=right and how != "fault", note="timeout" * (how == "fault"))
+            for v, (right, how) in zip(group.verdicts, chosen)
+        )
+        group = group._replace(responses=responses, verdicts=verdicts)
+        if group.is_informative(overlong_filter=overlong_filter):
+            accepted += 1
+            assert has_gradient(config, group), chosen
+    assert accepted >= 36
+
+
+def test_a_fault_of_the_scorer_says_nothing_of_its_prompt():
+    """15 right and a timeout: nothing to learn. With a wrong one, the mean is over 15."""
+    config = tiny_config(rollout__group_size=16, objective__normalise_std=False)
+    group = make_group([True] * 15 + [False])
+    fault = group.verdicts[-1]._replace(note="timeout")
+    faulty = group._replace(verdicts=(*group.verdicts[:-1], fault))
+    assert group.is_informative(overlong_filter=False)
+    assert not faulty.is_informative(overlong_filter=False)
+    assert not np.concatenate(advantages_of(config, [faulty])).any()
+    assert samples_of(config, [faulty]).trained_R.tolist() == [True] * 15 + [False]
+
+    group = make_group([True] * 14 + [False] * 2)
+    faulty = group._replace(verdicts=(*group.verdicts[:-1], fault))
+    *kept, lost = advantages_of(config, [faulty])
+    mean = (14 - 1) / 15
+    np.testing.assert_allclose([a[0] for a in kept], [1 - mean] * 14 + [-1 - mean])
+    assert not lost.any() and faulty.is_informative(overlong_filter=False)
 
 
 def test_opo_counts_the_tokens_of_a_filtered_response_where_it_counts():

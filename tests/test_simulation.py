@@ -1,6 +1,5 @@
 """launch/plan.py --simulate_hosts: what is drawn, how long it takes, and what is refused."""
 
-import dataclasses
 import json
 import re
 
@@ -22,7 +21,6 @@ CONFIG = tiny_config(
     rollout__decode_steps=4,
     train__prompts_per_step=6,
     train__prompts_per_update=2,
-    dynamic_sampling__surplus="return",
     dynamic_sampling__max_rounds=10,
     dynamic_sampling__max_round_prompts=8,
 )
@@ -71,7 +69,6 @@ def test_a_host_without_work_waits():
     config = tiny_config(
         rollout__group_size=G, rollout__max_response_tokens=32, rollout__decode_steps=1,
         train__prompts_per_step=2, train__prompts_per_update=2,
-        dynamic_sampling__surplus="return",
     )  # fmt: skip
 
     def found(policy):
@@ -88,15 +85,12 @@ def test_a_host_without_work_waits():
 
 
 def test_slots_that_are_kept_full_draw_the_same_batch():
-    """The field is the policy `eager`: more is begun, and no prompt of the batch is another."""
+    """The policy `eager`: more is begun, and no prompt of the batch is another."""
     rng = np.random.default_rng(5)
     lengths, informative = rng.integers(1, 33, (80, G)), rng.random(80) < 0.4
     drawn = lambda **changes: play(lambda i: (lengths[i], informative[i]), hosts=2, **changes)
-    sampling = dataclasses.replace(CONFIG.dynamic_sampling, keep_slots_full=True)
     ours, eager = drawn(), drawn(policy="eager")
-    full = drawn(config=dataclasses.replace(CONFIG, dynamic_sampling=sampling))
-    assert full.begun == eager.begun > ours.begun and full.seconds == eager.seconds
-    assert full.batch == ours.batch
+    assert eager.begun > ours.begun and eager.batch == ours.batch
 
 
 @pytest.mark.parametrize("policy", simulation.POLICIES)
@@ -138,7 +132,6 @@ def test_units_of_tokens_change_little():
         rollout__group_size=G, rollout__max_response_tokens=512, rollout__decode_steps=4,
         train__row_tokens=536, pretrain__row_tokens=536,
         train__prompts_per_step=6, train__prompts_per_update=2,
-        dynamic_sampling__surplus="return",
     )  # fmt: skip
     lengths = np.random.default_rng(0).integers(100, 512, (400, G))
 
@@ -275,7 +268,7 @@ def test_the_table(capsys):
         (["--chip=v9"], "--chip must be one of v4, v5p"),
         (["--decode_seconds=1"], "go together"),
         (["--unit_tokens=3"], "--unit_tokens must divide config.rollout.decode_steps .8."),
-        (["--config.dynamic_sampling.surplus=drop"], "needs config.dynamic_sampling.surplus"),
+        (["--config.dynamic_sampling.enabled=False"], "needs config.dynamic_sampling.enabled"),
     ],
 )  # fmt: skip
 def test_a_wrong_command_is_told(capsys, arguments, message):
@@ -286,5 +279,5 @@ def test_a_wrong_command_is_told(capsys, arguments, message):
 
 
 def test_asked_is_what_the_program_takes():
-    config = tiny_config(dynamic_sampling__surplus="return")
+    config = tiny_config()
     assert many_hosts.check(config, Asked(simulate_hosts=3)) == [1, 3, 16, 64, 256]

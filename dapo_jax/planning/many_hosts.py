@@ -47,7 +47,6 @@ def check(config: Config, asked: Asked) -> list[int]:
     d = config.dynamic_sampling
     for name, value, wanted in (
         ("dynamic_sampling.enabled", d.enabled, True),
-        ("dynamic_sampling.surplus", d.surplus, "return"),
         ("dynamic_sampling.partial_rollouts", d.partial_rollouts, False),
     ):
         if value != wanted:

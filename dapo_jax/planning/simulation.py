@@ -113,6 +113,12 @@ class Dealt(Stream):
             yield self.taken[-1]
 
 
+class Eager(Stream):
+    """Counts on no prompt to be informative before it is known."""
+
+    share = 0.0  # type: ignore[reportAssignmentType]
+
+
 class OneBoard(Board):
     """The board of all hosts; knows whether there is news."""
 
@@ -121,6 +127,9 @@ class OneBoard(Board):
     def tell(self, number: int, informative: bool) -> None:
         super().tell(number, informative)
         self.news = True
+
+
+KINDS = {"ours": Stream, "eager": Eager, "dealt": Dealt}
 
 
 class Host:
@@ -235,9 +244,7 @@ def rollout(
 
     each = []
     for i in range(hosts):
-        kind = Dealt if policy == "dealt" else Stream
-        full = dataclasses.replace(d, keep_slots_full=True) if policy == "eager" else d
-        stream = kind(full, share, num_prompts, board)
+        stream = KINDS[policy](d, share, num_prompts, board)
         if isinstance(stream, Dealt):
             stream.host, stream.hosts = i, hosts
         each.append(Host(setting, stream, problems, work))

@@ -100,7 +100,6 @@ def generate(
         run.table.step, run.admission.begun = partial.step, partial.begun
     for moved in run.turns(enough, check_stop):
         if not moved:
-            run.watch.lives()
             time.sleep(idle_seconds)  # for problems that are to come later
             run.stats += RolloutStats(idle_seconds=idle_seconds)
     if partial is not None:

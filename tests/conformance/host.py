@@ -218,7 +218,9 @@ def filter_groups(case: Case) -> Compared:
         verdicts = tuple(Verdict(bool(v), float(v)) for v in record["values"])
         response = Response(np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", "")
         group = Group(Problem(0, "", (), "", ""), (response,) * len(verdicts), verdicts, 0)
-        pairs.append((float(group.informative), float(record["recipe_keep"])))
+        pairs.append(
+            (float(group.is_informative(overlong_filter=False)), float(record["recipe_keep"]))
+        )
     note = "correctness is a boolean here: no group differs by a float, and one alone is dropped"
     return Compared(pairs, note)
 
