@@ -173,6 +173,7 @@ def get_config() -> ml_collections.ConfigDict:
                 advantage="grpo",
                 normalise_std=True,
                 std_ddof=1,
+                outcome_as_step=ml_collections.config_dict.placeholder(bool),
                 component_weights=ml_collections.config_dict.placeholder(tuple),
                 gamma=ml_collections.config_dict.placeholder(float),
                 gae_lambda=ml_collections.config_dict.placeholder(float),

@@ -1,4 +1,8 @@
-"""The baseline of the DAPO paper's Table 1, naive GRPO, on the task and budget of tiny_dapo.
+"""GRPO with its KL term (arXiv:2402.03300) on the task and budget of tiny_dapo: the baseline.
+
+Not quite the naive GRPO of the DAPO paper's Table 1, whose published scripts have no KL: that is
+--config.objective.kl_coefficient=0 --config.objective.kl_estimator=None
+--config.objective.clip_dual=None. The dual clip of tiny_dapo stays on here.
 
 Everything that is not set below is as in configs/tiny_dapo.py, base model included.
 

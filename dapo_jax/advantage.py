@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Float, Int, Real
 
 EPSILON = 1e-6  # keeps the division finite when all rewards are equal, as in the reference
 WHITEN_EPSILON = 1e-8  # the same for whole batches
@@ -41,7 +42,9 @@ class Advantages(NamedTuple):
     return_N: np.ndarray | None  # float64, what a critic is to predict; None without one
 
 
-def group_advantages(rewards_G: np.ndarray, *, normalise_std: bool, std_ddof: int) -> np.ndarray:
+def group_advantages(
+    rewards_G: Real[np.ndarray, " G"], *, normalise_std: bool, std_ddof: int
+) -> Float[np.ndarray, " G"]:
     """A_i = (R_i - mean(R)) / (std(R) + 1e-6), [G].
 
     Source: DAPO, arXiv:2503.14476, eq. 9. The paper does not say which standard deviation:
@@ -62,8 +65,12 @@ def group_advantages(rewards_G: np.ndarray, *, normalise_std: bool, std_ddof: in
 
 
 def grpo(
-    rewards_R: np.ndarray, groups_R: np.ndarray, *, normalise_std: bool, std_ddof: int
-) -> np.ndarray:
+    rewards_R: Float[np.ndarray, " R"],
+    groups_R: Int[np.ndarray, " R"],
+    *,
+    normalise_std: bool,
+    std_ddof: int,
+) -> Float[np.ndarray, " R"]:
     """`group_advantages` of each group [R]: GRPO (arXiv:2402.03300, section 4.1.2), DAPO; Dr. GRPO
     without the division."""
     return _by_group(
@@ -73,7 +80,9 @@ def grpo(
     )
 
 
-def rloo(rewards_R: np.ndarray, groups_R: np.ndarray) -> np.ndarray:
+def rloo(
+    rewards_R: Float[np.ndarray, " R"], groups_R: Int[np.ndarray, " R"]
+) -> Float[np.ndarray, " R"]:
     """A_i = R_i - mean of the others' rewards [R].
 
     Source: RLOO, arXiv:2402.14740.
@@ -86,7 +95,11 @@ def rloo(rewards_R: np.ndarray, groups_R: np.ndarray) -> np.ndarray:
     return _by_group(leave_one_out, groups_R, rewards_R)
 
 
-def opo(rewards_R: np.ndarray, groups_R: np.ndarray, drawn_R: np.ndarray) -> np.ndarray:
+def opo(
+    rewards_R: Float[np.ndarray, " R"],
+    groups_R: Int[np.ndarray, " R"],
+    drawn_R: Int[np.ndarray, " R"],
+) -> Float[np.ndarray, " R"]:
     """A_i = R_i - sum_j n_j R_j / sum_j n_j, the baseline of least variance when gradients grow
     with length [R]; n_j all tokens of a response, also of one that counts and is not trained.
 
@@ -101,7 +114,9 @@ def opo(rewards_R: np.ndarray, groups_R: np.ndarray, drawn_R: np.ndarray) -> np.
     return _by_group(one, groups_R, rewards_R, drawn_R)
 
 
-def remax(rewards_R: np.ndarray, baselines_R: np.ndarray) -> np.ndarray:
+def remax(
+    rewards_R: Float[np.ndarray, " R"], baselines_R: Float[np.ndarray, " R"]
+) -> Float[np.ndarray, " R"]:
     """A_i = R_i - reward of the greedy response to the same prompt [R].
 
     Source: ReMax, arXiv:2310.10505, algorithm 1.
@@ -110,8 +125,12 @@ def remax(rewards_R: np.ndarray, baselines_R: np.ndarray) -> np.ndarray:
 
 
 def pass_at_k(
-    rewards_R: np.ndarray, groups_R: np.ndarray, *, normalise_std: bool, std_ddof: int
-) -> np.ndarray:
+    rewards_R: Float[np.ndarray, " R"],
+    groups_R: Int[np.ndarray, " R"],
+    *,
+    normalise_std: bool,
+    std_ddof: int,
+) -> Float[np.ndarray, " R"]:
     """The best response of a group gets its lead over the second, the others 0 [R]; with
     `normalise_std` over the group's standard deviation. Of equal bests the lead is 0.
 
@@ -129,7 +148,9 @@ def pass_at_k(
     return _by_group(one, groups_R, rewards_R)
 
 
-def gpg(rewards_R: np.ndarray, groups_R: np.ndarray, *, gpg_norm: float) -> np.ndarray:
+def gpg(
+    rewards_R: Float[np.ndarray, " R"], groups_R: Int[np.ndarray, " R"], *, gpg_norm: float
+) -> Float[np.ndarray, " R"]:
     """A_i = alpha (R_i - mean(R)) / gpg_norm [R], alpha = responses / responses of reward not 0.
 
     Source: GPG, arXiv:2504.02546, with alpha as the reference counts it: for rewards of 0 and 1.
@@ -139,7 +160,9 @@ def gpg(rewards_R: np.ndarray, groups_R: np.ndarray, *, gpg_norm: float) -> np.n
     return alpha * _centred(rewards_R, groups_R) / gpg_norm
 
 
-def lite_ppo(rewards_R: np.ndarray, groups_R: np.ndarray, *, std_ddof: int) -> np.ndarray:
+def lite_ppo(
+    rewards_R: Float[np.ndarray, " R"], groups_R: Int[np.ndarray, " R"], *, std_ddof: int
+) -> Float[np.ndarray, " R"]:
     """A_i = (R_i - mean of its group) / (std of the whole batch's rewards + 1e-6) [R].
 
     Source: Lite PPO in "Tricks or Traps", arXiv:2508.08221; aggregation token-mean.
@@ -148,7 +171,9 @@ def lite_ppo(rewards_R: np.ndarray, groups_R: np.ndarray, *, std_ddof: int) -> n
     return _centred(rewards_R, groups_R) / (scale + EPSILON)
 
 
-def maxrl(rewards_R: np.ndarray, groups_R: np.ndarray) -> np.ndarray:
+def maxrl(
+    rewards_R: Float[np.ndarray, " R"], groups_R: Int[np.ndarray, " R"]
+) -> Float[np.ndarray, " R"]:
     """A_i = (R_i - mean(R)) / mean(R) for rewards from 0 up: the gradient of log pass rate [R].
 
     Source: MaxRL, arXiv:2602.02710. A group of mean 0 gets 0.
@@ -170,14 +195,14 @@ def maxrl(rewards_R: np.ndarray, groups_R: np.ndarray) -> np.ndarray:
 
 
 def gdpo(
-    components_RK: np.ndarray,
-    groups_R: np.ndarray,
-    lengths_R: np.ndarray,
+    components_RK: Float[np.ndarray, "R K"],
+    groups_R: Int[np.ndarray, " R"],
+    lengths_R: Int[np.ndarray, " R"],
     *,
     component_weights: tuple[float, ...],
     normalise_std: bool,
     std_ddof: int,
-) -> np.ndarray:
+) -> Float[np.ndarray, " R"]:
     """sum_k w_k A_k, each component normalised in its group by itself, then whitened over the
     tokens of the batch [R].
 
@@ -198,8 +223,10 @@ def gdpo(
 
 
 def reinforce_plus_plus_baseline(
-    rewards_R: np.ndarray, groups_R: np.ndarray, lengths_R: np.ndarray
-) -> np.ndarray:
+    rewards_R: Float[np.ndarray, " R"],
+    groups_R: Int[np.ndarray, " R"],
+    lengths_R: Int[np.ndarray, " R"],
+) -> Float[np.ndarray, " R"]:
     """R_i - mean of its group, whitened over the tokens of the batch [R].
 
     Source: REINFORCE++ with baseline, arXiv:2501.03262.
@@ -208,8 +235,8 @@ def reinforce_plus_plus_baseline(
 
 
 def reinforce_plus_plus(
-    token_rewards_N: np.ndarray, lengths_R: np.ndarray, *, gamma: float
-) -> np.ndarray:
+    token_rewards_N: Float[np.ndarray, " N"], lengths_R: Int[np.ndarray, " R"], *, gamma: float
+) -> Float[np.ndarray, " N"]:
     """Discounted rewards to go, whitened over the tokens of the batch [N].
 
         G_t = r_t + gamma G_{t+1},   A = (G - mean(G)) / std(G)
@@ -221,28 +248,35 @@ def reinforce_plus_plus(
 
 def process_grpo(
     steps: tuple[tuple[tuple[int, float], ...], ...],
-    rewards_R: np.ndarray,
-    groups_R: np.ndarray,
-    lengths_R: np.ndarray,
+    rewards_R: Float[np.ndarray, " R"],
+    groups_R: Int[np.ndarray, " R"],
+    lengths_R: Int[np.ndarray, " R"],
     *,
     normalise_std: bool,
     std_ddof: int,
-) -> np.ndarray:
+    outcome_as_step: bool,
+) -> Float[np.ndarray, " N"]:
     """GRPO with process supervision [N]: sum of the normalised rewards of the steps that end at or
     after the token.
 
         r~ = (r - mean(all step rewards of the group)) / (std + 1e-6)
         A_t = sum over steps j of the response with end(j) >= t of r~_j
 
-    The outcome reward counts as a last step, which ends with the response; without other steps
-    this is GRPO.
+    Tokens after the last step, and responses without steps, have advantage 0.
 
     Source: GRPO, arXiv:2402.03300, section 4.1.3.
+
+    Args:
+        steps: (tokens up to the end of the step, reward) of each step, per response.
+        rewards_R: outcome rewards; read only with `outcome_as_step`.
+        outcome_as_step: the outcome reward is one more step of every response, which ends with it.
+            Not in the paper. Without other steps this is GRPO.
     """
-    ends = [[*(end for end, _ in s), n] for s, n in zip(steps, lengths_R)]
-    rewards = [[*(reward for _, reward in s), r] for s, r in zip(steps, rewards_R)]
-    count_R = np.array([len(r) for r in rewards], int)
-    flat_S = np.array([x for r in rewards for x in r], np.float64)
+    if outcome_as_step:
+        steps = tuple((*s, (n, r)) for s, n, r in zip(steps, lengths_R, rewards_R, strict=True))
+    ends = [[end for end, _ in s] for s in steps]
+    count_R = np.array([len(s) for s in steps], int)
+    flat_S = np.array([reward for s in steps for _, reward in s], np.float64)
     normalised_S = grpo(
         flat_S, np.repeat(groups_R, count_R), normalise_std=normalise_std, std_ddof=std_ddof
     )
@@ -250,19 +284,19 @@ def process_grpo(
     for end, reward_S, n in zip(ends, np.split(normalised_S, np.cumsum(count_R)[:-1]), lengths_R):
         due_n = np.zeros(n)  # normalised reward that falls due at each token
         if n:
-            np.add.at(due_n, np.clip(np.array(end) - 1, 0, n - 1), reward_S)
+            np.add.at(due_n, np.clip(np.array(end, int) - 1, 0, n - 1), reward_S)
         out.append(np.cumsum(due_n[::-1])[::-1])
     return np.concatenate(out) if out else np.zeros(0)
 
 
 def gae(
-    token_rewards_N: np.ndarray,
-    values_N: np.ndarray,
-    lengths_R: np.ndarray,
+    token_rewards_N: Float[np.ndarray, " N"],
+    values_N: Float[np.ndarray, " N"],
+    lengths_R: Int[np.ndarray, " R"],
     *,
     gamma: float,
     gae_lambda: float,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Float[np.ndarray, " N"], Float[np.ndarray, " N"]]:
     """(advantages, returns) of each token [N]; `estimate` whitens the advantages.
 
         delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma gae_lambda A_{t+1}
@@ -280,12 +314,14 @@ def gae(
     return advantage_N, advantage_N + values_N
 
 
-def whiten(x: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
+def whiten(
+    x: Float[np.ndarray, " n"], counts: Int[np.ndarray, " n"] | None = None
+) -> Float[np.ndarray, " n"]:
     """(x - mean) / sqrt(var + 1e-8), var with ddof 1, each entry counted `counts` times.
 
     0 where fewer than two are counted.
     """
-    counts = np.ones(len(x)) if counts is None else np.asarray(counts, np.float64)
+    counts = np.ones(len(x)) if counts is None else counts.astype(np.float64)
     n = counts.sum()
     if n < 2:
         return np.zeros(len(x))

@@ -13,7 +13,7 @@ as in the reference implementation's current version.
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
+from jaxtyping import Int
 
 
 class Aggregation(NamedTuple):
@@ -22,7 +22,11 @@ class Aggregation(NamedTuple):
 
 
 def aggregate(
-    lengths_R: ArrayLike, groups_R: ArrayLike, *, aggregation: str, max_response_tokens: int
+    lengths_R: Int[np.ndarray, " R"],
+    groups_R: Int[np.ndarray, " R"],
+    *,
+    aggregation: str,
+    max_response_tokens: int,
 ) -> Aggregation:
     """w of each response's tokens and W of the mini-batch.
 
@@ -43,7 +47,7 @@ def aggregate(
         aggregation: one of the names.
         max_response_tokens: the constant divisor of the last.
     """
-    n_R = np.asarray(lengths_R, np.float64)
+    n_R = lengths_R.astype(np.float64)
     there_R = n_R > 0
     ones_R = there_R.astype(np.float64)
     R = float(there_R.sum())
@@ -58,7 +62,7 @@ def aggregate(
     elif aggregation == "seq-mean-token-mean":
         numerator_R, denominator = ones_R / np.maximum(n_R, 1.0), R
     else:
-        _, group_R = np.unique(np.asarray(groups_R), return_inverse=True)
+        _, group_R = np.unique(groups_R, return_inverse=True)
         tokens_Q = np.bincount(group_R, weights=n_R)
         numerator_R = ones_R / np.maximum(tokens_Q[group_R], 1.0)
         denominator = float((tokens_Q > 0).sum())

@@ -64,8 +64,8 @@ class ModelConfig:
     # Tokens that end a response, beside the tokenizer's end of sequence; None in a config file
     # with a `path`: those of its generation_config.json.
     stop_token_ids: tuple[int, ...]
-    # Of master weights. bfloat16 is for evaluation: an update below 0.2 to 0.4 % of a weight, which
-    # at the usual learning rates is every one, is rounded away.
+    # Of master weights. bfloat16 is for evaluation, and refused in training: an update below 0.2 to
+    # 0.4 % of a weight, which at the usual learning rates is every one, is rounded away.
     param_dtype: Literal["float32", "bfloat16"]
     compute_dtype: Literal["float32", "bfloat16"]  # of activations and matmul inputs
     # What is kept of each layer for the backward pass, which computes the rest again; from most
@@ -174,7 +174,10 @@ class RolloutConfig:
     # Who attends to the cache: XLA, or JAX's kernel for the platform. auto: the kernel where there
     # is one that takes the model.
     kernel: Literal["auto", "xla", "tpu", "gpu"]
-    log_prob_source: Literal["rollout", "recompute"]  # where the ratio's old log-probs come from
+    # The ratio's old log-probs: as the rollout stored them (float32: the same to 1e-7), or
+    # recomputed by the training program before the first update (bfloat16: they differ by 1e-2 nats
+    # a token). Tokens of earlier steps keep those of the policy that sampled them.
+    log_prob_source: Literal["rollout", "recompute"]
     # When nothing has moved for so long, the run says what it waits for; 0: never.
     watchdog_seconds: float
     # When nothing has moved for so long in a step, here or in another process as far as it is
@@ -258,6 +261,8 @@ class ObjectiveConfig:
     ]  # fmt: skip
     normalise_std: bool | None  # divide by the standard deviation of the group
     std_ddof: int | None  # 1: as torch.std and verl; 0: population
+    # grpo-process: the outcome's reward is one more step, which ends with the response.
+    outcome_as_step: bool | None
     component_weights: tuple[float, ...] | None  # GDPO: of each scorer's and the overlong reward
     gamma: float | None  # discount per token
     gae_lambda: float | None
@@ -320,7 +325,8 @@ class CriticConfig:
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
     learning_rate: float
-    warmup_steps: int  # rollout steps; step s trains at s / warmup_steps of the rate
+    # Rollout steps that update the policy; the s-th of them trains at s / warmup_steps of the rate.
+    warmup_steps: int
     decay: Literal["constant", "cosine"]  # what follows the warm-up, to the last rollout step
     final_rate_share: float | None  # cosine: share of the rate at the end
     weight_decay: float

@@ -33,6 +33,21 @@ def check_model(config: Any) -> None:
     require(model.head_dim % 2 == 0, "model.head_dim", model.head_dim, "even (rotary pairs)")
 
 
+def check_training(config: Any) -> None:
+    """Checks what training alone needs of a config.
+
+    Raises:
+        UserError: as `check`.
+    """
+    if config.model.param_dtype == "bfloat16":
+        raise UserError(
+            "config.model.param_dtype 'bfloat16' is for evaluation: updates at "
+            f"config.optimizer.learning_rate {config.optimizer.learning_rate:g} are smaller than "
+            "half of what bfloat16 can tell apart, and are rounded away. Set it to 'float32'; "
+            "config.model.compute_dtype 'bfloat16' is that of the arithmetic."
+        )
+
+
 def check(config: Any) -> None:
     """Checks ranges and relations between the fields of a `Config`.
 

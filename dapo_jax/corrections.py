@@ -14,6 +14,7 @@ DeepSeek-V3.2, arXiv:2512.02556.
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Bool, Float, Int
 
 MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: a ratio beyond it is a broken log-prob
 
@@ -24,8 +25,8 @@ class Correction(NamedTuple):
 
 
 def importance_weights(
-    log_ratio_N: np.ndarray,
-    lengths_R: np.ndarray,
+    log_ratio_N: Float[np.ndarray, " N"],
+    lengths_R: Int[np.ndarray, " R"],
     *,
     level: str,
     cap: float,
@@ -54,7 +55,9 @@ def importance_weights(
     return Correction(np.where(kept_N, rho_N, 0.0), kept_N)
 
 
-def normalised(weight_N: np.ndarray, lengths_R: np.ndarray, *, level: str) -> np.ndarray:
+def normalised(
+    weight_N: Float[np.ndarray, " N"], lengths_R: Int[np.ndarray, " R"], *, level: str
+) -> Float[np.ndarray, " N"]:
     """The weights divided by their mean over tokens, or at level "sequence" over responses."""
     n_R = lengths_R[lengths_R > 0]
     if not len(weight_N):
@@ -67,13 +70,13 @@ def normalised(weight_N: np.ndarray, lengths_R: np.ndarray, *, level: str) -> np
 
 
 def kept_by_divergence(
-    log_ratio_N: np.ndarray,
-    lengths_R: np.ndarray,
+    log_ratio_N: Float[np.ndarray, " N"],
+    lengths_R: Int[np.ndarray, " R"],
     *,
     statistic: str,
     cap: float,
     floor: float | None = None,
-) -> np.ndarray:
+) -> Bool[np.ndarray, " N"]:
     """Which tokens stay [N]: those whose statistic is within its bounds.
 
         k1 = -log rho, k2 = (log rho)^2 / 2, k3 = rho - 1 - log rho, of the token itself, or summed,
@@ -109,8 +112,12 @@ def kept_by_divergence(
 
 
 def kept_by_sequence_masking(
-    log_ratio_N: np.ndarray, advantage_N: np.ndarray, lengths_R: np.ndarray, *, delta: float
-) -> np.ndarray:
+    log_ratio_N: Float[np.ndarray, " N"],
+    advantage_N: Float[np.ndarray, " N"],
+    lengths_R: Int[np.ndarray, " R"],
+    *,
+    delta: float,
+) -> Bool[np.ndarray, " N"]:
     """Off-policy sequence masking [N]: a response of negative advantage goes when the policy has
     moved away from it.
 
@@ -126,10 +133,10 @@ def kept_by_sequence_masking(
 
 def correct(
     settings: Any,
-    log_prob_N: np.ndarray,
-    log_prob_rollout_N: np.ndarray,
-    advantage_N: np.ndarray,
-    lengths_R: np.ndarray,
+    log_prob_N: Float[np.ndarray, " N"],
+    log_prob_rollout_N: Float[np.ndarray, " N"],
+    advantage_N: Float[np.ndarray, " N"],
+    lengths_R: Int[np.ndarray, " R"],
 ) -> Correction:
     """All corrections of `config.correction` on the trained tokens of a mini-batch.
 
@@ -164,7 +171,9 @@ def correct(
 
 
 def mismatch(
-    log_prob_N: np.ndarray, log_prob_rollout_N: np.ndarray, lengths_R: np.ndarray
+    log_prob_N: Float[np.ndarray, " N"],
+    log_prob_rollout_N: Float[np.ndarray, " N"],
+    lengths_R: Int[np.ndarray, " R"],
 ) -> dict[str, float]:
     """How far pi is from the mu that sampled: numbers of a batch of trained tokens.
 

@@ -11,9 +11,12 @@ arXiv:2505.22617, section 4. NumPy, float64.
 """
 
 import numpy as np
+from jaxtyping import Bool, Float
 
 
-def covariance(log_prob_N: np.ndarray, advantage_N: np.ndarray) -> np.ndarray:
+def covariance(
+    log_prob_N: Float[np.ndarray, " N"], advantage_N: Float[np.ndarray, " N"]
+) -> Float[np.ndarray, " N"]:
     """cov_t of each trained token [N]."""
     log_prob_N = np.asarray(log_prob_N, np.float64)
     advantage_N = np.asarray(advantage_N, np.float64)
@@ -21,17 +24,17 @@ def covariance(log_prob_N: np.ndarray, advantage_N: np.ndarray) -> np.ndarray:
 
 
 def select_clip_cov(
-    log_prob_N: np.ndarray,
-    log_prob_old_N: np.ndarray,
-    advantage_N: np.ndarray,
-    priority_N: np.ndarray,
+    log_prob_N: Float[np.ndarray, " N"],
+    log_prob_old_N: Float[np.ndarray, " N"],
+    advantage_N: Float[np.ndarray, " N"],
+    priority_N: Float[np.ndarray, " N"],
     *,
     cov_share: float,
     cov_low: float,
     cov_high: float,
     clip_low: float,
     clip_high: float,
-) -> np.ndarray:
+) -> Bool[np.ndarray, " N"]:
     """bool [N]: at most max(1, floor(cov_share N)) of the tokens with cov_low < cov_t < cov_high,
     those that the clip has stopped already left out. The bounds are strict, as the reference's.
 
@@ -51,8 +54,8 @@ def select_clip_cov(
 
 
 def select_kl_cov(
-    log_prob_N: np.ndarray, advantage_N: np.ndarray, *, cov_share: float
-) -> np.ndarray:
+    log_prob_N: Float[np.ndarray, " N"], advantage_N: Float[np.ndarray, " N"], *, cov_share: float
+) -> Bool[np.ndarray, " N"]:
     """bool [N]: the max(1, floor(cov_share N)) tokens of largest cov_t, the earlier of equals."""
     cov_N = covariance(log_prob_N, advantage_N)
     selected_N = np.zeros(len(cov_N), bool)

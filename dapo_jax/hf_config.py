@@ -1,11 +1,14 @@
 """config.json of a Hugging Face checkpoint, as the fields of `ModelConfig`, and back.
 
-What a checkpoint asks for and the decoder does not do is refused by the name of its key: a model
-that is nearly right gives numbers that are nearly right.
+A key that is known to change the computation is refused by its name, unless its value is one with
+which it changes nothing: a nearly right model gives nearly right numbers. Unknown keys are ignored
+and named in one warning.
 """
 
+import functools
 import json
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -43,26 +46,67 @@ ABSENT: dict[str, dict[str, int]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
 }
+# Keys that change what a decoder computes, with the values that change nothing in the decoder here.
+# None always changes nothing. Any other value is refused.
+COMPUTATION: dict[str, tuple[Any, ...]] = {
+    # Layers.
+    "hidden_act": ("silu", "swish"),
+    "hidden_activation": ("silu", "swish"),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "use_bias": (False,),
+    "use_parallel_residual": (False,),
+    "num_experts": (0,),
+    "num_local_experts": (0,),
+    "n_routed_experts": (0,),
+    "quantization_config": (),
+    # Attention.
+    "is_causal": (True,),
+    "use_qk_norm": (False,),
+    "qk_layernorm": (False,),
+    "clip_qkv": (),
+    "q_lora_rank": (),
+    "kv_lora_rank": (),
+    "query_pre_attn_scalar": (),
+    "attention_multiplier": (),
+    "attn_logit_softcapping": (),
+    "attention_chunk_size": (),
+    "attn_temperature_tuning": (False,),
+    # Positions.
+    "alibi": (False,),
+    "use_alibi": (False,),
+    "position_embedding_type": ("rope", "rotary", "absolute"),  # "absolute" is BERT's default
+    "use_mrope": (False,),
+    "rope_interleaved": (False,),
+    "rope_local_base_freq": (),
+    "partial_rotary_factor": (1,),
+    "rotary_pct": (1,),
+    "no_rope_layers": ((), []),
+    "no_rope_layer_interval": (0,),
+    # Scales.
+    "embedding_multiplier": (1,),
+    "residual_multiplier": (1,),
+    "scale_emb": (1,),
+    "scale_depth": (),
+    "dim_model_base": (),
+    "logit_scale": (1,),
+    "logits_scaling": (1,),
+    "final_logit_softcapping": (),
+}
 READ = {
     *SIZES.values(), "model_type", "num_key_value_heads", "head_dim", "rope_theta", "rope_scaling",
-    "rope_parameters", "tie_word_embeddings", "hidden_act", "attention_bias", "mlp_bias",
-    "sliding_window", "use_sliding_window", "max_window_layers", "layer_types",
-    "max_position_embeddings",
+    "rope_parameters", "tie_word_embeddings", "sliding_window", "use_sliding_window",
+    "max_window_layers", "layer_types", "max_position_embeddings",
 }  # fmt: skip
-# What changes nothing that is computed here.
+# Common keys that change nothing here. A key that is missing in this list costs a warning.
 HARMLESS = {
     "architectures", "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id",
     "unk_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id", "initializer_range",
     "torch_dtype", "dtype", "transformers_version", "use_cache", "pretraining_tp", "_name_or_path",
     "name_or_path", "output_attentions", "output_hidden_states", "return_dict", "id2label",
-    "label2id", "problem_type", "chunk_size_feed_forward", "is_encoder_decoder", "is_decoder",
-    "_attn_implementation", "attn_implementation", "_attn_implementation_autoset", "use_mrope",
-    "hidden_dropout", "resid_pdrop", "embd_pdrop", "bos_token", "eos_token", "unsloth_version",
-    "unsloth_fixed", "add_cross_attention", "cross_attention_hidden_size", "finetuning_task",
-    "task_specific_params", "tokenizer_class", "prefix", "auto_map",
+    "label2id", "chunk_size_feed_forward", "_attn_implementation", "attn_implementation",
+    "hidden_dropout", "resid_pdrop", "embd_pdrop", "unsloth_version", "unsloth_fixed",
 }  # fmt: skip
-# Refused where they are set to something else than this.
-REQUIRED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_mrope": False}
 
 
 def read(path: str) -> dict[str, Any]:
@@ -195,10 +239,17 @@ def model_fields(values: Mapping[str, Any], path: str) -> dict[str, Any]:
     if family is None:
         raise refuse("model_type", f"known are {', '.join(FAMILIES)}")
     for key, value in values.items():
-        if key not in READ | HARMLESS and value not in (None, False):
-            raise refuse(key, "the decoder here does not know that")
-        if key in REQUIRED and value != REQUIRED[key]:
-            raise refuse(key, f"the decoder here has {REQUIRED[key]!r} only")
+        harmless = COMPUTATION.get(key)
+        if harmless is not None and value is not None and value not in harmless:
+            supported = " or ".join(map(repr, harmless)) or "null"
+            raise refuse(key, f"the decoder here supports {supported} only")
+    unknown = [
+        key
+        for key, value in values.items()
+        if key not in COMPUTATION.keys() | READ | HARMLESS and value not in (None, False)
+    ]
+    if unknown:
+        _warn_unknown(path, tuple(sorted(unknown)))
     for key in SIZES.values():
         if key not in values:
             raise refuse(key, "it is needed")
@@ -211,6 +262,14 @@ def model_fields(values: Mapping[str, Any], path: str) -> dict[str, Any]:
     fields |= {"qkv_bias": family["qkv_bias"], "qk_norm": family["qk_norm"]}
     fields["rms_norm_eps"] = float(fields["rms_norm_eps"])
     return fields | _rope(values, refuse) | _windows(values, refuse)
+
+
+@functools.cache  # once in a process, however often a config is read
+def _warn_unknown(path: str, keys: tuple[str, ...]) -> None:
+    print(
+        f"warning: config.json of {path} has unknown keys, which are ignored: {', '.join(keys)}",
+        file=sys.stderr,
+    )
 
 
 def _rope(values: Mapping[str, Any], refuse: Any) -> dict[str, Any]:

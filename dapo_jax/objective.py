@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
 from dapo_jax.products import at_least_float32
 
@@ -23,28 +24,32 @@ class Surrogate(NamedTuple):
     ratio_BT: jax.Array  # 1 outside the mask
     clipped_high_BT: jax.Array  # bool: A > 0 and ratio > 1 + clip_high, no gradient flows
     clipped_low_BT: jax.Array  # bool: A < 0 and ratio < 1 - clip_low, no gradient flows
+    # bool: A < 0 and ratio > clip_dual, no gradient flows; None: the loss has no dual clip
+    clipped_dual_BT: jax.Array | None = None
 
 
 def masked_log_ratio(
-    log_prob_BT: jax.Array, log_prob_old_BT: jax.Array, mask_BT: jax.Array
-) -> jax.Array:
+    log_prob_BT: Float[Array, "B T"],
+    log_prob_old_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+) -> Float[Array, "B T"]:
     """log pi_t - log old_t, 0 outside the mask."""
     # Mask before exp: padding may hold any log-prob, and inf * 0 is nan.
     masked = lambda x_BT: jnp.where(mask_BT, at_least_float32(x_BT), 0.0)
     return masked(log_prob_BT) - masked(log_prob_old_BT)
 
 
-def clamp(x: jax.Array, low: float, high: float) -> jax.Array:
+def clamp(x: Float[Array, "*shape"], low: float, high: float) -> Float[Array, "*shape"]:
     """x within [low, high]. At the very bounds the gradient passes, as torch.clamp's does; jnp.clip
     would pass half of it."""
     return jnp.where(x < low, low, jnp.where(x > high, high, x)).astype(x.dtype)
 
 
 def surrogate(
-    log_prob_BT: jax.Array,
-    log_prob_old_BT: jax.Array,
-    advantage_BT: jax.Array,
-    mask_BT: jax.Array,
+    log_prob_BT: Float[Array, "B T"],
+    log_prob_old_BT: Float[Array, "B T"],
+    advantage_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
     *,
     clip_low: float,
     clip_high: float,
@@ -72,7 +77,9 @@ def surrogate(
     advantage_BT = jnp.where(mask_BT, at_least_float32(advantage_BT), 0.0)
     clipped_BT = clamp(ratio_BT, 1 - clip_low, 1 + clip_high)
     objective_BT = jnp.minimum(ratio_BT * advantage_BT, clipped_BT * advantage_BT)
+    dual_BT = None
     if clip_dual is not None:
+        dual_BT = (advantage_BT < 0) & (objective_BT < clip_dual * advantage_BT)
         bounded_BT = jnp.maximum(objective_BT, clip_dual * advantage_BT)
         objective_BT = jnp.where(advantage_BT < 0, bounded_BT, objective_BT)
     return Surrogate(
@@ -80,12 +87,17 @@ def surrogate(
         ratio_BT,
         (advantage_BT > 0) & (ratio_BT > 1 + clip_high),
         (advantage_BT < 0) & (ratio_BT < 1 - clip_low),
+        dual_BT,
     )
 
 
 def kl_estimate(
-    log_prob_BT: jax.Array, log_prob_ref_BT: jax.Array, mask_BT: jax.Array, *, estimator: str
-) -> jax.Array:
+    log_prob_BT: Float[Array, "B T"],
+    log_prob_ref_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    *,
+    estimator: str,
+) -> Float[Array, "B T"]:
     """Per-token estimate of KL(policy || reference) in nats, 0 outside the mask.
 
         d = logp - ref;  k1 = d,  abs = |d|,  k2 = d^2 / 2,  k3 = exp(-d) - 1 + d

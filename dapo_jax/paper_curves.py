@@ -1,5 +1,5 @@
-"""The curves of the DAPO paper (arXiv:2503.14476) from a folder of CSV files that the user has. The
-project holds none of them.
+"""The curves of the DAPO paper (arXiv:2503.14476), from CSV files: those in `dapo_jax/paper`, or a
+user's own. The committed ones are the paths of the paper's vector figures, scaled by the ticks.
 
 A file has the columns `series`, `step` (gradient updates, of which the paper makes 16 per rollout
 step) and one of values. Figures 3a (the mean probability of the tokens that are clipped, not their
@@ -34,6 +34,7 @@ class Source(NamedTuple):
     series: str | None = None  # the only one that is taken; None: all
 
 
+CURVES = Path(__file__).parent / "paper"
 SOURCES = (
     Source("fig1_aime24_pct.csv", "1", "aime24_pct", "eval/avg@k", 0.01, "DAPO avg@32"),
     Source("fig2a_aime_avg32.csv", "2a", "aime_avg32", "eval/avg@k"),

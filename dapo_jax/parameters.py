@@ -25,7 +25,7 @@ SELECTION_PARAMETERS: dict[str, tuple[str, ...]] = {
 }
 ADVANTAGE_PARAMETERS: dict[str, tuple[str, ...]] = {
     "grpo": ("normalise_std", "std_ddof"),
-    "grpo-process": ("normalise_std", "std_ddof"),
+    "grpo-process": ("normalise_std", "std_ddof", "outcome_as_step"),
     "pass-at-k": ("normalise_std", "std_ddof"),
     "gdpo": ("component_weights", "normalise_std", "std_ddof"),
     "lite-ppo": ("std_ddof",),

@@ -14,10 +14,10 @@ float64 where the inputs are.
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.objective import (
     MAX_LOG_RATIO,
@@ -32,11 +32,11 @@ MAX_LOG_SEQUENCE_RATIO = 10.0  # as the reference's GSPO
 
 
 def ppo_clip(
-    log_prob_BT: jax.Array,
-    log_prob_old_BT: jax.Array,
-    advantage_BT: jax.Array,
-    mask_BT: jax.Array,
-    segments_BT: jax.Array,
+    log_prob_BT: Float[Array, "B T"],
+    log_prob_old_BT: Float[Array, "B T"],
+    advantage_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    segments_BT: Int[Array, "B T"],
     *,
     clip_low: float,
     clip_high: float,
@@ -50,11 +50,11 @@ def ppo_clip(
 
 
 def gspo(
-    log_prob_BT: jax.Array,
-    log_prob_old_BT: jax.Array,
-    advantage_BT: jax.Array,
-    mask_BT: jax.Array,
-    segments_BT: jax.Array,
+    log_prob_BT: Float[Array, "B T"],
+    log_prob_old_BT: Float[Array, "B T"],
+    advantage_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    segments_BT: Int[Array, "B T"],
     *,
     clip_low: float,
     clip_high: float,
@@ -91,11 +91,11 @@ def gspo(
 
 
 def gmpo(
-    log_prob_BT: jax.Array,
-    log_prob_old_BT: jax.Array,
-    advantage_BT: jax.Array,
-    mask_BT: jax.Array,
-    segments_BT: jax.Array,
+    log_prob_BT: Float[Array, "B T"],
+    log_prob_old_BT: Float[Array, "B T"],
+    advantage_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    segments_BT: Int[Array, "B T"],
     *,
     clip_low: float,
     clip_high: float,
@@ -127,11 +127,11 @@ def gmpo(
 
 
 def cispo(
-    log_prob_BT: jax.Array,
-    log_prob_old_BT: jax.Array,
-    advantage_BT: jax.Array,
-    mask_BT: jax.Array,
-    segments_BT: jax.Array,
+    log_prob_BT: Float[Array, "B T"],
+    log_prob_old_BT: Float[Array, "B T"],
+    advantage_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    segments_BT: Int[Array, "B T"],
     *,
     clip_low: float,
     clip_high: float,
@@ -154,11 +154,11 @@ def cispo(
 
 
 def sapo(
-    log_prob_BT: jax.Array,
-    log_prob_old_BT: jax.Array,
-    advantage_BT: jax.Array,
-    mask_BT: jax.Array,
-    segments_BT: jax.Array,
+    log_prob_BT: Float[Array, "B T"],
+    log_prob_old_BT: Float[Array, "B T"],
+    advantage_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    segments_BT: Int[Array, "B T"],
     *,
     tau_positive: float,
     tau_negative: float,
@@ -180,11 +180,11 @@ def sapo(
 
 
 def dppo(
-    log_prob_BT: jax.Array,
-    log_prob_old_BT: jax.Array,
-    advantage_BT: jax.Array,
-    mask_BT: jax.Array,
-    segments_BT: jax.Array,
+    log_prob_BT: Float[Array, "B T"],
+    log_prob_old_BT: Float[Array, "B T"],
+    advantage_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    segments_BT: Int[Array, "B T"],
     *,
     clip_low: float,
     clip_high: float,
@@ -220,11 +220,11 @@ def dppo(
 
 
 def policy_gradient(
-    log_prob_BT: jax.Array,
-    log_prob_old_BT: jax.Array,
-    advantage_BT: jax.Array,
-    mask_BT: jax.Array,
-    segments_BT: jax.Array,
+    log_prob_BT: Float[Array, "B T"],
+    log_prob_old_BT: Float[Array, "B T"],
+    advantage_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    segments_BT: Int[Array, "B T"],
 ) -> Surrogate:
     """J_t = A_t log pi_t: REINFORCE, without a ratio. verl calls it gpg (arXiv:2504.02546)."""
     ratio_BT = jnp.exp(_bounded(masked_log_ratio(log_prob_BT, log_prob_old_BT, mask_BT)))
@@ -234,11 +234,11 @@ def policy_gradient(
 
 
 def dro(
-    log_prob_BT: jax.Array,
-    log_prob_old_BT: jax.Array,
-    advantage_BT: jax.Array,
-    mask_BT: jax.Array,
-    segments_BT: jax.Array,
+    log_prob_BT: Float[Array, "B T"],
+    log_prob_old_BT: Float[Array, "B T"],
+    advantage_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    segments_BT: Int[Array, "B T"],
     *,
     dro_beta: float,
 ) -> Surrogate:
@@ -255,12 +255,12 @@ def dro(
 
 
 def clip_cov(
-    log_prob_BT: jax.Array,
-    log_prob_old_BT: jax.Array,
-    advantage_BT: jax.Array,
-    mask_BT: jax.Array,
-    segments_BT: jax.Array,
-    selected_BT: jax.Array,
+    log_prob_BT: Float[Array, "B T"],
+    log_prob_old_BT: Float[Array, "B T"],
+    advantage_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    segments_BT: Int[Array, "B T"],
+    selected_BT: Bool[Array, "B T"],
     *,
     clip_low: float,
     clip_high: float,
@@ -276,12 +276,12 @@ def clip_cov(
 
 
 def kl_cov(
-    log_prob_BT: jax.Array,
-    log_prob_old_BT: jax.Array,
-    advantage_BT: jax.Array,
-    mask_BT: jax.Array,
-    segments_BT: jax.Array,
-    selected_BT: jax.Array,
+    log_prob_BT: Float[Array, "B T"],
+    log_prob_old_BT: Float[Array, "B T"],
+    advantage_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    segments_BT: Int[Array, "B T"],
+    selected_BT: Bool[Array, "B T"],
     *,
     cov_kl_coefficient: float,
 ) -> Surrogate:
@@ -318,7 +318,9 @@ LOSSES: dict[str, Callable[..., Surrogate]] = {
 COVARIANCE_LOSSES = ("clip-cov", "kl-cov")
 
 
-def response_mean(x_BT: jax.Array, mask_BT: jax.Array, segments_BT: jax.Array) -> jax.Array:
+def response_mean(
+    x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"], segments_BT: Int[Array, "B T"]
+) -> Float[Array, "B T"]:
     """Mean of x over the masked tokens of each token's response, [B, T]; 0 where there are none."""
     T = x_BT.shape[1]
 
@@ -330,15 +332,17 @@ def response_mean(x_BT: jax.Array, mask_BT: jax.Array, segments_BT: jax.Array) -
     return sums_BT / jnp.maximum(counts_BT, 1.0)
 
 
-def _masked(x_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
+def _masked(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
     return jnp.where(mask_BT, x_BT, jnp.zeros((), x_BT.dtype))
 
 
-def _bounded(log_ratio_BT: jax.Array) -> jax.Array:
+def _bounded(log_ratio_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
     return clamp(log_ratio_BT, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def _advantage_log_prob(advantage_BT: Any, log_prob_BT: Any, mask_BT: Any) -> jax.Array:
+def _advantage_log_prob(
+    advantage_BT: Float[Array, "B T"], log_prob_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
+) -> Float[Array, "B T"]:
     """A_t log pi_t, 0 outside the mask, where a log-prob may be -inf."""
     return _masked(at_least_float32(advantage_BT), mask_BT) * _masked(
         at_least_float32(log_prob_BT), mask_BT

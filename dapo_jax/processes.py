@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from jax._src import distributed  # the store has no public name; orbax reads it from here too
-from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.board import LOOK_SECONDS, Board, SharedBoard
 from dapo_jax.types import StopRequested, UserError, causes
@@ -45,12 +45,17 @@ LEAST_SHARED = 2**16  # bytes of each
 class Processes:
     """The processes of a run, seen from one of them.
 
+    There is one numbering, `jax.process_index()`: of devices, meshes, replicas, checkpoints and of
+    what is gathered. `jax.distributed` has ids of its own, which on TPUs need not be the same.
+
     Args:
+        index: `jax.process_index()`.
         client: of the store; None: this process is alone.
+        keeper: the index of the process that keeps the store, whose id is 0.
     """
 
-    def __init__(self, index: int = 0, count: int = 1, client: Any = None):
-        self.index, self.count, self._client = index, count, client
+    def __init__(self, index: int = 0, count: int = 1, client: Any = None, keeper: int = 0):
+        self.index, self.count, self._client, self.keeper = index, count, client, keeper
         self.hosts = [socket.gethostname()] * count
         self._calls = self._boards = self._tellings = 0
         self._looked = 0.0
@@ -123,7 +128,7 @@ class Processes:
         for start in range(0, max(sizes), chunk):
             mine = np.zeros(chunk, np.uint8)
             mine[: len(data[start : start + chunk])] = data[start : start + chunk]
-            parts.append(np.asarray(multihost_utils.process_allgather(mine)))
+            parts.append(_gather(mine))
         whole = np.concatenate(parts, axis=1)
         return [pickle.loads(whole[i, :size].tobytes()) for i, size in enumerate(sizes)]
 
@@ -209,7 +214,7 @@ class Processes:
             # Counted, as this process, too, may have been frozen for a while.
             self._unanswered += 1
             if self._unanswered > DEAD_SECONDS / BEAT_SECONDS and not self._leaving:
-                self._leave_silent(0)
+                self._leave_silent(self.keeper)
 
     def _leave_silent(self, i: int) -> None:
         where = f"process {i} on {self.hosts[i]}"
@@ -226,7 +231,8 @@ class Processes:
                 found = self._client.key_value_dir_get("beat")
             except Exception as error:  # whatever the connection raises when its end is gone
                 if not self._leaving:
-                    leave(f"process 0 on {self.hosts[0]} is lost ({_line(error)})", START_AGAIN)
+                    where = f"process {self.keeper} on {self.hosts[self.keeper]}"
+                    leave(f"{where} is lost ({_line(error)})", START_AGAIN)
                 return
             self._unanswered = 0
             for key, text in failed:
@@ -285,7 +291,7 @@ class Processes:
             self._client.key_value_set(
                 f"failed/{self.index}", json.dumps(told), allow_overwrite=True
             )
-            if self.first:
+            if self.index == self.keeper:
                 time.sleep(3 * BEAT_SECONDS)  # the store ends with this process
         except Exception:  # the store is gone: the others know
             pass
@@ -367,7 +373,49 @@ def start(
     assert state.num_processes is not None
     if state.num_processes == 1:
         return ALONE
-    return Processes(state.process_id, state.num_processes, state.client)
+    return _numbered(state.process_id, state.num_processes, state.client, timeout_seconds)
+
+
+def _numbered(id: int, count: int, client: Any, timeout_seconds: float) -> Processes:
+    """The processes by the numbers that their devices have.
+
+    Each tells which index belongs to its id; the table is the same in all of them.
+
+    Args:
+        id: of this process, to `jax.distributed`.
+
+    Raises:
+        UserError: the indices are not 0, 1, ... of as many processes.
+    """
+    index = jax.process_index()
+    client.key_value_set(f"index_of/{id}", json.dumps([index, jax.process_count()]))
+    table = [
+        json.loads(client.blocking_key_value_get(f"index_of/{i}", 1000 * timeout_seconds))
+        for i in range(count)
+    ]
+    if sorted(table) != [[i, count] for i in range(count)]:
+        told = ", ".join(f"id {i} is {at} of {number}" for i, (at, number) in enumerate(table))
+        raise UserError(
+            f"jax.distributed has {count} processes, and their devices say otherwise: {told}. Give "
+            "each process devices of its own, and start as many processes as the platform has "
+            "hosts."
+        )
+    return Processes(index, count, client, keeper=table[0][0])
+
+
+def _gather(mine: np.ndarray) -> np.ndarray:
+    """The array that each process gave, by index [processes, ...]."""
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    mesh = Mesh(np.array(devices).reshape(jax.process_count(), -1), ("processes", "devices"))
+    rows = NamedSharding(mesh, PartitionSpec("processes"))
+    shape = (jax.process_count(), *mine.shape)
+    whole = jax.make_array_from_process_local_data(rows, mine[None], shape)
+    everywhere = jax.jit(_same, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    return np.asarray(everywhere(whole).addressable_data(0))
+
+
+def _same(x: jax.Array) -> jax.Array:
+    return x
 
 
 def _line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Matrix products: what they are summed in, and the order in which they read memory on CPU.
+"""Matrix products: their precision, and the order in which they read memory on CPU.
 
 With XLA's CPU backend a product that reads an operand against its order runs at about half the rate
 of one that does not, and more than the time of a transposition is lost (docs/log.md). The compilers
@@ -11,6 +11,18 @@ import jax
 import jax.numpy as jnp
 
 LANES = 128  # columns of a tile of a TPU's memory; of its rows, a multiple
+
+
+def multiply_in(dtype: str, platform: str) -> None:
+    """From now on this process multiplies float32 matrices in float32 on accelerators, if `dtype`
+    is float32. Their default is bfloat16 (TPU) or TF32 (GPU), with 8 and 11 significant bits of 24.
+
+    Args:
+        dtype: `config.model.compute_dtype`.
+        platform: of the devices, as JAX calls it. CPUs multiply in float32 anyway.
+    """
+    if dtype == "float32" and platform != "cpu":
+        jax.config.update("jax_default_matmul_precision", "highest")
 
 
 def sum_dtype(x: jax.Array) -> Any:

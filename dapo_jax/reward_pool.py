@@ -14,6 +14,7 @@ import ctypes
 import hashlib
 import json
 import multiprocessing
+import os
 import signal
 import sys
 import time
@@ -31,6 +32,12 @@ try:
 except ImportError:  # not a POSIX system
     resource = None
 
+# A worker ends and another starts after so many chunks: caches of libraries grow with each response
+# and would fill the worker's address space in the end.
+CHUNKS_PER_LIFE = 500
+# Libraries that multiply matrices make a thread for each core, each with address space of its own:
+# 64 of them take more than half of the limit. They read this as they are imported.
+ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 WORKER_MEMORY_BYTES = 4 * 2**30  # of address space, so that one answer cannot take the machine
 # What a worker has beyond the limit to be stopped by its own alarm before it is killed.
 GRACE_SECONDS = 1.0
@@ -109,9 +116,12 @@ class RewardPool:
         self.in_a_row: int | None = None
 
     def _new_pool(self) -> pebble.ProcessPool:
+        for name in ONE_THREAD:  # of workers: what this process multiplies with is there already
+            os.environ.setdefault(name, "1")
         # spawn: a fork of a process in which JAX runs threads can deadlock.
         return pebble.ProcessPool(
             self.workers,
+            max_tasks=CHUNKS_PER_LIFE,
             initializer=_start_worker,
             initargs=(self.names,),
             context=multiprocessing.get_context("spawn"),

@@ -58,6 +58,7 @@ class HostState(NamedTuple):
     accuracy: float  # of the last evaluation
     reward_kl_coefficient: float  # of the next step; adapts where the config says so
     seconds: float  # worked so far, over all starts of the run
+    updated_steps: int  # rollout steps that made an update: where the schedules are
 
     def to_json(self) -> dict[str, Any]:
         return self._asdict() | {"sampling": state_to_json(self.sampling)}
@@ -204,7 +205,9 @@ class _Run:
         self.progress.doing("compiling the programs of the rollout")
         modes = dict.fromkeys(sampling.mode for sampling in self._samplings())
         cancels = bool(self.config.rollout.stop_strings)
-        trainer.engine.warm_up(trainer.engine.load_params(params), modes, cancels=cancels)
+        trainer.engine.warm_up(
+            trainer.engine.load_params(params), modes, cancels=cancels, say=self.progress.say
+        )
         if trainer.learner.needs_reference:
             trainer.learner.reference = params
         state = trainer.learner.init_state(params)
@@ -241,6 +244,7 @@ class _Run:
             accuracy=accuracy,
             reward_kl_coefficient=self.config.objective.reward_kl_coefficient,
             seconds=0.0,
+            updated_steps=0,
         )
         self._complete(0, numbers)
 
@@ -286,6 +290,7 @@ class _Run:
             sampling=sampling,
             accuracy=self._accuracy(numbers),
             reward_kl_coefficient=kl_coefficient,
+            updated_steps=self.host.updated_steps + metrics.made_an_update(numbers),
         )
         self._complete(step, numbers | self._counted(counters))
 
@@ -413,6 +418,7 @@ class _Run:
             self.state,
             groups,
             step,
+            updated_steps=self.host.updated_steps,
             kl_coefficient=self.host.reward_kl_coefficient,
             baselines=baselines,
         )

@@ -16,7 +16,7 @@ from dapo_jax.problems import load, rubrics
 from dapo_jax.processes import ALONE, Processes
 from dapo_jax.progress import Progress
 from dapo_jax.rollout.engine import DecoderEngine
-from dapo_jax.rollout.spec import engine_spec
+from dapo_jax.rollout.spec import EngineSpec, engine_spec
 from dapo_jax.sharding import (
     check_batch_shapes,
     head_layout,
@@ -42,14 +42,19 @@ class Trainer:
         check_batch_shapes(config, self.mesh.shape)
         layout = head_layout(config.model, config.mesh, self.mesh)
         share_prompts = config.train.share_prompts
-        attention_kernels.choose(config.model, layout, share_prompts=share_prompts)
+        choice = attention_kernels.choose(config.model, layout, share_prompts=share_prompts)
         save_to = workdir / "tokenizer" if them.first else None
         self.tokenizer = load_tokenizer(config.model, save_to=save_to)
         d = config.data
         sides = {"train": d.train, "heldout": d.heldout}
         problems = {
             side: load(
-                config, chosen, self.tokenizer, field=f"config.data.{side}", say=progress.say
+                config,
+                chosen,
+                self.tokenizer,
+                field=f"config.data.{side}",
+                say=progress.say,
+                evaluated=side == "heldout",
             )
             for side, chosen in sides.items()
         }
@@ -63,11 +68,19 @@ class Trainer:
         self.engine = make_engine(
             config, self.mesh, self.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens
         )
+        progress.say(attention_line(choice, self.engine.spec))
         self.team = Team(them, team_size(self.engine.mesh))
         self.learner = Learner(config, self.mesh, self.detokenize, progress.say, progress.doing)
 
     def detokenize(self, sequences: Sequence[np.ndarray]) -> list[str]:
         return self.tokenizer.batch_decode(sequences, skip_special_tokens=True)
+
+
+def attention_line(choice: attention_kernels.Choice, spec: EngineSpec) -> str:
+    """Names the programs that attend, and why one is XLA's on a platform that has a kernel."""
+    of = lambda kernel, refused: f"{kernel} ({refused})" if refused else kernel
+    training, rollouts = of(choice.kernel, choice.refused), of(spec.kernel, spec.kernel_refused)
+    return f"attention on {choice.platform}: training {training}, rollouts {rollouts}"
 
 
 def make_engine(

@@ -2,6 +2,19 @@
 
 Records that JAX maps over are NamedTuples of arrays; records of the host are NamedTuples of plain
 values and NumPy arrays.
+
+The name of an array ends in its dimensions, a letter for each:
+
+    Q  questions (prompts)            B  packed rows
+    G  responses of one question      T  positions in a row
+    R  responses of a batch           V  vocabulary
+    N  tokens of all R responses,     D  hidden size
+       one response after the other   H  head size
+    K  components of the reward       F  feed-forward size
+    S  positions in the cache         L  layers
+
+In the models, whose arrays hold neither flat tokens nor rewards, N counts query heads and K
+key-value heads.
 """
 
 import base64

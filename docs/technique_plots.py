@@ -147,7 +147,7 @@ def token_level_loss(figure: Figure) -> list[Number]:
     medians_R = np.repeat(MEDIAN_TOKENS, GROUP_SIZE)
     log_R = np.random.default_rng(0).normal(np.log(medians_R), LENGTH_SPREAD)
     order_R = log_R.argsort()  # lines are drawn from left to right
-    lengths_R = np.clip(np.rint(np.exp(log_R)), 1, MAX_RESPONSE_TOKENS)[order_R]
+    lengths_R = np.clip(np.rint(np.exp(log_R)), 1, MAX_RESPONSE_TOKENS)[order_R].astype(int)
     numbers = [
         Number("responses", len(lengths_R), "{:d}"),
         Number("trained tokens", int(lengths_R.sum()), "{:,d}"),

@@ -4,8 +4,8 @@ Writes report.html and report.png into the directory of the run, also while it g
 
 --workdir  the run
 --compare  other runs, drawn into the same plots
---paper    a folder with the curves of the DAPO paper as CSV files, drawn into the same plots in
-           grey; dapo_jax/paper_curves.py says which files and columns
+--paper    draw the curves of the DAPO paper into the same plots, in grey; --paper=FOLDER takes
+           them from other CSV files, dapo_jax/paper_curves.py says which files and columns
 """
 
 import argparse
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
-FLAGS = "Flags: --workdir=DIR, --compare DIR2 DIR3 ..., --paper=FOLDER."
+FLAGS = "Flags: --workdir=DIR, --compare DIR2 DIR3 ..., --paper or --paper=FOLDER."
 
 
 class Parser(argparse.ArgumentParser):
@@ -39,10 +39,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     Raises:
         UserError: an unknown, missing or malformed flag.
     """
+    from dapo_jax import paper_curves
+
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--workdir", type=directory)
     parser.add_argument("--compare", type=directory, nargs="+", action="extend", default=[])
-    parser.add_argument("--paper", type=directory)
+    parser.add_argument("--paper", type=directory, nargs="?", const=paper_curves.CURVES)
     # argparse lets only the first directory of a list stand behind an equals sign.
     apart = [
         part

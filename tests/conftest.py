@@ -25,6 +25,13 @@ if sys.dont_write_bytecode:
 
 import jax
 import pytest
+from jaxtyping import install_import_hook
+
+from tests import type_checker
+
+# Every test checks the shapes and types of their signatures. The hook precedes their first import.
+CHECKED = ("objective", "policy_losses", "aggregation", "advantage", "covariance", "corrections")
+install_import_hook([f"dapo_jax.{name}" for name in CHECKED], f"{type_checker.__name__}.checked")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -25,6 +25,25 @@ RUN = {
 }
 DEVICES = 4
 
+# Two processes whose devices are numbered the other way round than jax.distributed numbers them, as
+# on some TPU slices: what creates the backend is shown another id.
+PERMUTED = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+
+def permute():
+    import jax
+    from jax._src import distributed
+    initialize = jax.distributed.initialize
+    def permuted(*arguments, **named):
+        initialize(*arguments, **named)
+        state = distributed.global_state
+        id, state.process_id = state.process_id, state.num_processes - 1 - state.process_id
+        assert jax.process_index() == state.process_id != id
+        state.process_id = id
+    jax.distributed.initialize = permuted
+"""
+
 
 class Store:
     """The store of keys and values, in memory: a place is a directory, not a key."""

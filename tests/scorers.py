@@ -117,3 +117,8 @@ def with_default(response, answer, strict=False):
 def even(text, answer):
     """Right by the length of the text: some responses of a random model are."""
     return len(text) % 2 == 0
+
+
+def about_the_worker(response: str, answer: str) -> Score:
+    """The answer it read: the process that scores, and how many threads NumPy may have there."""
+    return Score(True, f"{os.getpid()} {os.environ.get('OPENBLAS_NUM_THREADS')}")

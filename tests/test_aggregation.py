@@ -9,7 +9,7 @@ from dapo_jax.aggregation import aggregate
 
 MEANS = ["token-mean", "token-mean-per-group", "seq-mean-token-mean"]
 SUMS = ["token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
-LENGTHS, GROUPS = [3, 50, 1, 7, 7, 0, 0], [4, 4, 9, 9, 9, 9, 2]
+LENGTHS, GROUPS = np.array([3, 50, 1, 7, 7, 0, 0]), np.array([4, 4, 9, 9, 9, 9, 2])
 
 
 def weights_by_hand(lengths, groups, aggregation):
@@ -46,6 +46,7 @@ def test_weights(aggregation):
 @pytest.mark.parametrize("aggregation", MEANS + SUMS)
 def test_nothing_to_train_on_is_a_loss_of_zero(aggregation):
     for lengths, groups in (([], []), ([0, 0], [0, 1])):
+        lengths, groups = np.array(lengths, int), np.array(groups, int)
         got = aggregate(lengths, groups, aggregation=aggregation, max_response_tokens=64)
         assert not got.numerator_R.any() and got.denominator > 0
 

@@ -1,6 +1,9 @@
 """Logits are those of transformers (torch, float32), family by family: goldens/make_logits.py."""
 
 import dataclasses
+import hashlib
+import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,7 @@ from dapo_jax import attention, model, vocabulary
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.rollout.spec import EngineSpec
+from dapo_jax.tokenizer import load_tokenizer
 from tests import checkpoints
 from tests.helpers import make_mesh
 
@@ -103,3 +107,36 @@ def test_the_engines_logits_are_those_of_transformers(tmp_path, family, prompt):
     at = [i for i, t in enumerate(golden.positions_X.tolist()) if t == prompt - 1]
     if at:  # the prompt is the golden's own beginning
         np.testing.assert_allclose(found[0], golden.logits_XV[at[0]], rtol=0, atol=ATOL)
+
+
+def published_checkpoint(golden):
+    """The directory of the checkpoint that the golden was made from, or a skip with the reason."""
+    path = os.environ.get("SMOLLM2_135M")
+    if path is None:
+        pytest.skip("SMOLLM2_135M is not set: the directory of the checkpoint of smollm2_135m.npz")
+    with (Path(path) / "model.safetensors").open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != golden["sha256"].item():
+        pytest.skip("SMOLLM2_135M has other weights: see goldens/make_checkpoint_logits.py")
+    return Path(path)
+
+
+def test_a_published_checkpoint_has_the_logits_of_transformers():
+    """SmolLM2-135M-Instruct, 30 layers: goldens/make_checkpoint_logits.py."""
+    with np.load(checkpoints.GOLDENS.parent / "smollm2_135m.npz") as file:
+        golden = dict(file)
+    place = published_checkpoint(golden)
+    config, tokens_T = checkpoints.config_of(place), golden["tokens"]
+    prompt = int(golden["prompt_tokens"])
+    tokenizer = load_tokenizer(dataclasses.replace(config.model, tokenizer=None))
+    tokens = tokenizer.encode(golden["text"].item(), add_special_tokens=False)
+    assert tokens == tokens_T[:prompt].tolist()
+    logits_TV = training_logits(config.model, checkpoints.load(config), tokens_T)
+    log_probs_TV = jax.nn.log_softmax(logits_TV[:-1].astype(np.float64))
+    log_probs_T = np.take_along_axis(np.asarray(log_probs_TV), tokens_T[1:, None], 1)[:, 0]
+    worst = np.abs(logits_TV[::8, ::97] - golden["logits"]).max()
+    worst_log_prob = np.abs(log_probs_T - golden["log_probs"]).max()
+    print(f"largest difference: logits {worst:.1e}, log-probs {worst_log_prob:.1e}")
+    assert worst < ATOL and worst_log_prob < ATOL
+    greedy = np.argmax(logits_TV[prompt - 1 : -1], axis=-1)
+    np.testing.assert_array_equal(greedy, tokens_T[prompt:])

@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import math
+import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +14,18 @@ import pytest
 from jax._src.pallas.mosaic import tpu_info  # what lowering asks of the devices; no public name
 from jax.experimental.pallas import tpu as pltpu
 
-from dapo_jax import attention, model
+from dapo_jax import attention, attention_kernels, model
 from dapo_jax.bench.gap import Gap, bench_gap
 from dapo_jax.bench.shapes import Shape
 from dapo_jax.config_checks import check
 from dapo_jax.rollout import kernels, paged
 from dapo_jax.rollout.engine import DecoderEngine
-from dapo_jax.rollout.programs import rollout_dtypes
+from dapo_jax.rollout.programs import Programs, rollout_dtypes
 from dapo_jax.rollout.sampling import SamplingParams
-from dapo_jax.rollout.spec import EngineSpec
+from dapo_jax.rollout.spec import EngineSpec, engine_spec
 from dapo_jax.rollout.tiles import Tile
-from dapo_jax.types import Problem, UserError
+from dapo_jax.trainer import attention_line
+from dapo_jax.types import Problem, RunError, UserError
 from tests.engines import generate
 from tests.helpers import make_mesh, make_params, replace_model, tiny_config, tiny_dict
 from tests.tpu_interpreter import interpreted
@@ -151,6 +154,77 @@ def test_what_is_not_a_number_is_cached_nowhere(problem, kernel, cache_dtype):
     np.testing.assert_array_equal(out[0, 0, heads:], expected[0, 0, heads:])
 
 
+@pytest.mark.parametrize("kernel, cache_dtype", [one for one in LAYOUTS if one[0] != "xla"])
+def test_at_the_last_page_of_a_pool_a_kernel_attends_as_xla_does(problem, kernel, cache_dtype):
+    k, v, table, *_ = problem
+    layout = paged.Layout(kernel, A, "float32", cache_dtype)
+    before = pool_of(layout, k, v)
+    last = jnp.array([1, N - 1], jnp.int32)
+    with interpreted() if kernel == "tpu" else contextlib.nullcontext():
+        difference, after = paged.last_page_difference(layout, before, last, K * G, table, TILE)
+    assert 0 < difference < 2e-6
+    for old, new in zip(before, after, strict=True):
+        changed = np.asarray(old != new).any(axis=tuple(range(2, old.ndim)))
+        np.testing.assert_array_equal(np.argwhere(changed[:, 1:]), [[1, N - 2]])
+
+
+def small_engine(**changes):
+    """Of one device, or of four with heads over two."""
+    spec = EngineSpec(
+        model=CONFIG.model,
+        layout=dataclasses.replace(CONFIG.mesh, **changes),
+        slots=12,
+        prefill_prompts=4,
+        max_prompt_tokens=16,
+        max_response_tokens=16,
+        stop_tokens=(1,),
+        params=SamplingParams(),
+        page_tokens=16,
+        kernel="gpu",
+    )
+    config = dataclasses.replace(CONFIG, mesh=spec.layout)
+    return DecoderEngine(spec, make_mesh(config, 4 if changes else 1))
+
+
+@pytest.mark.parametrize("mesh", [{}, dict(fsdp=2, tensor=2)])
+def test_an_engine_on_an_accelerator_looks_at_the_last_page_when_it_starts(mesh):
+    engine, lines = small_engine(**mesh), []
+    params = engine.load_params(make_params(CONFIG))
+    engine.warm_up(params, (), say=lines.append)
+    assert not lines, "on CPU"
+    engine._mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform="cuda")]))
+    engine.warm_up(params, (), say=lines.append)
+    (line,) = lines
+    assert re.match(r"paged attention \(gpu\) is that of XLA at the last page of the KV pool", line)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda q, pages, table, *more: (q, pages, table - 1, *more),  # the page before it
+        lambda q, pages, table, lengths, *more: (q, pages, table, lengths - 1, *more),
+        lambda q, *more: (q * jnp.nan, *more),
+    ],
+)
+def test_a_kernel_that_misses_the_last_page_ends_the_run(monkeypatch, wrong):
+    right = kernels.gpu_attention
+    monkeypatch.setattr(kernels, "gpu_attention", lambda *given: right(*wrong(*given)))
+    Programs.cache_clear()
+    engine = small_engine()
+    with pytest.raises(RunError, match=r"\(gpu\) differs by .*Set config\.rollout\.kernel='xla'"):
+        engine.check_pool(engine.init_decode_state())
+    Programs.cache_clear()
+
+
+def test_rounding_to_bfloat16_is_no_difference():
+    pages = jax.eval_shape(lambda: jnp.zeros((2, N, 2, 32, 64), jnp.bfloat16))
+    layout = paged.Layout("gpu", 32, "bfloat16")
+    pool = (jnp.zeros(pages.shape, pages.dtype),) * 2
+    table, last = jnp.zeros((4, 3), jnp.int32), jnp.array([1, N - 1], jnp.int32)
+    difference, _ = paged.last_page_difference(layout, pool, last, 16, table, TILE)
+    assert 1e-4 < difference < paged.MAX_DIFFERENCE / 2
+
+
 def test_int8_is_the_nearest_of_255_steps():
     x = np.random.default_rng(0).standard_normal((4, 5, H)).astype(np.float32)
     x[1, 2] = 0
@@ -258,6 +332,30 @@ def test_the_kernel_is_the_platforms_where_it_takes_the_model():
     assert choose("auto", "tpu", "int8") == "xla" and choose("auto", "gpu", "int8") == "gpu"
     assert choose("auto", "gpu", compute_dtype="float32") == "xla"
     assert choose("auto", "gpu", head_dim=96) == choose("auto", "gpu", page_tokens=24) == "xla"
+
+
+@pytest.mark.parametrize(
+    "platform, wanted, model, why",
+    [
+        ("tpu", "auto", {}, None),
+        ("cpu", "auto", {"head_dim": 64}, None),  # has no kernel to fall back from
+        ("tpu", "xla", {"head_dim": 64}, None),  # asked for
+        ("tpu", "auto", {"head_dim": 64}, "the tpu kernel takes a config.model.head_dim of 128"),
+        ("cuda", "auto", {"compute_dtype": "float32"}, "the gpu kernel takes config.model.compute"),
+    ],
+)
+def test_a_fall_back_to_xla_has_a_reason(platform, wanted, model, why):
+    fields = {"compute_dtype": "bfloat16", "head_dim": 128} | model
+    c = dataclasses.replace(CONFIG.model, **fields)
+    said = kernels.fallback(wanted, platform, c, page_tokens=32, cache_dtype="auto")
+    assert (said or "").startswith(why or "") and (said is None) == (why is None)
+    if said is not None:
+        rollout = dataclasses.replace(CONFIG.rollout, kernel=wanted, page_tokens=32)
+        config = dataclasses.replace(CONFIG, model=c, rollout=rollout)
+        one = dict.fromkeys(("data", "fsdp", "context", "tensor"), 1)
+        spec = engine_spec(config, one, 16, (1,), platform=platform)
+        line = attention_line(attention_kernels.Choice("splash", platform), spec)
+        assert line == f"attention on {platform}: training splash, rollouts xla ({said})"
 
 
 @pytest.mark.parametrize(

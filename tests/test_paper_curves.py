@@ -5,7 +5,6 @@ import pytest
 
 from dapo_jax import paper_curves, report
 from dapo_jax.types import UserError
-from tests.helpers import SHARED
 from tests.test_command_line import call
 from tests.test_report import ACCURACY, ENTROPY, draw, launcher, legend, write_run
 
@@ -159,13 +158,21 @@ def test_a_figure_1_without_the_papers_run(tmp_path):
 
 
 def test_the_real_curves(tmp_path):
-    folder = SHARED / "data" / "curves" / "dapo_paper"
-    if not folder.is_dir():
-        pytest.skip(f"{folder} is not there: the paper's curves are not part of the repository")
-    paper = paper_curves.load_paper(folder)
+    paper = paper_curves.load_paper(paper_curves.CURVES)
     assert not paper.missing and len(paper.curves) == 8
     last = {curve.label: curve.points[-1] for curve in paper.curves}
     # The paper's headline: 50 % with DAPO at the end of figure 1.
     assert last["paper, figure 1: DAPO avg@32"][1] == pytest.approx(0.5, abs=0.02)
     assert all(0 <= p <= 1 for c in paper.curves if "7d" in c.label for _, p in c.points)
     assert report.write_report(write_run(tmp_path / "run"), paper=paper).exists()
+
+
+@pytest.mark.parametrize("arguments", [["--paper"], ["--paper", "--compare={other}"]])
+def test_without_a_folder_the_papers_own_curves_are_drawn(capsys, monkeypatch, tmp_path, arguments):
+    drawn = []
+    monkeypatch.setattr(report, "plot", lambda runs, headlines, paper: drawn.append(paper) or b"")
+    run = write_run(tmp_path / "run")
+    other = write_run(tmp_path / "other")
+    arguments = [argument.format(other=other) for argument in arguments]
+    status, _, _ = call(capsys, f"--workdir={run}", *arguments, main=launcher)
+    assert status == 0 and drawn == [paper_curves.load_paper(paper_curves.CURVES)]

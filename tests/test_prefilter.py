@@ -201,9 +201,8 @@ def test_a_state_that_went_through_json_goes_on_the_same():
         assert batch.skipped == other.skipped
         assert (one.prefilter, one.informative_rate) == (two.prefilter, two.informative_rate)
     assert one.prefilter is not None and one.prefilter.p_easy != 0.5 and batch.skipped
-    assert visits(run(one, place, kinds, 8)[0].sampled) != visits(
-        run(one, place, kinds, 9)[0].sampled
-    ), "the seed decides"
+    of_seeds = {tuple(visits(run(one, place, kinds, seed)[0].sampled)) for seed in range(9)}
+    assert len(of_seeds) > 4, "the seed decides"
 
 
 def test_a_step_ends_when_all_that_there_is_teaches_nothing():

@@ -5,6 +5,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import jax
@@ -21,8 +23,27 @@ from dapo_jax.stop_signals import StopSignals
 from dapo_jax.types import Problem, StopRequested, UserError
 from tests.conftest import ROOT
 from tests.helpers import make_group, tiny_config
-from tests.processes import DEVICES, RUN, Store, assert_same_run, begin, finish_all, run_all, said
-from tests.runs import finish, free_port, metrics_of, params_at, rollouts_of, run, start
+from tests.processes import (
+    DEVICES,
+    PERMUTED,
+    RUN,
+    Store,
+    assert_same_run,
+    begin,
+    finish_all,
+    run_all,
+    said,
+)
+from tests.runs import (
+    environment,
+    finish,
+    free_port,
+    metrics_of,
+    params_at,
+    rollouts_of,
+    run,
+    start,
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +69,76 @@ def test_two_processes_train_as_one(one, two):
     assert second == [], "one process shows and writes"
     lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
     assert [line.get("perf/compilations", 0) for line in lines][2:] == [0, 0], "but at first"
+
+
+def test_what_is_gathered_has_the_numbers_of_the_devices(home, tmp_path):
+    """Where jax.distributed has others: values of unequal size, in the place of who gave them."""
+    program = tmp_path / "gathers.py"
+    program.write_text(PERMUTED + GATHERS)
+    address = f"127.0.0.1:{free_port()}"
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(program), address, str(id)],
+            env=environment(home, devices=2), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True,
+        )
+        for id in range(2)
+    ]  # fmt: skip
+    for id, (code, out, err) in enumerate(map(finish, started)):
+        assert code == 0, (out, err)
+        found = json.loads(said(out)[-1])
+        index = 1 - id
+        assert found["index"] == index and found["keeper"] == 1
+        assert found["agreed"] == [0, 1]
+        assert found["shared"] == [[0, 1], [1, 300_000]], "by index, neither cut nor permuted"
+        assert found["collected"] == ["a", "b", "c"]
+        assert found["own"] == [index] * 2
+
+
+# Each gives its index, and values whose size is by far that of one of them.
+GATHERS = """
+if __name__ == "__main__":
+    permute()
+    import json
+    import jax
+    from dapo_jax import processes
+    from dapo_jax.teams import Team
+    group = processes.start(sys.argv[1], 2, int(sys.argv[2]), 60)
+    big = group.share([group.index] * (1 if group.index == 0 else 300_000))
+    team = Team(group)
+    print(json.dumps({
+        "index": group.index, "keeper": group.keeper, "agreed": group.agree(group.index),
+        "shared": [[row[0], len(row)] for row in big],
+        "collected": team.collect(team.deal(["a", "b", "c"])),
+        "own": [d.process_index for d in jax.local_devices()],
+    }))
+    group.leave(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_whose_numberings_differ_trains_as_one(one, home, tmp_path):
+    program = tmp_path / "permuted.py"
+    train = ROOT / "launch" / "train.py"
+    program.write_text(
+        f"{PERMUTED}\nif __name__ == '__main__':\n    import runpy\n    permute()\n"
+        f"    runpy.run_path({str(train)!r}, run_name='__main__')\n"
+    )
+    workdir = tmp_path / "run"
+    first, second = run_all(workdir, home, 2, program=program, **RUN)
+    assert first == [] and any("3/3" in line for line in second), "index 0 is the second started"
+    assert_same_run(one, workdir)
+
+
+@pytest.mark.parametrize("tables", [["[0, 2]", "[0, 2]"], ["[0, 1]", "[0, 1]"]])
+def test_processes_whose_devices_are_not_theirs_alone_are_refused(tables, monkeypatch):
+    store = Store()
+    store.values["index_of/1"] = tables[1]
+    index, count = json.loads(tables[0])
+    monkeypatch.setattr(jax, "process_index", lambda: index)
+    monkeypatch.setattr(jax, "process_count", lambda: count)
+    with pytest.raises(UserError, match="id 0 is 0 of . id 1 is 0 of".replace(". ", "., ")):
+        processes._numbered(0, 2, store, 1)
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def rows_of_batch(batch, order, aggregation, row_tokens=64, groups=GROUPS):
     columns = {name: take(column) for name, column in columns.items()}
     counted = np.array([0 if i == FILTERED else lengths_R[i] for i in order])
     weights = aggregate(
-        counted, [groups[i] for i in order], aggregation=aggregation, max_response_tokens=32
+        counted, np.array(groups)[order], aggregation=aggregation, max_response_tokens=32
     )
     columns["weight_BT"] = np.repeat(weights.numerator_R, lengths_R[order]) * columns["mask_BT"]
     packed = pack_samples([samples[i] for i in order], row_tokens)

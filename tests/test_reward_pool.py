@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from dapo_jax import reward_pool
 from dapo_jax.reward import Rubric, Score, Task, verdict
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.types import UserError, Verdict
@@ -247,3 +248,16 @@ def _alive(pid: int) -> bool:
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def test_workers_have_one_thread_to_multiply_with_and_end_after_a_while(monkeypatch):
+    monkeypatch.setattr(reward_pool, "CHUNKS_PER_LIFE", 3)
+    for name in reward_pool.ONE_THREAD:
+        monkeypatch.delenv(name, raising=False)
+    with Pool("tests.scorers:about_the_worker", workers=1, timeout_seconds=30.0) as pool:
+        found = [pool.verdicts([str(i)], ["7"])[0] for i in range(8)]
+        assert pool.replaced == 0
+    assert all(verdict.correct and not verdict.failed for verdict in found)
+    workers, threads = zip(*(str(verdict.extracted).split() for verdict in found))
+    assert [workers.index(worker) for worker in workers] == [0, 0, 0, 3, 3, 3, 6, 6]
+    assert set(threads) == {"1"}

@@ -139,6 +139,29 @@ def test_with_preemption(params, problems, whole):
     assert preempted > 0
 
 
+@pytest.mark.parametrize("pages, calls", [(10, 10), (12, 2), (15, 3)])
+def test_pages_freed_by_the_last_cancellation_are_used(params, pages, calls):
+    """A string ends every sequence in one read, when all pages are taken and others wait: no call
+    of decoding is left to tell that the pages are free."""
+    engine = make_engine(
+        slots=8, page_tokens=8, samples=4, num_pages=pages, decode_steps=4, stop_tokens=()
+    )
+    long = [problem for problem in make_problems(60) if len(problem.prompt_tokens) > 16][:6]
+    found = False
+    at_once = lambda sequences: ["x" if found and len(tokens) else "" for tokens in sequences]
+    run = scheduler.Run(engine, engine.load_params(params), iter(long), at_once, 4, KEY, None, None)
+    run.stop_strings = ("x",)
+    for call in range(1000):
+        if not run.has_work():
+            break
+        found = call == calls
+        run.one_call()
+        if found:
+            assert run.admission.queue and not run.table.waiting.any()
+    assert not run.has_work() and [len(done) for done in run.done] == [4] * 6
+    assert np.asarray(run.state.num_free).tolist() == [pages - 1]
+
+
 def test_only_ends_are_decoded_and_without_strings_nothing(engine, params, problems, whole):
     lengths = []
 

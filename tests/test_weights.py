@@ -171,10 +171,17 @@ def test_a_damaged_checkpoint_is_told(tmp_path, damage, message):
     "change, message",
     [
         ({"model_type": "gpt2"}, "model_type = 'gpt2'; known are qwen2, qwen3, llama, mistral"),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'; the decoder here has 'silu' only"),
+        (
+            {"hidden_act": "gelu"},
+            "hidden_act = 'gelu'; the decoder here supports 'silu' or 'swish' only",
+        ),
         ({"attention_bias": True}, "attention_bias = True"),
         ({"mlp_bias": True}, "mlp_bias = True"),
-        ({"num_experts": 8}, "num_experts = 8; the decoder here does not know that"),
+        ({"num_experts": 8}, "num_experts = 8; the decoder here supports 0 only"),
+        ({"rope_interleaved": True}, "rope_interleaved = True"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0; .* null only"),
+        ({"is_causal": False}, "is_causal = False"),
         ({"quantization_config": {"bits": 4}}, "quantization_config = "),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "its rope type must be"),
         ({"rope_scaling": LLAMA3 | {"spin": 1}}, "spin is not known here"),
@@ -188,6 +195,23 @@ def test_what_the_decoder_does_not_do_is_refused(change, message):
     values = {name: v for name, v in (BASE | change).items() if v is not None}
     with pytest.raises(UserError, match=message):
         hf_config.model_fields(values, "here")
+
+
+def test_unknown_keys_are_ignored_and_named_once(capsys):
+    """Keys of SmolLM2-135M-Instruct and of checkpoints that were converted from GGUF."""
+    more = {
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "partial_rotary_factor": 1.0,
+        "final_logit_softcapping": None,
+        "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}},
+        "_model_name_or_path": "a/b",
+    }
+    for _ in range(2):
+        assert hf_config.model_fields(BASE | more, "a/b") == hf_config.model_fields(BASE, "c")
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 1
+    assert warnings[0].endswith(": _model_name_or_path, is_llama_config, transformers.js_config")
 
 
 @pytest.mark.parametrize(

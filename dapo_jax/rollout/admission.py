@@ -222,6 +222,11 @@ class Admission:
         """
         spec = self.engine.spec
         P = spec.prefill_prompts // spec.shards
+        if not unread:
+            # No call tells of pages that a cancellation has freed since the last one. A shard that
+            # holds nothing has all of its pages.
+            idle_R = ~self.table.waiting.any(axis=(1, 2))
+            self.free = np.where(idle_R, spec.shard_pages - 1, self.free)
         while True:
             free = [[e for e, r in enumerate(rs) if r is None] for rs in self.table.requests]
             beyond = spec.ahead - int(self.table.waiting.sum())

@@ -10,7 +10,9 @@ that become free to samples that wait (see `slots`). JetStream's own `prefill`, 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -20,13 +22,13 @@ from flax import struct
 from jax.sharding import Mesh
 
 from dapo_jax import model
-from dapo_jax.rollout import jetstream
+from dapo_jax.rollout import jetstream, paged
 from dapo_jax.rollout.programs import Loaded, Programs
 from dapo_jax.rollout.sampling import Mode, SamplingParams
 from dapo_jax.rollout.slots import Arrivals, DecodeState
 from dapo_jax.rollout.spec import EngineSpec, Prefix, Step, halvings
 from dapo_jax.telemetry import SILENT, Telemetry
-from dapo_jax.types import UserError
+from dapo_jax.types import RunError, UserError
 
 
 @struct.dataclass
@@ -113,8 +115,16 @@ class DecoderEngine(jetstream.Engine):
         """
         return self._programs.decode(mode, self.spec.decode_steps)(params.decode, state)
 
-    def warm_up(self, params: Loaded, modes: Iterable[Mode], *, cancels: bool = False) -> None:
-        """Compiles all that requests of these modes can need, whatever their lengths.
+    def warm_up(
+        self,
+        params: Loaded,
+        modes: Iterable[Mode],
+        *,
+        cancels: bool = False,
+        say: Callable[[str], None],
+    ) -> None:
+        """Compiles all that requests of these modes can need, whatever their lengths. A kernel on
+        an accelerator is checked (`check_pool`): no test has a pool of that size.
 
         Args:
             cancels: whether samples will be cancelled, also where pages never run short.
@@ -138,6 +148,33 @@ class DecoderEngine(jetstream.Engine):
             state = self.cancel(state, nobody, nobody)
         for mode in modes:
             state, _ = self.decode(params, state, mode)
+        if spec.kernel != "xla" and self._mesh.devices.flat[0].platform != "cpu":
+            say(self.check_pool(state))
+
+    def check_pool(self, state: DecodeState) -> str:
+        """Compares the kernel's attention to the pool's last page, in the last layer, with XLA's
+        attention to the same keys and values, and returns a line about it. The state is donated.
+
+        Raises:
+            RunError: they differ by more than rounding does.
+        """
+        begun, spec = time.monotonic(), self.spec
+        pool = spec.pool_layout.pool(spec.model, spec.shard_pages)
+        last = np.array([spec.model.num_layers - 1, spec.shard_pages - 1], np.int32)
+        _, difference_R = self._programs.check_last_page(state, last)
+        own = [np.asarray(part.data).max() for part in difference_R.addressable_shards]
+        difference, elements = float(np.max(own)), max(math.prod(x.shape) for x in pool)
+        where = f"the last page of the KV pool ({elements:,} elements an array and shard)"
+        if not difference <= paged.MAX_DIFFERENCE:
+            raise RunError(
+                f"paged attention ({spec.kernel}) differs by {difference:.3g} from XLA's attention "
+                f"at {where}; rounding is at most {paged.MAX_DIFFERENCE:g}. Nothing was sampled. "
+                "Set config.rollout.kernel='xla', or a smaller config.rollout.cache_gib."
+            )
+        return (
+            f"paged attention ({spec.kernel}) is that of XLA at {where}: they differ by "
+            f"{difference:.2g}; {time.monotonic() - begun:.0f} s"
+        )
 
     def cancel(
         self, state: DecodeState, entry_RW: np.ndarray, column_RW: np.ndarray

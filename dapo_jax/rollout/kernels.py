@@ -62,6 +62,22 @@ def choose(
     return "xla"
 
 
+def fallback(
+    wanted: str,
+    platform: str,
+    c: ModelConfig,
+    *,
+    page_tokens: int,
+    cache_dtype: str,
+    heads_parts: int = 1,
+) -> str | None:
+    """Why `choose`, with the same arguments, falls back to XLA on a platform that has a kernel; or
+    None."""
+    kernel = PLATFORMS.get(platform, "xla")
+    refused = _refusal(kernel, c, page_tokens, cache_dtype, heads_parts)
+    return f"the {kernel} kernel {refused}" if wanted == "auto" and refused else None
+
+
 def _refusal(
     kernel: str, c: ModelConfig, page_tokens: int, cache_dtype: str, heads_parts: int
 ) -> str | None:

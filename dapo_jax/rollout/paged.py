@@ -24,12 +24,16 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dapo_jax import attention
 from dapo_jax.config import ModelConfig
 from dapo_jax.model import Attend
 from dapo_jax.rollout import kernels
 from dapo_jax.rollout.tiles import Tile, Tiles
 
 Arrays = tuple[jax.Array, ...]
+# Between two programs for attention to values around 1: bfloat16 makes it 0.008, one key that is
+# left out 0.05, those of another page 0.5.
+MAX_DIFFERENCE = 2.0**-5
 
 
 class Layout(NamedTuple):
@@ -214,3 +218,44 @@ def decoding(
         return out_BKGH.reshape(q.shape), cache
 
     return sound(attend)
+
+
+def last_page_difference(
+    layout: Layout, pool: Arrays, last_2: jax.Array, heads: int, table_BP: jax.Array, tile: Tile
+) -> tuple[jax.Array, Arrays]:
+    """Largest difference between `decoding` over one page of the pool and XLA's attention to the
+    same keys and values; and the pool, whose page holds them now.
+
+    Args:
+        last_2: the last layer and the last page: an index that overflows misses them. An array, as
+            programs of a run have it, and not a constant.
+        heads: query heads.
+        table_BP: of the run's shape; its values mean nothing.
+    """
+    layer, page = last_2[0], last_2[1]
+    B, A = len(table_BP), layout.page_tokens
+    kv_heads = pool[0].shape[layout.kv_axis] // (2 if layout.kernel == "tpu" else 1)
+    key_q, key_k, key_v = jax.random.split(jax.random.key(0), 3)
+    normal = lambda key, *shape: jax.random.normal(key, (*shape, pool[0].shape[-1]), layout.dtype)
+    q_BTNH = normal(key_q, B, 1, heads)
+    k_PAKH, v_PAKH = normal(key_k, 1, A, kv_heads), normal(key_v, 1, A, kv_heads)
+    kept = layout.keep(k_PAKH, v_PAKH)
+    at = lambda into: (layer, page, *[jnp.int32(0)] * (into.ndim - 2))
+    pool = tuple(
+        jax.lax.dynamic_update_slice(into, new, at(into))
+        for into, new in zip(pool, from_dense(layout, tuple(x[None] for x in kept)))
+    )
+    first_B = jnp.arange(B) == 0
+    attend = decoding(
+        layout,
+        jnp.zeros_like(table_BP).at[0, 0].set(page),
+        jnp.where(first_B, A - 1, 0),
+        first_B,
+        tile,
+    )
+    newest = lambda x: jnp.broadcast_to(x[:, -1:], (B, 1, *x.shape[2:]))
+    out_BTNH, pool = attend(layer, q_BTNH, newest(k_PAKH), newest(v_PAKH), pool, None)
+    everything = jnp.ones((1, 1, A), bool)
+    expected = attention.dot_product_attention(q_BTNH[:1], *layout.read(kept), everything)
+    difference = out_BTNH[:1].astype(jnp.float32) - expected.astype(jnp.float32)
+    return jnp.max(jnp.abs(difference)), pool

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dapo_jax import attention, model, vocabulary
 from dapo_jax.compilations import return_memory
 from dapo_jax.config import MeshConfig
+from dapo_jax.products import multiply_in
 from dapo_jax.rollout import paged, slots
 from dapo_jax.rollout.sampling import Mode, sample
 from dapo_jax.rollout.slots import Arrivals, DecodeState
@@ -66,6 +67,7 @@ class Programs:
         return_memory()
         self.spec, self.mesh, c = spec, mesh, spec.model
         platform = mesh.devices.flat[0].platform
+        multiply_in(c.compute_dtype, platform)
         self.tile = tile_on(platform)
         self.unroll = platform == "cpu" and c.num_layers <= UNROLLED_LAYERS
         self.params_at = param_shardings(c, rollout_layout(spec.layout), mesh)
@@ -124,6 +126,12 @@ class Programs:
             on_shards(self._cancel, batch, batch, batch),
             in_shardings=(state_at, rows, rows),
             out_shardings=state_at,
+        )
+
+        self.check_last_page = jit(
+            on_shards(self._check_last_page, batch, whole),
+            in_shardings=(state_at, everywhere),
+            out_shardings=(state_at, rows),
         )
 
         # Of several processes each has to say where arrays of the host go, even on its own devices;
@@ -287,6 +295,13 @@ class Programs:
 
     def _cancel(self, state: DecodeState, entry_W: Any, column_W: Any) -> DecodeState:
         return slots.cancel(state, entry_W, column_W, self.spec.page_tokens)
+
+    def _check_last_page(self, state: DecodeState, last_2: Any) -> tuple[DecodeState, jax.Array]:
+        layout, heads = self.spec.pool_layout, self.spec.model.num_heads
+        difference, pool = paged.last_page_difference(
+            layout, state.pool, last_2, heads, state.table_BP, self.tile
+        )
+        return state._replace(pool=pool), difference
 
     def _decode(
         self,

@@ -30,6 +30,7 @@ class EngineSpec:
     decode_steps: int = 8  # tokens a call
     prefill_chunk_tokens: int = 512
     kernel: kernels.Kernel = "xla"
+    kernel_refused: str | None = None  # why "auto" is XLA on a platform that has a kernel
     cache_dtype: Literal["auto", "int8"] = "auto"  # of keys and values; auto: the compute dtype
     continued: bool = False  # whether many samples come one by one, with what was drawn of them
 
@@ -113,6 +114,11 @@ def engine_spec(
     """
     r = config.rollout
     parts = parts_of(BATCH_AXES, run_sizes or sizes) // parts_of(BATCH_AXES, sizes)
+    pages: Any = {
+        "page_tokens": r.page_tokens,
+        "cache_dtype": r.cache_dtype,
+        "heads_parts": parts_of(dict(config.mesh.rules)["kv_heads"], sizes),
+    }
     spec = EngineSpec(
         model=config.model,
         layout=dataclasses.replace(config.mesh, **sizes),
@@ -126,14 +132,8 @@ def engine_spec(
         page_tokens=r.page_tokens,
         decode_steps=r.decode_steps,
         prefill_chunk_tokens=r.prefill_chunk_tokens,
-        kernel=kernels.choose(
-            r.kernel,
-            platform,
-            config.model,
-            page_tokens=r.page_tokens,
-            cache_dtype=r.cache_dtype,
-            heads_parts=parts_of(dict(config.mesh.rules)["kv_heads"], sizes),
-        ),
+        kernel=kernels.choose(r.kernel, platform, config.model, **pages),
+        kernel_refused=kernels.fallback(r.kernel, platform, config.model, **pages),
         cache_dtype=r.cache_dtype,
     )
     if r.cache_gib is not None:

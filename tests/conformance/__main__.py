@@ -1,17 +1,16 @@
 """Our functions against the reference's own numbers.
 
-Command: python -m tests.conformance --oracle PATH/verl_0.9.1_seed0.json
+Command: python -m tests.conformance
 
-The npz with the arrays lies beside the json. Prints one line per family, the cases where we differ
+verl_0.9.1.npz holds inputs and outputs of the functions of verl 0.9.1, called on random inputs
+(seed 0, float64) with torch 2.13.0 on CPU. Prints one line per family, the cases where we differ
 on purpose, those that are not ours, and as a last line how many were compared. Exits 0 only if
 every compared case agrees to 1e-5 in value and gradient.
 """
 
-import argparse
 import collections
 import re
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -49,14 +48,12 @@ def family_of(case: Case) -> str:
 
 def main() -> int:
     """0 if every compared case agrees."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--oracle", type=Path, required=True)
     jax.config.update("jax_enable_x64", True)
     worst: dict[str, float] = collections.defaultdict(float)
     counts: collections.Counter[str] = collections.Counter()
     not_ours: collections.Counter[str] = collections.Counter()
     failed, differing, notes = [], [], collections.Counter()
-    for case in load(parser.parse_args().oracle):
+    for case in load():
         family = family_of(case)
         if family in NOT_OURS:
             not_ours[family] += 1

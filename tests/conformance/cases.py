@@ -1,11 +1,13 @@
-"""Cases of an oracle file, and what comparing one can say."""
+"""The reference's cases, and the results of comparing one."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+CASES = Path(__file__).parent / "verl_0.9.1.npz"
 TOLERANCE = 1e-5
 
 
@@ -55,11 +57,22 @@ def tokens_of(mask: np.ndarray) -> Tokens:
     return Tokens(mask, mask.sum(axis=1))
 
 
-def load(path: Path) -> list[Case]:
-    """The cases of an oracle file, arrays in place of their names."""
-    arrays = np.load(path.with_suffix(".npz"), allow_pickle=False)
-    known = set(arrays.files)
-    take = lambda value: arrays[value] if isinstance(value, str) and value in known else value
+def load() -> list[Case]:
+    """Reads the committed cases, with arrays in place of their names.
+
+    The file holds JSON text in `cases`: versions, cases, and for every array its dtype, start and
+    shape. The entry of a dtype holds the numbers of all its arrays, equal arrays once.
+    """
+    with np.load(CASES, allow_pickle=False) as file:
+        contents = json.loads(file["cases"].tobytes())
+        numbers = {name: file[name] for name in file.files if name != "cases"}
+
+    def take(value: Any) -> Any:
+        if not isinstance(value, str) or value not in contents["arrays"]:
+            return value
+        dtype, start, shape = contents["arrays"][value]
+        return numbers[dtype][start : start + math.prod(shape)].reshape(shape)
+
     return [
         Case(
             case["id"],
@@ -69,7 +82,7 @@ def load(path: Path) -> list[Case]:
             case.get("metrics", {}),
             case.get("records", []),
         )
-        for case in json.loads(path.read_text())["cases"]
+        for case in contents["cases"]
     ]
 
 

@@ -1,0 +1,69 @@
+"""The updates of the documented runs compile for their TPUs, with the extra `tpu`'s versions."""
+
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from dapo_jax.command_line import parse
+from tests.conftest import ROOT
+
+# As docs/plan.md has them.
+TOPOLOGIES = {
+    "qwen32b_dapo": "v5p:4x4x4",
+    "qwen3_8b_dapo": "v5p:2x2x2",
+    "qwen7b_dapo": "v5p:2x2x2",
+    "qwen0_5b_gsm8k": "v5e:1x1",
+}
+
+
+def versions_of_the_extra():
+    """{distribution: version} of the extra `tpu` for this Python."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    here = "<" if sys.version_info < (3, 12) else ">="
+    pinned = re.compile(r"([\w-]+)(?:\[\w+\])?==([\d.]+); python_version (<|>=) '3\.12'")
+    found = [pinned.fullmatch(line) for line in extras["optional-dependencies"]["tpu"]]
+    assert all(found), "each line pins one version for one side of Python 3.12"
+    return {line[1]: line[2] for line in found if line[3] == here}
+
+
+def installed(name):
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def test_every_qwen_config_has_its_topology():
+    assert TOPOLOGIES.keys() == {path.stem for path in (ROOT / "configs").glob("qwen*.py")}
+    assert versions_of_the_extra().keys() == {"jax", "libtpu"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_the_update_compiles_with_the_versions_that_a_pod_installs(name):
+    for package, version in versions_of_the_extra().items():
+        if installed(package) != version:
+            found = installed(package) or "none"
+            pytest.skip(f"needs {package} {version} (uv sync --extra tpu); installed is {found}")
+    path = f"--config=configs/{name}.py"
+    config, _ = parse(["launch/plan.py", path], "")
+    recomputes = config.rollout.log_prob_source == "recompute"
+    # The tests' own flags are for programs that are compiled fast and run once.
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    environment |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+    for program in ("train", "old_logprobs") if recomputes else ("train",):
+        flags = [path, f"--topology={TOPOLOGIES[name]}", f"--program={program}", "--json"]
+        done = subprocess.run(
+            [sys.executable, "launch/plan.py", *flags],
+            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        found = json.loads(done.stdout)
+        numbers = found["programs"][program]
+        assert found["fits"] and not numbers["refused"] and numbers["temp_bytes"] > 0
