@@ -149,8 +149,7 @@ def test_pages_freed_by_the_last_cancellation_are_used(params, pages, calls):
     long = [problem for problem in make_problems(60) if len(problem.prompt_tokens) > 16][:6]
     found = False
     at_once = lambda sequences: ["x" if found and len(tokens) else "" for tokens in sequences]
-    run = scheduler.Run(engine, engine.load_params(params), iter(long), at_once, 4, KEY, None, None)
-    run.stop_strings = ("x",)
+    run = make_loop(engine, params, long, detokenize=at_once, stop_strings=("x",))
     for call in range(1000):
         if not run.has_work():
             break
