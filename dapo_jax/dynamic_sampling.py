@@ -82,7 +82,7 @@ def sample_batch(
     accepted = list(state.carried)
     carried_in, rounds = len(accepted), 0
     sampled: list[Group] = []
-    sieve = Sieve(config.prefilter, state.prefilter, seed, take)
+    sieve = Sieve(prefilter.GRESO, state.prefilter, seed, take)
     while len(accepted) < num_prompts and rounds < config.max_rounds:
         missing = num_prompts - len(accepted)
         share = state.kept_share
@@ -101,7 +101,7 @@ def sample_batch(
         accepted[:num_prompts], sampled, rounds, carried_in, len(surplus),
         skipped=len(sieve.skipped),
     )  # fmt: skip
-    after = prefilter.next_state(config.prefilter, state.prefilter, sampled, sieve.skipped)
+    after = prefilter.next_state(prefilter.GRESO, state.prefilter, sampled, sieve.skipped)
     return batch, SamplingState(carried, share, after)
 
 
@@ -224,7 +224,7 @@ def stream_batch(
         team: that this process draws with. The batch is the same in every process.
     """
     before = position()
-    sieve = lambda: Sieve(config.prefilter, state.prefilter, seed, take)
+    sieve = lambda: Sieve(prefilter.GRESO, state.prefilter, seed, take)
     begun, too_old = partial_rollouts.not_stale(
         state.begun, step=step, max_staleness=config.max_staleness
     )
@@ -246,7 +246,7 @@ def stream_batch(
     again = sieve()
     again.take(len(sampled))
     kept = [group for group in sampled if group.informative]
-    after = prefilter.next_state(config.prefilter, state.prefilter, sampled, again.skipped)
+    after = prefilter.next_state(prefilter.GRESO, state.prefilter, sampled, again.skipped)
     share = next_share(state.kept_share, len(kept), len(sampled))
     if config.partial_rollouts:
         begun = partial_rollouts.next_begun(

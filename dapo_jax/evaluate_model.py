@@ -16,8 +16,8 @@ from dapo_jax.benchmark_page import table
 from dapo_jax.benchmarks import Benchmark
 from dapo_jax.checkpoint import restore_part
 from dapo_jax.config import Config, SourceConfig
-from dapo_jax.parameters import parse_scorers
 from dapo_jax.progress import Progress, duration
+from dapo_jax.reward import parse_scorers
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.sampling import SamplingParams
@@ -245,10 +245,9 @@ def _name(path: str) -> str:
 def _source(config: Config, path: str) -> SourceConfig:
     if path in config.data.heldout:
         return config.data.heldout[path]
-    empty = dict.fromkeys(field.name for field in dataclasses.fields(SourceConfig))
     dataset = DATASETS.get(path)
     split = None if dataset is None else dataset.heldout_split
-    return SourceConfig(**(empty | {"path": path, "split": split}))  # pyright: ignore
+    return SourceConfig(path=path, split=split)
 
 
 def load_params(

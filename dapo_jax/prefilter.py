@@ -26,11 +26,26 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dapo_jax.config import PrefilterConfig
 from dapo_jax.types import Group, Problem
 
 # Names this stream of randomness among those of the seed.
 NAME = 4
+
+
+class Settings(NamedTuple):
+    """The filter's constants; the defaults are those of GRESO's authors, `max_skips` is ours."""
+
+    initial_probability: float = 0.5  # p_easy and p_hard of a new run
+    min_probability: float = 0.05  # bounds of both
+    max_probability: float = 0.95
+    probability_step: float = 0.01  # by which they move after a step
+    target_easy: float = 1 / 12  # share of the sampled groups that may be all right
+    target_hard: float = 1 / 6  # and all wrong
+    min_sampled: float = 0.01  # probability with which any prompt is sampled, at least
+    max_skips: int = 20_000  # prompts left out in a step, at most; those after them are sampled
+
+
+GRESO = Settings()
 
 
 class PrefilterState(NamedTuple):
@@ -43,14 +58,12 @@ class PrefilterState(NamedTuple):
     streaks: Mapping[int, int]
 
 
-def initial_state(config: PrefilterConfig) -> PrefilterState | None:
-    """The state of a new run; None where the filter is off."""
-    if not config.enabled:
-        return None
+def initial_state(config: Settings = GRESO) -> PrefilterState:
+    """The state of a new run."""
     return PrefilterState(config.initial_probability, config.initial_probability, {})
 
 
-def sampling_probability(config: PrefilterConfig, state: PrefilterState, id: int) -> float:
+def sampling_probability(config: Settings, state: PrefilterState, id: int) -> float:
     """P(sampled) of the prompt of a problem, in (0, 1]."""
     streak = state.streaks.get(id, 0)
     p = state.p_easy if streak > 0 else state.p_hard
@@ -75,7 +88,7 @@ class Sieve:
 
     def __init__(
         self,
-        config: PrefilterConfig,
+        config: Settings,
         state: PrefilterState | None,
         seed: int,
         take: Callable[[int], list[Problem]],
@@ -102,7 +115,7 @@ class Sieve:
 
 
 def next_state(
-    config: PrefilterConfig,
+    config: Settings,
     state: PrefilterState | None,
     sampled: Sequence[Group],
     skipped: Sequence[Problem],
@@ -136,7 +149,7 @@ def next_state(
     )
 
 
-def _adjusted(config: PrefilterConfig, p: float, share: float, target: float) -> float:
+def _adjusted(config: Settings, p: float, share: float, target: float) -> float:
     p += -config.probability_step if share >= target else config.probability_step
     return min(max(p, config.min_probability), config.max_probability)
 

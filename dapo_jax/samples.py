@@ -12,7 +12,6 @@ import numpy as np
 
 from dapo_jax import advantage, corrections, covariance
 from dapo_jax.config import Config
-from dapo_jax.parameters import SELECTION_PARAMETERS
 from dapo_jax.reward import soft_overlong_punishment
 from dapo_jax.types import Group, Response, Samples, Verdict
 
@@ -118,7 +117,7 @@ def estimate_advantages(
         values_N=None if values_N is None else values_N[trained_N].astype(np.float64),
     )
     o = config.objective
-    result = advantage.estimate(o.advantage, outcomes, o.advantage_parameters)
+    result = advantage.estimate(o.advantage, outcomes, o.advantage_args)
 
     def everywhere(x_n: np.ndarray) -> np.ndarray:
         out_N = np.zeros(len(trained_N))
@@ -169,22 +168,24 @@ def finished_columns(
         out["mask_BT"] = mask_N.copy()
         out["mask_BT"][mask_N] = correction.kept_N
         mask_N = out["mask_BT"]
-    if o.loss in SELECTION_PARAMETERS and mask_N.any():
+    if o.loss in ("kl-cov", "clip-cov") and mask_N.any():
         assert current_N is not None
         selected_N = np.zeros(len(mask_N), bool)
-        taken = lambda x_N: x_N[mask_N]
+        taken, args = lambda x_N: x_N[mask_N], o.loss_args
         if o.loss == "kl-cov":
             selected_N[mask_N] = covariance.select_kl_cov(
-                taken(current_N), taken(columns["advantage_BT"]), **o.selection_parameters
+                taken(current_N), taken(columns["advantage_BT"]), cov_share=args["cov_share"]
             )
         else:
+            assert o.clip_low is not None and o.clip_high is not None
             selected_N[mask_N] = covariance.select_clip_cov(
                 taken(current_N),
                 taken(columns["log_prob_old_BT"]),
                 taken(columns["advantage_BT"]),
                 taken(priority_N),
-                **o.selection_parameters,
-                **o.loss_parameters,
+                **args,
+                clip_low=o.clip_low,
+                clip_high=o.clip_high,
             )
         out["selected_BT"] = selected_N
     return out
