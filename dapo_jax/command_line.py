@@ -137,7 +137,7 @@ def _split(arguments: list[str]) -> tuple[str, list[str], dict[str, Text]]:
             continue
         name, value = found.groups()
         if value is None:  # --config FILE
-            if not arguments:
+            if not arguments or arguments[0].startswith("--"):
                 raise UserError(f"{argument} needs a value: {argument}=VALUE.")
             value, *arguments = arguments
         if name is None:

@@ -15,8 +15,8 @@ LAYERS = [
     ["config"],
     # pure, and hosts' small tools
     ["aggregation", "corrections", "covariance", "batching", "row_order", "scorers", "rows", "hub",
-     "sources", "prompts", "estimators", "arithmetic", "prefilter", "partial_rollouts", "progress", "board",
-     "processes", "teams", "stop_signals", "watchdog",
+     "sources", "prompts", "estimators", "arithmetic", "prefilter", "partial_rollouts", "progress",
+     "board", "processes", "teams", "stop_signals", "watchdog",
      "profiling", "maintenance", "compilations", "hf_config", "rotary"],
     ["model", "attention", "attention_kernels", "vocabulary", "log_probs", "sharding",
      "samples", "data", "tokenizer", "checkpoint", "reward_pool", "scoring", "votes",
