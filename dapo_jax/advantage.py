@@ -228,6 +228,7 @@ def process_grpo(
     *,
     normalise_std: bool,
     std_ddof: int,
+    outcome_as_step: bool,
 ) -> np.ndarray:
     """GRPO with process supervision [N]: sum of the normalised rewards of the steps that end at or
     after the token.
@@ -235,15 +236,21 @@ def process_grpo(
         r~ = (r - mean(all step rewards of the group)) / (std + 1e-6)
         A_t = sum over steps j of the response with end(j) >= t of r~_j
 
-    The outcome reward counts as a last step, which ends with the response; without other steps
-    this is GRPO.
+    Tokens after the last step, and responses without steps, have advantage 0.
 
     Source: GRPO, arXiv:2402.03300, section 4.1.3.
+
+    Args:
+        steps: (tokens up to the end of the step, reward) of each step, per response.
+        rewards_R: outcome rewards; read only with `outcome_as_step`.
+        outcome_as_step: the outcome reward is one more step of every response, which ends with it.
+            Not in the paper. Without other steps this is GRPO.
     """
-    ends = [[*(end for end, _ in s), n] for s, n in zip(steps, lengths_R)]
-    rewards = [[*(reward for _, reward in s), r] for s, r in zip(steps, rewards_R)]
-    count_R = np.array([len(r) for r in rewards], int)
-    flat_S = np.array([x for r in rewards for x in r], np.float64)
+    if outcome_as_step:
+        steps = tuple((*s, (n, r)) for s, n, r in zip(steps, lengths_R, rewards_R, strict=True))
+    ends = [[end for end, _ in s] for s in steps]
+    count_R = np.array([len(s) for s in steps], int)
+    flat_S = np.array([reward for s in steps for _, reward in s], np.float64)
     normalised_S = grpo(
         flat_S, np.repeat(groups_R, count_R), normalise_std=normalise_std, std_ddof=std_ddof
     )
@@ -251,7 +258,7 @@ def process_grpo(
     for end, reward_S, n in zip(ends, np.split(normalised_S, np.cumsum(count_R)[:-1]), lengths_R):
         due_n = np.zeros(n)  # normalised reward that falls due at each token
         if n:
-            np.add.at(due_n, np.clip(np.array(end) - 1, 0, n - 1), reward_S)
+            np.add.at(due_n, np.clip(np.array(end, int) - 1, 0, n - 1), reward_S)
         out.append(np.cumsum(due_n[::-1])[::-1])
     return np.concatenate(out) if out else np.zeros(0)
 
@@ -328,7 +335,12 @@ ADVANTAGES = {
         {"gamma": Argument(UpTo1, 1.0)},
         per_token=True,
     ),
-    "grpo-process": Advantage(process_grpo, ("steps", *GROUPS, "lengths_R"), STD, per_token=True),
+    "grpo-process": Advantage(
+        process_grpo,
+        ("steps", *GROUPS, "lengths_R"),
+        {**STD, "outcome_as_step": Argument(bool, False)},
+        per_token=True,
+    ),
     "gae": Advantage(
         gae,
         ("token_rewards_N", "values_N", "lengths_R"),

@@ -104,12 +104,15 @@ def write_response(
 
 
 def score_steps(response: str, answer: str) -> Score:
-    """`scorers.exact_match` with the steps of the derivation: a running total earns 1 where it is
-    the one before it plus its term, else -1. A writer who starts over starts from 0."""
+    """`scorers.exact_match` with the steps of the response: a running total earns 1 where it is
+    the one before it plus its term, else -1. A writer who starts over starts from 0. The last step
+    is the answer, which ends with the response: 1 where it is correct, else -1."""
     steps, total = [], 0
     for step in re.finditer(r" ([a-k])=(\d):(\d+)", response):
         if step[1] == LABELS[0]:
             total = 0
         steps.append((step.end(), 1.0 if int(step[3]) == total + int(step[2]) else -1.0))
         total = int(step[3])
-    return exact_match(response, answer)._replace(steps=tuple(steps))
+    score = exact_match(response, answer)
+    steps.append((len(response), 1.0 if score.correct else -1.0))
+    return score._replace(steps=tuple(steps))

@@ -67,8 +67,8 @@ class ModelConfig:
     # Tokens that end a response, beside the tokenizer's end of sequence. Left out with a `path`:
     # those of its generation_config.json.
     stop_token_ids: tuple[int, ...] = ()
-    # Of master weights. bfloat16 is for evaluation: an update below 0.2 to 0.4 % of a weight, which
-    # at the usual learning rates is every one, is rounded away.
+    # Of master weights. bfloat16 is for evaluation, and refused in training: an update below 0.2 to
+    # 0.4 % of a weight, which at the usual learning rates is every one, is rounded away.
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of activations and matmul inputs
     # What is kept of each layer for the backward pass, which computes the rest again; from most
@@ -185,7 +185,9 @@ class RolloutConfig:
     # Who attends to the cache: XLA, or JAX's kernel for the platform. auto: the kernel where there
     # is one that takes the model.
     kernel: Literal["auto", "xla", "tpu", "gpu"] = "auto"
-    # Where the ratio's old log-probs come from; the script has the training program recompute them.
+    # The ratio's old log-probs: as the rollout stored them (float32: the same to 1e-7), or, as the
+    # script does, recomputed by the training program before the first update (bfloat16: they differ
+    # by 1e-2 nats a token). Tokens of earlier steps keep those of the policy that sampled them.
     log_prob_source: Literal["rollout", "recompute"] = "recompute"
     # When nothing has moved for so long, the run says what it waits for; 0: never.
     watchdog_seconds: NonNegative = 120.0
@@ -309,9 +311,8 @@ class OptimizerConfig:
     """AdamW. The paper gives the learning rate and the warm-up, the script the rest."""
 
     learning_rate: Positive = 1e-6
-    warmup_steps: NonNegativeInt = (
-        20  # rollout steps; step s trains at s / warmup_steps of the rate
-    )
+    # Rollout steps that update the policy; the s-th of them trains at s / warmup_steps of the rate.
+    warmup_steps: NonNegativeInt = 20
     # What follows the warm-up, to the last rollout step.
     decay: Literal["constant", "cosine"] = "constant"
     final_rate_share: Share | None = None  # cosine: share of the rate at the end

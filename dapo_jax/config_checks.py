@@ -37,6 +37,17 @@ def check_model(model: "ModelConfig") -> None:
     check_divides("model.num_kv_heads", model.num_kv_heads, "model.num_heads", model.num_heads)
 
 
+def check_training(config: "Config") -> None:
+    """Raises UserError for what training alone cannot do with a config."""
+    if config.model.param_dtype == "bfloat16":
+        raise UserError(
+            "config.model.param_dtype 'bfloat16' is for evaluation: updates at "
+            f"config.optimizer.learning_rate {config.optimizer.learning_rate:g} are smaller than "
+            "half of what bfloat16 can tell apart, and are rounded away. Set it to 'float32'; "
+            "config.model.compute_dtype 'bfloat16' is that of the arithmetic."
+        )
+
+
 def check(config: "Config") -> None:
     """Raises UserError for the first contradiction: names the fields, the values, the remedy."""
     check_model(config.model)

@@ -13,13 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from dapo_jax import aggregation, batching, critic, metrics, model, objective, train_step
+from dapo_jax import aggregation, batching, critic, metrics, model, train_step
 from dapo_jax.batching import take_columns
 from dapo_jax.compilations import return_memory
 from dapo_jax.config import Config
 from dapo_jax.optimizer import learning_rate
 from dapo_jax.policy_losses import COVARIANCE_LOSSES
-from dapo_jax.samples import estimate_advantages, finished_columns, kept_lengths, make_samples
+from dapo_jax.random_streams import named_generator
+from dapo_jax.samples import (
+    estimate_advantages,
+    finished_columns,
+    kept_lengths,
+    make_samples,
+    reward_kl,
+)
 from dapo_jax.sharding import batch_shards, row_sharding, to_host, to_mesh
 from dapo_jax.types import Group, Rows, RunError, Samples
 
@@ -111,12 +118,18 @@ class Learner:
         groups: Sequence[Group],
         step: int,
         *,
+        updated_steps: int,
         kl_coefficient: float,
         baselines: Sequence[float] | None = None,
     ) -> tuple[RunState, dict[str, float]]:
         """The state after one pass over the groups in mini-batches, and the step's numbers.
 
+        A mini-batch without a trained token makes no update: momentum and weight decay alone would
+        move the parameters.
+
         Args:
+            updated_steps: rollout steps before this one that made an update. Schedules and the
+                critic's head start advance with these.
             kl_coefficient: of the KL in the reward, for this step.
             baselines: reward of the greedy response to the prompt of each group, for ReMax.
 
@@ -124,6 +137,9 @@ class Learner:
             RunError: too many updates in a row had no finite gradient.
         """
         config, num_steps = self.config, self.config.train.num_steps
+        head_start = 0 if config.critic is None else config.critic.head_start_steps
+        # Steps of the policy's schedule; none of them in the critic's head start.
+        policy_step = updated_steps + 1 - head_start
         order = np.random.default_rng([config.seed, step]).permutation(len(groups))
         samples = make_samples(config, [groups[i] for i in order], step, self.detokenize)
         baselines_R = None
@@ -131,29 +147,37 @@ class Learner:
             baselines_R = np.asarray(baselines, np.float64)[order][samples.groups_R]
         mini_batches = self._cut(samples)
         columns, numbers = self._score(state, samples, mini_batches)
+        numbers |= metrics.staleness_metrics(samples)
         numbers |= self._add_advantages(samples, columns, kl_coefficient, baselines_R)
 
         policy, value_model = state
-        rate = np.float32(learning_rate(config.optimizer, step, num_steps))
-        results, critic_results, kept = [], [], 0
+        rate = learning_rate(config.optimizer, max(1, policy_step), num_steps - head_start)
+        results, critic_results, kept, empty = [], [], 0, 0
         for number, batch in enumerate(mini_batches):
-            seed = [config.seed, step, number]
-            rows, denominator = self._finish(policy, samples, batch, columns, seed)
-            kept += int(rows.mask_BT.sum())
+            random = named_generator("clip-cov", config.seed, step, number)
+            rows, denominator = self._finish(policy, samples, batch, columns, random)
+            tokens = int(rows.mask_BT.sum())
+            kept += tokens
+            if not tokens:
+                empty += 1
+                continue
             on_mesh, n = self._micro_batches(rows)
             if value_model is not None:
-                critic_rate = learning_rate(self.critic_optimizer, step, num_steps)
+                critic_rate = learning_rate(self.critic_optimizer, updated_steps + 1, num_steps)
                 value_model, result = self.update_critic(
                     value_model, on_mesh, n, denominator, np.float32(critic_rate)
                 )
                 critic_results.append(result)
-            if config.critic is None or step > config.critic.head_start_steps:
+            if policy_step > 0:
                 reference = self.reference if self.full_kl else None
-                policy, result = self.update(policy, on_mesh, n, denominator, rate, reference)
+                policy, result = self.update(
+                    policy, on_mesh, n, denominator, np.float32(rate), reference
+                )
                 results.append(result)
         self._check_skipped([*results, *critic_results], step)
         numbers = metrics.update_metrics(results) | numbers | metrics.critic_metrics(critic_results)
-        numbers["optimizer/learning_rate"] = float(rate)
+        numbers["optimizer/learning_rate"] = rate if results else 0.0
+        numbers["optimizer/empty_updates"] = empty
         if config.correction is not None:
             trained = max(1, int(columns["mask_BT"].sum()))
             numbers["correction/rejected_share"] = 1 - kept / trained
@@ -206,8 +230,12 @@ class Learner:
             "log_prob_old_BT": samples.log_prob_N,
         }
         if self.config.rollout.log_prob_source == "recompute":
-            columns["log_prob_old_BT"] = scored(self.score, state.policy.params)
-            numbers = metrics.mismatch_metrics(samples, columns["log_prob_old_BT"])
+            recomputed_N = scored(self.score, state.policy.params)
+            numbers = metrics.mismatch_metrics(samples, recomputed_N)
+            # Stale tokens keep the log-probs of the policy that sampled them: the ratio is to it.
+            columns["log_prob_old_BT"] = np.where(
+                samples.lag_N == 0, recomputed_N, samples.log_prob_N
+            )
         if self.needs_reference_log_probs:
             columns["log_prob_ref_BT"] = scored(self.score, self.reference)
         if state.critic is not None:
@@ -226,14 +254,14 @@ class Learner:
         kl_penalty_N = None
         estimator = self.config.objective.reward_kl_estimator
         if estimator is not None:
-            compared = ("log_prob_old_BT", "log_prob_ref_BT", "mask_BT")
-            kl_N = np.asarray(
-                objective.kl_estimate(
-                    *(jnp.asarray(columns[name]) for name in compared), estimator=estimator
-                ),
-                np.float64,
+            kl_N = reward_kl(
+                columns["log_prob_old_BT"], columns["log_prob_ref_BT"], estimator=estimator
             )
-            numbers["reward/kl"] = float(kl_N.sum() / max(1, columns["mask_BT"].sum()))
+            # Also of responses that are not trained but count in the baseline of their group.
+            counted_N = np.repeat(samples.trained_R | samples.counted_R, samples.lengths_R)
+            kl_N = np.where(counted_N, kl_N, 0.0)
+            trained_N = columns["mask_BT"]
+            numbers["reward/kl"] = float(kl_N[trained_N].sum() / max(1, trained_N.sum()))
             numbers["reward/kl_coefficient"] = kl_coefficient
             kl_penalty_N = kl_coefficient * kl_N
         advantages = estimate_advantages(
@@ -254,7 +282,7 @@ class Learner:
         samples: Samples,
         batch: MiniBatch,
         columns: Columns,
-        seed: list[int],
+        random: np.random.Generator,
     ) -> tuple[Rows, np.float32]:
         """The rows of a mini-batch with everything its update reads, and its denominator."""
         lengths_R = samples.lengths_R[batch.responses]
@@ -269,7 +297,7 @@ class Learner:
             lengths_R,
             samples.log_prob_N[batch.tokens],
             current_N=current_N,
-            priority_N=np.random.default_rng(seed).random(int(lengths_R.sum())),
+            priority_N=random.random(int(lengths_R.sum())),
         )
         weights = aggregation.aggregate(
             kept_lengths(mine["mask_BT"], lengths_R),

@@ -140,6 +140,7 @@ def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, float]:
         "policy/token_prob": total.token_prob / tokens,
         "policy/clip_high_share": total.clip_high / tokens,
         "policy/clip_low_share": total.clip_low / tokens,
+        "policy/clip_dual_share": total.clip_dual / tokens,
         "policy/kl_old": total.kl_old / tokens,
         "policy/kl_ref": total.kl_ref / tokens,
         "optimizer/grad_norm": float(np.mean([u.grad_norm for u in taken])),
@@ -156,6 +157,11 @@ def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, float]:
         metrics["rollout/log_prob_gap_mean"] = float(first.sums.gap / first.sums.gap_tokens)
         metrics["rollout/log_prob_gap_max"] = float(first.extremes.gap_max)
     return metrics
+
+
+def made_an_update(numbers: Mapping[str, float]) -> bool:
+    """Whether policy or critic were updated in the step of these numbers."""
+    return numbers.get("optimizer/updates", 0) > 0 or "critic/loss" in numbers
 
 
 def advantage_metrics(columns: Mapping[str, np.ndarray]) -> dict[str, float]:
@@ -199,6 +205,16 @@ def critic_metrics(updates: Sequence[CriticMetrics]) -> dict[str, float]:
         "critic/loss": float(np.mean([u.sums.loss for u in taken])),
         "critic/clip_share": float(sum(u.sums.clipped for u in taken)) / tokens,
         "critic/grad_norm": float(np.mean([u.grad_norm for u in taken])),
+    }
+
+
+def staleness_metrics(samples: Samples) -> dict[str, float]:
+    """How much of what is trained an earlier step's policy sampled, and how long ago. These tokens
+    keep the log-probs of that policy, and are in none of `mismatch_metrics`."""
+    stale_N = samples.lag_N[np.repeat(samples.trained_R, samples.lengths_R)]
+    return {
+        "batch/stale_share": float((stale_N > 0).mean()) if len(stale_N) else 0.0,
+        "batch/staleness_max": int(stale_N.max(initial=0)),
     }
 
 

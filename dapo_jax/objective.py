@@ -23,6 +23,8 @@ class Surrogate(NamedTuple):
     ratio_BT: jax.Array  # 1 outside the mask
     clipped_high_BT: jax.Array  # bool: A > 0 and ratio > 1 + clip_high, no gradient flows
     clipped_low_BT: jax.Array  # bool: A < 0 and ratio < 1 - clip_low, no gradient flows
+    # bool: A < 0 and ratio > clip_dual, no gradient flows; None: the loss has no dual clip
+    clipped_dual_BT: jax.Array | None = None
 
 
 def masked_log_ratio(
@@ -72,7 +74,9 @@ def surrogate(
     advantage_BT = jnp.where(mask_BT, at_least_float32(advantage_BT), 0.0)
     clipped_BT = clamp(ratio_BT, 1 - clip_low, 1 + clip_high)
     objective_BT = jnp.minimum(ratio_BT * advantage_BT, clipped_BT * advantage_BT)
+    dual_BT = None
     if clip_dual is not None:
+        dual_BT = (advantage_BT < 0) & (objective_BT < clip_dual * advantage_BT)
         bounded_BT = jnp.maximum(objective_BT, clip_dual * advantage_BT)
         objective_BT = jnp.where(advantage_BT < 0, bounded_BT, objective_BT)
     return Surrogate(
@@ -80,6 +84,7 @@ def surrogate(
         ratio_BT,
         (advantage_BT > 0) & (ratio_BT > 1 + clip_high),
         (advantage_BT < 0) & (ratio_BT < 1 - clip_low),
+        dual_BT,
     )
 
 

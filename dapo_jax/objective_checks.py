@@ -56,6 +56,7 @@ def check(config: "Config") -> None:
     if config.correction is not None:
         _check_correction(config, config.correction)
     _check_critic(config)
+    _check_ratio(config)
     if not objective.overlong_filter and not objective.overlong_in_baseline:
         raise UserError(
             "config.objective.overlong_in_baseline = False is read only with "
@@ -83,6 +84,36 @@ def _check_kl(objective: "ObjectiveConfig", prefix: str) -> None:
         )
 
 
+def _check_ratio(config: "Config") -> None:
+    """The loss has the ratio that its updates need."""
+    loss, rollout, train = config.objective.loss, config.rollout, config.train
+    if loss in ("gspo", "gspo-token") and rollout.log_prob_source == "rollout":
+        # GSPO's bounds are 3e-4 and 4e-4; between these programs 1e-2 nats a token lie.
+        for field, value, exact in (
+            ("model.compute_dtype", config.model.compute_dtype, "float32"),
+            ("rollout.cache_dtype", rollout.cache_dtype, "auto"),
+        ):
+            if value != exact:
+                raise UserError(
+                    f"config.{field} {value!r} makes the rollout's log-probs differ from the "
+                    "training program's by more than the bounds of "
+                    f"config.objective.loss {loss!r}, so that rounding decides which responses "
+                    "are clipped: set config.rollout.log_prob_source to 'recompute', or "
+                    f"{field.split('.')[1]} to {exact!r}."
+                )
+    c = config.correction
+    corrected = c is not None and c.policy == "current" and c.importance != "none"
+    updates = train.prompts_per_step // train.prompts_per_update
+    if loss == "policy-gradient" and updates > 1 and not corrected:
+        raise UserError(
+            f"config.objective.loss {loss!r} has no ratio to the policy that sampled: the "
+            f"{updates} updates of a step after the first would be off policy without a "
+            f"correction. Set config.train.prompts_per_update to {train.prompts_per_step} "
+            f"(config.train.prompts_per_step; got {train.prompts_per_update}), or give "
+            "config.correction with policy 'current' and importance weights."
+        )
+
+
 def _check_advantage(config: "Config") -> None:
     """What an advantage needs of the rest of the config."""
     o, r, group_size = config.objective, config.reward, config.rollout.group_size
@@ -99,6 +130,13 @@ def _check_advantage(config: "Config") -> None:
         require(r.incorrect >= 0, "reward.incorrect", r.incorrect, f"0 or more {why}")
         require(r.overlong_penalty == 0, "reward.overlong_penalty", r.overlong_penalty, f"0 {why}")
         require(kl == 0, "objective.reward_kl_coefficient", kl, f"0 {why}")
+    if o.advantage == "grpo-process" and not o.advantage_args["outcome_as_step"]:
+        why = (
+            "0 for objective.advantage 'grpo-process', which reads the rewards of steps alone; or "
+            "set config.objective.advantage_args.outcome_as_step to True"
+        )
+        require(r.overlong_penalty == 0, "reward.overlong_penalty", r.overlong_penalty, why)
+        require(kl == 0, "objective.reward_kl_coefficient", kl, why)
     if o.advantage == "gdpo":
         num, weights = config.num_scorers + 1, o.advantage_args["component_weights"]
         wanted = f"{num} numbers, for the reward by each scorer and the overlong one"

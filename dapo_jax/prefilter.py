@@ -24,12 +24,8 @@ and the prompts in their order.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from dapo_jax.random_streams import named_seed
 from dapo_jax.types import Group, Problem
-
-# Names this stream of randomness among those of the seed.
-NAME = 4
 
 
 class Settings(NamedTuple):
@@ -72,7 +68,7 @@ def sampling_probability(config: Settings, state: PrefilterState, id: int) -> fl
 
 def uniform(seed: int, problem: Problem) -> float:
     """The random number of a visit, in [0, 1): of the seed, the problem's id and the epoch."""
-    words = np.random.SeedSequence([NAME, seed, problem.id, problem.epoch]).generate_state(2)
+    words = named_seed("prefilter", seed, problem.id, problem.epoch).generate_state(2)
     return int(words[0]) * 2.0**-32 + int(words[1] >> 11) * 2.0**-53
 
 

@@ -1,7 +1,8 @@
 """The problems of a run: read from its sources or generated, cleaned, tokenised, cached.
 
-The published DAPO-Math-17k file repeats its 17k prompts about a hundred times and gives some of
-them two answers. Both are mended here and counted, where the reference trains on the file as it is.
+The published DAPO-Math-17k file repeats its 17k prompts about a hundred times, some of them with
+other white space, and gives some of them two answers. Both are mended here and counted, where the
+reference trains on the file as it is.
 """
 
 import contextlib
@@ -76,6 +77,7 @@ def load(
     *,
     field: str,
     say: Callable[[str], None],
+    evaluated: bool = False,
 ) -> list[Problem]:
     """The problems of the sources, numbered from 0 across them.
 
@@ -83,6 +85,7 @@ def load(
         chosen: `config.data.train`, `config.data.heldout` or others like them.
         field: where they stand, for messages: "config.data.train".
         say: told what became of the rows of each.
+        evaluated: they are held out: a line says where launch/evaluate.py has others.
 
     Raises:
         UserError: a file or a field that cannot serve, or a source without problems.
@@ -95,6 +98,14 @@ def load(
         place = f"{field}.{name}"
         prepared = prepare(config, name, source, tokenizer, place)
         say(f"{place.removeprefix('config.data.')}: {prepared.describe()}")
+        counts = prepared.counts
+        if evaluated and (changed := counts["overlong"] + counts["truncated"]):
+            done = "cut" if counts["truncated"] else "left out"
+            say(
+                f"  warning: {changed} held-out problems of {name} are {done} in this run's "
+                "evaluations, and whole in launch/evaluate.py, so that their accuracies differ: "
+                f"config.data.max_prompt_tokens is {config.data.max_prompt_tokens}"
+            )
         if not prepared.problems:
             raise UserError(
                 f"{place}: no problem is left. {prepared.describe()}. Give more problems, or raise "
@@ -169,7 +180,7 @@ def _prepare(
 ) -> Prepared:
     distinct, counts, first_unusable = _distinct(found, source.num_problems, field)
     template = source.prompt_template or data.prompt_template
-    kept = [(prompt, entry) for prompt, entry in distinct.items() if not entry.conflict]
+    kept = [(entry.prompt, entry) for entry in distinct.values() if not entry.conflict]
     counts |= {"conflicting": len(distinct) - len(kept), "overlong": 0, "truncated": 0}
     problems: list[Problem] = []
     for start in range(0, len(kept), TOKENISED_TOGETHER):
@@ -213,6 +224,7 @@ def _prepare(
 class _Entry:
     """What is known of a prompt."""
 
+    prompt: str | tuple[Message, ...]  # as its first row has it
     answer: str
     metadata: dict[str, Any]
     row: int  # the first that it stands in
@@ -225,6 +237,7 @@ def _distinct(
 ) -> tuple[dict[str | tuple[Message, ...], _Entry], dict[str, int], str]:
     """(the distinct prompts in order, counts of the rows, what was wrong with the first bad one).
 
+    Prompts that differ in white space only are one; the keys are without it.
     Memory grows with the prompts and not with the rows.
     """
     distinct: dict[str | tuple[Message, ...], _Entry] = {}
@@ -241,9 +254,10 @@ def _distinct(
                 counts["unusable"] += 1
                 first_unusable = first_unusable or row.reason
                 continue
-            entry = distinct.get(row.prompt)
+            key = _without_spacing(row.prompt)
+            entry = distinct.get(key)
             if entry is None:
-                distinct[row.prompt] = _Entry(row.answer, row.metadata, counts["rows"])
+                distinct[key] = _Entry(row.prompt, row.answer, row.metadata, counts["rows"])
             else:
                 counts["repeated"] += 1
                 entry.rows += 1
@@ -257,6 +271,13 @@ def _distinct(
             f"prompts. Read fewer: {field}.num_problems={fewer}, or a smaller file."
         ) from None
     return distinct, counts, first_unusable
+
+
+def _without_spacing(prompt: str | tuple[Message, ...]) -> str | tuple[Message, ...]:
+    """The prompt without its white space: `x+1` and `x + 1` are one problem."""
+    if isinstance(prompt, str):
+        return "".join(prompt.split())
+    return tuple((role, "".join(content.split())) for role, content in prompt)
 
 
 def free_share(root: Path = Path("/")) -> float:

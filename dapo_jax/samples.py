@@ -12,8 +12,13 @@ import numpy as np
 
 from dapo_jax import advantage, corrections, covariance
 from dapo_jax.config import Config
+from dapo_jax.objective import MAX_K3, MAX_LOG_RATIO
 from dapo_jax.reward import soft_overlong_punishment
-from dapo_jax.types import Group, Response, Samples, Verdict
+from dapo_jax.types import Group, Response, RunError, Samples, Verdict
+
+BLOCK_TOKENS = 64  # decoded at once where steps are looked for
+# Decoded before a block: a character of four bytes may be as many tokens.
+CONTEXT_TOKENS = 8
 
 
 def reward_components(config: Config, group: Group) -> np.ndarray:
@@ -48,6 +53,9 @@ def make_samples(
 
     Args:
         detokenize: for process supervision, which finds the tokens of steps named in characters.
+
+    Raises:
+        RunError: process supervision without a step in any response.
     """
     o = config.objective
     responses = [(q, group, r) for q, group in enumerate(groups) for r in group.responses]
@@ -63,6 +71,13 @@ def make_samples(
             _steps_in_tokens(r, verdict, detokenize)
             for (_, _, r), verdict in zip(responses, verdicts)
         )
+        if responses and not (any(steps) or o.advantage_args["outcome_as_step"]):
+            raise RunError(
+                f"step {step}: no response has a step, and config.objective.advantage "
+                "'grpo-process' is of the rewards of steps. Give config.reward.scorer one that "
+                "returns steps (docs/objective.md), or set config.objective.advantage_args."
+                "outcome_as_step to True."
+            )
     return Samples(
         prompts=tuple(group.problem.prompt_tokens for _, group, _ in responses),
         tokens_N=joined([r.tokens for _, _, r in responses], np.int32),
@@ -75,6 +90,29 @@ def make_samples(
         rewards_RK=np.concatenate([np.zeros((0, config.num_scorers + 1)), *components]),
         steps=steps,
     )
+
+
+def reward_kl(log_prob_N: np.ndarray, log_prob_ref_N: np.ndarray, *, estimator: str) -> np.ndarray:
+    """Estimates of KL(policy || reference) for the reward, nats per token, float64 [N].
+
+    The values of `objective.kl_estimate`, in NumPy: N differs from step to step, and each N would
+    be one more program for XLA to compile.
+
+    Args:
+        log_prob_N: under the policy that sampled, float32.
+        log_prob_ref_N: under the reference.
+        estimator: k1, abs, k2 or k3.
+    """
+    d_N = (log_prob_N - log_prob_ref_N).astype(np.float64)
+    if estimator == "k1":
+        return d_N
+    if estimator == "abs":
+        return np.abs(d_N)
+    if estimator == "k2":
+        return 0.5 * d_N**2
+    assert estimator == "k3", estimator
+    bounded_N = np.clip(d_N, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return np.clip(np.expm1(-bounded_N) + bounded_N, -MAX_K3, MAX_K3)
 
 
 def estimate_advantages(
@@ -222,11 +260,33 @@ def _steps_in_tokens(
     response: Response, verdict: Verdict, detokenize: Callable[[list[np.ndarray]], list[str]]
 ) -> tuple[tuple[int, float], ...]:
     """(tokens up to the end of the step, reward) of each step that the scorer named by the
-    characters up to its end."""
+    characters up to its end. A step that ends with the text ends with the response.
+
+    The response is decoded once, in blocks; then the one block in which a step ends is searched.
+    """
     tokens = response.tokens
-    characters = lambda n: len(detokenize([tokens[:n]])[0])
-    counts = range(len(tokens) + 1)
-    return tuple(
-        (max(1, bisect.bisect_left(counts, end, key=characters)), reward)
-        for end, reward in verdict.steps
+    if not (verdict.steps and len(tokens)):
+        return tuple((1, reward) for _, reward in verdict.steps)
+    starts = range(0, len(tokens), BLOCK_TOKENS)
+    firsts = [max(0, start - CONTEXT_TOKENS) for start in starts]
+    before, whole = (
+        [len(text) for text in detokenize([tokens[i:j] for i, j in zip(firsts, ends)])]
+        for ends in (starts, [start + BLOCK_TOKENS for start in starts])
     )
+    # Characters up to the beginning of each block, and of the response.
+    offsets = np.cumsum([0, *(b - a for a, b in zip(before, whole))]).tolist()
+
+    def place(end: int) -> int:
+        if end >= offsets[-1]:  # with what follows the text: the end-of-sequence token
+            return len(tokens)
+        if end <= 0:
+            return 1
+        block = bisect.bisect_left(offsets, end) - 1
+        first, start = firsts[block], starts[block]
+        characters = lambda n: (
+            offsets[block] - before[block] + len(detokenize([tokens[first:n]])[0])
+        )
+        counts = range(start, min(start + BLOCK_TOKENS, len(tokens)) + 1)
+        return start + bisect.bisect_left(counts, end, key=characters)
+
+    return tuple((place(end), reward) for end, reward in verdict.steps)

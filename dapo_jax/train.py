@@ -53,6 +53,7 @@ class HostState(NamedTuple):
     accuracy: float  # of the last evaluation
     reward_kl_coefficient: float  # of the next step; adapts where the config says so
     seconds: float  # worked so far, over all starts of the run
+    updated_steps: int  # rollout steps that made an update: where the schedules are
 
     def to_json(self) -> dict[str, Any]:
         return self._asdict() | {"sampling": state_to_json(self.sampling)}
@@ -231,6 +232,7 @@ class _Run:
             accuracy=accuracy,
             reward_kl_coefficient=self.config.objective.reward_kl_coefficient,
             seconds=0.0,
+            updated_steps=0,
         )
         self._complete(0, numbers)
 
@@ -297,7 +299,12 @@ class _Run:
             rewards = [shaped_rewards(config, group) for group in groups]
             numbers["reward/mean"] = float(np.mean(rewards))
             self.state, more = trainer.learner.train_on(
-                self.state, groups, step, kl_coefficient=kl_coefficient, baselines=baselines
+                self.state,
+                groups,
+                step,
+                updated_steps=self.host.updated_steps,
+                kl_coefficient=kl_coefficient,
+                baselines=baselines,
             )
             numbers |= more
             if first:
@@ -321,6 +328,7 @@ class _Run:
             sampling=sampling,
             accuracy=self._accuracy(numbers),
             reward_kl_coefficient=kl_coefficient,
+            updated_steps=self.host.updated_steps + metrics.made_an_update(numbers),
         )
         numbers |= {f"time/{name}": seconds for name, seconds in clock.items()}
         numbers["perf/weights_bytes"] = copied

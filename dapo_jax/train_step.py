@@ -46,6 +46,7 @@ class Sums(NamedTuple):
     token_prob: jax.Array
     clip_high: jax.Array
     clip_low: jax.Array
+    clip_dual: jax.Array
     kl_old: jax.Array  # k3 estimate of KL(old || current), old the policy that anchors the ratio
     kl_ref: jax.Array
     gap: jax.Array  # |log-prob here - log-prob from the rollout| where lag is 0
@@ -134,6 +135,7 @@ def loss_and_sums(
         loss_BT = loss_BT - o.entropy_coefficient * jnp.where(mask_BT, entropy_BT, 0.0)
     loss = jnp.sum(rows.weight_BT * loss_BT)
 
+    no_BT = jnp.zeros_like(mask_BT)
     fresh_BT = mask_BT & (rows.lag_BT == 0)
     gap_BT = jnp.where(fresh_BT, jnp.abs(log_prob_BT - rows.log_prob_old_BT), 0.0)
     count = lambda x_BT: jnp.sum(jnp.where(mask_BT, x_BT.astype(jnp.float32), 0.0))
@@ -144,6 +146,7 @@ def loss_and_sums(
         token_prob=count(jnp.exp(log_prob_BT)),
         clip_high=count(terms.clipped_high_BT),
         clip_low=count(terms.clipped_low_BT),
+        clip_dual=count(no_BT if terms.clipped_dual_BT is None else terms.clipped_dual_BT),
         # In this order: the tokens are the old policy's.
         kl_old=count(
             objective.kl_estimate(rows.log_prob_old_BT, log_prob_BT, mask_BT, estimator="k3")

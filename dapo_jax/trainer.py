@@ -49,7 +49,12 @@ class Trainer:
         sides = {"train": d.train, "heldout": d.heldout}
         problems = {
             side: load(
-                config, chosen, self.tokenizer, field=f"config.data.{side}", say=progress.say
+                config,
+                chosen,
+                self.tokenizer,
+                field=f"config.data.{side}",
+                say=progress.say,
+                evaluated=side == "heldout",
             )
             for side, chosen in sides.items()
         }

@@ -29,6 +29,9 @@ def main(argv: list[str]) -> int:
             texts=("model", "coordinator_address"),
             integers=("num_processes", "process_id", "coordinator_timeout"),
         )
+        from dapo_jax.config_checks import check_training
+
+        check_training(config)
         if flags.dry_run:
             from dapo_jax.plan import describe
 

@@ -14,7 +14,7 @@ STD = [dict(normalise_std=True, std_ddof=d) for d in (0, 1)] + [
 ]
 SETTINGS = {
     "grpo": STD,
-    "grpo-process": STD,
+    "grpo-process": [s | {"outcome_as_step": x} for s in STD for x in (False, True)],
     "pass-at-k": STD,
     "gdpo": [{"component_weights": (1.0, 0.3)} | s for s in STD],
     "lite-ppo": [{"std_ddof": 0}, {"std_ddof": 1}],
@@ -161,7 +161,9 @@ def token_by_hand(name, o, p):
             r = o.token_rewards_N[start : start + n]
             out += [sum(p["gamma"] ** (s - t) * r[s] for s in range(t, n)) for t in range(n)]
         else:
-            of = [[*s, (m, r)] for s, m, r in zip(o.steps, o.lengths_R, o.rewards_R)]
+            of = [list(s) for s in o.steps]
+            if p["outcome_as_step"]:  # not the paper's
+                of = [[*s, (m, r)] for s, m, r in zip(of, o.lengths_R, o.rewards_R)]
             group = [x for j, s in enumerate(of) if o.groups_R[j] == o.groups_R[i] for _, x in s]
             scale = deviation(group, p["std_ddof"]) + 1e-6 if p["normalise_std"] else 1.0
             for t in range(1, n + 1):
@@ -266,10 +268,46 @@ def test_opo_is_dr_grpo_where_lengths_are_equal():
     assert_close(outcome("opo", o, {}), A)
 
 
-@pytest.mark.parametrize("settings", STD)
-def test_process_supervision_without_steps_is_grpo(settings):
-    o = make_outcomes()._replace(steps=((),) * 15)
+def test_process_supervision_is_that_of_the_paper():
+    """arXiv:2402.03300, section 4.1.3, by hand: two responses of four tokens, two steps each, which
+    end at tokens 2 and 4. R = {{1, 1}, {1, -1}} has mean 1/2 and, with ddof 1, standard deviation
+    1: r~ = (1/2, 1/2) and (1/2, -3/2). A token gets the sum of r~ of the steps from its own on."""
+    o = make_outcomes()._replace(
+        rewards_R=np.array([1.0, -1.0]),
+        groups_R=np.array([0, 0]),
+        lengths_R=np.array([4, 4]),
+        steps=(((2, 1.0), (4, 1.0)), ((2, 1.0), (4, -1.0))),
+    )
+    settings = dict(normalise_std=True, std_ddof=1, outcome_as_step=False)
+    paper = [1.0, 1.0, 0.5, 0.5, -1.0, -1.0, -1.5, -1.5]
     got = estimate("grpo-process", o, settings).advantage_N
+    np.testing.assert_allclose(got, paper, rtol=2e-6)  # the 1e-6 beside the deviation
+    # The outcome is not read: R holds the rewards of steps alone.
+    other = o._replace(rewards_R=np.array([-7.0, 3.0]))
+    np.testing.assert_array_equal(estimate("grpo-process", other, settings).advantage_N, got)
+    # As a step it is in R = {{1, 1, 1}, {1, -1, -1}}, of mean 1/3 and variance 16/15.
+    by_hand = np.array([2.0, 2.0, 4 / 3, 4 / 3, -2.0, -2.0, -8 / 3, -8 / 3]) / (16 / 15) ** 0.5
+    got = estimate("grpo-process", o, settings | {"outcome_as_step": True}).advantage_N
+    np.testing.assert_allclose(got, by_hand, rtol=2e-6)
+
+
+def test_tokens_after_the_last_step_and_responses_without_steps_are_not_moved():
+    """R = {{3, 1}, {}} has mean 2 and is not divided here: r~ = (1, -1)."""
+    o = make_outcomes()._replace(
+        rewards_R=np.array([1.0, -1.0]),
+        groups_R=np.array([0, 0]),
+        lengths_R=np.array([5, 3]),
+        steps=(((1, 3.0), (3, 1.0)), ()),
+    )
+    settings = dict(normalise_std=False, std_ddof=1, outcome_as_step=False)
+    got = estimate("grpo-process", o, settings).advantage_N
+    assert_close(got, [0.0, -1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("settings", STD)
+def test_an_outcome_that_is_the_only_step_is_grpo(settings):
+    o = make_outcomes()._replace(steps=((),) * 15)
+    got = estimate("grpo-process", o, settings | {"outcome_as_step": True}).advantage_N
     np.testing.assert_array_equal(got, estimate("grpo", o, settings).advantage_N)
 
 
@@ -281,7 +319,8 @@ def test_a_step_counts_up_to_its_last_token():
         lengths_R=np.array([4, 0]),
         steps=(((3, 2.0), (1, 4.0)), ()),
     )
-    got = estimate("grpo-process", o, dict(normalise_std=False, std_ddof=1)).advantage_N
+    settings = dict(normalise_std=False, std_ddof=1, outcome_as_step=True)
+    got = estimate("grpo-process", o, settings).advantage_N
     assert_close(got, [4.0, 0.0, 0.0, -2.0])
 
 

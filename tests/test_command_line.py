@@ -482,6 +482,14 @@ def test_plans(capsys, name):
         assert title in out
 
 
+@pytest.mark.parametrize("more", [["--dry_run"], ["--workdir=/nonexistent/run"]])
+def test_parameters_that_no_update_would_move_are_not_trained(capsys, more):
+    flag = "--config.model.param_dtype=bfloat16"
+    status, _, err = call(capsys, "--config=configs/tiny_dapo.py", flag, *more)
+    assert status == 2
+    assert "param_dtype 'bfloat16' is for evaluation" in err and "Set it to 'float32'" in err
+
+
 def test_the_plan_of_the_published_run(capsys):
     """Against Qwen2.5-32B's own index (65,527,752,704 bytes in bfloat16) and the paper."""
     slots = ("--config.rollout.slots=704", "--config.rollout.cache_gib=None")

@@ -328,7 +328,9 @@ def test_each_update_is_a_movement(tmp_path, standard_promotion):
     trainer = Trainer(config, tmp_path, progress)
     params = initial_params(config.model, config.mesh, trainer.mesh, seed=0)
     groups = [make_group([True, False, True, False], id=i) for i in range(4)]
-    trainer.learner.train_on(trainer.learner.init_state(params), groups, 1, kl_coefficient=0.0)
+    trainer.learner.train_on(
+        trainer.learner.init_state(params), groups, 1, updated_steps=0, kl_coefficient=0.0
+    )
     assert shown[-4:] == [
         "1 of 2 mini-batches scored", "2 of 2 mini-batches scored",
         "step 1: 1 of 2 updates made", "step 1: 2 of 2 updates made",

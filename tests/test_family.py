@@ -39,7 +39,8 @@ PPO = {
 }
 CORRECTION = dict(policy="old")
 WAYS = {
-    "process": {
+    "process": NO_OVERLONG
+    | {
         "objective__advantage": "grpo-process",
         "reward__scorer": "dapo_jax.arithmetic:score_steps",
     },
@@ -108,7 +109,7 @@ def test_a_run_that_shares_prompts_learns_the_same(tmp_path):
         groups = on_policy_groups(trainer, params, np.random.default_rng(0))
         groups = [group._replace(step=2) for group in groups]
         state, numbers = learner.train_on(
-            learner.init_state(params), groups, 2, kl_coefficient=0.01
+            learner.init_state(params), groups, 2, updated_steps=1, kl_coefficient=0.01
         )
         mini_batches = learner._cut(make_samples(config, groups, 2, learner.detokenize))
         tokens = sum((batch.packed.rows.segments_BT > 0).sum() for batch in mini_batches)
@@ -139,7 +140,9 @@ def test_two_steps_of_updates(way, tmp_path):
         if way == "process":
             steps_of = lambda v: v._replace(steps=((1, 1.0), (2, -1.0)))
             groups = [g._replace(verdicts=tuple(map(steps_of, g.verdicts))) for g in groups]
-        state, numbers = learner.train_on(state, groups, step, kl_coefficient=0.0)
+        state, numbers = learner.train_on(
+            state, groups, step, updated_steps=step - 1, kl_coefficient=0.0
+        )
         steps.append(numbers)
     assert all(numbers["optimizer/updates"] == 2 for numbers in steps)
     assert_documented(steps)
@@ -230,8 +233,35 @@ def test_ppo_resumes_bit_for_bit(ppo, home, tmp_path):
         ({"objective__advantage": "gdpo"}, r"component_weights is missing and has no default"),
         ({"objective__advantage": "gdpo",
           "objective__advantage_args": {"component_weights": (1.0,)}}, "2 numbers"),
+        (configured("policy-gradient"), "2 updates of a step .*prompts_per_update to 4 "),
+        (configured("gspo") | {"model__compute_dtype": "bfloat16"},
+         "compute_dtype 'bfloat16' makes .*to 'recompute', or compute_dtype to 'float32'"),
+        (configured("gspo-token") | {"model__compute_dtype": "bfloat16"}, "bounds of .*gspo-token"),
+        (configured("gspo") | {"rollout__cache_dtype": "int8", "correction": CORRECTION | {
+            "policy": "current", "sequence_mask_delta": 0.1}},
+         "cache_dtype 'int8' makes .*to 'recompute', or cache_dtype to 'auto'"),
+        ({"objective__advantage": "grpo-process"},
+         "overlong_penalty must be 0 for .*outcome_as_step to True"),
+        (NO_OVERLONG | {"objective__advantage": "grpo-process",
+                        "objective__reward_kl_coefficient": 0.1,
+                        "objective__reward_kl_estimator": "k1"},
+         "reward_kl_coefficient must be 0 for .*outcome_as_step to True"),
     ],
 )  # fmt: skip
 def test_contradictions_are_told(changes, message):
     with pytest.raises(UserError, match=message):
         Config.from_dict(tiny_dict(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        configured("policy-gradient") | {"train__prompts_per_update": 4},
+        WAYS["rejection"],  # several updates, held to the sampling policy by importance weights
+        configured("gspo"),
+        configured("gspo")
+        | {"model__compute_dtype": "bfloat16", "rollout__log_prob_source": "recompute"},
+    ],
+)
+def test_losses_with_the_ratio_that_they_need_are_accepted(changes):
+    Config.from_dict(tiny_dict(**changes))

@@ -64,6 +64,17 @@ def test_clip_shares_name_the_clipped_tokens():
     got = objective.surrogate(log_ratio, 0 * adv, adv, adv < 9, **BOUNDS)
     assert got.clipped_high_BT.tolist() == [[True, False, False, False]]
     assert got.clipped_low_BT.tolist() == [[False, False, False, True]]
+    assert got.clipped_dual_BT is None
+
+
+def test_the_dual_clip_names_the_tokens_whose_loss_it_bounds():
+    """r = 4 and 2 about c = 3, for either sign of the advantage; a masked token is none."""
+    log_ratio = jnp.log(jnp.array([[4.0, 2.0, 4.0, 2.0, 4.0]]))
+    adv = jnp.array([[-1.0, -1.0, 1.0, 1.0, -1.0]])
+    mask = jnp.array([[True, True, True, True, False]])
+    got = objective.surrogate(log_ratio, 0 * adv, adv, mask, **BOUNDS, clip_dual=3.0)
+    assert got.clipped_dual_BT is not None
+    assert got.clipped_dual_BT.tolist() == [[True, False, False, False, False]]
 
 
 @pytest.mark.parametrize("value", [-np.inf, np.inf, np.nan, 1e30])

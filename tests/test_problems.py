@@ -79,6 +79,39 @@ def test_the_counts_of_random_rows_are_those_of_a_plain_count(tmp_path, seed):
     assert found.counts["rows"] == sum(found.counts.values()) - found.counts["rows"]
 
 
+def test_prompts_that_differ_in_white_space_only_are_one_problem(tmp_path):
+    """As its first row has it; with several answers it is left out."""
+    rows = [row("x + 1"), row("x+1\n"), row("y  z", "1"), row("y z", "2"), row("x\t+1"), row("xy")]
+    found = prepare_rows(tmp_path, rows)
+    assert [problem.prompt for problem in found.problems] == ["x + 1", "xy"]
+    counts = {"rows": 6, "repeated": 3, "conflicting": 1, "problems": 2}
+    assert {name: found.counts[name] for name in counts} == counts
+    chats = [[{"role": "user", "content": text}] for text in ("x + 1", "x+1", "xy")]
+    tokenizer = character_tokenizer(chat_template=CHAT_TEMPLATE)
+    found = prepare_rows(tmp_path, [row(chat) for chat in chats], tokenizer=tokenizer, chat=True)
+    assert len(found.problems) == 2 and found.counts["repeated"] == 1
+
+
+@pytest.mark.parametrize("overlong, num, done", [("drop", 1, "left out"), ("truncate", 2, "cut")])
+def test_held_out_problems_that_the_run_does_not_evaluate_whole_are_told(
+    tmp_path, overlong, num, done
+):
+    """launch/evaluate.py keeps all of them, whole."""
+    config = tiny_config()
+    file = write_rows(tmp_path / "a.jsonl", [row("a"), row("long" * 9)])
+    data = dataclasses.replace(
+        config.data, max_prompt_tokens=8, overlong_prompts=overlong, cache_dir=str(tmp_path)
+    )
+    config, said = dataclasses.replace(config, data=data), []
+    chosen = {"aime": SourceConfig(**source_dict(str(file)))}
+    arguments = (config, chosen, character_tokenizer())
+    found = load(*arguments, field=FIELD, say=said.append, evaluated=True)
+    assert len(found) == num and len(said) == 2
+    assert f"warning: 1 held-out problems of aime are {done} in this run's eval" in said[1]
+    load(*arguments, field=FIELD, say=said.append)
+    assert len(said) == 3, "of training problems the summary says it"
+
+
 def test_more_prompts_than_are_tokenised_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(problems, "TOKENISED_TOGETHER", 3)
     rows = [row(f"p{i}", str(i)) for i in range(8)]

@@ -478,3 +478,22 @@ def test_a_token_without_probability_is_never_drawn():
         tokens, lse = _invert(jnp.asarray(logits), jnp.full(6, uniform, jnp.float32))
         assert np.isfinite(logits[np.arange(6), np.asarray(tokens)]).all(), uniform
     np.testing.assert_allclose(lse, np.log(np.exp(logits).sum(1)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("at", [0.0, 1 - 2.0**-24])
+def test_a_random_number_at_the_end_of_its_range_draws_no_improbable_token(at):
+    """Of 300 tokens the first and the last have log-prob -60 and the 200th nearly all."""
+    logits = np.full((1, 300), -60.0, np.float32)
+    logits[0, 200] = 0.0
+    token, _ = _invert(jnp.asarray(logits), jnp.array([at], jnp.float32))
+    assert token.tolist() == [200]
+
+
+def test_a_random_number_between_two_chunks_draws_no_improbable_token():
+    """Tokens 3 and 200 have half each: 0.5 is what the first chunk sums to, and the next begins
+    with tokens of log-prob -60."""
+    logits = np.full((1, 300), -60.0, np.float32)
+    logits[0, [3, 200]] = 0.0
+    for at, wanted in ((0.0, 3), (0.49, 3), (0.5, 200), (0.51, 200)):
+        token, _ = _invert(jnp.asarray(logits), jnp.array([at], jnp.float32))
+        assert token.tolist() == [wanted]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dapo_jax import metrics
+from dapo_jax.arithmetic import score_steps
 from dapo_jax.config import CorrectionConfig
 from dapo_jax.samples import (
     adapted_kl_coefficient,
@@ -14,6 +15,7 @@ from dapo_jax.samples import (
     make_samples,
     shaped_rewards,
 )
+from dapo_jax.types import RunError
 from tests.helpers import make_group, tiny_config
 
 # max_response_tokens 32, overlong_buffer_tokens 8: punished from 25 tokens on.
@@ -148,9 +150,15 @@ def test_the_kl_is_taken_from_the_reward_of_its_token():
     np.testing.assert_allclose(a, [half, half, -half, -half, -half])
 
 
+PROCESS = {
+    "objective__advantage": "grpo-process",
+    "objective__advantage_args": {"outcome_as_step": True},
+}
+
+
 def test_steps_are_found_in_tokens():
     """Steps are named by characters; the decoder here writes one, two or three to a token."""
-    config = tiny_config(objective__advantage="grpo-process")
+    config = tiny_config(**PROCESS)
     group = make_group([True, False], lengths=[4, 4])
     steps = ((3, 1.0), (7, -1.0))  # the third and the seventh character
     verdicts = (group.verdicts[0]._replace(steps=steps), group.verdicts[1])
@@ -160,6 +168,58 @@ def test_steps_are_found_in_tokens():
     samples = make_samples(config, [group._replace(verdicts=verdicts)], 1, decode)
     # One, three, six, seven characters after each token.
     assert samples.steps == (((2, 1.0), (4, -1.0)), ())
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 63, 64, 65, 200, 700])
+def test_steps_in_characters_of_several_bytes_end_with_the_token_that_brings_them(num_tokens):
+    """One token a byte, so that characters of up to four bytes lie across the ends of blocks; and
+    nothing is decoded again and again."""
+    decoded = []
+
+    def decode(sequences):
+        decoded.extend(sequences)
+        return [bytes(s.tolist()).decode("utf-8", errors="replace") for s in sequences]
+
+    written = "aé漢🙂 x\n" * num_tokens
+    tokens = np.frombuffer(written.encode()[:num_tokens], np.uint8).astype(np.int32)
+    counts = [len(decode([tokens[:n]])[0]) for n in range(num_tokens + 1)]
+    ends = range(0, counts[-1], 1 + num_tokens // 50)
+    by_hand = [max(1, min(n for n in range(num_tokens + 1) if counts[n] >= end)) for end in ends]
+    group = make_group([True, False], lengths=[num_tokens, 1])
+    steps = tuple((end, float(end)) for end in [*ends, counts[-1], counts[-1] + 9])
+    verdict = group.verdicts[0]._replace(steps=steps)
+    responses = (group.responses[0]._replace(tokens=tokens), group.responses[1])
+    group = group._replace(responses=responses, verdicts=(verdict, group.verdicts[1]))
+    decoded.clear()
+    samples = make_samples(tiny_config(**PROCESS), [group], 1, decode)
+    assert [n for n, _ in samples.steps[0]] == [*by_hand, num_tokens, num_tokens]
+    assert [reward for _, reward in samples.steps[0]] == [reward for _, reward in steps]
+    assert sum(map(len, decoded)) <= 1.3 * num_tokens + len(ends) * 8 * 72
+
+
+def test_a_step_that_ends_with_the_text_ends_with_the_response():
+    """The end-of-sequence token, which is no text, is trained with the last step."""
+    group = make_group([True, False], lengths=[3, 2])
+    decode = lambda sequences: ["ab"[: len(s)] for s in sequences]
+    verdict = group.verdicts[0]._replace(steps=((1, 1.0), (2, -1.0)))
+    group = group._replace(verdicts=(verdict, group.verdicts[1]))
+    samples = make_samples(tiny_config(**PROCESS), [group], 1, decode)
+    assert samples.steps == (((1, 1.0), (3, -1.0)), ())
+
+
+def test_process_supervision_without_a_step_is_refused():
+    no_overlong = {"reward__overlong_buffer_tokens": 0, "reward__overlong_penalty": 0.0}
+    config = tiny_config(**PROCESS | {"objective__advantage_args": {}}, **no_overlong)
+    with pytest.raises(RunError, match="no response has a step.*outcome_as_step to True"):
+        samples_of(config, [make_group([True, False])])
+    samples_of(config, [])
+
+
+def test_the_steps_of_a_sum_are_its_lines_and_its_answer():
+    text = " a=7:07 b=5:11 c=8:19\nAnswer: 19"
+    found = score_steps(text, "20")
+    assert found.steps == ((7, 1.0), (14, -1.0), (21, 1.0), (len(text), -1.0))
+    assert score_steps("Answer: 20", "20").steps == ((10, 1.0),)
 
 
 def test_the_coefficient_of_the_kl_adapts():

@@ -83,7 +83,9 @@ def bench_step(shape: Shape, micro_batch: int, remat: str, base: dict[str, Any])
         groups = [_scored(problem, of, step) for problem, of in zip(problems, drawn)]
         rollouts.append(time.perf_counter() - begun)
         begun = time.perf_counter()
-        state, numbers = learner.train_on(state, groups, step, kl_coefficient=0.0)
+        state, numbers = learner.train_on(
+            state, groups, step, updated_steps=step - 1, kl_coefficient=0.0
+        )
         jax.block_until_ready(state)
         updates.append(time.perf_counter() - begun)
         padding = numbers["batch/padding_share"]

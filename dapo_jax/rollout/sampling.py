@@ -172,8 +172,10 @@ def _invert(logits_BV: jax.Array, uniform_B: jax.Array) -> tuple[jax.Array, jax.
     sums_BX = jnp.sum(weights_BXC, axis=-1)
 
     def first_above(cumulative_BX: jax.Array, at_B: jax.Array) -> jax.Array:
-        # Below the last of them, whatever rounding did: a token of weight 0 is never the first.
-        below_B = jnp.minimum(at_B, cumulative_BX[:, -1] * (1 - 2.0**-23))
+        # Below the last of them, whatever rounding did: a token of weight 0 is never the first. And
+        # above 0: a random number of 0 would sample the first token, however improbable it is.
+        total_B = cumulative_BX[:, -1]
+        below_B = jnp.clip(at_B, total_B * 2.0**-24, total_B * (1 - 2.0**-23))
         return jnp.argmax(cumulative_BX > below_B[:, None], axis=-1)
 
     until_BX = jnp.cumsum(sums_BX, axis=-1)
