@@ -167,7 +167,7 @@ def test_what_a_config_file_raises_is_told_with_its_traceback(capsys, tmp_path):
 def test_the_config_file_that_the_readme_shows(capsys, tmp_path):
     readme = (ROOT / "README.md").read_text()
     found = re.search(
-        r"(?<=\n\n)( {6}import ml_collections\n.*?return config\n)", readme, re.DOTALL
+        r"(?<=\n\n)( {6}from configs import tiny_dapo\n.*?return config\n)", readme, re.DOTALL
     )
     assert found
     (tmp_path / "mine.py").write_text(textwrap.dedent(found[1]))

@@ -17,7 +17,7 @@ LAYERS = [
     ["aggregation", "corrections", "covariance", "batching", "row_order", "scorers", "rows", "hub",
      "sources", "prompts", "estimators", "arithmetic", "prefilter", "partial_rollouts", "progress",
      "board", "processes", "teams", "stop_signals", "watchdog",
-     "profiling", "maintenance", "compilations", "hf_config", "rotary"],
+     "profiling", "maintenance", "compilations", "hf_config", "rotary", "random_streams"],
     ["model", "attention", "attention_kernels", "vocabulary", "log_probs", "sharding",
      "samples", "data", "tokenizer", "checkpoint", "reward_pool", "scoring", "votes",
      "run_directory", "report", "benchmark_page", "report_data", "report_plots", "paper_curves"],
