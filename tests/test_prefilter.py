@@ -212,8 +212,8 @@ def test_a_state_that_went_through_json_goes_on_the_same(mode):
         assert batch.skipped == other.skipped
         assert (one.prefilter, one.kept_share) == (two.prefilter, two.kept_share)
     assert one.prefilter is not None and one.prefilter.p_easy != 0.5 and batch.skipped
-    sampled = [visits(run(mode, one, place, kinds, seed)[0].sampled) for seed in range(8, 12)]
-    assert any(other != sampled[0] for other in sampled[1:]), "the seed decides"
+    of_seeds = {tuple(visits(run(mode, one, place, kinds, seed)[0].sampled)) for seed in range(9)}
+    assert len(of_seeds) > 4, "the seed decides"
 
 
 @pytest.mark.parametrize("mode", ["return", "carry", "drop"])

@@ -15,6 +15,7 @@ from dapo_jax.sharding import fitting, initial_params, make_mesh
 from dapo_jax.types import UserError
 
 CACHE_DTYPES = ("auto", "int8")
+GSPO_LOW, GSPO_HIGH = 3e-4, 4e-4  # clip bounds of arXiv:2507.18071, section 5.1
 
 
 class Gap(NamedTuple):
@@ -27,7 +28,7 @@ class Gap(NamedTuple):
 
 def bench_gap(of: Gap) -> dict[str, Any]:
     """|log p_rollout - log p_trainer| over all response tokens: mean, 99th percentile, max; and the
-    mean of the difference with its sign, in nats.
+    mean of the difference with its sign, in nats; and the share of responses that GSPO would clip.
 
     Beside it, `sensitivity_mean`: how far the trainer's log-probs are from themselves when the
     scales of the layers' first norms move by a relative 1e-7, less than the order of a float32 sum
@@ -73,10 +74,15 @@ def bench_gap(of: Gap) -> dict[str, Any]:
     unmoved_N, moved_N = (scored(_with_norms(params, relative)) for relative in (0.0, 1e-7))
     rollouts_N = np.concatenate([r.log_probs for r in flat])
     gap_N = np.abs(rollouts_N - trainers_N)
+    # GSPO's ratio at the parameters that sampled, which in one program would be 1.
+    ends = np.cumsum([len(r.tokens) for r in flat])[:-1]
+    means_R = np.array([x.mean() for x in np.split(trainers_N - rollouts_N, ends)])
+    outside_R = (np.exp(means_R) < 1 - GSPO_LOW) | (np.exp(means_R) > 1 + GSPO_HIGH)
     return {
         "gap_mean": float(gap_N.mean()),
         "gap_p99": float(np.quantile(gap_N, 0.99)),
         "gap_max": float(gap_N.max()),
+        "gspo_outside_share": float(outside_R.mean()),
         "difference_mean": float((rollouts_N - trainers_N).mean()),
         "sensitivity_mean": float(np.abs(moved_N - unmoved_N).mean()),
         "log_prob_mean": float(rollouts_N.mean()),
