@@ -9,52 +9,35 @@ Command:   python launch/train.py --config=configs/gsm8k_random.py --workdir=run
            --config.data.heldout.gsm8k.path=gsm8k/test.jsonl --config.model.tokenizer=DIRECTORY
 """
 
-import ml_collections
+from ml_collections import ConfigDict
 
 from configs import tiny_dapo
 
 PROMPT_TEMPLATE = '{prompt} Let\'s think step by step and output the final answer after "####".'
 
 
-def get_config() -> ml_collections.ConfigDict:
+def get_config() -> ConfigDict:
     """tiny_dapo on GSM8K with a vocabulary of 152k tokens."""
     config = tiny_dapo.get_config()
-    config.model.tokenizer = "Qwen/Qwen2.5-0.5B"
-    config.model.vocab_size = 151_936
-    config.model.width = 64
-    config.model.head_dim = 16
-    config.model.ff_width = 192
-    config.model.rope_theta = 1_000_000.0
-    config.model.log_prob_chunk_tokens = 512
+    config.model.update(tokenizer="Qwen/Qwen2.5-0.5B", vocab_size=151_936, width=64, head_dim=16)
+    config.model.update(ff_width=192, rope_theta=1_000_000.0, log_prob_chunk_tokens=512)
     config.pretrain = None
-    for side in (config.data.train, config.data.heldout):
-        source = side.sums
-        del side.sums
-        side.gsm8k = source
-        source.path, source.num_terms = "gsm8k", ml_collections.config_dict.placeholder(tuple)
-    config.data.train.gsm8k.split = "train"
-    config.data.train.gsm8k.num_problems = 1000
-    config.data.heldout.gsm8k.split = "test"
-    config.data.heldout.gsm8k.num_problems = 8
-    config.data.prompt_template = PROMPT_TEMPLATE
-    config.data.chat = True
-    config.data.max_prompt_tokens = 256
-    config.rollout.max_response_tokens = 32
-    config.rollout.group_size = 4
-    config.rollout.slots = 32
-    config.rollout.prefill_prompts = 8
+    config.data = dict(
+        train=dict(gsm8k=dict(path="gsm8k", split="train", weight=1.0, num_problems=1000)),
+        heldout=dict(gsm8k=dict(path="gsm8k", split="test", num_problems=8)),
+        prompt_template=PROMPT_TEMPLATE,
+        max_prompt_tokens=256,
+        overlong_prompts="drop",
+    )
+    config.rollout.update(max_response_tokens=32, group_size=4, slots=32, prefill_prompts=8)
     # Random text is never right. How much of it is English letters gives the updates something to
     # follow, and shows how a scorer of one's own is written.
     config.reward.scorer = "gsm8k + 1.0 * configs/gsm8k_random.py:letters"
-    config.reward.overlong_buffer_tokens, config.reward.overlong_penalty = 0, 0.0
+    config.reward.update(overlong_buffer_tokens=0, overlong_penalty=0.0)
     config.dynamic_sampling.enabled = False
-    config.train.num_steps = 2
-    config.train.prompts_per_step = 8
-    config.train.prompts_per_update = 4
-    config.train.row_tokens = 512
-    config.train.rows_per_micro_batch = 8
-    config.evaluation.num_samples = 4
-    config.evaluation.every_steps = 2
+    config.train.update(num_steps=2, prompts_per_step=8, prompts_per_update=4)
+    config.train.update(row_tokens=512, rows_per_micro_batch=8)
+    config.evaluation.update(num_samples=4, every_steps=2)
     config.checkpoint.every_steps = 1
     return config
 

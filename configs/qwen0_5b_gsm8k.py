@@ -8,48 +8,31 @@ Hardware:  one GPU of 24 GB or more, or one TPU v5e or later. Not yet run; compi
 What is not set here is as in qwen32b_dapo.
 """
 
-import ml_collections
+from ml_collections import ConfigDict
 
 from configs import gsm8k_random, qwen32b_dapo
 
 
-def get_config() -> ml_collections.ConfigDict:
+def get_config() -> ConfigDict:
     """qwen32b_dapo with a model of 0.5 billion parameters, 512-token responses and GSM8K."""
     config = qwen32b_dapo.get_config()
-    name = "Qwen/Qwen2.5-0.5B-Instruct"  # sizes: its config.json
-    config.model.path = config.model.tokenizer = name
-    config.model.vocab_size = 151_936
-    config.model.num_layers = 24
-    config.model.width = 896
-    config.model.num_heads = 14
-    config.model.num_kv_heads = 2
-    config.model.head_dim = 64
-    config.model.ff_width = 4864
-    config.model.rms_norm_eps = 1e-6
-    config.model.tie_embeddings = True
-    config.model.stop_token_ids = (151_645, 151_643)  # its generation_config.json
-    config.mesh.fsdp, config.mesh.tensor = -1, 1
-    for side, name, split in (("train", "dapo", "train"), ("heldout", "aime24", "test")):
-        source = config.data[side][name]
-        del config.data[side][name]
-        source.path, source.split = "gsm8k", split
-        config.data[side].gsm8k = source
-    config.data.prompt_template = gsm8k_random.PROMPT_TEMPLATE
-    config.data.max_prompt_tokens = 512
-    config.rollout.group_size = 8
-    config.rollout.max_response_tokens = 512
-    config.rollout.slots = 256
-    config.reward.scorer = "gsm8k"
-    config.reward.overlong_buffer_tokens = 128
-    config.reward.workers = 8
+    name = "Qwen/Qwen2.5-0.5B-Instruct"  # sizes: its config.json and generation_config.json
+    config.model.update(path=name, tokenizer=name, vocab_size=151_936, num_layers=24, width=896)
+    config.model.update(num_heads=14, num_kv_heads=2, head_dim=64, ff_width=4864)
+    config.model.update(rms_norm_eps=1e-6, tie_embeddings=True)
+    config.model.stop_token_ids = (151_645, 151_643)
+    config.mesh.update(fsdp=-1, tensor=1)
+    config.data = dict(
+        train=dict(gsm8k=dict(path="gsm8k", split="train", weight=1.0)),
+        heldout=dict(gsm8k=dict(path="gsm8k", split="test")),
+        prompt_template=gsm8k_random.PROMPT_TEMPLATE,
+        max_prompt_tokens=512,
+    )
+    config.rollout.update(group_size=8, max_response_tokens=512, slots=256, cache_gib=None)
+    config.reward.update(scorer="gsm8k", overlong_buffer_tokens=128, workers=8)
     config.dynamic_sampling.max_round_prompts = 256
     config.optimizer.warmup_steps = 5
-    config.train.prompts_per_step = 128
-    config.train.row_tokens = 2048
-    config.train.rows_per_micro_batch = 8
-    config.train.num_steps = 100
-    config.evaluation.every_steps = 10
-    config.evaluation.num_samples = 1
-    config.evaluation.temperature, config.evaluation.top_p = 0.0, 1.0
-    config.checkpoint.every_steps = 10
+    config.train.update(num_steps=100, prompts_per_step=128)
+    config.train.update(row_tokens=2048, rows_per_micro_batch=8)
+    config.evaluation.update(every_steps=10, num_samples=1, temperature=0.0, top_p=1.0)
     return config

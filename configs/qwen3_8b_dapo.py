@@ -7,24 +7,18 @@ Hardware:  laid out for 8 TPU v5p chips (2x2x2). Not yet run. The plan runs anyw
 What is not set here is as in qwen7b_dapo and qwen32b_dapo.
 """
 
-import ml_collections
+from ml_collections import ConfigDict
 
 from configs import qwen7b_dapo, qwen32b_dapo
 
 
-def get_config() -> ml_collections.ConfigDict:
+def get_config() -> ConfigDict:
     """qwen7b_dapo with norms on queries and keys in the place of biases."""
     config = qwen32b_dapo.get_config()
-    config.model.path = config.model.tokenizer = "Qwen/Qwen3-8B-Base"  # sizes: its config.json
-    config.model.vocab_size = 151_936
-    config.model.num_layers = 36
-    config.model.width = 4096
-    config.model.num_heads = 32
-    config.model.num_kv_heads = 8
-    config.model.ff_width = 12_288
-    config.model.rms_norm_eps = 1e-6
-    config.model.qkv_bias = False
-    config.model.qk_norm = True
+    name = "Qwen/Qwen3-8B-Base"  # sizes: its config.json
+    config.model.update(path=name, tokenizer=name, vocab_size=151_936, num_layers=36, width=4096)
+    config.model.update(num_heads=32, num_kv_heads=8, ff_width=12_288, rms_norm_eps=1e-6)
+    config.model.update(qkv_bias=False, qk_norm=True)
     config.rollout.slots = 288  # twice the heads of keys and values, and more layers
     qwen7b_dapo.smaller(config)
     return config

@@ -8,34 +8,27 @@ What is not set here is as in qwen32b_dapo. Responses are shorter and the batch 
 step of the smaller model stays short; both are ours, not the paper's.
 """
 
-import ml_collections
+from ml_collections import ConfigDict
 
 from configs import qwen32b_dapo
 
 
-def get_config() -> ml_collections.ConfigDict:
+def get_config() -> ConfigDict:
     """qwen32b_dapo with a model of 7.6 billion parameters and 8,192-token responses."""
     config = qwen32b_dapo.get_config()
-    config.model.path = config.model.tokenizer = "Qwen/Qwen2.5-7B"  # sizes: its config.json
-    config.model.num_layers = 28
-    config.model.width = 3584
-    config.model.num_heads = 28
-    config.model.num_kv_heads = 4
-    config.model.ff_width = 18_944
-    config.model.rms_norm_eps = 1e-6
+    name = "Qwen/Qwen2.5-7B"  # sizes: its config.json
+    config.model.update(path=name, tokenizer=name, num_layers=28, width=3584, num_heads=28)
+    config.model.update(num_kv_heads=4, ff_width=18_944, rms_norm_eps=1e-6)
     config.rollout.slots = 512
     smaller(config)
     return config
 
 
-def smaller(config: ml_collections.ConfigDict) -> None:
+def smaller(config: ConfigDict) -> None:
     """Mesh, lengths and batch for models of 7 to 8 billion parameters."""
-    config.mesh.fsdp, config.mesh.tensor = 8, 1
-    config.rollout.max_response_tokens = 8192
-    config.reward.overlong_buffer_tokens = 2048
+    config.mesh.update(fsdp=8, tensor=1)
+    config.rollout.update(max_response_tokens=8192, cache_gib=None)
+    config.reward.update(overlong_buffer_tokens=2048, workers=32)
     config.dynamic_sampling.max_round_prompts = 384
-    config.train.prompts_per_step = 128
-    config.train.row_tokens = 10_240
-    config.train.rows_per_micro_batch = 8
-    config.train.num_steps = 400
-    config.reward.workers = 32
+    config.train.update(num_steps=400, prompts_per_step=128)
+    config.train.update(row_tokens=10_240, rows_per_micro_batch=8)

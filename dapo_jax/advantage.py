@@ -1,22 +1,23 @@
 """Advantages: pure NumPy functions of a batch's rewards, float64.
 
 Two kinds. An outcome advantage is one number per response, from its reward and its group's; every
-token of the response gets it. A token advantage differs from token to token. A function reads what
-its arguments name: fields of `Outcomes` are data, everything after `*` is a parameter in
-`config.objective`. All of it happens on the host, once for the whole batch of a rollout step, so
-that no advantage depends on how the batch is cut into mini-batches.
+token of the response gets it. A token advantage differs from token to token. `ADVANTAGES` names the
+fields of `Outcomes` that a function reads, and the arguments that `config.objective.advantage_args`
+sets: everything after `*`. All of it happens on the host, once for the whole batch of a rollout
+step, so that no advantage depends on how the batch is cut into mini-batches.
 
 Where a group's mean is the baseline, a lone response and a group of equal rewards have advantage 0;
 the reference gives a lone response its raw reward in most of them. Where the batch is whitened
 afterwards, that 0 moves with the others.
 """
 
-import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int, Real
+
+from dapo_jax.fields import Argument, Positive, Share, UpTo1
 
 EPSILON = 1e-6  # keeps the division finite when all rewards are equal, as in the reference
 WHITEN_EPSILON = 1e-8  # the same for whole batches
@@ -330,45 +331,67 @@ def whiten(
     return (x - mean) / np.sqrt(variance + WHITEN_EPSILON)
 
 
+class Advantage(NamedTuple):
+    """An advantage and what a config may set of it."""
+
+    function: Callable[..., Any]
+    reads: tuple[str, ...]  # fields of `Outcomes`, in the function's order
+    arguments: Mapping[str, Argument] = {}  # config.objective.advantage_args
+    per_token: bool = False  # [N]; else one number per response, [R]
+
+
+STD = {"normalise_std": Argument(bool, True), "std_ddof": Argument(Literal[0, 1], 1)}
+GROUPS = ("rewards_R", "groups_R")
 # By the name in `config.objective.advantage`.
-OUTCOME_ADVANTAGES: dict[str, Callable[..., np.ndarray]] = {
-    "grpo": grpo,
-    "rloo": rloo,
-    "opo": opo,
-    "remax": remax,
-    "pass-at-k": pass_at_k,
-    "gpg": gpg,
-    "lite-ppo": lite_ppo,
-    "maxrl": maxrl,
-    "gdpo": gdpo,
-    "reinforce++-baseline": reinforce_plus_plus_baseline,
-}
-TOKEN_ADVANTAGES: dict[str, Callable[..., Any]] = {
-    "reinforce++": reinforce_plus_plus,
-    "grpo-process": process_grpo,
-    "gae": gae,
+ADVANTAGES = {
+    "grpo": Advantage(grpo, GROUPS, STD),
+    "rloo": Advantage(rloo, GROUPS),
+    "opo": Advantage(opo, (*GROUPS, "drawn_R")),
+    "remax": Advantage(remax, ("rewards_R", "baselines_R")),
+    "pass-at-k": Advantage(pass_at_k, GROUPS, STD),
+    "gpg": Advantage(gpg, GROUPS, {"gpg_norm": Argument(Positive, 1.0)}),
+    "lite-ppo": Advantage(lite_ppo, GROUPS, {"std_ddof": STD["std_ddof"]}),
+    "maxrl": Advantage(maxrl, GROUPS),
+    "gdpo": Advantage(
+        gdpo,
+        ("components_RK", "groups_R", "lengths_R"),
+        {"component_weights": Argument(tuple[float, ...]), **STD},
+    ),
+    "reinforce++-baseline": Advantage(reinforce_plus_plus_baseline, (*GROUPS, "lengths_R")),
+    "reinforce++": Advantage(
+        reinforce_plus_plus,
+        ("token_rewards_N", "lengths_R"),
+        {"gamma": Argument(UpTo1, 1.0)},
+        per_token=True,
+    ),
+    "grpo-process": Advantage(
+        process_grpo,
+        ("steps", *GROUPS, "lengths_R"),
+        {**STD, "outcome_as_step": Argument(bool, False)},
+        per_token=True,
+    ),
+    "gae": Advantage(
+        gae,
+        ("token_rewards_N", "values_N", "lengths_R"),
+        {"gamma": Argument(UpTo1, 1.0), "gae_lambda": Argument(Share, 1.0)},
+        per_token=True,
+    ),
 }
 
 
-def estimate(name: str, outcomes: Outcomes, parameters: Mapping[str, Any]) -> Advantages:
+def estimate(name: str, outcomes: Outcomes, arguments: Mapping[str, Any]) -> Advantages:
     """Advantages of every trained token by the estimator of that name.
 
     Args:
-        parameters: the estimator's, by the names of its keyword-only arguments.
+        arguments: the estimator's, by the names of its keyword-only arguments.
     """
-    function = (OUTCOME_ADVANTAGES | TOKEN_ADVANTAGES)[name]
-    data = {
-        argument: getattr(outcomes, argument)
-        for argument in inspect.signature(function).parameters
-        if argument in Outcomes._fields
-    }
-    result = function(**data, **parameters)
-    if name in OUTCOME_ADVANTAGES:
-        return Advantages(np.repeat(result, outcomes.lengths_R), None)
+    chosen = ADVANTAGES[name]
+    data = (getattr(outcomes, field) for field in chosen.reads)
+    result = chosen.function(*data, **arguments)
     if name == "gae":
         advantage_N, return_N = result
         return Advantages(whiten(advantage_N), return_N)
-    return Advantages(result, None)
+    return Advantages(result if chosen.per_token else np.repeat(result, outcomes.lengths_R), None)
 
 
 def _by_group(

@@ -50,7 +50,7 @@ def fingerprint(config: Config) -> str:
     fields = {
         "seed": config.seed,
         "model": dataclasses.asdict(config.model),
-        "pretrain": dataclasses.asdict(config.pretrain) | {"cache_dir": None},
+        "pretrain": dataclasses.asdict(config.pretrain),
         "max_response_tokens": config.rollout.max_response_tokens,
         "devices": [jax.device_count(), jax.default_backend(), jax.__version__],
     }
@@ -94,7 +94,7 @@ def load_or_make(
         model.param_shapes(config.model),
         shardings,
     )
-    cache = _cache_directory(config) / fingerprint(config)
+    cache = _cache_directory() / fingerprint(config)
     if them.count > 1:
         # The others may not see the cache, and must not find what the first is copying.
         assert directory is not None
@@ -170,10 +170,7 @@ def _put(temporary: Path, target: Path) -> None:
     temporary.rename(target)
 
 
-def _cache_directory(config: Config) -> Path:
-    assert config.pretrain is not None
-    if config.pretrain.cache_dir:
-        return Path(config.pretrain.cache_dir).expanduser()
+def _cache_directory() -> Path:
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "dapo_jax" / "base"
 

@@ -6,15 +6,16 @@ import importlib.util
 import re
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
-from dapo_jax import hf_config, hub
-from dapo_jax.config import Config
+from dapo_jax import fields, hf_config, hub
+from dapo_jax.config import Config, ModelConfig
+from dapo_jax.fields import Text
 from dapo_jax.types import RunError, UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,9 +40,10 @@ def parse(
     if any(argument in ("--help", "-h", "-help") for argument in argv):
         print(usage.strip())
         raise SystemExit(0)
-    place, arguments, overrides = _take(argv[1:])
-    loaded = _load(place)
-    _check_sections(loaded, overrides, place)
+    place, arguments, overrides = _split(argv[1:])
+    given = _load(place)
+    for name, text in overrides.items():
+        _set(given, name, text)
     values = flags.FlagValues()
     flags.DEFINE_string("workdir", None, "directory of the run", flag_values=values)
     for name in switches:
@@ -52,36 +54,27 @@ def parse(
         flags.DEFINE_integer(name, None, name, flag_values=values)
     for name in floats:
         flags.DEFINE_float(name, None, name, flag_values=values)
-    flags.DEFINE_bool("help", False, "show this text", short_name="h", flag_values=values)
     named = ["config=FILE", "config.FIELD=VALUE", "workdir=DIR", *texts, *integers, *floats]
     known = f"Flags: {', '.join(f'--{name}' for name in [*named, *switches])}."
     try:
-        arguments = [argv[0], *arguments]
-        config_flags.DEFINE_config_dict("config", loaded, flag_values=values, sys_argv=arguments)
-        rest = values(arguments)[1:]
+        rest = values([argv[0], *arguments])[1:]
     except flags.Error as error:
         raise UserError(f"{error}. {known}") from error
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        # ml_collections raises these for an override that names no field or has the wrong type.
-        raise UserError(f"{_message(error)} In: {' '.join(argv[1:])}") from error
     if rest:
         raise UserError(f"{rest[0]!r} is not a flag. {known}")
-    fields = values.config.to_dict()
-    for name in (name for name, is_none in overrides.items() if is_none):
-        _set_to_none(fields, name)
-    model = fields.get("model")
+    model = given.get("model")
     if isinstance(model, dict):  # of anything else the config says what is wrong
         if "model" in texts and values.model is not None:
-            # Everything that its config.json says is taken from there, but for what is overridden.
-            given = {name.split(".")[1] for name in overrides if name.startswith("model.")}
-            if "path" in given:
+            # Everything that its config.json says is taken from there, unless overridden.
+            if "model.path" in overrides:
                 raise UserError("--model and --config.model.path both say which model: give one.")
-            taken = dict.fromkeys(hf_config.FIELDS)
-            taken |= {"path": values.model, "tokenizer": values.model}
-            model |= {name: value for name, value in taken.items() if name not in given}
-            fields["pretrain"] = None
-        fields["model"] = hf_config.filled(model)
-    config = Config.from_dict(fields)
+            taken = ("tokenizer", *hf_config.FIELDS)
+            model = {k: v for k, v in model.items() if k not in taken or f"model.{k}" in overrides}
+            model = {"tokenizer": values.model} | model | {"path": values.model}
+            given["pretrain"] = None
+        model = {name: value for name, value in model.items() if value is not None}
+        given["model"] = hf_config.filled(fields.converted(ModelConfig, model, "config.model"))
+    config = Config.from_dict(given)
     # The hub is asked only for what is None; what it has is checked when weights are loaded.
     if config.model.path is not None and not hub.is_repository(config.model.path):
         hf_config.check(config.model)
@@ -132,31 +125,46 @@ def parse_flags(
     return {name: values[name].value for name in [*text, *numbers, *switches]}
 
 
-def _take(arguments: list[str]) -> tuple[str, list[str], dict[str, bool]]:
-    """(value of --config, the other arguments without those that set a field to None, of each field
-    that is overridden whether it ends up as None).
-
-    ml_collections would make a number or a text of None.
-    """
+def _split(arguments: list[str]) -> tuple[str, list[str], dict[str, Text]]:
+    """Returns the value of --config, the arguments that are not of the config, and the text of each
+    overridden field in the order given; the last of several for one field holds."""
     place, rest, overrides = None, [], {}
     while arguments:
         argument, *arguments = arguments
         found = re.fullmatch(r"--?config(?:\.([^=]+))?(?:=(.*))?", argument, re.DOTALL)
-        name, value = found.groups() if found else (None, None)
-        if name is not None:
-            overrides[name] = value == "None"
-        if found is None or (name is not None and not overrides[name]):
+        if found is None:
             rest.append(argument)
-        elif name is None:
+            continue
+        name, value = found.groups()
+        if value is None:  # --config FILE
+            if not arguments or arguments[0].startswith("--"):
+                raise UserError(f"{argument} needs a value: {argument}=VALUE.")
+            value, *arguments = arguments
+        if name is None:
             place = value
-            if value is None and arguments:  # --config FILE
-                place, *arguments = arguments
+        else:
+            overrides.pop(name, None)
+            overrides[name] = Text(value)
     if not place:
         raise UserError("--config is needed, for example --config=configs/tiny_dapo.py.")
     return place, rest, overrides
 
 
-def _load(place: str) -> ConfigDict:
+def _set(values: dict[str, Any], name: str, text: Text) -> None:
+    """Sets the field `name`, such as "critic.learning_rate"; a section that is None begins with
+    defaults. `Config.from_dict` says what is wrong with it."""
+    *groups, last = name.split(".")
+    for i, group in enumerate(groups):
+        if values.get(group) is None:
+            values[group] = {}
+        values = values[group]
+        if not isinstance(values, dict):
+            above = ".".join(groups[: i + 1])
+            raise UserError(f"--config.{name}={text}: config.{above} has no fields.")
+    values[last] = None if text == "None" else text
+
+
+def _load(place: str) -> dict[str, Any]:
     """What get_config of FILE, or with the text after the colon that of FILE:TEXT, returns. The
     file is looked for here and then beside the project's own configs.
 
@@ -186,7 +194,7 @@ def _load(place: str) -> ConfigDict:
             f"get_config of --config={file} must return an ml_collections.ConfigDict; it returned "
             f"{type(config).__name__}."
         )
-    return config
+    return config.to_dict()
 
 
 def _mistake(file: Path, error: Exception) -> str:
@@ -202,40 +210,6 @@ def _mistake(file: Path, error: Exception) -> str:
         if not isinstance(error, ImportError):
             traceback.print_exception(error.with_traceback(trace))
     return f"--config={place}{f', line {line}' if line else ''}: {said}."
-
-
-def _check_sections(config: ConfigDict, overrides: Mapping[str, bool], place: str) -> None:
-    """Raises UserError where a field is overridden of a section that is None."""
-    for name in overrides:
-        section: Any = config
-        groups = name.split(".")[:-1]
-        for i, group in enumerate(groups):
-            section = section.get(group, ()) if isinstance(section, ConfigDict) else ()
-            above = ".".join(groups[: i + 1])
-            if section is None or overrides.get(above):
-                raise UserError(
-                    f"--config.{name}: config.{above} is None here (--config={place}), and a "
-                    "section is given as a whole, in a config file of your own: README.md shows "
-                    "one under 'How to change things'."
-                )
-
-
-def _set_to_none(fields: dict[str, Any], name: str) -> None:
-    """Of a field that is not known the config says so itself."""
-    *groups, last = name.split(".")
-    for i, group in enumerate(groups):
-        fields = fields.setdefault(group, {})
-        if not isinstance(fields, dict):
-            raise UserError(
-                f"--config.{name}=None: config.{'.'.join(groups[: i + 1])} has no fields."
-            )
-    fields[last] = None
-
-
-def _message(error: BaseException) -> str:
-    """The text of an error on one line; ml_collections gives it as a quoted KeyError."""
-    text = str(error.args[0]) if error.args else type(error).__name__
-    return text.replace("\\n", " ").replace("\n", " ").replace("\\", "").replace("'", "")
 
 
 def fail(error: Exception) -> int:

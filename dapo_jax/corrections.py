@@ -88,7 +88,7 @@ def kept_by_divergence(
 
     Args:
         log_ratio_N: log rho_t; bounded by 20 first.
-        statistic: one of `parameters.STATISTICS`.
+        statistic: one of `config.Statistic`.
     """
     log_rho_N = np.clip(log_ratio_N, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     reduction, _, divergence = statistic.rpartition("-")

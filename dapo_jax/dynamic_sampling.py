@@ -81,7 +81,7 @@ def open_queue(
         keeps=lambda found: found.is_informative(overlong_filter=overlong_filter),
         rate=state.informative_rate,
         rate_weight=PRIOR_OUTCOMES,
-        prompt_filter=PromptFilter(d.prefilter, state.prefilter, config.seed),
+        prompt_filter=PromptFilter(prefilter.GRESO, state.prefilter, config.seed),
         begun=begun,
         group=group,
     )
@@ -131,7 +131,7 @@ def commit(
     tokens_kept = sum(len(r.tokens) for b in begun for _, r in b.responses)
     skipped = prompts.filter.skipped
     after = prefilter.next_state(
-        d.prefilter,
+        prefilter.GRESO,
         state.prefilter,
         sampled,
         skipped,

@@ -17,9 +17,8 @@ from dapo_jax.benchmarks import Benchmark
 from dapo_jax.checkpoint import restore_part
 from dapo_jax.collector import RolloutCollector
 from dapo_jax.config import Config, SourceConfig
-from dapo_jax.parameters import parse_scorers
 from dapo_jax.progress import Progress, duration
-from dapo_jax.reward import Rubric
+from dapo_jax.reward import Rubric, parse_scorers
 from dapo_jax.reward_pool import RewardPool
 from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.sampling import SamplingParams
@@ -230,10 +229,9 @@ def _name(path: str) -> str:
 def _source(config: Config, path: str) -> SourceConfig:
     if path in config.data.heldout:
         return config.data.heldout[path]
-    empty = dict.fromkeys(field.name for field in dataclasses.fields(SourceConfig))
     dataset = DATASETS.get(path)
     split = None if dataset is None else dataset.heldout_split
-    return SourceConfig(**(empty | {"path": path, "split": split}))  # pyright: ignore
+    return SourceConfig(path=path, split=split)
 
 
 def load_params(

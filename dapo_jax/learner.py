@@ -18,7 +18,7 @@ from dapo_jax.batching import take_columns
 from dapo_jax.compilations import return_memory
 from dapo_jax.config import Config
 from dapo_jax.optimizer import learning_rate
-from dapo_jax.parameters import SELECTION_PARAMETERS
+from dapo_jax.policy_losses import COVARIANCE_LOSSES
 from dapo_jax.products import multiply_in
 from dapo_jax.random_streams import named_generator
 from dapo_jax.samples import (
@@ -32,6 +32,7 @@ from dapo_jax.sharding import batch_shards, row_sharding, to_host, to_mesh
 from dapo_jax.types import Group, Rows, RunError, Samples
 
 # Rows [M, B, T] of a mini-batch on the device, and how many of the M are used.
+MAX_NONFINITE_UPDATES = 3  # skipped updates in a row that end the run
 MicroBatches = tuple[Rows, np.int32]
 # Of tokens [N], by the names of `Rows`.
 Columns = dict[str, np.ndarray]
@@ -88,7 +89,7 @@ class Learner:
             o.kl_coefficient > 0 and not self.full_kl
         )
         # Log-probs of a whole mini-batch at the very parameters of its gradient.
-        self.needs_current = o.loss in SELECTION_PARAMETERS or (
+        self.needs_current = o.loss in COVARIANCE_LOSSES or (
             c is not None and c.policy == "current"
         )
         self.needs_scoring = (
@@ -319,15 +320,14 @@ class Learner:
         return on_mesh, np.int32(used)
 
     def _check_skipped(self, results: Sequence[Any], step: int) -> None:
-        limit = self.config.optimizer.max_nonfinite_updates
         in_a_row = 0
         for number, result in enumerate(results, 1):
             in_a_row = max(in_a_row, int(result.skipped))  # waits for this update
             self.doing(f"step {step}: {number} of {len(results)} updates made")
-        if in_a_row >= limit:
+        if in_a_row >= MAX_NONFINITE_UPDATES:
             raise RunError(
                 f"The gradient was not finite in {in_a_row} updates in a row, at step {step} "
-                f"(config.optimizer.max_nonfinite_updates is {limit}). The parameters were left as "
+                f"({MAX_NONFINITE_UPDATES} are too many). The parameters were left as "
                 "they were and the checkpoints before this step are intact. A lower "
                 "config.optimizer.learning_rate, or float32 in config.model.compute_dtype, is the "
                 "usual remedy."

@@ -9,7 +9,9 @@ import jax
 from dapo_jax import memory, model
 from dapo_jax.batching import max_micro_batches
 from dapo_jax.config import Config, SourceConfig
-from dapo_jax.parameters import SELECTION_PARAMETERS, parse_scorers
+from dapo_jax.policy_losses import LOSSES
+from dapo_jax.prefilter import GRESO
+from dapo_jax.reward import parse_scorers
 from dapo_jax.scorers import load_scorer
 from dapo_jax.sharding import (
     AXES,
@@ -92,7 +94,6 @@ def _batch_lines(config: Config) -> list[tuple[str, str]]:
     t, r, d = config.train, config.rollout, config.dynamic_sampling
     responses = t.prompts_per_step * r.group_size
     updates = t.prompts_per_step // t.prompts_per_update
-    p = d.prefilter
     sampled = (
         f"up to {d.max_rounds * d.max_round_prompts:,} prompts, until "
         f"{t.prompts_per_step:,} are informative"
@@ -110,9 +111,9 @@ def _batch_lines(config: Config) -> list[tuple[str, str]]:
         ("dynamic sampling", sampled),
         (
             "prefilter",
-            f"up to {p.max_skips:,} prompts left out in a step, at first 1 - "
-            f"{p.initial_probability:g}^z of those that taught nothing z times in a row"
-            if p.enabled
+            f"up to {GRESO.max_skips:,} prompts left out in a step, at first 1 - "
+            f"{GRESO.initial_probability:g}^z of those that taught nothing z times in a row"
+            if d.prefilter
             else "off",
         ),
         (
@@ -142,14 +143,13 @@ def _objective_lines(config: Config) -> list[tuple[str, str]]:
             "loss",
             _named(
                 o.loss,
-                o.loss_parameters
-                | (o.selection_parameters if o.loss in SELECTION_PARAMETERS else {}),
+                {name: getattr(o, name) for name in LOSSES[o.loss].clips} | o.loss_args,
             ),
         ),
         ("aggregation", o.aggregation),
         ("overlong punishment", overlong),
         ("overlong filtering", "on" if o.overlong_filter else "off"),
-        ("advantage", _named(o.advantage, o.advantage_parameters)),
+        ("advantage", _named(o.advantage, o.advantage_args)),
         (
             "KL to the base",
             f"{o.kl_coefficient:g} ({o.kl_estimator})" if o.kl_coefficient else "none",

@@ -13,12 +13,14 @@ float64 where the inputs are.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dapo_jax.fields import Argument, Positive, UpTo1
 from dapo_jax.objective import (
     MAX_LOG_RATIO,
     Surrogate,
@@ -300,22 +302,63 @@ def kl_cov(
     return Surrogate(objective_BT, ratio_BT, never_BT, never_BT)
 
 
-# By the name in `config.objective.loss`. A parameter is an argument by its name.
-LOSSES: dict[str, Callable[..., Surrogate]] = {
-    "ppo-clip": ppo_clip,
-    "gspo": functools.partial(gspo, token_level=False),
-    "gspo-token": functools.partial(gspo, token_level=True),
-    "gmpo": gmpo,
-    "cispo": cispo,
-    "sapo": sapo,
-    "dppo-tv": functools.partial(dppo, divergence="tv"),
-    "dppo-kl": functools.partial(dppo, divergence="kl"),
-    "policy-gradient": policy_gradient,
-    "dro": dro,
-    "clip-cov": clip_cov,
-    "kl-cov": kl_cov,
+class Loss(NamedTuple):
+    """A policy loss and what a config may set of it."""
+
+    function: Callable[..., Surrogate]
+    clips: tuple[str, ...] = ("clip_low", "clip_high")  # fields of config.objective that it reads
+    arguments: Mapping[str, Argument] = {}  # config.objective.loss_args
+    selects: tuple[str, ...] = ()  # those of them for `dapo_jax.covariance`, not for the function
+
+    def keywords(self, objective: Any) -> dict[str, Any]:
+        """Returns the function's arguments in a `config.objective`."""
+        args = {k: v for k, v in objective.loss_args.items() if k not in self.selects}
+        return {name: getattr(objective, name) for name in self.clips} | args
+
+
+# By the name in `config.objective.loss`.
+LOSSES = {
+    "ppo-clip": Loss(ppo_clip, clips=("clip_low", "clip_high", "clip_dual")),
+    "gspo": Loss(functools.partial(gspo, token_level=False)),
+    "gspo-token": Loss(functools.partial(gspo, token_level=True)),
+    "gmpo": Loss(gmpo),
+    "cispo": Loss(cispo),
+    "sapo": Loss(
+        sapo,
+        clips=(),
+        arguments={
+            "tau_positive": Argument(Positive, 1.0),
+            "tau_negative": Argument(Positive, 1.05),
+        },
+    ),
+    "dppo-tv": Loss(
+        functools.partial(dppo, divergence="tv"), arguments={"ratio_cap": Argument(Positive, 20.0)}
+    ),
+    "dppo-kl": Loss(
+        functools.partial(dppo, divergence="kl"), arguments={"ratio_cap": Argument(Positive, 20.0)}
+    ),
+    "policy-gradient": Loss(policy_gradient, clips=()),
+    "dro": Loss(dro, clips=(), arguments={"dro_beta": Argument(Positive)}),
+    "clip-cov": Loss(
+        clip_cov,
+        arguments={
+            "cov_share": Argument(UpTo1, 2e-4),
+            "cov_low": Argument(float, 1.0),
+            "cov_high": Argument(float, 5.0),
+        },
+        selects=("cov_share", "cov_low", "cov_high"),
+    ),
+    "kl-cov": Loss(
+        kl_cov,
+        clips=(),
+        arguments={
+            "cov_share": Argument(UpTo1, 2e-3),
+            "cov_kl_coefficient": Argument(Positive, 1.0),
+        },
+        selects=("cov_share",),
+    ),
 }
-COVARIANCE_LOSSES = ("clip-cov", "kl-cov")
+COVARIANCE_LOSSES = tuple(name for name, loss in LOSSES.items() if loss.selects)
 
 
 def response_mean(

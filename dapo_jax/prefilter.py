@@ -24,9 +24,24 @@ a step is a function of the state before it, the seed and the prompts in their o
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dapo_jax.config import PrefilterConfig
 from dapo_jax.random_streams import named_seed
 from dapo_jax.types import Group, Problem
+
+
+class Settings(NamedTuple):
+    """The filter's constants; the defaults are those of GRESO's authors, `max_skips` is ours."""
+
+    initial_probability: float = 0.5  # p_easy and p_hard of a new run
+    min_probability: float = 0.05  # bounds of both
+    max_probability: float = 0.95
+    probability_step: float = 0.01  # by which they move after a step
+    target_easy: float = 1 / 12  # share of the sampled groups that may be all right
+    target_hard: float = 1 / 6  # and all wrong
+    min_sampled: float = 0.01  # probability with which any prompt is sampled, at least
+    max_skips: int = 20_000  # prompts left out in a step, at most; those after them are sampled
+
+
+GRESO = Settings()
 
 
 class PrefilterState(NamedTuple):
@@ -39,14 +54,12 @@ class PrefilterState(NamedTuple):
     streaks: Mapping[int, int]
 
 
-def initial_state(config: PrefilterConfig) -> PrefilterState | None:
-    """The state of a new run; None where the filter is off."""
-    if not config.enabled:
-        return None
+def initial_state(config: Settings = GRESO) -> PrefilterState:
+    """The state of a new run."""
     return PrefilterState(config.initial_probability, config.initial_probability, {})
 
 
-def sampling_probability(config: PrefilterConfig, state: PrefilterState, id: int) -> float:
+def sampling_probability(config: Settings, state: PrefilterState, id: int) -> float:
     """P(sampled) of the prompt of a problem, in (0, 1]."""
     streak = state.streaks.get(id, 0)
     p = state.p_easy if streak > 0 else state.p_hard
@@ -68,7 +81,7 @@ class PromptFilter:
         seed: of the run, 0 or more.
     """
 
-    def __init__(self, config: PrefilterConfig | None, state: PrefilterState | None, seed: int):
+    def __init__(self, config: Settings, state: PrefilterState | None, seed: int):
         self.config, self.state, self.seed = config, state, seed
         self.skipped: list[Problem] = []  # prompts left out, in order
 
@@ -76,7 +89,7 @@ class PromptFilter:
         """Returns the next prompt to be sampled. Once `max_skips` are left out, no more are."""
         while True:
             (problem,) = source.take(1)
-            if self.state is None or self.config is None:
+            if self.state is None:
                 return problem
             probability = sampling_probability(self.config, self.state, problem.id)
             is_skipped = (
@@ -89,7 +102,7 @@ class PromptFilter:
 
 
 def next_state(
-    config: PrefilterConfig,
+    config: Settings,
     state: PrefilterState | None,
     sampled: Sequence[Group],
     skipped: Sequence[Problem],
@@ -129,7 +142,7 @@ def next_state(
     )
 
 
-def _adjusted(config: PrefilterConfig, p: float, share: float, target: float) -> float:
+def _adjusted(config: Settings, p: float, share: float, target: float) -> float:
     p += -config.probability_step if share >= target else config.probability_step
     return min(max(p, config.min_probability), config.max_probability)
 

@@ -51,9 +51,10 @@ def text_rows(config: Config, tokenizer: Any) -> Iterator[Rows]:
 
 
 def schedule(config: PretrainConfig) -> optax.Schedule:
-    """Linear warm-up, then cosine to a tenth."""
+    """Linear warm-up over a twelfth of the steps, then cosine to a tenth of the rate."""
+    warmup_steps = max(1, config.num_steps // 12)
     return optax.warmup_cosine_decay_schedule(
-        0.0, config.learning_rate, config.warmup_steps, config.num_steps, config.learning_rate / 10
+        0.0, config.learning_rate, warmup_steps, config.num_steps, config.learning_rate / 10
     )
 
 

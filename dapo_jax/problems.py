@@ -20,8 +20,7 @@ import pyarrow.parquet
 
 from dapo_jax import arithmetic, prompts, rows, scorers, sources
 from dapo_jax.config import Config, DataConfig, SourceConfig
-from dapo_jax.parameters import parse_scorers
-from dapo_jax.reward import Rubric
+from dapo_jax.reward import Rubric, parse_scorers
 from dapo_jax.rows import Columns, Message, Row, Unusable
 from dapo_jax.types import Problem, UserError
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from dapo_jax.board import Board
 from dapo_jax.partial_rollouts import Visit
-from dapo_jax.prefilter import PromptFilter
+from dapo_jax.prefilter import GRESO, PromptFilter
 from dapo_jax.processes import ALONE, Processes
 from dapo_jax.types import Group, Problem, Response
 
@@ -82,7 +82,7 @@ class PromptQueue:
     ):
         self.source, self.num_prompts, self.max_prompts = source, num_prompts, max_prompts
         self.keeps, self.rate, self.rate_weight = keeps, rate, rate_weight
-        self.filter = prompt_filter or PromptFilter(None, None, 0)
+        self.filter = prompt_filter or PromptFilter(GRESO, None, 0)
         self.begun, self.group = begun, group
         self.work_queue: Board = group.board()
         self.groups: dict[int, Group] = {}  # reported by this process, by number

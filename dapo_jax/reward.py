@@ -164,3 +164,22 @@ def soft_overlong_punishment(
         return np.zeros_like(lengths_G)
     over_G = lengths_G - (max_response_tokens - buffer_tokens)
     return -penalty * np.clip(over_G / buffer_tokens, 0.0, 1.0)
+
+
+def parse_scorers(text: str) -> tuple[tuple[str, float], ...]:
+    """(name, weight) of each scorer of a `scorer` field: "math_dapo", or several with weights,
+    "math_dapo + 0.1 * answer_format".
+
+    Raises:
+        ValueError: the text is not such a sum.
+    """
+    found = []
+    for term in text.split(" + "):
+        weight, times, name = term.rpartition("*")
+        value = float(weight.strip()) if times else 1.0  # float raises with what it was given
+        if not name.strip() or not math.isfinite(value) or value == 0:
+            raise ValueError(f"{term.strip()!r} is not a scorer, nor weight * scorer")
+        found.append((name.strip(), value))
+    if len(dict(found)) < len(found):
+        raise ValueError("a scorer is named twice")
+    return tuple(found)

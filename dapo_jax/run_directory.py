@@ -11,6 +11,7 @@ report.html, report.png  the page of plots
 profile/step_*/          traces of config.log.profile_steps, see `dapo_jax.profiling`
 """
 
+import dataclasses
 import importlib.metadata
 import json
 import math
@@ -32,63 +33,35 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tran
 MAY_CHANGE = (
     "train.num_steps",
     "data.cache_dir",
-    "pretrain.cache_dir",
     "checkpoint.every_steps",
     "checkpoint.keep_",
     "log.",
     "reward.workers",
     "rollout.watchdog_",
 )
-# Fields that earlier versions had not, and what runs of theirs did; since there is
-# rollout.stop_strings; as JSON has them.
-SINCE = {
-    "rollout.stop_strings": [],
-    "rollout.watchdog_seconds": 0.0,
-    "dynamic_sampling.partial_rollouts": False,
-    "dynamic_sampling.max_staleness": 1,
-    "mesh.context": 1,
-    "mesh.rollout_tensor": None,
-    "train.share_prompts": False,
-    "checkpoint.directory": None,
-    "rollout.watchdog_limit_seconds": 0.0,
-    "rollout.top_k": 0,
-    "rollout.min_p": 0.0,
-    "evaluation.top_k": 0,
-    "evaluation.min_p": 0.0,
-    "log.profile_steps": [],
-}
-SECTIONS = tuple(dict.fromkeys(name.split(".")[0] for name in SINCE))
-UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError)  # of `read_config`
+UNREADABLE = (OSError, ValueError, LookupError, TypeError)  # of `read_config`
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """The config of the run whose config.json it is, with the fields that there were none of then.
+    """Returns the config of the run whose config.json it is, as `frozen` had it.
 
     Raises:
         UNREADABLE: the file is no such thing.
     """
     config = json.loads(file.read_text())["config"]
-    if not all(isinstance(config.get(section), dict) for section in SECTIONS):
-        raise ValueError(f"config has not all of {', '.join(SECTIONS)}")
-    return with_new_fields(config)
-
-
-def with_new_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's config, as `frozen` had it, with the fields that there were none of then."""
-    filled = {name: dict(v) if isinstance(v, dict) else v for name, v in config.items()}
-    for name, value in SINCE.items():
-        section, field = name.split(".")
-        filled[section].setdefault(field, value)
-    return filled
+    missing = [field.name for field in dataclasses.fields(Config) if field.name not in config]
+    if missing:
+        raise ValueError(f"its config has no {missing[0]}")
+    return config
 
 
 def checkpoints(workdir: Path, config: Mapping[str, Any]) -> str:
-    """Where the checkpoints of a run are.
+    """Returns where the checkpoints of a run are.
 
     Args:
         config: the run's, as `frozen` has it.
     """
-    return with_new_fields(config)["checkpoint"]["directory"] or str(workdir / "checkpoints")
+    return config["checkpoint"]["directory"] or str(workdir / "checkpoints")
 
 
 class RunDirectory:
@@ -307,7 +280,7 @@ def check_same(old: dict[str, Any], config: Config, where: Any) -> None:
         old: the run's own, from `frozen`.
         where: it was found.
     """
-    old, new = _flat(with_new_fields(old)), _flat(frozen(config))
+    old, new = _flat(old), _flat(frozen(config))
     differing = [
         f"config.{name}: {old.get(name)!r} there, {new.get(name)!r} now"
         for name in sorted(old.keys() | new.keys())

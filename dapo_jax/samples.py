@@ -13,7 +13,6 @@ import numpy as np
 from dapo_jax import advantage, corrections, covariance
 from dapo_jax.config import Config
 from dapo_jax.objective import MAX_K3, MAX_LOG_RATIO
-from dapo_jax.parameters import SELECTION_PARAMETERS
 from dapo_jax.reward import soft_overlong_punishment
 from dapo_jax.types import Group, Response, RunError, Samples, Verdict
 
@@ -75,12 +74,12 @@ def make_samples(
             _steps_in_tokens(r, verdict, detokenize)
             for (_, _, r), verdict in zip(responses, verdicts)
         )
-        if responses and not (any(steps) or o.outcome_as_step):
+        if responses and not (any(steps) or o.advantage_args["outcome_as_step"]):
             raise RunError(
                 f"step {step}: no response has a step, and config.objective.advantage "
                 "'grpo-process' is of the rewards of steps. Give config.reward.scorer one that "
-                "returns steps (docs/objective.md), or set config.objective.outcome_as_step to "
-                "True."
+                "returns steps (docs/objective.md), or set config.objective.advantage_args."
+                "outcome_as_step to True."
             )
     return Samples(
         prompts=tuple(group.problem.prompt_tokens for _, group, _ in responses),
@@ -159,7 +158,7 @@ def estimate_advantages(
         values_N=None if values_N is None else values_N[trained_N].astype(np.float64),
     )
     o = config.objective
-    result = advantage.estimate(o.advantage, outcomes, o.advantage_parameters)
+    result = advantage.estimate(o.advantage, outcomes, o.advantage_args)
 
     def everywhere(x_n: np.ndarray) -> np.ndarray:
         out_N = np.zeros(len(trained_N))
@@ -210,22 +209,24 @@ def finished_columns(
         out["mask_BT"] = mask_N.copy()
         out["mask_BT"][mask_N] = correction.kept_N
         mask_N = out["mask_BT"]
-    if o.loss in SELECTION_PARAMETERS and mask_N.any():
+    if o.loss in ("kl-cov", "clip-cov") and mask_N.any():
         assert current_N is not None
         selected_N = np.zeros(len(mask_N), bool)
-        taken = lambda x_N: x_N[mask_N]
+        taken, args = lambda x_N: x_N[mask_N], o.loss_args
         if o.loss == "kl-cov":
             selected_N[mask_N] = covariance.select_kl_cov(
-                taken(current_N), taken(columns["advantage_BT"]), **o.selection_parameters
+                taken(current_N), taken(columns["advantage_BT"]), cov_share=args["cov_share"]
             )
         else:
+            assert o.clip_low is not None and o.clip_high is not None
             selected_N[mask_N] = covariance.select_clip_cov(
                 taken(current_N),
                 taken(columns["log_prob_old_BT"]),
                 taken(columns["advantage_BT"]),
                 taken(priority_N),
-                **o.selection_parameters,
-                **o.loss_parameters,
+                **args,
+                clip_low=o.clip_low,
+                clip_high=o.clip_high,
             )
         out["selected_BT"] = selected_N
     return out

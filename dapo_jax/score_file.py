@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dapo_jax.parameters import parse_scorers
 from dapo_jax.progress import duration
-from dapo_jax.reward import Rubric, Task, verdict
+from dapo_jax.reward import Rubric, Task, parse_scorers, verdict
 from dapo_jax.reward_pool import RewardPool, Scored
 from dapo_jax.rows import answer_text
 from dapo_jax.scorers import load_scorer

@@ -57,9 +57,7 @@ def fitting(model: ModelConfig, num_devices: int) -> MeshConfig:
     to say: as many as possible over the heads, then over the width, the rest replicated."""
     tensor = math.gcd(num_devices, model.num_kv_heads, model.ff_width, model.vocab_size)
     fsdp = math.gcd(num_devices // tensor, model.width)
-    rules = {"embed": "fsdp"} | dict.fromkeys(("vocab", "heads", "kv_heads", "ff"), "tensor")
-    rules |= {"layers": None}
-    return MeshConfig(num_devices // tensor // fsdp, fsdp, 1, tensor, None, tuple(rules.items()))
+    return MeshConfig(data=num_devices // tensor // fsdp, fsdp=fsdp, tensor=tensor)
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:

@@ -238,7 +238,9 @@ class _Run:
         self.host = HostState(
             data=trainer.stream.get_state(),
             sampling=SamplingState(
-                prefilter=prefilter.initial_state(self.config.dynamic_sampling.prefilter)
+                prefilter=(
+                    prefilter.initial_state() if self.config.dynamic_sampling.prefilter else None
+                )
             ),
             base_accuracy=accuracy,
             accuracy=accuracy,

@@ -111,15 +111,16 @@ def loss_and_sums(
         share_prompts=config.train.share_prompts,
     )
     log_prob_BT, entropy_BT = statistics.log_prob_BT, statistics.entropy_BT
-    chosen = (rows.selected_BT,) if o.loss in policy_losses.COVARIANCE_LOSSES else ()
-    terms = policy_losses.LOSSES[o.loss](
+    method = policy_losses.LOSSES[o.loss]
+    chosen = (rows.selected_BT,) if method.selects else ()
+    terms = method.function(
         log_prob_BT,
         rows.log_prob_old_BT,
         rows.advantage_BT,
         mask_BT,
         rows.segments_BT,
         *chosen,
-        **o.loss_parameters,
+        **method.keywords(o),
     )
     loss_BT = -rows.correction_BT * terms.objective_BT
     kl_ref_BT = jnp.zeros_like(loss_BT)

@@ -24,8 +24,8 @@ from tests import conftest  # eight virtual devices
 # isort: split
 import jax
 
+from dapo_jax.advantage import ADVANTAGES
 from dapo_jax.config import Config
-from dapo_jax.parameters import ADVANTAGE_PARAMETERS
 from dapo_jax.train import train
 from dapo_jax.types import UserError
 from tests.helpers import tiny_dict
@@ -33,10 +33,7 @@ from tests.runs import metrics_of, rollouts_of
 from tests.test_policy_losses import SETTINGS, configured
 
 assert conftest
-CORRECTION = dict(
-    policy="old", importance="token", importance_cap=2.0, importance_floor=None, normalise=False,
-    reject=(), sequence_mask_delta=None,
-)  # fmt: skip
+CORRECTION = dict(policy="old", importance="token", importance_cap=2.0)
 MODELS: tuple[dict[str, Any], ...] = (
     {},
     {
@@ -64,14 +61,12 @@ MAY_DIFFER = ("batch/padding_share", "rollout/preempted", "rollout/log_prob_gap"
 def learnt(rng: random.Random) -> dict[str, Any]:
     """Overrides of what is learnt."""
     loss = rng.choice(["ppo-clip", *SETTINGS])
-    advantage = rng.choice(
-        ["grpo", *(a for a in ADVANTAGE_PARAMETERS if a not in ("grpo-process", "gdpo"))]
-    )
+    advantage = rng.choice(["grpo", *(a for a in ADVANTAGES if a not in ("grpo-process", "gdpo"))])
     values = {
-        "normalise_std": rng.choice([True, False]), "std_ddof": rng.choice([0, 1]), "gpg_norm": 1.0,
-        "gamma": rng.choice([1.0, 0.99]), "gae_lambda": 0.95, "component_weights": None,
+        "normalise_std": rng.choice([True, False]), "std_ddof": rng.choice([0, 1]),
+        "gamma": rng.choice([1.0, 0.99]), "gae_lambda": 0.95,
     }  # fmt: skip
-    read = {name.strip("[]") for name in ADVANTAGE_PARAMETERS[advantage]}
+    read = ADVANTAGES[advantage].arguments
     chosen = configured(loss) | {
         "objective__advantage": advantage,
         "objective__aggregation": rng.choice([
@@ -87,7 +82,7 @@ def learnt(rng: random.Random) -> dict[str, Any]:
         "rollout__group_size": rng.choice([2, 3, 4, 8]),
         "seed": rng.randrange(3),
     }  # fmt: skip
-    chosen |= {f"objective__{name}": v if name in read else None for name, v in values.items()}
+    chosen["objective__advantage_args"] = {k: v for k, v in values.items() if k in read}
     chosen |= {f"model__{name}": value for name, value in rng.choice(MODELS).items()}
     if rng.random() < 0.3:
         chosen["objective__kl_coefficient"] = 0.05
@@ -105,7 +100,7 @@ def learnt(rng: random.Random) -> dict[str, Any]:
     enabled = rng.random() < 0.8
     return chosen | {
         "dynamic_sampling__enabled": enabled,
-        "dynamic_sampling__prefilter__enabled": enabled and rng.random() < 0.3,
+        "dynamic_sampling__prefilter": enabled and rng.random() < 0.3,
         "dynamic_sampling__partial_rollouts": enabled and rng.random() < 0.3,
     }
 
@@ -122,7 +117,6 @@ def computed(rng: random.Random) -> dict[str, Any]:
         "rollout__prefill_prompts": rng.choice([8, 16]),
         "rollout__decode_steps": rng.choice([1, 3, 8, 16]),
         "rollout__page_tokens": rng.choice([8, 16, 32]),
-        "rollout__prefill_chunk_tokens": rng.choice([512, 16, 8]),
         "train__row_tokens": rng.choice([64, 96, 128, 256]),
         "train__rows_per_micro_batch": rng.choice([8, 16]),
         "train__share_prompts": rng.random() < 0.25,

@@ -10,7 +10,7 @@ import numpy as np
 
 from configs import tiny_dapo
 from dapo_jax import batching, model, sharding
-from dapo_jax.config import Config, ModelConfig, SourceConfig
+from dapo_jax.config import Config, ModelConfig
 from dapo_jax.types import Group, Problem, Response, Rows, Verdict
 
 SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
@@ -29,7 +29,6 @@ SMALL: dict[str, Any] = {
     "data.heldout.sums.num_terms": (3, 4),
     "pretrain.num_terms": (3, 4),
     "pretrain.num_steps": 100,
-    "pretrain.warmup_steps": 10,
     "pretrain.rows_per_step": 8,
     "rollout.group_size": 4,
     "rollout.slots": 16,
@@ -51,20 +50,20 @@ SMALL: dict[str, Any] = {
 
 
 def source_dict(path: str, **fields: Any) -> dict[str, Any]:
-    """A source of problems as a config holds it, with nothing set but its path."""
-    names = [field.name for field in dataclasses.fields(SourceConfig)]
-    return dict.fromkeys(names) | {"path": path} | fields
+    """A source of problems as a config file gives it."""
+    return {"path": path} | fields
 
 
 def tiny_dict(**overrides: Any) -> dict[str, Any]:
-    """configs/tiny_dapo.py at test size as nested dicts; keys are written `group__field`."""
+    """configs/tiny_dapo.py at test size as nested dicts, defaults left out; keys are written
+    `group__field`."""
     values = tiny_dapo.get_config().to_dict()
     changes = SMALL | {name.replace("__", "."): value for name, value in overrides.items()}
     for name, value in changes.items():
         *groups, field = name.split(".")
         inner = values
         for group in groups:
-            inner = inner[group]
+            inner = inner.setdefault(group, {})
         inner[field] = value
     return values
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from dapo_jax import advantage
-from dapo_jax.advantage import OUTCOME_ADVANTAGES, TOKEN_ADVANTAGES, Outcomes, estimate
-from dapo_jax.parameters import ADVANTAGE_PARAMETERS
+from dapo_jax.advantage import ADVANTAGES, Outcomes, estimate
 
 STD = [dict(normalise_std=True, std_ddof=d) for d in (0, 1)] + [
     dict(normalise_std=False, std_ddof=1)
@@ -175,7 +174,7 @@ def token_by_hand(name, o, p):
 
 def by_hand(name, o, p):
     """The advantage of every token: an outcome's is the same for all tokens of its response."""
-    if name in TOKEN_ADVANTAGES:
+    if ADVANTAGES[name].per_token:
         return token_by_hand(name, o, p)
     return [A for A, n in zip(outcome_by_hand(name, o, p), o.lengths_R) for _ in range(n)]
 
@@ -185,7 +184,7 @@ def assert_close(got, expected):
 
 
 def outcome(name, o, settings):
-    return OUTCOME_ADVANTAGES[name](*(getattr(o, field) for field in READS[name]), **settings)
+    return ADVANTAGES[name].function(*(getattr(o, field) for field in READS[name]), **settings)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -195,7 +194,7 @@ def test_advantage_is_the_papers(name, settings, seed):
     got = estimate(name, o, settings)
     assert got.advantage_N.dtype == np.float64 and got.advantage_N.shape == o.values_N.shape
     assert_close(got.advantage_N, by_hand(name, o, settings))
-    if name in OUTCOME_ADVANTAGES:  # also of responses that have no token to carry it
+    if not ADVANTAGES[name].per_token:  # also of responses that have no token to carry it
         assert_close(outcome(name, o, settings), outcome_by_hand(name, o, settings))
     assert (got.return_N is None) == (name != "gae")
 
@@ -344,7 +343,7 @@ def test_order_of_responses_and_names_of_groups_do_not_matter(name, settings):
     assert_close(b.advantage_N, a.advantage_N[order_N])
     if name == "gae":
         assert_close(b.return_N, a.return_N[order_N])
-    if name in OUTCOME_ADVANTAGES:
+    if not ADVANTAGES[name].per_token:
         assert_close(outcome(name, moved, settings), outcome(name, o, settings)[order])
 
 
@@ -396,7 +395,7 @@ def test_edges_stay_finite(name, settings, sizes, longest, scale):
     assert got.advantage_N.shape == (N,) and np.isfinite(got.advantage_N).all()
     if name == "gae":
         assert got.return_N.shape == (N,) and np.isfinite(got.return_N).all()
-    if name in OUTCOME_ADVANTAGES:
+    if not ADVANTAGES[name].per_token:
         direct = outcome(name, o, settings)
         assert direct.shape == (R,) and np.isfinite(direct).all()
 
@@ -440,13 +439,12 @@ def test_gdpo_wants_one_weight_per_component(weights):
         estimate("gdpo", make_outcomes(), settings)
 
 
-def test_the_config_asks_for_what_each_advantage_reads():
-    functions = OUTCOME_ADVANTAGES | TOKEN_ADVANTAGES
-    assert not OUTCOME_ADVANTAGES.keys() & TOKEN_ADVANTAGES.keys()
-    assert ADVANTAGE_PARAMETERS.keys() == functions.keys() == SETTINGS.keys()
-    assert READS.keys() == OUTCOME_ADVANTAGES.keys()
-    for name, function in functions.items():
-        arguments = inspect.signature(function).parameters
-        read = {p for p, v in arguments.items() if v.kind is v.KEYWORD_ONLY}
-        assert set(ADVANTAGE_PARAMETERS[name]) == read == set(SETTINGS[name][0])
-        assert set(arguments) - read <= set(Outcomes._fields)
+def test_the_table_says_what_each_advantage_reads():
+    assert ADVANTAGES.keys() == SETTINGS.keys()
+    assert READS.keys() == {name for name, entry in ADVANTAGES.items() if not entry.per_token}
+    for name, (function, reads, arguments, _) in ADVANTAGES.items():
+        signature = inspect.signature(function).parameters
+        named = [p for p, v in signature.items() if v.kind is v.KEYWORD_ONLY]
+        assert set(arguments) == set(named) == set(SETTINGS[name][0])
+        assert list(reads) == [p for p in signature if p not in named]
+        assert set(reads) <= set(Outcomes._fields)

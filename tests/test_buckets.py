@@ -136,7 +136,7 @@ def test_processes_share_nothing_but_the_bucket(storage, home, tmp_path, monkeyp
     for name, value in storage.items():
         monkeypatch.setenv(name, value)
     scorer = {"reward__scorer": f"{ROOT / 'tests' / 'scorers.py'}:even"}
-    first = scorer | {"pretrain__num_steps": 2, "pretrain__warmup_steps": 1}
+    first = scorer | {"pretrain__num_steps": 2}
     run(tmp_path / "made", home, **first | {"train__num_steps": 1})
     settings = scorer | {
         "pretrain": None,
@@ -164,7 +164,7 @@ def test_a_run_goes_on_from_a_bucket_in_a_new_directory(storage, home, tmp_path,
     """As on machines that are new after every preemption."""
     for name, value in storage.items():
         monkeypatch.setenv(name, value)
-    here = {"pretrain__num_steps": 2, "pretrain__warmup_steps": 1}
+    here = {"pretrain__num_steps": 2}
     here["reward__scorer"] = f"{ROOT / 'tests' / 'scorers.py'}:even"
     there = here | {"checkpoint__directory": "gs://bucket/run"}
     run(tmp_path / "whole", home, **here)

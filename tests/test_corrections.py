@@ -1,17 +1,18 @@
 """Corrections for rollouts against loops over responses, and what must hold for all of them."""
 
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from dapo_jax import corrections
-from dapo_jax.config import CorrectionConfig
-from dapo_jax.parameters import STATISTICS
+from dapo_jax.config import CorrectionConfig, Statistic
 
 LENGTHS = np.array([0, 5, 1, 7, 0, 0, 3, 12, 2, 0])
 DRIFT = np.array([0, 0.05, -0.15, -0.18, 0, 0, -0.3, 0.04, 0.25, 0])  # of log pi in a response
 ADVANTAGE = np.array([-9, -1, 1.2, -1.2, 9, 9, -0.9, 0.8, -0.7, -9])
+STATISTICS = get_args(Statistic)
 OFF = CorrectionConfig(
     policy="old",
     importance="none",

@@ -14,10 +14,7 @@ from tests.helpers import make_params, tiny_config
 
 CONFIG = tiny_config(
     objective__advantage="gae",
-    objective__normalise_std=None,
-    objective__std_ddof=None,
-    objective__gamma=1.0,
-    objective__gae_lambda=0.95,
+    objective__advantage_args={"gae_lambda": 0.95},
     critic={"learning_rate": 1e-3, "warmup_steps": 1, "value_clip": 0.5, "head_start_steps": 0},
 )
 C = 0.5

@@ -46,11 +46,11 @@ RUN = {
     "checkpoint__keep_newest": 20,
     # Few enough problems that most are visited again.
     "data__train__sums__num_problems": 40,
-    "dynamic_sampling__prefilter__enabled": True,
+    "dynamic_sampling__prefilter": True,
 }
 PARTIAL = {
     "dynamic_sampling__partial_rollouts": True,
-    "dynamic_sampling__prefilter__enabled": False,
+    "dynamic_sampling__prefilter": False,
     "train__num_steps": 5,
     # Steps far enough apart that tokens of the older policy would show in the gap.
     "optimizer__learning_rate": 1e-3,
@@ -58,7 +58,7 @@ PARTIAL = {
 }
 WITHOUT_FILTERS = {
     "dynamic_sampling__enabled": False,
-    "dynamic_sampling__prefilter__enabled": False,
+    "dynamic_sampling__prefilter": False,
 }
 
 

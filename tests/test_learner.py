@@ -19,16 +19,12 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 KL_IN_REWARD = {
     "objective__reward_kl_coefficient": 0.1,
     "objective__reward_kl_estimator": "k3",
-    "objective__normalise_std": False,
+    "objective__advantage_args": {"normalise_std": False},
     "reward__overlong_buffer_tokens": 0,
     "reward__overlong_penalty": 0.0,
 }
 CRITIC = {
     "objective__advantage": "gae",
-    "objective__normalise_std": None,
-    "objective__std_ddof": None,
-    "objective__gamma": 1.0,
-    "objective__gae_lambda": 1.0,
     "dynamic_sampling__enabled": False,
     "critic": dict(learning_rate=1e-3, warmup_steps=4, value_clip=0.5, head_start_steps=2),
 }

@@ -27,7 +27,6 @@ LEARNING = {
     "pretrain__num_steps": 800,
     "pretrain__rows_per_step": 12,
     "pretrain__row_tokens": 64,
-    "pretrain__warmup_steps": 20,
     "pretrain__learning_rate": 5e-3,
     "pretrain__share_guess": 0.7,
     "pretrain__share_ramble": 0.2,
@@ -67,7 +66,6 @@ def test_the_update_does_not_hold_the_rollouts_copy(tmp_path, cache_home, monkey
     config = tiny_config(
         model__compute_dtype="bfloat16",
         pretrain__num_steps=2,
-        pretrain__warmup_steps=1,
         train__num_steps=1,
         reward__scorer=f"{ROOT / 'tests' / 'scorers.py'}:even",
         mesh__data=8,

@@ -66,8 +66,8 @@ def test_a_process_of_several_draws_from_the_trainers_own_arrays():
 def test_what_a_run_holds_besides():
     """A critic has all that the policy has, a reference its parameters."""
     sizes = dict(data=2, fsdp=2, context=1, tensor=2)
-    of = lambda name: memory.held(parse(["program", f"--config=configs/{name}.py"], "")[0], sizes)
-    plain, critic, reference = of("tiny_dapo"), of("tiny_ppo"), of("tiny_grpo")
+    of = lambda name: memory.held(parse(["program", f"--config=configs/{name}"], "")[0], sizes)
+    plain, critic, reference = of("tiny_dapo.py"), of("tiny.py:ppo"), of("tiny.py:grpo")
     parameters = plain.always["parameters"]
     assert plain.always == {"parameters": parameters, "optimiser state": 2 * parameters}
     assert critic.always["critic with optimiser"] == 3 * parameters

@@ -27,7 +27,7 @@ from dapo_jax.rollout.tiles import Tile
 from dapo_jax.trainer import attention_line
 from dapo_jax.types import Problem, RunError, UserError
 from tests.engines import generate
-from tests.helpers import make_mesh, make_params, replace_model, tiny_config, tiny_dict
+from tests.helpers import make_mesh, make_params, replace_model, tiny_config
 from tests.tpu_interpreter import interpreted
 
 # H: the TPU's kernel takes no other; N: pages, of which the first is nobody's
@@ -413,7 +413,7 @@ def test_int8_needs_log_probs_of_the_trainer():
         tiny_config(rollout__cache_dtype="int8")
     config = tiny_config(rollout__cache_dtype="int8", rollout__log_prob_source="recompute")
     check(config)
-    assert tiny_dict()["rollout"]["cache_dtype"] == tiny_dict()["rollout"]["kernel"] == "auto"
+    assert tiny_config().rollout.cache_dtype == tiny_config().rollout.kernel == "auto"
 
 
 @pytest.mark.parametrize("mesh", [{}, dict(tensor=2), dict(fsdp=2, tensor=2)])

@@ -570,7 +570,7 @@ def test_what_is_copied_for_rollouts_is_counted(capsys):
 
 
 def test_a_run_with_a_critic_has_its_programs_too():
-    config, _ = parse(["program", "--config=configs/tiny_ppo.py", "--config.mesh.data=8"], "")
+    config, _ = parse(["program", "--config=configs/tiny.py:ppo", "--config.mesh.data=8"], "")
     found = programs.programs(config, make_mesh(config.mesh))
     assert {*found, "weights"} == set(programs.names(config)) == {
         *programs.PROGRAMS, "critic_train", "critic_values",

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from dapo_jax.config import Config
-from dapo_jax.parameters import LOSS_PARAMETERS
 from dapo_jax.policy_losses import COVARIANCE_LOSSES, LOSSES, response_mean
 from dapo_jax.types import UserError
 from tests.helpers import tiny_dict
@@ -60,7 +59,7 @@ def selected_like(mask):
 def apply(name, *rows):
     """The policy loss of that name on log-probs, old log-probs, advantages, mask, segments."""
     chosen = [selected_like(rows[3])] if name in COVARIANCE_LOSSES else []
-    return LOSSES[name](*map(jnp.asarray, [*rows, *chosen]), **SETTINGS[name])
+    return LOSSES[name].function(*map(jnp.asarray, [*rows, *chosen]), **SETTINGS[name])
 
 
 def by_hand(name, logp, old, advantage, selected, **p):
@@ -252,9 +251,9 @@ def test_at_the_very_bound_the_gradient_passes_and_beyond_it_does_not(name, side
         settings = {k: v for k, v in SETTINGS[name].items() if k != "clip_dual"}
         chosen = [np.zeros((1, 1), bool)] if name == "clip-cov" else []
         total = lambda logp: jnp.sum(
-            LOSSES[name](
-                logp, *map(jnp.asarray, (old, A, mask, segments, *chosen)), **settings
-            ).objective_BT
+            LOSSES[name]
+            .function(logp, *map(jnp.asarray, (old, A, mask, segments, *chosen)), **settings)
+            .objective_BT
         )
         np.testing.assert_allclose(
             jax.grad(total)(jnp.full((1, 1), x)), outward * np.exp(x), rtol=1e-12
@@ -265,23 +264,32 @@ def test_at_the_very_bound_the_gradient_passes_and_beyond_it_does_not(name, side
 
 def configured(name, **others):
     """Overrides of `tiny_config` for a policy loss with the settings of these tests."""
-    names = {p.strip("[]") for names in LOSS_PARAMETERS.values() for p in names}
-    settings = dict.fromkeys(names | {p for s in SELECTION.values() for p in s})
-    settings |= {"loss": name} | SETTINGS[name] | SELECTION.get(name, {}) | others
-    return {f"objective__{key}": value for key, value in settings.items()}
+    settings = SETTINGS[name] | SELECTION.get(name, {}) | others
+    clips = ("clip_low", "clip_high", "clip_dual")
+    fields = {"loss": name} | {clip: settings.pop(clip, None) for clip in clips}
+    return {f"objective__{k}": v for k, v in (fields | {"loss_args": settings}).items()}
 
 
-def test_the_config_asks_for_what_each_loss_reads():
-    assert LOSS_PARAMETERS.keys() == LOSSES.keys() == SETTINGS.keys()
-    for name, function in LOSSES.items():
-        signature = inspect.signature(function).parameters
-        fixed = getattr(function, "keywords", {})
+def test_the_table_says_what_each_loss_reads():
+    assert LOSSES.keys() == SETTINGS.keys()
+    for name, loss in LOSSES.items():
+        signature = inspect.signature(loss.function).parameters
+        fixed = getattr(loss.function, "keywords", {})
         read = {p for p, v in signature.items() if v.kind is v.KEYWORD_ONLY} - set(fixed)
-        assert {p.strip("[]") for p in LOSS_PARAMETERS[name]} == read
+        assert {*loss.clips, *loss.arguments} - set(loss.selects) == read
+        assert set(loss.selects) == set(SELECTION.get(name, ()))
 
 
-def test_a_parameter_that_is_not_read_or_missing_is_an_error():
-    with pytest.raises(UserError, match=r"objective\.clip_dual is not read when .* 'gspo'"):
-        Config.from_dict(tiny_dict(**configured("gspo", clip_dual=3.0)))
-    with pytest.raises(UserError, match=r"objective\.ratio_cap is needed when .* 'dppo-tv'"):
-        Config.from_dict(tiny_dict(**configured("dppo-tv", ratio_cap=None)))
+def test_an_argument_that_is_not_read_missing_or_out_of_range_is_an_error():
+    for changes, message in (
+        (configured("gspo", clip_dual=3.0), r"objective\.clip_dual is not read when .* 'gspo'"),
+        (configured("gspo", clip_low=None), r"objective\.clip_low is needed when .* 'gspo'"),
+        (configured("gspo", ratio_cap=2.0), r"loss_args\.ratio_cap is not a field\..* has: none"),
+        (configured("dro", dro_beta=-1.0), r"loss_args\.dro_beta must be greater than 0; got -1"),
+        (configured("dro") | {"objective__loss_args": {}}, r"loss_args\.dro_beta is missing and"),
+        (configured("clip-cov", cov_low=9.0), r"cov_low \(9\.0\) must be below cov_high \(5\.0\)"),
+        (configured("clip-cov", cov_share=2.0), r"cov_share must be in \(0, 1\]; got 2\.0"),
+        ({"objective__loss": "nosuch"}, r"objective\.loss must be one of ppo-clip.*got 'nosuch'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            Config.from_dict(tiny_dict(**changes))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dapo_jax import metrics
+from dapo_jax import metrics, prefilter
 from dapo_jax.dynamic_sampling import (
     SamplingState,
     commit,
@@ -18,6 +18,7 @@ from dapo_jax.dynamic_sampling import (
     take_informative,
 )
 from dapo_jax.prefilter import (
+    GRESO,
     PrefilterState,
     PromptFilter,
     initial_state,
@@ -30,12 +31,12 @@ from tests.helpers import make_group, tiny_config
 from tests.test_dynamic_sampling import outcomes_of
 
 BASE = tiny_config(
-    dynamic_sampling__prefilter__enabled=True,
+    dynamic_sampling__prefilter=True,
     dynamic_sampling__max_rounds=5,
     dynamic_sampling__max_round_prompts=8,
 )
 ON = BASE.dynamic_sampling
-CONFIG = ON.prefilter
+CONFIG = GRESO
 NUM_PROBLEMS = 10
 KINDS = {"r": [True] * 4, "w": [False] * 4, "m": [True, False, False, True]}
 
@@ -76,7 +77,7 @@ def test_the_share_that_is_sampled_is_p_to_the_streak(streak):
     n, epochs = 4000, itertools.count()
     take = lambda _: [Problem(3, "", (1,), "", "", epoch=next(epochs))]
     source = SimpleNamespace(take=take)
-    prompt_filter = PromptFilter(dataclasses.replace(CONFIG, max_skips=10**6), state, 0)
+    prompt_filter = PromptFilter(CONFIG._replace(max_skips=10**6), state, 0)
     found = 0
     while prompt_filter.next(source).epoch < n:
         found += 1
@@ -98,13 +99,13 @@ def test_the_random_numbers_are_those_of_seed_epoch_and_problem():
 def test_visits_in_a_row_are_counted_by_kind():
     history = {0: "rrr", 1: "www", 2: "rrm", 3: "rrw", 4: "wwr", 5: "mr", 6: "mm", 7: "mwwmw"}
     expected = {0: 3, 1: -3, 3: -1, 4: 1, 5: 1, 7: -1}
-    state = initial_state(CONFIG)
+    state = initial_state()
     for visit in range(5):
         groups = [group(kinds[visit], id) for id, kinds in history.items() if visit < len(kinds)]
         state = next_state(CONFIG, state, groups, [])
     assert state is not None and state.streaks == expected
     # Two visits in one step count as two.
-    state = next_state(CONFIG, initial_state(CONFIG), [group("r", 8), group("r", 8)], [])
+    state = next_state(CONFIG, initial_state(), [group("r", 8), group("r", 8)], [])
     assert state is not None and state.streaks == {8: 2}
 
 
@@ -158,7 +159,7 @@ def run(state, place, kinds, seed, *, num=4, order=0, config=ON):
 
 
 def start():
-    return SamplingState(prefilter=initial_state(CONFIG))
+    return SamplingState(prefilter=initial_state())
 
 
 def visits(groups):
@@ -205,11 +206,11 @@ def test_a_state_that_went_through_json_goes_on_the_same():
     assert len(of_seeds) > 4, "the seed decides"
 
 
-def test_a_step_ends_when_all_that_there_is_teaches_nothing():
+def test_a_step_ends_when_all_that_there_is_teaches_nothing(monkeypatch):
     hopeless = PrefilterState(0.05, 0.05, dict.fromkeys(range(NUM_PROBLEMS), 30))
-    few = dataclasses.replace(ON, prefilter=dataclasses.replace(CONFIG, max_skips=50))
+    monkeypatch.setattr(prefilter, "GRESO", GRESO._replace(max_skips=50))
     state = SamplingState(prefilter=hopeless)
-    batch, after, place = run(state, 0, "r" * NUM_PROBLEMS, 0, config=few)
+    batch, after, place = run(state, 0, "r" * NUM_PROBLEMS, 0)
     assert batch.skipped == 50 and len(batch.sampled) == place - 50
     assert len(batch.sampled) == 5 * 8
     assert batch.groups == [] and after.prefilter is not None
@@ -217,8 +218,7 @@ def test_a_step_ends_when_all_that_there_is_teaches_nothing():
 
 
 def test_switched_off_nothing_is_left_out():
-    off = dataclasses.replace(ON, prefilter=dataclasses.replace(CONFIG, enabled=False))
-    assert initial_state(off.prefilter) is None
+    off = dataclasses.replace(ON, prefilter=False)
     state, place = SamplingState(), 0
     for _ in range(4):
         batch, state, end = run(state, place, "rrwmrwwmrm", 0, config=off)

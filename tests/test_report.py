@@ -11,7 +11,7 @@ from dapo_jax import paper_curves, report, report_plots
 from dapo_jax.report_data import load_runs
 from dapo_jax.types import UserError
 from tests.conftest import ROOT
-from tests.helpers import tiny_dict
+from tests.helpers import tiny_config
 from tests.test_command_line import call, load_launcher
 
 launcher = load_launcher("report")
@@ -19,7 +19,7 @@ launcher = load_launcher("report")
 
 def write_run(directory, *, steps=6, summary=True, k=4, sources=(), updates=8):
     directory.mkdir(parents=True)
-    config = tiny_dict(evaluation__num_samples=k)
+    config = tiny_config(evaluation__num_samples=k).to_dict()
     frozen = {"config": config, "versions": {"python": "3"}, "command": "train <now>"}
     (directory / "config.json").write_text(json.dumps(frozen))
     lines = []

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from dapo_jax import reward, scorers
-from dapo_jax.parameters import parse_scorers
-from dapo_jax.reward import Rubric, Score, as_score, verdict
+from dapo_jax.reward import Rubric, Score, as_score, parse_scorers, verdict
 from dapo_jax.types import UserError, Verdict
 from tests.helpers import SHARED
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dapo_jax.config import Config
-from dapo_jax.run_directory import SINCE, RunDirectory, read_config
+from dapo_jax.run_directory import RunDirectory, read_config
 from dapo_jax.types import UserError
 from tests.helpers import tiny_config
 
@@ -47,10 +47,20 @@ def test_a_directory_in_which_something_ran_keeps_its_config(tmp_path, left):
     assert files_of(path) == before
 
 
-@pytest.mark.parametrize("field", ["data__cache_dir", "pretrain__cache_dir"])
-def test_places_of_caches_may_change(tmp_path, field):
+def test_the_place_of_the_cache_may_change(tmp_path):
     begun(tmp_path)
-    RunDirectory(tmp_path, tiny_config(**{field: str(tmp_path / "cache")}))
+    RunDirectory(tmp_path, tiny_config(data__cache_dir=str(tmp_path / "cache")))
+
+
+def test_the_frozen_config_is_complete_and_gives_the_same_config_again(tmp_path):
+    """Method arguments that were left out among them."""
+    config = tiny_config(objective__loss="dppo-tv", objective__clip_dual=None)
+    RunDirectory(tmp_path, config)
+    frozen = read_config(tmp_path / "config.json")
+    assert frozen["objective"]["loss_args"] == {"ratio_cap": 20.0}
+    assert frozen["objective"]["advantage_args"] == {"normalise_std": True, "std_ddof": 1}
+    assert frozen["optimizer"]["eps"] == 1e-8 and frozen["critic"] is None
+    assert Config.from_dict(frozen) == config
 
 
 def test_more_steps_are_another_schedule_where_the_rate_decays(tmp_path):
@@ -60,25 +70,6 @@ def test_more_steps_are_another_schedule_where_the_rate_decays(tmp_path):
     RunDirectory(tmp_path / "cosine", tiny_config(**COSINE))
     with pytest.raises(UserError, match=r"num_steps: 3 there, 9 now, and by .*decay 'cosine'"):
         RunDirectory(tmp_path / "cosine", tiny_config(train__num_steps=9, **COSINE))
-
-
-def test_a_run_of_before_there_was_a_field_goes_on(tmp_path):
-    """As long as the field says what was done before; and an export finds all of the config."""
-    begun(tmp_path)
-    file = tmp_path / "config.json"
-    values = json.loads(file.read_text())
-    for name in SINCE:
-        section, field = name.split(".")
-        del values["config"][section][field]
-    file.write_text(json.dumps(values))
-    old = file.read_bytes()
-    with pytest.raises(UserError, match=r"config\.evaluation\.top_k: 0 there, 5 now"):
-        RunDirectory(tmp_path, tiny_config(evaluation__top_k=5))
-    assert file.read_bytes() == old
-    unwatched = tiny_config(rollout__watchdog_seconds=0.0)
-    assert Config.from_dict(read_config(file)) == unwatched
-    RunDirectory(tmp_path, tiny_config())
-    assert set(json.loads(file.read_text())["config"]["evaluation"]) >= {"top_k", "min_p"}
 
 
 @pytest.mark.parametrize("text", ['{"config": null}', '{"config": []}', "[]", '{"config": {}}'])

@@ -81,7 +81,7 @@ def test_a_filtered_response_counts_in_the_baseline_if_the_config_says_so(in_bas
     config = tiny_config(
         objective__overlong_filter=True,
         objective__overlong_in_baseline=in_baseline,
-        objective__normalise_std=False,
+        objective__advantage_args={"normalise_std": False},
     )
     group = make_group([True, True, False, False], truncated=1)
     *kept, filtered = advantages_of(config, [group])
@@ -92,7 +92,7 @@ def test_a_filtered_response_counts_in_the_baseline_if_the_config_says_so(in_bas
 
 def test_a_response_that_broke_off_says_nothing_of_its_prompt():
     """Whatever its verdict: neither in the baseline nor whether the group teaches anything."""
-    config = tiny_config(objective__normalise_std=False)
+    config = tiny_config(objective__advantage_args={"normalise_std": False})
     assert config.objective.overlong_in_baseline
     group = make_group([True, True, False, False])
     invalid = group.responses[3]._replace(finish_reason="invalid")
@@ -176,8 +176,6 @@ def test_opo_counts_the_tokens_of_a_filtered_response_where_it_counts():
     config = tiny_config(
         objective__overlong_filter=True,
         objective__advantage="opo",
-        objective__normalise_std=None,
-        objective__std_ddof=None,
         reward__overlong_buffer_tokens=0,
         reward__overlong_penalty=0.0,
     )
@@ -190,12 +188,10 @@ def test_opo_counts_the_tokens_of_a_filtered_response_where_it_counts():
 
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "opo", "reinforce++-baseline"])
 def test_every_response_cut_is_nothing_to_train_on(advantage):
-    changes = {"normalise_std": None, "std_ddof": None} if advantage != "grpo" else {}
     config = tiny_config(
         objective__overlong_filter=True,
         objective__overlong_in_baseline=False,
         objective__advantage=advantage,
-        **{f"objective__{name}": value for name, value in changes.items()},
     )
     none_left = make_group([True, False], truncated=2)
     one_left = make_group([True, False, True], truncated=2)
@@ -207,10 +203,6 @@ def test_the_kl_is_taken_from_the_reward_of_its_token():
     """gamma = lambda = 1 and values of 0: the return of a token is what is still to come."""
     config = tiny_config(
         objective__advantage="gae",
-        objective__normalise_std=None,
-        objective__std_ddof=None,
-        objective__gamma=1.0,
-        objective__gae_lambda=1.0,
         critic=dict(learning_rate=1e-3, warmup_steps=1, value_clip=0.5, head_start_steps=0),
     )
     samples = samples_of(config, [make_group([True, False], lengths=[2, 3])])
@@ -221,13 +213,16 @@ def test_the_kl_is_taken_from_the_reward_of_its_token():
     by_hand = [1 - 0.1 - 0.2, 1 - 0.2, -1 - 0.3 - 0.4 - 0.5, -1 - 0.4 - 0.5, -1 - 0.5]
     np.testing.assert_allclose(got.return_N, by_hand)
     # An outcome advantage takes the sum of its response.
-    grpo = tiny_config(objective__normalise_std=False)
+    grpo = tiny_config(objective__advantage_args={"normalise_std": False})
     a = estimate_advantages(grpo, samples, kl_penalty_N=kl_penalty_N).advantage_N
     half = ((1 - 0.3) - (-1 - 1.2)) / 2
     np.testing.assert_allclose(a, [half, half, -half, -half, -half])
 
 
-PROCESS = {"objective__advantage": "grpo-process", "objective__outcome_as_step": True}
+PROCESS = {
+    "objective__advantage": "grpo-process",
+    "objective__advantage_args": {"outcome_as_step": True},
+}
 
 
 def test_steps_are_found_in_tokens():
@@ -283,7 +278,7 @@ def test_a_step_that_ends_with_the_text_ends_with_the_response():
 
 def test_process_supervision_without_a_step_is_refused():
     no_overlong = {"reward__overlong_buffer_tokens": 0, "reward__overlong_penalty": 0.0}
-    config = tiny_config(**PROCESS | {"objective__outcome_as_step": False}, **no_overlong)
+    config = tiny_config(**PROCESS | {"objective__advantage_args": {}}, **no_overlong)
     with pytest.raises(RunError, match="no response has a step.*outcome_as_step to True"):
         samples_of(config, [make_group([True, False])])
     samples_of(config, [])

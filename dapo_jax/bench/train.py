@@ -1,5 +1,6 @@
 """How fast an update is: tokens per second, share of the limit, memory, compilation, padding."""
 
+import dataclasses
 import statistics
 import time
 from typing import Any, NamedTuple
@@ -66,7 +67,7 @@ def bench_train(shape: TrainShape, base: dict[str, Any]) -> dict[str, Any]:
     """The figures, from the median of `shape.runs` updates after one that is not counted.
 
     Args:
-        base: every field of a config; objective and optimiser are taken from it.
+        base: a config as its file gives it; objective and optimiser are taken from it.
     """
     shape.check()
     config = bench_config(
@@ -142,13 +143,13 @@ def bench_config(
     row as long as the longest sequence.
 
     Args:
-        base: every field of a config.
+        base: a config as its file gives it.
         rollout: other fields of `config.rollout`.
     """
     layout = fitting(c, jax.device_count())
     sizes = {name: getattr(layout, name) for name in (*AXES, "rules")}
     changes: dict[str, dict[str, Any]] = {
-        "model": {name: getattr(c, name) for name in base["model"]},
+        "model": dataclasses.asdict(c),
         "mesh": sizes,
         "data": {"max_prompt_tokens": prompt_len},
         "rollout": {
@@ -164,7 +165,7 @@ def bench_config(
         },
     }  # fmt: skip
     return Config.from_dict(
-        base | {group: base[group] | fields for group, fields in changes.items()}
+        base | {group: base.get(group, {}) | fields for group, fields in changes.items()}
     )
 
 

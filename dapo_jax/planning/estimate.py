@@ -20,6 +20,7 @@ from dapo_jax.planning.chips import Chip
 from dapo_jax.planning.programs import Cache, scoring_passes
 from dapo_jax.rollout import paged
 from dapo_jax.rollout.programs import rollout_dtypes
+from dapo_jax.rollout.spec import PREFILL_CHUNK_TOKENS
 
 UTILISATION = 0.5  # assumed share of the roofline; not measured on any of these chips
 ROW_FILL = 0.95  # assumed share of a packed row that holds tokens
@@ -145,7 +146,7 @@ def prefill_call(
     tokens = prompts * prompt_tokens
     flops = tokens * model_flops(config, 0) / 3
     flops += tokens * _attention_flops(config.model, prompt_tokens)
-    chunks = math.ceil(prompt_tokens / config.rollout.prefill_chunk_tokens)
+    chunks = math.ceil(prompt_tokens / PREFILL_CHUNK_TOKENS)
     read = chunks * weight_bytes(config.model) + tokens * token_bytes(config.model, config.rollout)
     return _split(chip, devices, flops, read)
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from dapo_jax import batching, critic, model, train_step
 from dapo_jax.config import Config
-from dapo_jax.parameters import SELECTION_PARAMETERS
+from dapo_jax.policy_losses import COVARIANCE_LOSSES
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.programs import rollout_dtypes, rollout_layout
 from dapo_jax.rollout.spec import EngineSpec, engine_spec
@@ -208,7 +208,7 @@ def scoring_passes(config: Config) -> int:
     """How often a step computes log-probs of its batch outside the update, as `learner` does."""
     o, c = config.objective, config.correction
     reference = o.reward_kl_coefficient > 0 or (o.kl_coefficient > 0 and o.kl_estimator != "full")
-    current = o.loss in SELECTION_PARAMETERS or (c is not None and c.policy == "current")
+    current = o.loss in COVARIANCE_LOSSES or (c is not None and c.policy == "current")
     return sum((config.rollout.log_prob_source == "recompute", reference, current))
 
 

@@ -11,6 +11,8 @@ from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.sharding import BATCH_AXES, parts_of
 from dapo_jax.types import Array, UserError
 
+PREFILL_CHUNK_TOKENS = 512  # of a prompt, at most, that are prefilled at once
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineSpec:
@@ -28,7 +30,7 @@ class EngineSpec:
     page_tokens: int = 32
     num_pages: int | None = None  # over all shards; None: no sequence ever waits for one
     decode_steps: int = 8  # tokens a call
-    prefill_chunk_tokens: int = 512
+    prefill_chunk_tokens: int = PREFILL_CHUNK_TOKENS
     kernel: kernels.Kernel = "xla"
     kernel_refused: str | None = None  # why "auto" is XLA on a platform that has a kernel
     cache_dtype: Literal["auto", "int8"] = "auto"  # of keys and values; auto: the compute dtype
@@ -131,7 +133,6 @@ def engine_spec(
         samples=r.group_size,
         page_tokens=r.page_tokens,
         decode_steps=r.decode_steps,
-        prefill_chunk_tokens=r.prefill_chunk_tokens,
         kernel=kernels.choose(r.kernel, platform, config.model, **pages),
         kernel_refused=kernels.fallback(r.kernel, platform, config.model, **pages),
         cache_dtype=r.cache_dtype,

@@ -91,7 +91,7 @@ def _loss_and_gradient(
     *selected: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     def loss(logp: jax.Array) -> jax.Array:
-        terms = policy_losses.LOSSES[name](
+        terms = policy_losses.LOSSES[name].function(
             logp, old, advantages, kept, jnp.ones(kept.shape, jnp.int32), *selected,
             **dict(arguments),
         )  # fmt: skip
@@ -111,10 +111,8 @@ def _corrected(case: Case, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         policy="current",
         importance=settings["rollout_is"] if reinforce else "none",
         importance_cap=float(settings["rollout_is_threshold"]),
-        importance_floor=None,
         normalise=settings["rollout_is_batch_normalize"],
         reject=rejections(settings["rollout_rs"], settings["rollout_rs_threshold"]),
-        sequence_mask_delta=None,
     )
     tokens = tokens_of(mask)
     columns = [tokens.take(case.arrays[k]) for k in ("log_prob", "old_log_prob", "advantages")]
