@@ -288,15 +288,25 @@ def _within_segments(kernel: Any, segments: Any) -> Any:
         info: Any, near: jax.Array, turned: Callable[[jax.Array], jax.Array], *, forward: bool
     ) -> Any:
         """Args: turned: to where the kernel goes along the second axis for each of the first."""
-        mask, blocks = turned(info.block_mask[0]), turned(info.data_next[0])
-        could = mask > 0
-        runs = could & jnp.take_along_axis(near, blocks.astype(jnp.int32), axis=1)
+        mask, blocks = turned(info.block_mask[0]), turned(info.data_next[0]).astype(jnp.int32)
+        could, n = mask > 0, near.shape[1]
+        if (mask.size + 1) * n > jnp.iinfo(jnp.int32).max:
+            raise UserError(
+                f"splash attention cannot number {mask.shape[0]} x {n} blocks of a packed row in "
+                "int32. Set config.model.attention='xla', or a smaller config.train.row_tokens."
+            )
+        # No gathers here: libtpu 0.0.50 offloads them to SparseCore, and fails to lower them.
+        is_block = blocks[:, :, None] == jnp.arange(n, dtype=jnp.int32)[None, None]
+        runs = could & (near[:, None] & is_block).any(axis=2)
         if forward:  # who attends to nothing would divide by zero: padding has its first block
             runs |= could & ~runs.any(axis=1, keepdims=True) & (jnp.cumsum(could, axis=1) == 1)
-        # One that does not run names the next that does, which is fetched meanwhile.
-        at = jnp.where(runs, jnp.arange(runs.size).reshape(runs.shape), runs.size).reshape(-1)
-        next_run = jax.lax.cummin(at, reverse=True).reshape(runs.shape)
-        named = blocks.reshape(-1)[next_run % runs.size]
+        # A block that does not run names the next that does, which is fetched meanwhile. Place and
+        # name are one number, so that the least place brings its name along.
+        place = jnp.arange(mask.size, dtype=jnp.int32).reshape(mask.shape)
+        none = mask.size * n + blocks[0, 0]
+        packed = jnp.where(runs, place * n + blocks, none).reshape(-1)
+        named = (jax.lax.cummin(packed, reverse=True) % n).reshape(mask.shape)
+        named = named.astype(info.data_next.dtype)
         return info._replace(
             block_mask=turned(jnp.where(runs, mask, 0))[None], data_next=turned(named)[None]
         )

@@ -360,6 +360,86 @@ def test_blocks_between_sequences_are_passed_over(monkeypatch, long_segments, ro
     assert (np.asarray(of_any_row.fwd_mask_info.block_mask) > 0).sum() > blocks.sum()
 
 
+def fewer_blocks(static, runs_in, *, forward):
+    """(block mask, data next) of a mask info, a block at a time in the kernel's order.
+
+    Args:
+        static: what any row computes, [i, j].
+        runs_in: (i, block of the other side) -> whether any of their segments may be the same.
+    """
+    mask, name = (np.array(x, np.int64) for x in static)
+    run = np.zeros(mask.shape, bool)
+    for i in range(len(mask)):
+        could = [j for j in range(mask.shape[1]) if mask[i, j] > 0]
+        own = [j for j in could if runs_in(i, name[i, j])]
+        if forward and not own:
+            own = could[:1]
+        run[i, own] = True
+    named, following = np.empty_like(name), name[0, 0]
+    for i, j in reversed(list(np.ndindex(mask.shape))):
+        if run[i, j]:
+            following = name[i, j]
+        named[i, j] = following
+    return np.where(run, mask, 0), named
+
+
+def random_segments(rng, tokens):
+    """A packed row: sequences of any length, some numbers without a token, padding or none."""
+    longest = rng.choice([3, 200, 2000])
+    lengths = rng.integers(0, longest, 2 * tokens // longest + 2)
+    lengths[rng.random(len(lengths)) < 0.2] = 0
+    row = np.repeat(np.arange(1, len(lengths) + 1), lengths)[:tokens]
+    return np.pad(row, (0, tokens - len(row))).astype(np.int32)
+
+
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize("blocks", [2, 5, 44])  # 44: of rows of 22,528 tokens, as the 32B packs
+def test_blocks_of_random_rows_are_those_of_a_loop_over_them(monkeypatch, blocks, window):
+    monkeypatch.setattr(attention_kernels, "SPLASH_BLOCK", 128)
+    rng = np.random.default_rng(blocks)
+    tokens = 128 * blocks
+    choice = Choice("splash", window=window, every_layer=window is not None)
+    (of_any_row,) = attention_kernels._splash_kernels(choice, tokens, 1)
+    infos = jax.jit(
+        lambda segments: [
+            (info.block_mask, info.data_next)
+            for kernel in [
+                attention_kernels._within_segments(of_any_row, SegmentIds(segments, segments))
+            ]
+            for info in (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
+        ]
+    )
+    for segments in [np.zeros(tokens, np.int32), *(random_segments(rng, tokens) for _ in range(8))]:
+        held = [block[block > 0] for block in segments.reshape(blocks, -1)]
+
+        def meet(i, j, held=held):
+            a, b = held[i], held[j]
+            return bool(len(a) and len(b) and a.min() <= b.max() and b.min() <= a.max())
+
+        for name, found in zip(("fwd", "dq", "dkv"), infos(segments), strict=True):
+            info = getattr(of_any_row, f"{name}_mask_info")
+            turned = (lambda x: np.asarray(x)[0].T) if name == "dkv" else lambda x: np.asarray(x)[0]
+            static = turned(info.block_mask), turned(info.data_next)
+            wanted = fewer_blocks(static, meet, forward=name == "fwd")
+            for is_, should in zip(found, wanted, strict=True):
+                np.testing.assert_array_equal(turned(is_), should)
+        assert [x.dtype for x in found] == [info.block_mask.dtype, info.data_next.dtype]
+
+
+def test_rows_of_more_blocks_than_int32_numbers_are_refused():
+    """1,300 x 1,300 blocks of 1,300 names are more than 2^31."""
+    blocks = np.ones((1, 1300, 1300), np.int8)
+    info = SimpleNamespace(block_mask=blocks, data_next=np.zeros(blocks.shape, np.int16))
+    sizes = SimpleNamespace(block_q=128, block_kv=128)
+    kernel = SimpleNamespace(kwargs={"block_sizes": sizes}, fwd_mask_info=info)
+    segments = jax.ShapeDtypeStruct((128 * 1300,), jnp.int32)
+    row = lambda segments: attention_kernels._within_segments(
+        kernel, SegmentIds(segments, segments)
+    )
+    with pytest.raises(UserError, match="1300 x 1300 blocks"):
+        jax.eval_shape(row, segments)
+
+
 def layout_over(*sizes):
     """A layout over so many devices of each axis, heads over tensor."""
     devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
