@@ -2,7 +2,7 @@
 #
 #   docker build --platform=linux/amd64 --build-arg=ACCELERATOR=tpu --tag=IMAGE .
 #
-# ACCELERATOR is an extra of jax: tpu, cuda13 or cuda12.
+# ACCELERATOR is an extra of pyproject.toml: tpu or cuda.
 FROM python:3.12-slim
 
 ARG ACCELERATOR=tpu
@@ -13,8 +13,7 @@ ENV UV_NO_CACHE=1 UV_PYTHON_DOWNLOADS=never
 COPY pyproject.toml ./
 RUN python3 -m venv .uv \
     && .uv/bin/pip install -q --no-cache-dir uv \
-    && .uv/bin/uv sync -q --no-dev --extra gcs \
-    && .uv/bin/uv pip install -q "jax[${ACCELERATOR}]"
+    && .uv/bin/uv sync -q --no-dev --extra gcs --extra "$ACCELERATOR"
 COPY . .
 
 ENV PATH=/dapo_jax/.venv/bin:$PATH

@@ -2,7 +2,7 @@
 
 Compiles the run's own programs ahead of time and prints what the compiler says of each: memory of a
 device, operations, bytes, collectives; then the roofline of each program and an estimate of one RL
-step. For TPUs it needs libtpu (pip install libtpu) and no TPU. The exit status is 0 where
+step. For TPUs it needs libtpu (uv sync --extra tpu) and no TPU. The exit status is 0 where
 everything fits, 1 where not, 2 where the command is wrong. docs/plan.md explains the figures.
 
 --config           of the run; --config.FIELD=VALUE as in launch/train.py

@@ -78,7 +78,7 @@ setup() {
     && workers all "cd dapo_jax && python3 -m venv .uv && .uv/bin/pip install -q uv\
  && mkdir -p $logs && if [ -f $versions ]\
 ; then .uv/bin/uv venv -q --clear && .uv/bin/uv pip sync -q $versions\
-; else .uv/bin/uv sync -q --no-dev --extra gcs && .uv/bin/uv pip install -q \"jax[tpu]\"\
+; else .uv/bin/uv sync -q --no-dev --extra gcs --extra tpu\
  && .uv/bin/uv pip freeze > $versions.\$(hostname) && mv $versions.\$(hostname) $versions; fi"
 }
 

@@ -1,7 +1,12 @@
 """The project's own papers agree with each other."""
 
+import ast
+import importlib.metadata
 import re
+import sys
 import tomllib
+
+import pytest
 
 from tests.conftest import ROOT
 from tests.planted_defects import DEFECTS
@@ -11,6 +16,41 @@ def test_requirements_are_those_of_pyproject():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     assert [line for line in lines if not line.startswith("#")] == project["dependencies"]
+
+
+def names_of(requirements):
+    """The distributions' names, as packaging writes them."""
+    names = (re.match(r"[\w-]+", line)[0] for line in requirements if isinstance(line, str))
+    return {re.sub(r"[-_.]+", "-", name).lower() for name in names}
+
+
+@pytest.mark.parametrize(
+    "folders, groups", [(("dapo_jax", "launch", "configs"), ()), (("tests", "docs"), ("dev",))]
+)
+def test_every_package_that_is_imported_is_declared(folders, groups):
+    """Those that come with another today are another's to leave out tomorrow."""
+    papers = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    declared = names_of(papers["project"]["dependencies"])
+    declared |= {name for group in groups for name in names_of(papers["dependency-groups"][group])}
+    provided_by = importlib.metadata.packages_distributions()
+    own = {"dapo_jax", "launch", "configs", "tests"}
+    imported = {}
+    for folder in folders:
+        # The goldens were made once, with packages that are not needed here.
+        for path in set((ROOT / folder).rglob("*.py")) - set((ROOT / "tests/goldens").rglob("*")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    modules = [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                    modules = [node.module]
+                else:
+                    continue
+                for module in modules:
+                    imported.setdefault(module.split(".")[0], path)
+    others = imported.keys() - own - sys.stdlib_module_names
+    assert "jax" in others and len(others) > 5
+    for module in sorted(others):
+        assert names_of(provided_by[module]) & declared, f"{imported[module]} imports {module}"
 
 
 def test_every_path_in_the_readme_exists():

@@ -114,7 +114,7 @@ def _devices(topology: str) -> Any:
     except Exception as error:  # libtpu's own, of several kinds
         raise UserError(
             f"--topology={topology} cannot be compiled for: {str(error).splitlines()[0]}. It needs "
-            f"libtpu (pip install libtpu) and a shape that there is. {known}"
+            f"libtpu (uv sync --extra tpu) and a shape that there is. {known}"
         ) from error
     chips = math.prod(map(int, shape[2].split("x")))
     assert len(devices) == chips, "a device is a chip"
