@@ -102,12 +102,12 @@ def get_config() -> ml_collections.ConfigDict:
                 top_p=1.0,
                 top_k=0,
                 min_p=0.0,
-                slots=704,  # ours: what memory holds at the longest, four chips to a copy
+                slots=2048,  # ours: more than memory holds at the longest, see cache_gib
                 prefill_prompts=16,  # ours, as the four below
                 prefill_chunk_tokens=512,
                 decode_steps=16,
                 page_tokens=128,
-                cache_gib=ml_collections.config_dict.placeholder(float),
+                cache_gib=56.0,  # ours: docs/plan.md, How many slots
                 stop_strings=(),
                 cache_dtype="auto",
                 kernel="auto",

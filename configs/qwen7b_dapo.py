@@ -32,6 +32,7 @@ def smaller(config: ml_collections.ConfigDict) -> None:
     """Mesh, lengths and batch for models of 7 to 8 billion parameters."""
     config.mesh.fsdp, config.mesh.tensor = 8, 1
     config.rollout.max_response_tokens = 8192
+    config.rollout.cache_gib = ml_collections.config_dict.placeholder(float)
     config.reward.overlong_buffer_tokens = 2048
     config.dynamic_sampling.max_round_prompts = 384
     config.train.prompts_per_step = 128

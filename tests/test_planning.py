@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from dapo_jax import batching
+from dapo_jax import batching, model
 from dapo_jax.command_line import parse
 from dapo_jax.planning import chips, compiled, estimate, plan, programs, report, search
 from dapo_jax.sharding import make_mesh
@@ -309,6 +309,22 @@ def test_a_copy_for_rollouts_that_is_the_policy_is_no_copy():
     assert held(compute_dtype="bfloat16") == [set(), {"policy with optimiser", again}]
     spread = programs.programs(CONFIG, make_mesh(CONFIG.mesh))["decode"].held
     assert "policy with optimiser" in spread, "gathered over fsdp"
+
+
+def test_the_start_of_a_run_is_counted(found):
+    """Parameters, and two moments of each and the numbers of steps, all in float32; a reference and
+    a critic besides where there are any."""
+    mesh = make_mesh(CONFIG.mesh)
+    parameters = sum(x.size for x in jax.tree.leaves(model.param_shapes(CONFIG.model)))
+    held = CONFIG.mesh.fsdp * CONFIG.mesh.tensor  # parts of a parameter; norms are split by less
+    assert set(found["start"]) == {"policy with optimiser"}
+    assert sum(found["start"].values()) == pytest.approx(12 * parameters / held, rel=0.1)
+    objective = dataclasses.replace(CONFIG.objective, kl_coefficient=0.1, kl_estimator="k3")
+    start = programs.start_bytes(dataclasses.replace(CONFIG, objective=objective), mesh)
+    assert start["reference"] == pytest.approx(start["policy with optimiser"] / 3, rel=0.01)
+    target = chips.target("local")._replace(hbm_bytes=sum(found["start"].values()) - 1)
+    tight = plan.plan(CONFIG, target, ("prefill",), lambda _: None, **LENGTHS)
+    assert not tight["fits"]
 
 
 def test_a_run_with_a_critic_has_its_programs_too():

@@ -29,7 +29,8 @@ def plan(
         response_tokens, prompt_tokens: mean lengths of the step that is estimated.
 
     Returns:
-        `fits`, `hbm_bytes`, `chip`, `devices`, `mesh`, `rollout_tensor`, `programs` with
+        `fits`, `hbm_bytes`, `chip`, `devices`, `mesh`, `rollout_tensor`, `start` (see
+        `programs.start_bytes`), `programs` with
         argument_bytes, temp_bytes, peak_bytes, compile_seconds and more of each (see
         `compiled.measure`), `step` (see `estimate.step`), where decode is among them
         `slots_that_fit`, and where they do not fit `needs_more_bytes` and `remedy`.
@@ -59,14 +60,17 @@ def plan(
         say(f"compiling {name} for {mesh.size} {chip.name} ({number} of {len(wanted)}{so_far})")
         found[name] = compiled.measure(known[name])
     cache = programs.cache(config, mesh)
+    start = programs.start_bytes(config, mesh)
+    needs = [sum(start.values()), *map(need, found.values())]
     result: dict[str, Any] = {
-        "fits": all(need(n) <= (hbm or need(n)) and not n["refused"] for n in found.values()),
+        "fits": max(needs) <= (hbm or max(needs)) and not any(n["refused"] for n in found.values()),
         "hbm_bytes": hbm,
         "chip": chip._asdict(),
         "devices": mesh.size,
         "mesh": dict(mesh.shape),
         "rollout_tensor": config.mesh.rollout_tensor or mesh.shape["tensor"],
         "remat": config.model.remat,
+        "start": start,
         "programs": found,
         "model_flops_per_token": estimate.model_flops(config, prompt_tokens + response_tokens),
         "step": estimate.step(
@@ -83,8 +87,7 @@ def plan(
         result["tokens_per_slot"] = cache.slot_tokens
         result["slots_that_fit"] = programs.slots_that_fit(config, mesh, free)
     if not result["fits"]:
-        largest = max(need(numbers) for numbers in found.values())
-        result["needs_more_bytes"] = 0 if hbm is None else max(0, largest - hbm)
+        result["needs_more_bytes"] = 0 if hbm is None else max(0, max(needs) - hbm)
         result["remedy"] = remedy(config, result)
     return result
 

@@ -56,6 +56,22 @@ def cache(config: Config, mesh: Mesh) -> Cache:
     return Cache(pool, slot, spec.max_tokens, spec.shards)
 
 
+def start_bytes(config: Config, mesh: Mesh) -> dict[str, int]:
+    """Bytes of a device at the start of a run, before the first rollout. A base model's parameters
+    become the policy's; where a reference is needed they stay as that, and the policy has a copy.
+    A checkpoint is restored from shapes alone."""
+    params = model.param_shapes(config.model)
+    state = jax.eval_shape(functools.partial(train_step.init_state, config), params)
+    found = {"policy with optimiser": device_bytes(state, train_step.state_shardings(config, mesh))}
+    if _needs_reference(config):
+        at = param_shardings(config.model, config.mesh, mesh)
+        found["reference"] = device_bytes(params, at)
+    if config.critic is not None:
+        values = jax.eval_shape(functools.partial(critic.init_state, config), params)
+        found["critic with optimiser"] = device_bytes(values, critic.state_shardings(config, mesh))
+    return found
+
+
 def slots_that_fit(config: Config, mesh: Mesh, free_bytes: int) -> int:
     """The most `config.rollout.slots` for which a cache without bounds is no larger than this on a
     device; 0: not even one a shard."""

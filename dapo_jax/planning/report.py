@@ -75,7 +75,13 @@ def _memory(result: Mapping[str, Any]) -> list[str]:
         rows.append((name, *map(_size, sizes), f"{_size(whole)}{share}", seconds))
     held = {k: v for n in result["programs"].values() for k, v in n["held"].items()}
     beside = ", ".join(f"{name} {_size(size)}" for name, size in held.items())
-    return [*_table(rows), f"  held beside (arithmetic): what else the run keeps: {beside}"]
+    start = result["start"]
+    made_of = ", ".join(f"{name} {_size(size)}" for name, size in start.items())
+    return [
+        *_table(rows),
+        f"  start (arithmetic), before the first rollout: {_size(sum(start.values()))}: {made_of}",
+        f"  held beside (arithmetic): what else the run keeps: {beside}",
+    ]
 
 
 def _rates(chip: Mapping[str, Any]) -> list[str]:
