@@ -39,8 +39,8 @@ def get_config() -> ConfigDict:
                 max_response_tokens=20_480,  # 16,384 expected + 4,096 of punished buffer
                 temperature=1.0,
                 top_p=1.0,
-                slots=2048,  # ours, as the three below
-                cache_gib=56.0,
+                slots=2048,  # ours: more than memory holds at the longest, see cache_gib
+                cache_gib=56.0,  # ours: docs/plan.md, How many slots
                 decode_steps=16,
                 watchdog_limit_seconds=1800.0,
                 # As the script: in bfloat16 the rollout's log-probs are 1e-2 nats a token off.

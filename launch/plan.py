@@ -1,14 +1,15 @@
 """Plans a run without its devices: python launch/plan.py --config=FILE --topology=v5p:4x4x4
 
-Compiles the run's own programs ahead of time and prints what the compiler says of each: memory of a
-device, operations, bytes, collectives; then the roofline of each program and an estimate of one RL
-step. For TPUs it needs libtpu (uv sync --extra tpu) and no TPU. The exit status is 0 where
-everything fits, 1 where not, 2 where the command is wrong. docs/plan.md explains the figures.
+Compiles the run's own programs ahead of time and prints the memory of a device that each needs;
+then operations, bytes and time of each by arithmetic, and an estimate of one RL step. For TPUs it
+needs libtpu (uv sync --extra tpu) and no TPU. The exit status is 0 where everything fits, 1 where
+not, 2 where the command is wrong. docs/plan.md explains the figures.
 
 --config           of the run; --config.FIELD=VALUE as in launch/train.py
 --topology         such as v5p:2x2x2, v5p:4x4x4, v6e:8x8; local: the devices of this machine
 --program          train, old_logprobs, weights, decode, prefill or all, which it is if not given;
-                   with a critic also critic_train, critic_values
+                   with a critic also critic_train, critic_values; with rollout.cache_gib also
+                   prefill_preempted
 --response_tokens  mean length of the responses of the step that is estimated; a quarter of the
                    longest if not given
 --prompt_tokens    the same of prompts
@@ -17,8 +18,9 @@ everything fits, 1 where not, 2 where the command is wrong. docs/plan.md explain
 --json             one object: fits, hbm_bytes, programs and more
 
 python launch/plan.py --config=FILE --simulate_hosts=64 plays the scheduler of so many hosts over a
-virtual clock: how long a rollout takes, how long hosts have nothing to do, and what the rule does
-by which prompts are begun. Nothing is compiled.
+virtual clock: how long a rollout takes, how long hosts have nothing to do, what the rule does by
+which prompts are begun, and, where so many hosts are the config's mesh, what the run costs. Nothing
+is compiled.
 
 --length_distribution  of responses: lognormal:MEAN:SIGMA (if not given lognormal:5120:1, or with a
                        quarter of the longest), uniform:LENGTH, or a .jsonl file with lengths
@@ -34,6 +36,7 @@ by which prompts are begun. Nothing is compiled.
 --host_seconds         of the host for each call; 0
 --reward_seconds       of a worker for each response; 0.001
 --prompt_tokens        mean length of prompts
+--heldout_prompts      prompts of an evaluation, for the price of the run; 30
 --unit_tokens          tokens that are drawn as one; as many as keep a response below 128 of them
 """
 
@@ -45,7 +48,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = ("length_distribution", "lengths_from", "calibrate_from", "compare_hosts", "chip")
-INTEGERS = ("simulate_hosts", "simulate_steps", "unit_tokens")
+INTEGERS = ("simulate_hosts", "simulate_steps", "unit_tokens", "heldout_prompts")
 FLOATS = ("accept", "decode_seconds", "prefill_seconds", "host_seconds", "reward_seconds")
 # Of what is compiled alone, as those above are of a simulation alone.
 COMPILED = ("topology", "program", "search", "response_tokens")

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 
+from dapo_jax.dynamic_sampling import SamplingState, next_share
 from dapo_jax.planning import chips, estimate, many_hosts, simulation, workload
 from dapo_jax.planning.many_hosts import Asked
 from dapo_jax.planning.simulation import Setting
@@ -148,10 +149,11 @@ def test_units_of_tokens_change_little():
 def test_arithmetic_of_a_decode_step():
     chip = chips.CHIPS["TPU v5"]._replace(flops=1e6, memory_rate=1e3)
     c = CONFIG.model
-    none = estimate.decode_token(CONFIG, chip, 2, slots=8, live=0, cached_tokens=0)
+    cost = lambda **live: estimate.at_best(estimate.decode_token(CONFIG, 2, slots=8, **live), chip)
+    none = cost(live=0, cached_tokens=0)
     assert none.memory == estimate.weight_bytes(CONFIG.model) / 2e3
     assert none.compute == pytest.approx(8 * estimate.model_flops(CONFIG, 0) / 3 / 2e6)
-    some = estimate.decode_token(CONFIG, chip, 2, slots=8, live=4, cached_tokens=100)
+    some = cost(live=4, cached_tokens=100)
     token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * 4
     assert some.memory - none.memory == pytest.approx(100 * token / 2e3)
     attention = 4 * c.num_layers * c.num_heads * c.head_dim * 100  # scores and values
@@ -233,6 +235,45 @@ def test_calls_take_as_long_as_in_another_run(tmp_path, capsys):
     assert "nothing would be predicted" in capsys.readouterr().err
 
 
+def test_a_simulation_begins_as_a_run_begins():
+    """With the prior of a new run, not with the share that its prompts turn out to have; then with
+    the estimate that a run would have."""
+    rng = np.random.default_rng(4)
+    lengths, informative = rng.integers(1, 33, (3, 80, G)), rng.random((3, 80)) < 0.3
+    work = lambda step, number: workload.Group(
+        lengths[step, number], np.arange(G) < informative[step, number]
+    )
+    found = simulation.rollouts(setting(), work, hosts=2, policy="ours", steps=3)
+    share = SamplingState().informative_rate
+    for one in found:
+        assert one.share == share
+        share = next_share(share, len(one.batch), one.tried)
+    assert found[2].share != found[1].share != found[0].share
+
+
+def test_the_price_of_a_run(capsys):
+    """Rollout and evaluation as simulated, the rest by arithmetic; where so many hosts are the
+    config's mesh."""
+    arguments = [
+        "--config=configs/tiny_dapo.py", "--simulate_hosts=4", "--compare_hosts=4",
+        "--simulate_steps=2", "--config.mesh.data=4", "--length_distribution=uniform:20",
+        "--config.rollout.log_prob_source=recompute", "--config.train.num_steps=90", "--json",
+    ]  # fmt: skip
+    assert main(["program", *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    cost, steps = found["price"], found["steps"]
+    assert len(steps) == 2 and steps[0]["share"] == SamplingState().informative_rate
+    assert {"rollout", "old_logprobs", "train", "evaluation"} <= set(cost["parts"])
+    assert cost["parts"]["rollout"] == steps[1]["seconds"], "the first begins with a prior"
+    assert all(seconds > 0 for name, seconds in cost["parts"].items() if name != "weights")
+    assert cost["step_seconds"] == pytest.approx(sum(cost["parts"].values()))
+    assert cost["chip_hours"] == pytest.approx(4 * 90 * cost["step_seconds"] / 3600)
+    text = many_hosts.describe(found)
+    assert "The first steps of a run on 4 hosts" in text and "chip-hours" in text
+    assert main(["program", *arguments, "--simulate_hosts=2", "--compare_hosts=2"]) == 0
+    assert json.loads(capsys.readouterr().out)["price"] is None, "the mesh is of four"
+
+
 def test_the_table(capsys):
     arguments = ["--config=configs/tiny_dapo.py", "--simulate_hosts=2", "--compare_hosts=1"]
     arguments += ["--length_distribution=lognormal:20:1", "--accept=0.5", "--simulate_steps=2"]
@@ -244,7 +285,7 @@ def test_the_table(capsys):
     assert rows[2, "ours"]["steps"] == 2 and rows[1, "ours"]["steps"] == 1
     assert rows[1, "eager"]["begun"] > rows[1, "ours"]["begun"] >= 32
     text = many_hosts.describe(found)
-    assert "A simulation, not a measurement" in text and "v5p at 50% of the roofline" in text
+    assert "A simulation, not a measurement" in text and "v5p at 47% of the rate" in text
     assert "would wait for pages" not in text
     assert main(["program", *arguments, "--config.rollout.cache_gib=0.002"]) == 0
     assert "cache_gib is 0.002, and a device would have some" in capsys.readouterr().out

@@ -3,7 +3,12 @@
 Rates are a chip's peak as its maker states it: bfloat16 products, main memory, and what the chip
 can receive from others of its slice (half of what Google calls bidirectional bandwidth). Memory is
 not what the maker states (v4 32 GiB, v5e 16, v5p 95, v6e 32), but what the compiler lets a program
-have, beside what it reserves: the figure that libtpu 0.0.52 refuses programs with.
+have, beside what it reserves: the figure that libtpu refuses programs with.
+
+`products_share` is the share of the peak that a program bound by products is expected to reach.
+Published for training: 0.71 of the peak for a 32B on v5p-128 and 0.50 for a 70B on v6e-256
+(MaxText's README), 0.38 to 0.43 for a 405B on H100 (Llama 3, arXiv:2407.21783, table 4). These come
+from tuned runs. v5p is planned with 0.55; 0.5 stands where nothing is published.
 """
 
 import math
@@ -33,12 +38,15 @@ class Chip(NamedTuple):
     link_rate: float | None  # bytes per second
     source: str
     platform: str = "tpu"
+    products_share: float = 0.5  # of `flops` that products are expected to reach
 
 
 # By the kind that a device says it is.
 CHIPS = {
     "TPU v4": Chip("v4", 30.75, 275e12, 1.228e12, 300e9, "docs.cloud.google.com/tpu/docs/v4"),
-    "TPU v5": Chip("v5p", 95.73, 459e12, 2.765e12, 600e9, "docs.cloud.google.com/tpu/docs/v5p"),
+    "TPU v5": Chip(
+        "v5p", 95.73, 459e12, 2.765e12, 600e9, "docs.cloud.google.com/tpu/docs/v5p", "tpu", 0.55
+    ),
     "TPU v5 lite": Chip(
         "v5e", 15.75, 197e12, 0.819e12, 200e9, "docs.cloud.google.com/tpu/docs/v5e"
     ),
@@ -46,10 +54,10 @@ CHIPS = {
         "v6e", 31.24, 918e12, 1.638e12, 400e9, "docs.cloud.google.com/tpu/docs/v6e"
     ),
     "NVIDIA H200": Chip(
-        "H200", None, 989e12, 4.8e12, 450e9, "nvidia.com/en-us/data-center/h200", "gpu"
+        "H200", None, 989e12, 4.8e12, 450e9, "nvidia.com/en-us/data-center/h200", "gpu", 0.4
     ),
     "NVIDIA H100 80GB HBM3": Chip(
-        "H100", None, 989e12, 3.35e12, 450e9, "nvidia.com/en-us/data-center/h100", "gpu"
+        "H100", None, 989e12, 3.35e12, 450e9, "nvidia.com/en-us/data-center/h100", "gpu", 0.4
     ),
 }
 # libtpu knows more shapes; these are each maker's usual ones.
@@ -106,7 +114,10 @@ def _devices(topology: str) -> Any:
         # Shapes are traced on CPU: looking for a TPU that is not there takes libtpu minutes.
         jax.config.update("jax_platforms", "cpu")
     # A program of a v4 runs on both cores of a chip as one device, which libtpu has to be told.
-    more = {"chip_config_name": "megacore"} if shape[1] == "v4" else {}
+    more: dict[str, Any] = {"chip_config_name": "megacore"} if shape[1] == "v4" else {}
+    chips = math.prod(map(int, shape[2].split("x")))
+    if chips == 1:  # libtpu 0.0.42 would have four chips to a host
+        more["chips_per_host_bounds"] = (1, 1, 1)
     try:
         devices = topologies.get_topology_desc(
             platform="tpu", topology_name=topology, **more
@@ -116,7 +127,6 @@ def _devices(topology: str) -> Any:
             f"--topology={topology} cannot be compiled for: {str(error).splitlines()[0]}. It needs "
             f"libtpu (uv sync --extra tpu) and a shape that there is. {known}"
         ) from error
-    chips = math.prod(map(int, shape[2].split("x")))
     assert len(devices) == chips, "a device is a chip"
     return devices
 

@@ -1,8 +1,12 @@
-"""How long things take at best, and a guess of how long they take: what is not compiled fact.
+"""Operations and bytes of a run's programs, by arithmetic, and the time that they should take.
 
-The roofline of a program is the longest of three times: its matrix products at the chip's peak, its
-bytes at the rate of memory, and what it receives from other chips at the rate of all their links.
-Nothing is faster. An estimate of a step is its rooflines divided by `UTILISATION`.
+Nothing here is read from a compiler. A multiplication with its addition counts as two operations.
+Only matrix products count, and only the bytes that a program must move: matrices, the KV cache,
+inputs and outputs of products. D is the hidden size, N and K are query and KV heads, H the head
+dimension, F the feed-forward width, V the vocabulary, L the layers, T the tokens of a packed row.
+
+A program takes the longest of three times: operations at a share of the chip's peak, bytes at a
+share of its memory's rate, bytes received at a share of its links' rate. "At best" has shares of 1.
 """
 
 import functools
@@ -13,153 +17,299 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dapo_jax import attention_kernels, model
+from dapo_jax import attention, attention_kernels, model
 from dapo_jax.batching import max_micro_batches
 from dapo_jax.config import Config, ModelConfig, RolloutConfig
 from dapo_jax.planning.chips import Chip
-from dapo_jax.planning.programs import Cache, scoring_passes
+from dapo_jax.policy_losses import COVARIANCE_LOSSES
 from dapo_jax.rollout import paged
 from dapo_jax.rollout.programs import rollout_dtypes
 from dapo_jax.rollout.spec import PREFILL_CHUNK_TOKENS
+from dapo_jax.sharding import rollout_shape
 
-UTILISATION = 0.5  # assumed share of the roofline; not measured on any of these chips
+# Share of the memory's rate in decoding. Published: 0.47 for Qwen3-32B on one Ironwood chip, 0.44
+# to 0.52 for Llama-70B on v6e-8. Of the peak in products: `Chip.products_share`.
+MEMORY_SHARE = 0.47
+LINK_SHARE = 0.5  # assumed; no source
 ROW_FILL = 0.95  # assumed share of a packed row that holds tokens
 SLOTS_BUSY = 0.9  # assumed share of the slots that hold a sequence while responses wait
+TRAINED = ("train", "critic_train")
+BATCHED = ("old_logprobs", "train", "critic_values", "critic_train")  # programs over packed rows
 
 
-class Roofline(NamedTuple):
-    """Seconds of one call; None: the chip's rates, or the program's costs, are not known."""
+class Work(NamedTuple):
+    """Costs of one call of a program, on one device."""
+
+    flops: float
+    memory_bytes: float  # read or written, at least
+    received_bytes: float = 0.0  # from other devices
+
+
+class Seconds(NamedTuple):
+    """Times of one call: each as if it were the only one."""
 
     compute: float
     memory: float
     links: float
 
     @property
-    def seconds(self) -> float:
+    def longest(self) -> float:
         return max(self)
 
     @property
     def bound(self) -> str:
-        return self._fields[self.index(self.seconds)]
+        return self._fields[self.index(self.longest)]
 
 
-def roofline(
-    numbers: Mapping[str, Any],
-    chip: Chip,
-    trips: float | None = None,
-    *,
-    more_flops: float = 0.0,
-    more_bytes: float = 0.0,
-) -> Roofline | None:
-    """Of one call of a program.
-
-    Args:
-        numbers: of `compiled.measure`.
-        trips: micro-batches or tokens of the call; None: the most.
-        more_flops, more_bytes: of kernels that do not say what they cost.
-    """
+def at_best(work: Work, chip: Chip) -> Seconds | None:
+    """Times at the chip's stated rates; None where they are not known."""
     if chip.flops is None or chip.memory_rate is None or chip.link_rate is None:
         return None
-    if not numbers["loops_counted"]:
-        return None
-    less = 0.0 if trips is None else numbers["trips"] - trips
-    cost = lambda name: numbers[name] - less * numbers["each_trip"][name]
-    return Roofline(
-        (cost("flops") + more_flops) / chip.flops,
-        (cost("bytes_accessed") + more_bytes) / chip.memory_rate,
-        cost("wire_bytes") / chip.link_rate,
+    return Seconds(
+        work.flops / chip.flops,
+        work.memory_bytes / chip.memory_rate,
+        work.received_bytes / chip.link_rate,
     )
 
 
+def expected(work: Work, chip: Chip) -> Seconds | None:
+    """Times at the shares of those rates that programs are expected to reach."""
+    best = at_best(work, chip)
+    if best is None:
+        return None
+    return Seconds(
+        best.compute / chip.products_share, best.memory / MEMORY_SHARE, best.links / LINK_SHARE
+    )
+
+
+class Matrices(NamedTuple):
+    """Elements of the matrices that each token is multiplied with."""
+
+    attention: int  # L D H (2 N + 2 K): q, k, v and the output projection
+    gate_up: int  # 2 L D F
+    down: int  # L F D
+    head: int  # V D
+
+    @property
+    def layers(self) -> int:
+        return self.attention + self.gate_up + self.down
+
+
+def matrices(c: ModelConfig) -> Matrices:
+    """Matrix sizes of a model."""
+    return Matrices(
+        c.num_layers * c.width * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads),
+        2 * c.num_layers * c.width * c.ff_width,
+        c.num_layers * c.width * c.ff_width,
+        c.vocab_size * c.width,
+    )
+
+
+def attention_flops(c: ModelConfig, pairs: float) -> float:
+    """Operations of attention, forward, for this many pairs of a query and a key in each layer:
+
+    4 L N H pairs      (a score and a weighted value are 2 H each)
+    """
+    return 4.0 * c.num_layers * c.num_heads * c.head_dim * pairs
+
+
 def model_flops(config: Config, sequence_tokens: float) -> float:
-    """Operations that training on one token needs, nothing computed twice:
+    """Operations that training needs for one token, if nothing is computed twice:
 
-        6 (parameters of matrix products) + 6 L N H S,   S the length of its sequence
+        6 (matrix elements) + 6 L N H S
 
-    the second for causal attention: a token sees half of its sequence.
+    The second term is causal attention, 3 x 4 L N H x S / 2, in a sequence of S tokens.
     """
+    m = matrices(config.model)
+    return 6.0 * (m.layers + m.head) + 3 * attention_flops(config.model, sequence_tokens / 2)
+
+
+def kernel(config: Config, platform: str) -> str:
+    """Attention program of the update: "splash", "flash" or "xla"."""
     c = config.model
-    layer = c.width * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
-    layer += 3 * c.width * c.ff_width
-    products = c.num_layers * layer + c.vocab_size * c.width
-    attention = c.num_layers * c.num_heads * c.head_dim * sequence_tokens
-    return 6.0 * (products + attention)
+    chosen = attention_kernels.KERNELS.get(platform, "xla")
+    chosen = chosen if c.attention == "auto" else c.attention
+    return "xla" if config.train.share_prompts else chosen
 
 
-def _attention_flops(c: ModelConfig, sequence_tokens: float) -> float:
-    """Of causal attention for one token of a sequence, forward."""
-    return 2.0 * c.num_layers * c.num_heads * c.head_dim * sequence_tokens
+def keys_per_query(config: Config, platform: str, sequence_tokens: float) -> float:
+    """Keys that training computes per query, on average; S is the mean length of a sequence.
 
-
-def _kernel_flops(config: Config, chip: Chip, sequence_tokens: float, program: str) -> float:
-    """Of a kernel's attention for one token of packed rows that are full of sequences of this many
-    tokens S: forward, in an update also backward (seven products to the two of forward, as queries'
-    gradients and those of keys each begin with the scores), and forward again unless remat keeps
-    what the kernel gives: `dots` knows no kernels, and what flash attention gives has no name to be
-    kept by.
-
-    Flash attention computes all blocks of a row below the diagonal. Splash attention does those
-    that a sequence touches, S / b + 1 of b tokens as sequences begin anywhere in one: so, a block
-    that two share counted once, S^2 / 2 + 3 S b / 2 pairs a sequence; and no more than a row.
+    Splash attention computes the blocks of b tokens that a sequence touches below the diagonal.
+    Sequences begin anywhere in a block, so one touches S / b + 1 blocks. With a block that two
+    share counted once this is S^2 / 2 + 3 S b / 2 pairs, at most a whole row. Flash attention
+    computes all blocks of a row below the diagonal. XLA's computes each part of a row against all
+    keys up to the end of the part, and whole rows where a row lies on several devices.
     """
-    c, row = config.model, config.train.row_tokens
-    kernel = c.attention if c.attention != "auto" else attention_kernels.KERNELS[chip.platform]
-    if kernel == "flash":
-        met = row + attention_kernels.FLASH_BLOCK
-    else:
+    row, name = config.train.row_tokens, kernel(config, platform)
+    if name == "flash":
+        return (row + attention_kernels.FLASH_BLOCK) / 2
+    if name == "splash":
         full, block = attention_kernels.splash_size(row)
-        met = min(sequence_tokens + 3 * block, full + block)
-    passes = 1.0
-    if program in ("train", "critic_train"):
-        named = c.remat in ("attention", "attention_mlp") and kernel != "flash"
-        passes = 1 + 3.5 + (0 if c.remat == "none" or named else 1)
-    return passes * _attention_flops(c, met)
+        return min(sequence_tokens + 3 * block, full + block) / 2
+    if config.mesh.context > 1:
+        return row
+    size = max(attention.LEAST_PART, -(-row // attention.PARTS))
+    size += -size % attention.QUERY_CHUNK if row > attention.LONG_ROW else 0
+    ends = [min(start + size, row) for start in range(0, row, size)]
+    return sum((end - start) * end for start, end in zip([0, *ends], ends)) / row
+
+
+class Passes(NamedTuple):
+    """How often an update runs the forward pass of each product again, for `model.remat`."""
+
+    attention: float  # q, k, v and the output projection
+    gate_up: float
+    down: float
+    scores: float  # of attention itself
+
+
+def recomputed(config: Config, platform: str) -> Passes:
+    """What the backward pass computes again. The layer's last product is never needed again.
+    Splash attention names its result, so remat can keep it. XLA's scores are kept by `dots`, and a
+    long row's are computed again whatever remat says.
+    """
+    remat, name = config.model.remat, kernel(config, platform)
+    long = name == "xla" and config.train.row_tokens > attention.LONG_ROW
+    scores = {
+        "none": 0.0,
+        "dots": 0.0 if name == "xla" else 1.0,
+        "dots_no_batch": 1.0,
+        "attention_mlp": 0.0 if name == "splash" else 1.0,
+        "attention": 0.0 if name == "splash" else 1.0,
+        "full": 1.0,
+    }[remat]
+    again = {"attention_mlp": (1, 0), "attention": (1, 1), "full": (1, 1)}.get(remat, (0, 0))
+    return Passes(*again, 0, scores + long)
+
+
+def batch_work(
+    config: Config,
+    sizes: Mapping[str, int],
+    platform: str,
+    program: str,
+    *,
+    micro_batches: float,
+    sequence_tokens: float,
+) -> Work:
+    """Costs of a program over packed rows: of BATCHED.
+
+    Operations for each token of the rows, whether it is padding or not:
+
+        scoring   2 (layers + head) + attention
+        update    2 (layers + head), once for the loss; twice that for gradients of the inputs and
+                  of the matrices; 2 head for the logits again; what `recomputed` names again;
+                  attention 1 forward and 3.5 backward in kernels (7 products to the 2 of forward,
+                  as queries' and keys' gradients both begin with the scores), 2 in XLA's
+
+    Each pass reads or writes the matrices once and inputs and outputs of products once. An update
+    also adds to the gradients, and at its end reads and writes parameters and moments.
+
+    Received: matrices gathered over fsdp and context, forward and backward, and their gradients
+    reduced; activations summed over tensor, after attention and after the MLP, each pass; and with
+    context keys and values of whole rows, and their gradients in float32.
+
+    Args:
+        sizes: of the mesh's axes.
+        sequence_tokens: mean length of a sequence, prompt included.
+    """
+    c, t = config.model, config.train
+    m, update = matrices(c), program in TRAINED
+    devices = math.prod(sizes.values())
+    tensor, apart = sizes["tensor"], sizes["fsdp"] * sizes["context"]
+    width = jnp.dtype(c.compute_dtype).itemsize
+    tokens = t.rows_per_micro_batch * t.row_tokens
+    own_tokens = tokens * tensor / devices  # of a device: tensor splits no tokens
+    head = 0 if program.startswith("critic") else m.head
+    again = recomputed(config, platform) if update else Passes(0, 0, 0, 0)
+    remade = again.attention * m.attention + again.gate_up * m.gate_up
+
+    # Passes over layers, head and attention, in units of a forward pass.
+    backward = 2 if kernel(config, platform) == "xla" else 3.5
+    of_scores = 1 + (backward + again.scores if update else 0)
+    products = 2 * ((3 if update else 1) * m.layers + remade + (4 if update else 1) * head)
+    pairs = keys_per_query(config, platform, sequence_tokens)
+    flops = tokens * (products + of_scores * attention_flops(c, pairs))
+    if update and config.objective.kl_estimator == "full":  # the reference, forward
+        flops += tokens * (2 * (m.layers + 2 * head) + attention_flops(c, pairs))
+
+    passes = (3 if update else 1) + remade / m.layers
+    heads, kv, ff = (n / tensor for n in (c.num_heads, c.num_kv_heads, c.ff_width))
+    ends = 4 * c.width + (2 * heads + 2 * kv) * c.head_dim + 3 * ff
+    moved = width * passes * ((m.layers + head) / tensor + own_tokens * c.num_layers * ends)
+    own = (m.layers + head) / tensor / apart
+    if update:
+        moved += 2 * 4 * own
+
+    stage = 2 if update else 1
+    gathered = (stage + (1 if update else 0)) * (m.layers + head) / tensor * (1 - 1 / apart)
+    sums = 2 * stage + (1 if again.attention else 0)
+    summed = sums * c.num_layers * own_tokens * c.width * 2 * (1 - 1 / tensor)
+    rows = own_tokens * sizes["context"] * 2 * kv * c.head_dim * (1 - 1 / sizes["context"])
+    received = width * (gathered + summed + (stage + bool(again.attention)) * c.num_layers * rows)
+    received += 4 * c.num_layers * rows if update else 0
+
+    total = Work(micro_batches * flops / devices, micro_batches * moved, micro_batches * received)
+    if not update:
+        return total
+    moments = jnp.dtype(config.optimizer.moments_dtype).itemsize
+    parameters = jnp.dtype(c.param_dtype).itemsize
+    return total._replace(
+        memory_bytes=total.memory_bytes + own * (2 * parameters + 4 * moments + 4)
+    )
 
 
 def decode_token(
-    config: Config, chip: Chip, devices: int, *, slots: int, live: float, cached_tokens: float
-) -> Roofline:
-    """Of one token in all slots of one shard, by arithmetic: nothing is compiled. The weights are
-    read once and the cache of every sequence; links are left out.
+    config: Config, devices: int, *, slots: int, live: float, cached_tokens: float
+) -> Work:
+    """Costs of one token in all slots of one replica. Every slot is computed:
+
+        operations   2 (layers + head) slots + attention of `cached_tokens` pairs
+        bytes        all weights once, and the cache of every sequence
 
     Args:
-        devices: that draw together.
-        slots: all are computed, whether they hold a sequence or not.
-        live: those that do.
-        cached_tokens: in all of them together.
+        devices: of the replica, which share both evenly; what they exchange is left out.
+        live: slots that hold a sequence.
+        cached_tokens: in all of those together.
     """
-    products = slots * model_flops(config, 0) / 3
-    seen = 2 * cached_tokens / max(live, 1)  # causal attention sees half of a row on average
-    flops = products + live * _attention_flops(config.model, seen)
+    m = matrices(config.model)
+    flops = 2 * slots * (m.layers + m.head) + attention_flops(config.model, cached_tokens)
     read = weight_bytes(config.model) + cached_tokens * token_bytes(config.model, config.rollout)
-    return _split(chip, devices, flops, read)
+    return Work(flops / devices, read / devices)
 
 
-def prefill_call(
-    config: Config, chip: Chip, devices: int, *, prompts: int, prompt_tokens: int
-) -> Roofline:
-    """Of one call of prefill of one shard, by arithmetic as above.
+def prefill_call(config: Config, devices: int, *, prompts: int, prompt_tokens: int) -> Work:
+    """Costs of one call of prefill of one replica. A chunk attends to all of a padded prompt, reads
+    the layers' weights and the cache of the prompts; no logits are computed.
 
     Args:
         prompt_tokens: to which prompts are padded.
     """
-    tokens = prompts * prompt_tokens
-    flops = tokens * model_flops(config, 0) / 3
-    flops += tokens * _attention_flops(config.model, prompt_tokens)
+    c, tokens = config.model, prompts * prompt_tokens
+    flops = 2 * tokens * matrices(c).layers + attention_flops(c, tokens * prompt_tokens)
     chunks = math.ceil(prompt_tokens / PREFILL_CHUNK_TOKENS)
-    read = chunks * weight_bytes(config.model) + tokens * token_bytes(config.model, config.rollout)
-    return _split(chip, devices, flops, read)
+    layers = matrices(c).layers * jnp.dtype(c.compute_dtype).itemsize
+    read = chunks * (layers + tokens * token_bytes(c, config.rollout))
+    return Work(flops / devices, read / devices)
 
 
-def _split(chip: Chip, devices: int, flops: float, read: float) -> Roofline:
-    assert chip.flops is not None and chip.memory_rate is not None
-    return Roofline(flops / devices / chip.flops, read / devices / chip.memory_rate, 0.0)
+def weights_call(config: Config, sizes: Mapping[str, int]) -> Work:
+    """Costs of bringing the parameters to where rollouts read them: a device reads its share of the
+    trainer's, writes its share of the replica's, and receives what it lacks of that."""
+    c, devices = config.model, math.prod(sizes.values())
+    m = matrices(c)
+    number = m.layers + m.head * (1 if c.tie_embeddings else 2)
+    width = jnp.dtype(c.compute_dtype).itemsize
+    copy = number * width / rollout_shape(sizes, config.mesh.rollout_tensor)["tensor"]
+    own = number / devices
+    read = own * jnp.dtype(c.param_dtype).itemsize
+    return Work(0.0, read + copy, max(0.0, copy - own * width))
 
 
 @functools.cache
 def weight_bytes(c: ModelConfig) -> int:
-    """Of the parameters that a decode step reads: as decoding has them, and of an embedding that is
-    not the unembedding too no more than a few rows."""
+    """Bytes of the parameters that a decode step reads, in the dtypes of decoding. Of an embedding
+    that is not the unembedding too it reads only a few rows."""
     shapes: Any = jax.eval_shape(
         lambda params: rollout_dtypes(params, jnp.dtype(c.compute_dtype)), model.param_shapes(c)
     )
@@ -170,13 +320,21 @@ def weight_bytes(c: ModelConfig) -> int:
 
 @functools.cache
 def token_bytes(c: ModelConfig, r: RolloutConfig) -> float:
-    """Of keys and values of one token in all layers."""
+    """Bytes of keys and values of one token in all layers."""
     layout = paged.Layout("xla", r.page_tokens, c.compute_dtype, r.cache_dtype, None)
     return paged.page_bytes(c, layout) / r.page_tokens
 
 
-def _group_tokens(config: Config, prompt_tokens: int, response_tokens: int) -> int:
-    """Of the G responses to a prompt, with the prompt as often as it is in rows."""
+def scoring_passes(config: Config) -> int:
+    """How often a step computes log-probs of its batch outside the update, as `learner` does."""
+    o, c = config.objective, config.correction
+    reference = o.reward_kl_coefficient > 0 or (o.kl_coefficient > 0 and o.kl_estimator != "full")
+    current = o.loss in COVARIANCE_LOSSES or (c is not None and c.policy == "current")
+    return sum((config.rollout.log_prob_source == "recompute", reference, current))
+
+
+def group_tokens(config: Config, prompt_tokens: int, response_tokens: int) -> int:
+    """Tokens of the G responses to a prompt in packed rows, with the prompt's as often as it is."""
     t, G = config.train, config.rollout.group_size
     copies = G
     if t.share_prompts:  # once in each row that the group needs; all but its last token is shared
@@ -186,69 +344,66 @@ def _group_tokens(config: Config, prompt_tokens: int, response_tokens: int) -> i
 
 def step(
     config: Config,
-    programs: Mapping[str, Mapping[str, Any]],
+    sizes: Mapping[str, int],
     chip: Chip,
-    devices: int,
-    cache: Cache,
     *,
     response_tokens: int,
     prompt_tokens: int,
 ) -> dict[str, Any]:
-    """An RL step for responses and prompts of these mean lengths: batch arithmetic, and seconds of
-    each part at the roofline and as estimated; `assumptions` says what they rest on.
+    """An RL step with prompts and responses of these mean lengths: batch arithmetic, and calls,
+    costs and seconds of each program; `assumptions` lists what they rest on.
 
-    Responses of prompts that dynamic sampling leaves out are not in it.
+    Responses to prompts that dynamic sampling leaves out are not in it: the simulator has them.
     """
     t, r = config.train, config.rollout
     responses = t.prompts_per_step * r.group_size
-    tokens = t.prompts_per_step * _group_tokens(config, prompt_tokens, response_tokens)
+    tokens = t.prompts_per_step * group_tokens(config, prompt_tokens, response_tokens)
     updates = t.prompts_per_step // t.prompts_per_update
     rows = math.ceil(tokens / updates / (t.row_tokens * ROW_FILL))
     micro = min(math.ceil(rows / t.rows_per_micro_batch), max_micro_batches(config))
-    decoded = responses * response_tokens / (r.slots * SLOTS_BUSY)
-    calls = max(decoded, r.max_response_tokens) / r.decode_steps
-    times = {
-        "weights": 1,
-        "prefill": math.ceil(t.prompts_per_step / r.prefill_prompts),
-        "decode": calls,
-        "old_logprobs": scoring_passes(config) * updates,
-        "train": updates,
-        "critic_values": updates,
-        "critic_train": updates,
-    }
-    parts = {}
+    replica = rollout_shape(sizes, config.mesh.rollout_tensor)
+    devices = replica["tensor"]
+    shards = math.prod(replica.values()) // devices
+    slots, prompts = r.slots // shards, r.prefill_prompts // shards
+    tokens_a_slot = max(responses * response_tokens / (r.slots * SLOTS_BUSY), r.max_response_tokens)
+    live = slots * SLOTS_BUSY
+    token = decode_token(
+        config, devices, slots=slots, live=live,
+        cached_tokens=live * (prompt_tokens + response_tokens / 2),
+    )  # fmt: skip
+    weights = weights_call(config, sizes)
+    shared = config.model.param_dtype == config.model.compute_dtype and not weights.received_bytes
+    works = {
+        "weights": (0 if shared else 1, weights),
+        "prefill": (
+            math.ceil(t.prompts_per_step / r.prefill_prompts),
+            prefill_call(config, devices, prompts=prompts, prompt_tokens=prompt_tokens),
+        ),
+        "decode": (
+            math.ceil(tokens_a_slot / r.decode_steps), Work(*(r.decode_steps * x for x in token)),
+        ),
+    }  # fmt: skip
+    times = {"old_logprobs": scoring_passes(config) * updates, "train": updates}
+    if config.critic is not None:
+        times |= {"critic_values": updates, "critic_train": updates}
     for name, number in times.items():
-        if name not in programs or not number:
-            continue
-        batched = name not in ("prefill", "decode")
-        kernels = programs[name]["uncounted_kernels"]
-        more_flops = more_bytes = 0.0
-        if kernels and name == "decode":
-            held = config.rollout.slots / cache.shards * (prompt_tokens + response_tokens / 2)
-            more_bytes = r.decode_steps * held * cache.slot_bytes / cache.slot_tokens
-        elif kernels and batched:
-            row = t.rows_per_micro_batch * t.row_tokens * micro / devices
-            sequence = prompt_tokens + response_tokens
-            more_flops = row * _kernel_flops(config, chip, sequence, name)
-        one = roofline(
-            programs[name],
-            chip,
-            micro if batched else None,
-            more_flops=more_flops,
-            more_bytes=more_bytes,
-        )
-        if one is None:
-            continue
-        at_best = number * one.seconds
-        parts[name] = {
-            "calls": number, "bound": one.bound, "roofline_seconds": at_best,
-            "seconds": at_best / UTILISATION,
-        }  # fmt: skip
-    wanted = {"prefill", "decode", "train"} | (
-        {"old_logprobs"} if scoring_passes(config) else set()
-    )
-    whole = wanted <= parts.keys()
-    seconds = sum(part["seconds"] for part in parts.values())
+        works[name] = number, batch_work(
+            config, sizes, chip.platform, name,
+            micro_batches=micro, sequence_tokens=prompt_tokens + response_tokens,
+        )  # fmt: skip
+    parts = {}
+    for name, (number, work) in works.items():
+        best, likely = at_best(work, chip), expected(work, chip)
+        if number:
+            parts[name] = {
+                "calls": number,
+                **work._asdict(),
+                "bound": None if likely is None else likely.bound,
+                "seconds_at_best": None if best is None else number * best.longest,
+                "seconds": None if likely is None else number * likely.longest,
+            }
+    known = all(part["seconds"] is not None for part in parts.values())
+    total = lambda name: sum(part[name] for part in parts.values()) if known else None
     return {
         "response_tokens": response_tokens,
         "prompt_tokens": prompt_tokens,
@@ -258,13 +413,13 @@ def step(
         "rows_per_update": rows,
         "micro_batches_per_update": micro,
         "parts": parts,
-        "roofline_seconds": sum(p["roofline_seconds"] for p in parts.values()) if whole else None,
-        "seconds": seconds if whole else None,
+        "seconds_at_best": total("seconds_at_best"),
+        "seconds": total("seconds"),
         "assumptions": (
-            f"{UTILISATION:.0%} of the roofline; rows {ROW_FILL:.0%} full; {SLOTS_BUSY:.0%} of "
-            f"the slots busy, and one response of {r.max_response_tokens:,} tokens to wait for; "
-            "no time for rewards, the host, evaluation or checkpoints, nor for prompts that "
-            "dynamic sampling leaves out; attention of kernels that do not say what they cost by "
-            "its arithmetic, in training block by block over sequences of equal length"
+            f"{chip.products_share:.0%} of the peak in products, {MEMORY_SHARE:.0%} of the rate of "
+            f"memory, {LINK_SHARE:.0%} of that of links; rows {ROW_FILL:.0%} full; "
+            f"{SLOTS_BUSY:.0%} of the slots busy, and one response of {r.max_response_tokens:,} "
+            "tokens to wait for; no time for rewards, the host, evaluation or checkpoints, nor for "
+            "prompts that dynamic sampling leaves out (--simulate_hosts has them)"
         ),
     }

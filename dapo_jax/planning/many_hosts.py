@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dapo_jax.config import Config
-from dapo_jax.planning import chips, estimate, simulation, workload
+from dapo_jax.planning import chips, estimate, price, simulation, workload
 from dapo_jax.planning.simulation import POLICIES, Rollout, Setting
 from dapo_jax.planning.virtual import Costs
 from dapo_jax.rollout.spec import halvings
@@ -17,6 +17,8 @@ from dapo_jax.types import UserError
 
 MEAN_TOKENS = 5120  # of responses, where nothing is said; at most a quarter of the longest
 COMPARED = "1,16,64,256"
+HELDOUT_PROMPTS = 30  # of AIME 2024
+CHIP = "v5p"
 
 
 class Asked(NamedTuple):
@@ -36,6 +38,7 @@ class Asked(NamedTuple):
     host_seconds: float | None = None
     reward_seconds: float | None = None
     unit_tokens: int | None = None
+    heldout_prompts: int | None = None
 
 
 def check(config: Config, asked: Asked) -> list[int]:
@@ -53,6 +56,7 @@ def check(config: Config, asked: Asked) -> list[int]:
             raise UserError(f"--simulate_hosts needs config.{name} {wanted}; got {value!r}.")
     least = {
         "simulate_hosts": 1, "simulate_steps": 1, "prompt_tokens": 1, "unit_tokens": 1,
+        "heldout_prompts": 1,
         "decode_seconds": 1e-9, "prefill_seconds": 0, "host_seconds": 0, "reward_seconds": 0,
     }  # fmt: skip
     for name, low in least.items():
@@ -109,26 +113,27 @@ def simulate(config: Config, asked: Asked, say: Callable[[str], None]) -> dict[s
         assumptions.append(how)
     d, r = config.dynamic_sampling, config.rollout
     steps = asked.simulate_steps or 3
-    measured = None
+    measured = lengths = mean = None
     if asked.lengths_from is not None:
         measured = workload.of_run(Path(asked.lengths_from), config, "lengths_from")
-        work, share = measured.workload, 1.0  # as a run begins
+        work = measured.workload
         steps = min(asked.simulate_steps or len(measured.seconds), len(measured.seconds))
         assumptions += [
             f"lengths and verdicts of the {steps} steps of {asked.lengths_from}: "
             f"{measured.tokens:,.0f} tokens on average, {measured.accept:.0%} informative"
         ]
     else:
-        mean = min(MEAN_TOKENS, max(1, r.max_response_tokens // 4))
-        text = asked.length_distribution or f"lognormal:{mean}:1"
-        share = asked.accept or 0.4
+        usual = min(MEAN_TOKENS, max(1, r.max_response_tokens // 4))
+        text = asked.length_distribution or f"lognormal:{usual}:1"
+        accept = asked.accept or 0.4
         lengths = workload.lengths_of(text, r.max_response_tokens)
-        work = workload.drawn(lengths, share, r.group_size, config.seed)
+        work = workload.drawn(lengths, accept, r.group_size, config.seed)
         some = lengths(np.random.default_rng(0), 100_000)
+        mean = round(some.mean())
         assumptions += [
             f"lengths {text}, each for itself: {some.mean():,.0f} tokens on average, "
             f"{np.mean(some == r.max_response_tokens):.1%} of {r.max_response_tokens:,}; "
-            f"{share:.0%} of the prompts informative, as the estimate knows from the start"
+            f"{accept:.0%} of the prompts informative"
         ]
     token_bytes = estimate.token_bytes(config.model, r) / _devices(config)
     rows, ours = [], []
@@ -138,9 +143,7 @@ def simulate(config: Config, asked: Asked, say: Callable[[str], None]) -> dict[s
                 continue  # the same as ours
             num = steps if hosts == asked.simulate_hosts else 1
             say(f"{hosts} hosts, {policy}: {num} steps")
-            found = simulation.rollouts(
-                setting, work, hosts=hosts, policy=policy, steps=num, share=share
-            )
+            found = simulation.rollouts(setting, work, hosts=hosts, policy=policy, steps=num)
             cached = max(one.tokens_cached for one in found) * token_bytes / chips.GIB
             rows.append({"hosts": hosts, "policy": policy, **_summary(found), "cache_gib": cached})
             if (hosts, policy) == (asked.simulate_hosts, "ours"):
@@ -160,7 +163,18 @@ def simulate(config: Config, asked: Asked, say: Callable[[str], None]) -> dict[s
         "policies": POLICIES,
         "cache_gib": r.cache_gib,
         "rows": rows,
+        "steps": [_step(one) for one in ours],
+        "price": None,
     }
+    whole = asked.simulate_hosts == _shards(config)
+    if whole and lengths is not None and mean is not None and asked.decode_seconds is None:
+        sizes = {axis: max(1, getattr(config.mesh, axis)) for axis in AXES}
+        say(f"{asked.simulate_hosts} hosts, an evaluation")
+        result["price"] = price.price(
+            setting, _chip(asked.chip or CHIP), sizes, ours, lengths,
+            hosts=asked.simulate_hosts, response_tokens=mean,
+            heldout_prompts=asked.heldout_prompts or HELDOUT_PROMPTS,
+        )  # fmt: skip
     if measured is not None:
         result["measured"] = _compared(ours, measured.seconds[:steps])
     return result
@@ -192,23 +206,27 @@ def _setting(config: Config, asked: Asked) -> tuple[Setting, list[str]]:
             f"of prefill {prefill:g} s, as given"
         )
     else:
-        chip = _chip(asked.chip or "v5p")
-        at_best = lambda live, cached: (
-            estimate.decode_token(
-                config, chip, devices, slots=slots, live=live, cached_tokens=unit * cached
-            ).seconds
+        chip = _chip(asked.chip or CHIP)
+
+        def seconds(work: estimate.Work) -> float:
+            time = estimate.expected(work, chip)
+            assert time is not None, "the rates of all chips of `CHIPS` are known"
+            return time.longest
+
+        token = lambda live, cached: estimate.decode_token(
+            config, devices, slots=slots, live=live, cached_tokens=unit * cached
         )
-        decode = lambda live, cached: unit * at_best(live, cached) / estimate.UTILISATION
-        prefill = estimate.prefill_call(
-            config, chip, devices, prompts=prompts, prompt_tokens=padded
-        ).seconds
-        prefill /= estimate.UTILISATION
+        decode = lambda live, cached: unit * seconds(token(live, cached))
+        prefill = seconds(
+            estimate.prefill_call(config, devices, prompts=prompts, prompt_tokens=padded)
+        )
         weights = estimate.weight_bytes(config.model) / 1e9
         said.append(
-            f"{chip.name} at {estimate.UTILISATION:.0%} of the roofline, by arithmetic: every "
-            f"token in all slots reads {weights:,.1f} GB of weights, a device its share, and the "
-            f"cache of the sequences in slots; prompts of {prompt_tokens} tokens, prefilled as "
-            f"{padded}, take {prefill:.3g} s a call; links take no time"
+            f"{chip.name} at {estimate.MEMORY_SHARE:.0%} of the rate of its memory and "
+            f"{chip.products_share:.0%} of its peak, by arithmetic: every token in all slots "
+            f"reads {weights:,.1f} GB of weights, a device its share, and the cache of the "
+            f"sequences in slots; prompts of {prompt_tokens} tokens, prefilled as {padded}, take "
+            f"{prefill:.3g} s a call; links take no time"
         )
     said += [
         f"{host:g} s of the host for each call; {reward:g} s of one of {config.reward.workers} "
@@ -236,9 +254,7 @@ def _calibrated(setting: Setting, run: Path) -> tuple[Setting, str]:
     median of the steps; and how that was found."""
     measured = workload.of_run(run, setting.config, "calibrate_from")
     num, costs = len(measured.seconds), setting.costs
-    played = simulation.rollouts(
-        setting, measured.workload, hosts=1, policy="ours", steps=num, share=1.0
-    )
+    played = simulation.rollouts(setting, measured.workload, hosts=1, policy="ours", steps=num)
     ratios = [seconds / one.seconds for seconds, one in zip(measured.seconds, played)]
     factor = float(np.median(ratios))
     longer = costs._replace(
@@ -280,6 +296,20 @@ def _summary(found: Sequence[Rollout]) -> dict[str, Any]:
     }
 
 
+def _step(one: Rollout) -> dict[str, Any]:
+    """One step of `ours`, as plain values."""
+    return {
+        "share": one.share,
+        "seconds": one.seconds,
+        "longest_wait_seconds": float(one.wait_H.max()),
+        "idle_mean": float(one.idle_H.mean()),
+        "begun": one.begun,
+        "given_back": one.begun - one.tried,
+        "slots_busy": one.slots_busy,
+        "tokens_lost_share": one.tokens_lost / one.tokens,
+    }
+
+
 def _compared(ours: Sequence[Rollout], seconds: Sequence[float]) -> dict[str, Any]:
     """Predicted and measured seconds of a run's steps; the medians as well, for a step that the
     machine was disturbed in."""
@@ -308,6 +338,21 @@ def describe(result: Mapping[str, Any]) -> str:
             f"{row['begun']:,.0f} | {row['given_back']:,.0f} | {row['slots_busy']:.1%} | "
             f"{row['tokens_lost_share']:.1%} | {row['cache_gib']:.3g} GiB |"
         )
+    lines += [
+        "",
+        f"The first steps of a run on {result['simulate_hosts']} hosts (ours):",
+        "",
+        "| step | informative, as it began | seconds of its rollout | longest wait | idle, mean | "
+        "prompts begun | given back | slots at work | tokens lost |",
+        "|" + "---|" * 9,
+    ]
+    for number, one in enumerate(result["steps"], 1):
+        lines.append(
+            f"| {number} | {one['share']:.1%} | {_seconds(one['seconds'])} | "
+            f"{_seconds(one['longest_wait_seconds'])} s | {one['idle_mean']:.1%} | "
+            f"{one['begun']:,} | {one['given_back']:,} | {one['slots_busy']:.1%} | "
+            f"{one['tokens_lost_share']:.1%} |"
+        )
     lines += ["", *(f"{name}: {text}" for name, text in result["policies"].items())]
     lines.append(
         "Cache of a device: about what sequences in slots and prompts have of it at most, a page "
@@ -324,6 +369,8 @@ def describe(result: Mapping[str, Any]) -> str:
             f"config.rollout.cache_gib is {given:g}, and a device would have some {most:.3g} GiB "
             "in its cache: there sequences would wait for pages, which is not played."
         )
+    if result["price"] is not None:
+        lines.append(price.describe(result["price"]))
     if "measured" in result:
         m = result["measured"]
         lines.append(

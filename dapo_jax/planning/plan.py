@@ -21,7 +21,7 @@ def plan(
     response_tokens: int,
     prompt_tokens: int,
 ) -> dict[str, Any]:
-    """What the compiler says of the programs, per device, and what follows.
+    """Memory of the programs, per device, as compiled, and an estimate of a step by arithmetic.
 
     Args:
         wanted: names of `programs.names`.
@@ -29,10 +29,11 @@ def plan(
         response_tokens, prompt_tokens: mean lengths of the step that is estimated.
 
     Returns:
-        `fits`, `hbm_bytes`, `chip`, `devices`, `mesh`, `rollout_tensor`, and `programs` with
-        argument_bytes, temp_bytes, peak_bytes, flops, bytes_accessed, compile_seconds and more of
-        each (see `compiled.measure`), their `roofline`, `step` (see `estimate.step`), where decode
-        is among them `slots_that_fit`, and where they do not fit `needs_more_bytes` and `remedy`.
+        `fits`, `hbm_bytes`, `chip`, `devices`, `mesh`, `rollout_tensor`, `start` (see
+        `programs.start_bytes`), `programs` with
+        argument_bytes, temp_bytes, peak_bytes, compile_seconds and more of each (see
+        `compiled.measure`), `step` (see `estimate.step`), where decode is among them
+        `slots_that_fit`, and where they do not fit `needs_more_bytes` and `remedy`.
 
     Raises:
         UserError: the mesh does not fit the devices, or the config the mesh; or "weights" alone is
@@ -51,42 +52,42 @@ def plan(
     for number, name in enumerate(wanted, 1):
         least = known[name].argument_bytes + sum(known[name].held.values())
         if hbm is not None and least > hbm:
-            found[name] = compiled.too_large(known[name]) | {"roofline": None}
+            found[name] = compiled.too_large(known[name])
             say(f"{name} is not compiled: what it is given is more than the memory")
             continue
         spent = sum(numbers["compile_seconds"] for numbers in found.values())
         so_far = f", {spent:.0f} s so far" if found else ""
         say(f"compiling {name} for {mesh.size} {chip.name} ({number} of {len(wanted)}{so_far})")
-        numbers = compiled.measure(known[name], mesh.shape)
-        bounds = None if numbers["refused"] else estimate.roofline(numbers, chip)
-        numbers["roofline"] = bounds and {
-            **bounds._asdict(), "seconds": bounds.seconds, "bound": bounds.bound,
-        }  # fmt: skip
-        found[name] = numbers
+        found[name] = compiled.measure(known[name])
     cache = programs.cache(config, mesh)
+    start = programs.start_bytes(config, mesh)
+    needs = [sum(start.values()), *map(need, found.values())]
     result: dict[str, Any] = {
-        "fits": all(need(n) <= (hbm or need(n)) and not n["refused"] for n in found.values()),
+        "fits": max(needs) <= (hbm or max(needs)) and not any(n["refused"] for n in found.values()),
         "hbm_bytes": hbm,
         "chip": chip._asdict(),
         "devices": mesh.size,
         "mesh": dict(mesh.shape),
         "rollout_tensor": config.mesh.rollout_tensor or mesh.shape["tensor"],
         "remat": config.model.remat,
+        "start": start,
         "programs": found,
         "model_flops_per_token": estimate.model_flops(config, prompt_tokens + response_tokens),
         "step": estimate.step(
-            config, found, chip, mesh.size, cache,
-            response_tokens=response_tokens, prompt_tokens=prompt_tokens,
+            config,
+            mesh.shape,
+            chip,
+            response_tokens=response_tokens,
+            prompt_tokens=prompt_tokens,
         ),
-    }  # fmt: skip
+    }
     if "decode" in found and hbm is not None:
         free = hbm - need(found["decode"]) + cache.pool_bytes
         result["slots"] = config.rollout.slots
         result["tokens_per_slot"] = cache.slot_tokens
         result["slots_that_fit"] = programs.slots_that_fit(config, mesh, free)
     if not result["fits"]:
-        largest = max(need(numbers) for numbers in found.values())
-        result["needs_more_bytes"] = 0 if hbm is None else max(0, largest - hbm)
+        result["needs_more_bytes"] = 0 if hbm is None else max(0, max(needs) - hbm)
         result["remedy"] = remedy(config, result)
     return result
 
@@ -116,7 +117,7 @@ def remedy(config: Config, result: Mapping[str, Any]) -> str:
         reason = "; alone it would fit, what the run holds beside it does not"
     largest = max(parts, key=lambda part: parts[part])
     t, shards = config.train, shape["data"] * shape["fsdp"]
-    training = name not in ("weights", "decode", "prefill")
+    training = name in estimate.BATCHED
     ways = []
     if training and config.model.remat != "full":
         ways.append("config.model.remat='full' (layers computed again in the backward pass)")
@@ -131,7 +132,7 @@ def remedy(config: Config, result: Mapping[str, Any]) -> str:
             if slots
             else "config.rollout.cache_dtype='int8'"
         )
-    if largest == "temporaries" or name in ("weights", "prefill"):
+    if largest == "temporaries" or name in ("weights", "prefill", "prefill_preempted"):
         ways.append(
             "a larger config.mesh.tensor (heads, feed-forward)"
             if training

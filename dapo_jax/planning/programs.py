@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 
 from dapo_jax import batching, critic, model, train_step
 from dapo_jax.config import Config
-from dapo_jax.policy_losses import COVARIANCE_LOSSES
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.programs import rollout_dtypes, rollout_layout
 from dapo_jax.rollout.spec import EngineSpec, engine_spec
@@ -23,6 +22,7 @@ from dapo_jax.sharding import check_batch_shapes, param_shardings, rollout_mesh,
 
 # Weights are shared, and have no program, where rollouts read them as they lie in training.
 PROGRAMS = ("train", "old_logprobs", "weights", "decode", "prefill")
+PREEMPTED = "prefill_preempted"  # where the pool of pages is bounded, so that it may run short
 CRITIC_PROGRAMS = ("critic_train", "critic_values")  # where there is a critic
 # An update never reads it; any token will do.
 STOP_TOKENS = (0,)
@@ -32,9 +32,6 @@ class Program(NamedTuple):
     """One program of a run on a mesh."""
 
     lower: Callable[[], Any]
-    # The most micro-batches of a call, or the tokens of a decode call: loops that the program runs
-    # as often as it is told to.
-    trips: int
     # Bytes of a device that the run holds while the program runs, beside its arguments.
     held: dict[str, int]
     # Bytes of a device that the program is given.
@@ -59,6 +56,22 @@ def cache(config: Config, mesh: Mesh) -> Cache:
     return Cache(pool, slot, spec.max_tokens, spec.shards)
 
 
+def start_bytes(config: Config, mesh: Mesh) -> dict[str, int]:
+    """Bytes of a device at the start of a run, before the first rollout. A base model's parameters
+    become the policy's; where a reference is needed they stay as that, and the policy has a copy.
+    A checkpoint is restored from shapes alone."""
+    params = model.param_shapes(config.model)
+    state = jax.eval_shape(functools.partial(train_step.init_state, config), params)
+    found = {"policy with optimiser": device_bytes(state, train_step.state_shardings(config, mesh))}
+    if _needs_reference(config):
+        at = param_shardings(config.model, config.mesh, mesh)
+        found["reference"] = device_bytes(params, at)
+    if config.critic is not None:
+        values = jax.eval_shape(functools.partial(critic.init_state, config), params)
+        found["critic with optimiser"] = device_bytes(values, critic.state_shardings(config, mesh))
+    return found
+
+
 def slots_that_fit(config: Config, mesh: Mesh, free_bytes: int) -> int:
     """The most `config.rollout.slots` for which a cache without bounds is no larger than this on a
     device; 0: not even one a shard."""
@@ -75,8 +88,10 @@ def slots_that_fit(config: Config, mesh: Mesh, free_bytes: int) -> int:
 
 
 def names(config: Config) -> tuple[str, ...]:
-    """Of all programs of the run."""
-    return PROGRAMS + (CRITIC_PROGRAMS if config.critic is not None else ())
+    """Names of all programs that the run may have."""
+    bounded = config.rollout.cache_gib is not None or config.dynamic_sampling.partial_rollouts
+    found = PROGRAMS + ((PREEMPTED,) if bounded else ())
+    return found + (CRITIC_PROGRAMS if config.critic is not None else ())
 
 
 def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
@@ -133,11 +148,9 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
         values_at = critic.state_shardings(config, mesh)
         held["critic with optimiser"] = device_bytes(values, values_at)
 
-    def program(
-        lower: Callable[[], Any], trips: int, arguments: int, *own: str, **left: int
-    ) -> Program:
+    def program(lower: Callable[[], Any], arguments: int, *own: str, **left: int) -> Program:
         beside = {name: size for name, size in held.items() if name not in own} | left
-        return Program(lower, trips, beside, arguments)
+        return Program(lower, beside, arguments)
 
     update: Any = train_step.compile_update(config, mesh)
     score: Any = train_step.compile_scoring(config, mesh)
@@ -145,18 +158,16 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
     own = ("policy with optimiser", *(("reference",) if reference is not None else ()))
     found = {
         "train": program(
-            lambda: update.lower(state, rows_MBT, integer, real, real, reference), M, given, *own
+            lambda: update.lower(state, rows_MBT, integer, real, real, reference), given, *own
         ),
         "old_logprobs": program(
             lambda: score.lower(params, rows_MBT, integer),
-            M,
             parameters + rows,
             "policy with optimiser",
             optimiser=policy - parameters,
         ),
         "decode": program(
             lambda: engine.lower(rolled, "decode", spec.params.mode),
-            spec.decode_steps,
             copy + pool,
             *rolling,
             **moments,
@@ -164,7 +175,6 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
         ),
         "prefill": program(
             lambda: engine.lower(rolled, "prefill", spec.params.mode),
-            1,
             copy,
             *rolling,
             **moments,
@@ -172,13 +182,17 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
             cache=pool,
         ),
     }
+    if spec.num_pages is not None:
+        # A sequence whose pages were taken away: its prompt with all that it had sampled.
+        found[PREEMPTED] = found["prefill"]._replace(
+            lower=lambda: engine.lower(rolled, PREEMPTED, spec.params.mode)
+        )
     if not shared:
         here = jax.tree.map(
             lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), params, params_at
         )
         found["weights"] = program(
             lambda: engine.lower(here, "weights", spec.params.mode),
-            1,
             parameters,
             "policy with optimiser",
             optimiser=policy - parameters,
@@ -190,26 +204,16 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
         own_values = device_bytes(values.params, values_at.params)
         found["critic_train"] = program(
             lambda: change.lower(values, rows_MBT, integer, real, real),
-            M,
             size + rows,
             "critic with optimiser",
         )
         found["critic_values"] = program(
             lambda: value.lower(values.params, rows_MBT, integer),
-            M,
             own_values + rows,
             "critic with optimiser",
             optimiser=size - own_values,
         )
     return found
-
-
-def scoring_passes(config: Config) -> int:
-    """How often a step computes log-probs of its batch outside the update, as `learner` does."""
-    o, c = config.objective, config.correction
-    reference = o.reward_kl_coefficient > 0 or (o.kl_coefficient > 0 and o.kl_estimator != "full")
-    current = o.loss in COVARIANCE_LOSSES or (c is not None and c.policy == "current")
-    return sum((config.rollout.log_prob_source == "recompute", reference, current))
 
 
 def device_bytes(shapes: Any, shardings: Any) -> int:

@@ -1,6 +1,5 @@
-"""A plan as text: what is compiled fact, what is arithmetic, and what is an estimate."""
+"""A plan as text: memory as compiled, and an estimate by arithmetic."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,10 +21,6 @@ def describe(config: Config, result: Mapping[str, Any]) -> str:
         "Compiled: per device",
         *_memory(result),
         "",
-        "Counted in the compiled programs: per device and call, loops as often as they run",
-        *_costs(result),
-        *_collectives(result),
-        "",
         *_rates(chip),
         *_step(config, result),
         "",
@@ -39,7 +34,9 @@ def describe(config: Config, result: Mapping[str, Any]) -> str:
     return "\n".join([*lines, fits])
 
 
-def _seconds(number: float) -> str:
+def _seconds(number: float | None) -> str:
+    if number is None:
+        return "unknown"
     return f"{number:,.0f} s" if number >= 100 else f"{number:.3g} s"
 
 
@@ -78,55 +75,18 @@ def _memory(result: Mapping[str, Any]) -> list[str]:
         rows.append((name, *map(_size, sizes), f"{_size(whole)}{share}", seconds))
     held = {k: v for n in result["programs"].values() for k, v in n["held"].items()}
     beside = ", ".join(f"{name} {_size(size)}" for name, size in held.items())
-    return [*_table(rows), f"  held beside (arithmetic): what else the run keeps: {beside}"]
-
-
-def _costs(result: Mapping[str, Any]) -> list[str]:
-    rows: list[tuple[str, ...]] = [
-        ("program", "trips", "FLOP", "bytes", "received", "at best", "bound by")
-    ]
-    notes = []
-    for name, n in result["programs"].items():
-        if n["refused"]:
-            continue
-        bounds, received = n["roofline"], n["wire_bytes"]
-        at_best = ("unknown", "unknown")
-        if bounds is not None:
-            at_best = _seconds(bounds["seconds"]), bounds["bound"]
-        known = (_scaled(n["flops"]), _scaled(n["bytes_accessed"]))
-        links = "unknown" if received is None else _scaled(received)
-        rows.append((name, f"{n['trips']:,}", *known, links, *at_best))
-        if not n["loops_counted"]:
-            notes.append(
-                f"  {name}: the compiler did not give the program; its own analysis, which counts "
-                "the body of a loop once"
-            )
-        if n["uncounted_kernels"]:
-            notes.append(
-                f"  {name}: {n['uncounted_kernels']:,} calls of kernels that do not say what they "
-                "cost are not in these figures"
-            )
-    if len(rows) == 1:
-        return ["  nothing: no program was compiled"]
+    start = result["start"]
+    made_of = ", ".join(f"{name} {_size(size)}" for name, size in start.items())
     return [
         *_table(rows),
-        "  trips: micro-batches of the longest mini-batch, or tokens of a decode call",
-        *notes,
+        f"  start (arithmetic), before the first rollout: {_size(sum(start.values()))}: {made_of}",
+        f"  held beside (arithmetic): what else the run keeps: {beside}",
     ]
-
-
-def _collectives(result: Mapping[str, Any]) -> list[str]:
-    rows: list[tuple[str, ...]] = [("collectives", "kind", "over", "calls", "bytes", "received")]
-    for name, n in result["programs"].items():
-        for c in n["collectives"] or ():
-            sizes = _scaled(c["bytes"]), _scaled(c["wire_bytes"])
-            rows.append((name, c["kind"], " x ".join(c["axes"]), f"{c['calls']:,}", *sizes))
-    return ["", *_table(rows)] if len(rows) > 1 else []
 
 
 def _rates(chip: Mapping[str, Any]) -> list[str]:
     if chip["flops"] is None:
-        return [f"Rates of a {chip['name']!r} are not known here: no roofline and no estimate", ""]
+        return [f"Rates of a {chip['name']!r} are not known here: no estimate of time", ""]
     return [
         f"Rates of a {chip['name']} as stated ({chip['source']}): {chip['flops'] / 1e12:.0f} "
         f"TFLOP/s bfloat16, memory {chip['memory_rate'] / 1e9:,.0f} GB/s, links "
@@ -148,17 +108,17 @@ def _step(config: Config, result: Mapping[str, Any]) -> list[str]:
         f"  training needs {_scaled(flops / d)}FLOP a device if nothing is computed twice "
         "(6 for each parameter and token, and causal attention)",
     ]
-    if not s["parts"]:
-        return lines
-    rows: list[tuple[str, ...]] = [("part", "calls", "at best", "estimate", "bound by")]
+    rows: list[tuple[str, ...]] = [
+        ("program", "calls", "FLOP", "bytes", "received", "at best", "estimate", "bound by")
+    ]
     for name, part in s["parts"].items():
+        costs = (part["flops"], part["memory_bytes"], part["received_bytes"])
         rows.append(
-            (name, f"{math.ceil(part['calls']):,}", _seconds(part["roofline_seconds"]),
-             _seconds(part["seconds"]), part["bound"])
+            (name, f"{part['calls']:,}", *map(_scaled, costs), _seconds(part["seconds_at_best"]),
+             _seconds(part["seconds"]), part["bound"] or "unknown")
         )  # fmt: skip
-    lines += ["", "Estimate of one step", *_table(rows)]
-    if s["seconds"] is None:
-        lines.append("  the whole step: --program=all")
-    else:
-        lines.append(f"  one step: {s['seconds']:,.0f} s; at best {s['roofline_seconds']:,.0f} s")
+    lines += ["", "Estimate of one step, by arithmetic; costs are of a device and a call"]
+    lines += _table(rows)
+    if s["seconds"] is not None:
+        lines.append(f"  one step: {s['seconds']:,.0f} s; at best {s['seconds_at_best']:,.0f} s")
     return [*lines, f"  assumed, not measured: {s['assumptions']}"]

@@ -1,7 +1,7 @@
 """Which mesh shapes and remat policies fit, best first.
 
-All are ranked by arithmetic, which costs nothing; those that seem to fit are compiled, the fastest
-first, until a few do, and those are ranked by their rooflines.
+All are ranked by arithmetic, which costs nothing. Those that seem to fit are compiled, the fastest
+first, until a few do.
 """
 
 import dataclasses
@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from dapo_jax import attention, model
 from dapo_jax.batching import max_micro_batches
 from dapo_jax.config import Config, MeshConfig, ModelConfig
-from dapo_jax.planning import chips, plan
-from dapo_jax.planning.estimate import model_flops
+from dapo_jax.planning import chips, estimate, plan
 from dapo_jax.sharding import AXES, axes_of, bytes_per_device, param_specs, parts_of
 from dapo_jax.types import UserError
 
@@ -33,8 +32,8 @@ class Candidate(NamedTuple):
 
     config: Config
     bytes: float  # of a device, and what the run holds beside it
-    seconds: float | None  # of the longest mini-batch, at best; None: no rates
-    link_seconds: float | None  # in which it receives what it does from other devices
+    seconds: float | None  # expected, of the longest mini-batch; None: no rates
+    link_seconds: float | None  # of links alone
 
     @property
     def name(self) -> str:
@@ -47,7 +46,9 @@ def _shape(fsdp: int, context: int, tensor: int) -> str:
     return f"fsdp {fsdp}{between} x tensor {tensor}"
 
 
-def candidates(config: Config, target: chips.Target) -> tuple[list[Candidate], list[str]]:
+def candidates(
+    config: Config, target: chips.Target, *, response_tokens: int, prompt_tokens: int
+) -> tuple[list[Candidate], list[str]]:
     """(all that divide, fastest first; why the other shapes do not).
 
     Rows of a micro-batch are fewer by as much as rows are cut; they, slots and prompts of a prefill
@@ -67,7 +68,7 @@ def candidates(config: Config, target: chips.Target) -> tuple[list[Candidate], l
                 changed = dataclasses.replace(
                     on_mesh, model=dataclasses.replace(config.model, remat=remat)
                 )
-                found.append(_by_arithmetic(changed, target))
+                found.append(_by_arithmetic(changed, target, prompt_tokens + response_tokens))
     # Of those as fast, by the arithmetic, the one that receives least: not all of that is hidden
     # behind products.
     return sorted(found, key=lambda c: (c.seconds or 0.0, c.link_seconds or 0.0, c.bytes)), refused
@@ -108,7 +109,8 @@ def search(
         `fits` whether one does, `hbm_bytes`, `programs` of the best, `found` with name, mesh,
         remat, changes, and of those that were compiled the `plan` of each, and `refused`.
     """
-    ranked, refused = candidates(config, target)
+    lengths = dict(response_tokens=response_tokens, prompt_tokens=prompt_tokens)
+    ranked, refused = candidates(config, target, **lengths)
     hbm = target.hbm_bytes
     likely = [c for c in ranked if hbm is None or c.bytes <= SLACK * hbm] or sorted(
         ranked, key=lambda c: c.bytes
@@ -126,10 +128,7 @@ def search(
             each = (time.monotonic() - begun) / number
             left = f", about {each * (len(likely) - number):.0f} s left at most"
         say(f"candidate {number + 1} of at most {len(likely)}: {candidate.name}{left}")
-        found = plan.plan(
-            candidate.config, target, wanted, say,
-            response_tokens=response_tokens, prompt_tokens=prompt_tokens,
-        )  # fmt: skip
+        found = plan.plan(candidate.config, target, wanted, say, **lengths)
         rows.append(_row(config, candidate, found))
         fitting += found["fits"]
     left_out = [c for c in ranked if c not in likely[: len(rows)]]
@@ -152,7 +151,7 @@ def describe(result: Mapping[str, Any]) -> str:
     lines = [f"memory of a device: {'not known' if hbm is None else f'{hbm / chips.GIB:.2f} GiB'}"]
     compiled = [row for row in result["found"] if row["plan"] is not None]
     fitting = [row for row in compiled if row["plan"]["fits"]]
-    lines.append("Compiled, and it fits, best first (longest mini-batch at the roofline):")
+    lines.append("Compiled, and it fits, fastest first (longest mini-batch, expected):")
     lines += [_line(row) for row in fitting] or ["  none"]
     lines += ["Compiled, and it does not fit:"] if len(compiled) > len(fitting) else []
     lines += [_line(row) for row in compiled if row not in fitting]
@@ -171,21 +170,17 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def _row(config: Config, c: Candidate, found: Mapping[str, Any] | None) -> dict[str, Any]:
-    size, seconds, links = c.bytes, c.seconds, c.link_seconds
+    size = c.bytes
     if found is not None:
-        numbers = found["programs"].values()
-        size = max(map(plan.need, numbers))
-        bounds = [n["roofline"] for n in numbers]
-        total = lambda name: sum(b[name] for b in bounds) if all(bounds) else None
-        seconds, links = total("seconds"), total("links")
+        size = max(map(plan.need, found["programs"].values()))
     return {
         "name": c.name,
         "mesh": {axis: getattr(c.config.mesh, axis) for axis in AXES},
         "remat": c.config.model.remat,
         "changes": _changes(config, c.config),
         "bytes": size,
-        "seconds": seconds,
-        "link_seconds": links,
+        "seconds": c.seconds,
+        "link_seconds": c.link_seconds,
         "plan": found,
     }  # fmt: skip
 
@@ -237,11 +232,10 @@ def _on_mesh(config: Config, fsdp: int, context: int, tensor: int, target: chips
     return drawn_by(found.rollout_tensor or tensor, found)
 
 
-def _by_arithmetic(config: Config, target: chips.Target) -> Candidate:
+def _by_arithmetic(config: Config, target: chips.Target, sequence_tokens: int) -> Candidate:
     """Memory: parameters, moments and the sum of gradients, and the rollout's copy or what the
-    layers keep for the backward pass, and the scores of one layer's attention, if XLA's. Time:
-    products at the peak, and what tensor, fsdp and context axes exchange at the rate of the links,
-    whichever is longer.
+    layers keep for the backward pass, and the scores of one layer's attention, if XLA's. Time: the
+    update of the most micro-batches, see `estimate.batch_work`.
     """
     c, t, m, chip = config.model, config.train, config.mesh, target.chip
     shapes, specs = model.param_shapes(c), param_specs(c, m)
@@ -266,23 +260,17 @@ def _by_arithmetic(config: Config, target: chips.Target) -> Candidate:
         "attention": attended,
         "full": 0.0,
     }[c.remat] + c.width
-    kernel = c.attention != "xla" and target.devices[0].platform != "cpu"
+    platform = target.devices[0].platform
     queries = T / m.context if T <= attention.LONG_ROW else attention.QUERY_CHUNK
-    scores = 0.0 if kernel else rows * c.num_heads / m.tensor * queries * T * (4 + width)
+    xla = estimate.kernel(config, platform) == "xla" or platform == "cpu"
+    scores = rows * c.num_heads / m.tensor * queries * T * (4 + width) if xla else 0.0
     of_scores = c.num_layers if c.remat in ("none", "dots") else 1
     layers = c.num_layers * tokens * kept * width + of_scores * scores
     layers += tokens * (products + c.width) * width  # of the one that is computed
-    if chip.flops is None or chip.link_rate is None:
-        return Candidate(config, state + max(copy, layers), None, None)
-    again = {"full": 4 / 3, "attention": 1.3, "attention_mlp": 1.15}.get(c.remat, 1.0)
-    compute = again * model_flops(config, T) * tokens / m.tensor / chip.flops
-    passes = 2 if c.remat in ("none", "dots") else 3
-    gathered = passes * number / m.tensor * width * (1 - 1 / (m.fsdp * m.context))
-    reduced = passes * 2 * c.num_layers * tokens * c.width * width * 2 * (1 - 1 / m.tensor)
-    # Keys and values of whole rows, and once their gradients in float32.
-    of_rows = rows * T * 2 * c.num_kv_heads * c.head_dim / m.tensor * (1 - 1 / m.context)
-    rows_gathered = c.num_layers * of_rows * (passes * width + 4)
-    links = (gathered + reduced + rows_gathered) / chip.link_rate
-    times = max_micro_batches(config)
-    seconds = max(compute, links)
-    return Candidate(config, state + max(copy, layers), times * seconds, times * links)
+    work = estimate.batch_work(
+        config, sizes, platform, "train",
+        micro_batches=max_micro_batches(config), sequence_tokens=sequence_tokens,
+    )  # fmt: skip
+    time = estimate.expected(work, chip)
+    seconds, links = (None, None) if time is None else (time.longest, time.links)
+    return Candidate(config, state + max(copy, layers), seconds, links)

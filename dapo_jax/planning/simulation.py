@@ -18,7 +18,7 @@ import numpy as np
 from dapo_jax.board import Board
 from dapo_jax.collector import IDLE_SECONDS, RolloutCollector
 from dapo_jax.config import Config
-from dapo_jax.dynamic_sampling import PRIOR_OUTCOMES, next_rate
+from dapo_jax.dynamic_sampling import PRIOR_OUTCOMES, SamplingState, next_rate
 from dapo_jax.planning.virtual import Clock, Costs, VirtualEngine, VirtualPool, Work, detokenize
 from dapo_jax.planning.workload import Workload
 from dapo_jax.prompt_queue import ProblemList, PromptQueue
@@ -88,6 +88,7 @@ class Rollout(NamedTuple):
     tokens: int  # drawn, to the unit
     tokens_lost: int  # of prompts given back
     tokens_cached: int  # by one host at once, at most
+    share: float  # of prompts that are informative, as the step began with
 
 
 class DealtQueue(PromptQueue):
@@ -241,24 +242,16 @@ def rollout(
         units * setting.unit_tokens,
         (units - needed) * setting.unit_tokens,
         math.ceil(max(host.engine.cached_units for host in each) * setting.unit_tokens),
+        share,
     )
 
 
 def rollouts(
-    setting: Setting,
-    workload: Workload,
-    *,
-    hosts: int,
-    policy: str,
-    steps: int,
-    share: float,
+    setting: Setting, workload: Workload, *, hosts: int, policy: str, steps: int
 ) -> list[Rollout]:
-    """So many steps, one after another.
-
-    Args:
-        share: the estimate that the first of them begins with.
-    """
-    found = []
+    """The first steps of a run, one after another: the estimate of the informative share is at
+    first what a run begins with."""
+    found, share = [], SamplingState().informative_rate
     for step in range(steps):
         one = rollout(setting, workload, hosts=hosts, policy=policy, step=step, share=share)
         share = next_rate(share, len(one.batch), one.tried)

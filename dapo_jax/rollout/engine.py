@@ -264,9 +264,10 @@ class DecoderEngine(jetstream.Engine):
         return self._programs.load(params)
 
     def lower(self, params: model.Params, program: str, mode: Mode) -> Any:
-        """One program, lowered, to be compiled ahead of time: "decode", or "prefill" of the longest
-        prompts, for shapes of the parameters; or "weights", what `load_params` runs where it
-        copies, for shapes of the trainer's, with shardings."""
+        """One program, lowered, to be compiled ahead of time: "decode", "prefill" of the longest
+        prompts, or "prefill_preempted" of the longest sequences whose pages were taken away, for
+        shapes of the parameters; or "weights", what `load_params` runs where it copies, for shapes
+        of the trainer's, with shardings."""
         p, spec = self._programs, self.spec
         if program == "weights":
             return p.to_rollout.lower(params)
@@ -281,6 +282,7 @@ class DecoderEngine(jetstream.Engine):
         params = sharded(params, p.params_at)
         R, P = spec.shards, spec.prefill_prompts // spec.shards
         T = next(n for n in self.prompt_pages if n * spec.page_tokens >= spec.max_prompt_tokens)
+        T = self.prompt_pages[-1] if program == "prefill_preempted" else T
         rows = lambda *shape: jax.ShapeDtypeStruct((R, P, *shape), jnp.int32)
         keys = jax.ShapeDtypeStruct((R, P, 2), jnp.uint32)
         return p.prefill.lower(params, rows(T * spec.page_tokens), rows(), keys)

@@ -120,9 +120,8 @@ class Tiles(NamedTuple):
 
         real = lambda *shape: jnp.zeros(shape, jnp.float32)
         start = jnp.int32(0), cache, real(S, K, G) + BELOW_ALL, real(S, K, G), real(S, K, G, H)
-        last, most = self.end_n[-1], len(self.end_n) * (self.table_SP.shape[1] // c)
-        with jax.named_scope(f"at_most_{most}_turns"):  # for `planning.hlo.trips`
-            end = jax.lax.while_loop(lambda carry: carry[0] < last, one, start)
+        last = self.end_n[-1]
+        end = jax.lax.while_loop(lambda carry: carry[0] < last, one, start)
         _, cache, _, z_SKG, o_SKGH = end
         # Groups that had nothing to attend for have no sum.
         out_SKGH = o_SKGH / jnp.where(z_SKG == 0, 1, z_SKG)[..., None]
