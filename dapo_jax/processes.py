@@ -247,7 +247,8 @@ class Processes:
                 i = int(key.rsplit("/", 1)[1])
                 if i not in beats or beats[i][0] != beat:
                     beats[i], self.signs[i] = (beat, now), Sign(*json.loads(beat)[1:])
-                elif now - beats[i][1] > DEAD_SECONDS:
+                elif now - beats[i][1] > DEAD_SECONDS and not self.signs[i].loading:
+                    # One that died while it loads is found by JAX, whose signs need no lock.
                     self._leave_silent(i)
 
     def leave(self, status: int, error: Exception | None = None) -> int:

@@ -10,13 +10,14 @@ those asks again and again, and is well. So is one that compiles. One that does 
 times as long as it ever has in the same phase of the steps before, hangs.
 """
 
+import contextlib
 import math
 import os
 import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ class Sign(NamedTuple):
     phase: int = 0  # how many phases it has begun; those of a run are the same in all processes
     compiling: bool = False
     at: str = "its beginning"  # where it is and what it waits for
+    loading: bool = False  # reads weights or a checkpoint, and may give no signs for a while
 
 
 class Watchdog:
@@ -72,7 +74,7 @@ class Watchdog:
         self.seconds, self.say, self.clock = seconds or math.inf, say, clock
         self.most, self.hang_factor = most or math.inf, hang_factor
         self.others_compile, self.give_up = others_compile, give_up
-        self.what, self.limited = "the run to begin", False
+        self.what, self.limited, self._loading = "the run to begin", False, False
         self._since, self._due = clock(), self.seconds
         self._alive = clock()
         self._phase, self._name, self._measured = 0, "", True
@@ -151,7 +153,17 @@ class Watchdog:
         """What the main thread does."""
         frame = self._frame()
         at = f"in {_place(frame)}, waiting for {self.what}"
-        return Sign(self._phase, compilations.under_way(frame), at)
+        return Sign(self._phase, compilations.under_way(frame), at, self._loading)
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Declares that the main thread reads weights or a checkpoint: other processes then do not
+        take this one for dead."""
+        self._loading = True
+        try:
+            yield
+        finally:
+            self._loading = False
 
     def look(self) -> None:
         """Says what is being waited for if the silence has lasted long enough."""
