@@ -208,7 +208,7 @@ def get_config() -> ml_collections.ConfigDict:
                 every_steps=5, num_samples=32, temperature=1.0, top_p=0.7, top_k=0, min_p=0.0
             ),
             checkpoint=dict(
-                every_steps=5,  # script
+                every_steps=1,  # ours: a step takes an hour, see docs/pods.md; the script has 5
                 keep_newest=2,
                 keep_best=1,
                 directory=ml_collections.config_dict.placeholder(str),

@@ -4,6 +4,7 @@ Everything random is a function of `config.seed`, the rollout step and the probl
 stopped anywhere and started again goes on as if it had never stopped.
 """
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -182,7 +183,10 @@ class _Run:
         )
         # Before anything is read or sampled: what a compiler refuses is known within minutes.
         self.progress.doing("compiling the programs of the update")
-        trainer.learner.compile()
+        try:
+            trainer.learner.compile()
+        except jax.errors.JaxRuntimeError as error:
+            raise RunError(f"the programs of the update do not compile: {error}") from error
         with self.watch.loading():
             resumed = self._restore()
             base_seconds = 0.0
@@ -420,6 +424,8 @@ class _Run:
         self.step = step
         numbers["time/checkpoint"], self.save_seconds = self.save_seconds, 0.0
         self.directory.log(numbers)
+        if place := os.environ.get("DAPO_PROGRESS"):  # see launch/restart.sh
+            Path(place).write_text(f"{step}\n")
         self.progress.step(numbers)
         if step % self.config.checkpoint.every_steps == 0 or step == self.config.train.num_steps:
             self.save()

@@ -11,6 +11,7 @@ from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.config import Config
 from dapo_jax.learner import Learner
 from dapo_jax.tokenizer import load_tokenizer, stop_tokens
+from dapo_jax.types import RunError
 from tests.helpers import make_params, tiny_config, tiny_dict
 from tests.runs import metrics_of
 
@@ -86,10 +87,15 @@ def labels(events):
     return [name for name, _ in events]
 
 
-def test_a_start_compiles_first_and_a_resumed_one_reads_no_base(directory, tmp_path, events):
+def test_a_start_compiles_first_and_a_resumed_one_reads_no_base(
+    directory, tmp_path, events, monkeypatch
+):
     """In copies of the parameters: a state of Adam is three. Before, a resumed start held 7 (the
     base, a fresh state and the restored one), and the first evaluation 4."""
+    progress = tmp_path / "progress"  # what launch/restart.sh reads
+    monkeypatch.setenv("DAPO_PROGRESS", str(progress))
     train.train(config_of(directory), tmp_path / "run")
+    assert progress.read_text() == "1\n"
     assert labels(events) == [
         "compile", "restore", "read base", "evaluate", "step", "evaluate", "save",
     ]  # fmt: skip
@@ -143,5 +149,6 @@ def test_a_refusal_by_the_compiler_comes_before_the_base_is_read(directory, tmp_
 
     monkeypatch.setattr(Learner, "compile", refuse)
     monkeypatch.setattr(base, "load_or_make", read)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="RET_CHECK"):
+    with pytest.raises(RunError, match="do not compile: .*RET_CHECK") as told:
         train.train(config_of(directory), tmp_path / "run")
+    assert not told.value.restart
