@@ -204,6 +204,7 @@ class _Run:
         self.directory.rewind(-1)
         begun = time.monotonic()
         numbers = {"step": 0} | self._evaluate(0)
+        numbers["perf/compilations"] = self.compilations.count
         numbers["time/step"] = time.monotonic() - begun
         accuracy = self._accuracy(numbers)
         self.host = HostState(
