@@ -16,10 +16,12 @@ import hashlib
 import importlib.util
 import json
 import logging
+import math
 import operator
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,30 +33,36 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from dapo_jax.types import RunError, UserError, causes
 
-# orbax logs the traceback of an error in each thread that meets it; here it is told once, in full.
-logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
-
-
-def _without_closed_loops(before: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """An unraisable hook that says nothing of the event loop which orbax closes when a read fails
-    while tensorstore still reports to it; the failure itself is raised and told."""
-
-    def hook(unraisable: Any) -> None:
-        error = unraisable.exc_value
-        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
-            before(unraisable)
-
-    return hook
-
-
-sys.unraisablehook = _without_closed_loops(sys.unraisablehook)
-
+T = TypeVar("T")
 DAMAGED = "damaged"
 BUCKET = "gs://"
 
 
+# A save slower than this fails: a quarter of what a 4 TB Filestore of the tier ZONAL writes.
+FLOOR_BYTES_PER_SECOND = 100e6
+LEAST_TIMEOUT_SECONDS = ocp.options.AsyncOptions().timeout_secs
+READS = 3  # attempts to read a checkpoint before a storage error ends the run
+PAUSE_SECONDS = 5.0  # between them
+# Status codes of tensorstore for files that are missing, cut short or changed.
+DECODE_ERRORS = (
+    "DATA_LOSS",
+    "OUT_OF_RANGE",
+    "FAILED_PRECONDITION",
+    "NOT_FOUND",
+    "INVALID_ARGUMENT",
+)
+# Errors of this program and its devices, which no state of the storage explains.
+OWN_ERRORS = (UserError, MemoryError, jax.errors.JaxRuntimeError)
+
+
 class CheckpointError(RunError):
-    """A checkpoint could not be written. Those written before it are intact."""
+    """A checkpoint could not be written or read. Those written before it are intact."""
+
+
+def timeout_seconds(num_bytes: int) -> int:
+    """Returns the time limit of one save: orbax's own, or longer where a checkpoint of `num_bytes`
+    takes longer at FLOOR_BYTES_PER_SECOND."""
+    return max(LEAST_TIMEOUT_SECONDS, math.ceil(num_bytes / FLOOR_BYTES_PER_SECOND))
 
 
 def place(directory: epath.PathLike) -> epath.Path:
@@ -79,14 +87,27 @@ def place(directory: epath.PathLike) -> epath.Path:
     return epath.Path(text)
 
 
+class _Save(NamedTuple):
+    """The arguments of a save."""
+
+    step: int
+    arrays: Any
+    record: dict[str, Any]
+    accuracy: float | None
+
+
 class Checkpoints:
     """The checkpoints in a directory; a context manager that waits for the last save.
+
+    Every process of the run makes the same calls in the same order.
 
     Args:
         directory: see `place`; made if it is not there.
         keep_newest: how many of the newest are kept.
         keep_best: how many of those with the highest accuracy are kept besides.
-        say: prints a line, when a damaged checkpoint is passed over.
+        say: prints a line, for a damaged checkpoint and for a save that is tried again.
+        num_bytes: of the arrays of one checkpoint, for the time limit of a save.
+        agree: gathers a small value from each process, see `Processes.agree`.
 
     Raises:
         UserError: the directory cannot be written to.
@@ -99,8 +120,12 @@ class Checkpoints:
         keep_newest: int,
         keep_best: int,
         say: Callable[[str], None] = print,
+        num_bytes: int = 0,
+        agree: Callable[[Any], list[Any]] = lambda value: [value],
     ):
-        self.directory, self.say = place(directory), say
+        self.directory, self.say, self.agree = place(directory), say, agree
+        self._pending: _Save | None = None  # not known to be on disk
+        self._failed = False  # the save before the pending one
         latest = preservation_policy.LatestN(keep_newest)
         best = preservation_policy.BestN(
             get_metric_fn=lambda metrics: metrics["accuracy"],
@@ -110,10 +135,12 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=preservation_policy.AnyPreservationPolicy([latest, best]),
             cleanup_tmp_directories=True,
+            async_options=ocp.options.AsyncOptions(timeout_secs=timeout_seconds(num_bytes)),
         )
         self.open = functools.partial(
             ocp.CheckpointManager, self.directory, options=options, item_names=("arrays", "host")
         )
+        self._logs = contextlib.ExitStack()
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self.manager = self.open()
@@ -125,12 +152,17 @@ class Checkpoints:
             ) from error
 
     def __enter__(self) -> "Checkpoints":
+        self._logs.enter_context(_without_tracebacks())
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self.wait()
-        self.manager.close()
+        with self._logs:
+            if kind is None:
+                self.wait()
+                self.manager.close()
+            else:  # an error of the pending save must not take the place of the one on its way
+                with contextlib.suppress(Exception):
+                    self.manager.close()
 
     @property
     def steps(self) -> list[int]:
@@ -140,6 +172,9 @@ class Checkpoints:
     def save(self, step: int, arrays: Any, host: Any, *, accuracy: float | None) -> None:
         """Starts saving; returns once the arrays may be changed or donated.
 
+        A save that fails is tried once more: this one with the same arrays, the one before it by
+        this one.
+
         Args:
             step: names the checkpoint.
             arrays: pytree of jax.Array.
@@ -147,17 +182,11 @@ class Checkpoints:
             accuracy: what the best are chosen by; None where it was not measured.
 
         Raises:
-            CheckpointError: this save, or the one before it, could not be written.
+            CheckpointError: two saves in a row could not be written, or the disk is full.
         """
+        self._finish_pending()
         record = {"arrays": _describe(arrays), "sums": _sums(arrays), "host": host}
-        with _told(f"checkpoint {step} in {self.directory}"):
-            self.manager.save(
-                step,
-                args=ocp.args.Composite(
-                    arrays=ocp.args.StandardSave(arrays), host=ocp.args.JsonSave(record)
-                ),
-                metrics=None if accuracy is None else {"accuracy": accuracy},
-            )
+        self._start(_Save(step, arrays, record, accuracy))
 
     def wait(self) -> None:
         """Returns when everything is on disk.
@@ -165,23 +194,97 @@ class Checkpoints:
         Raises:
             CheckpointError: the last save could not be written.
         """
-        with _told(f"the last checkpoint in {self.directory}"):
-            self.manager.wait_until_finished()
+        pending = self._pending
+        self._finish_pending()
+        if self._failed and pending is not None:
+            if any(x.is_deleted() for x in jax.tree.leaves(pending.arrays)):
+                raise CheckpointError(
+                    f"checkpoint {pending.step} in {self.directory} could not be written. The "
+                    "checkpoints before it are intact.",
+                    restart=True,
+                )
+            self._start(pending)
+            self._finish_pending()
+
+    def _start(self, save: _Save) -> None:
+        """Starts a save, a second time where it fails at once."""
+        self._pending = save
+        arguments = ocp.args.Composite(
+            arrays=ocp.args.StandardSave(save.arrays), host=ocp.args.JsonSave(save.record)
+        )
+        metrics = None if save.accuracy is None else {"accuracy": save.accuracy}
+        while not self._succeeds(
+            lambda: self.manager.save(save.step, args=arguments, metrics=metrics)
+        ):
+            pass
+
+    def _finish_pending(self) -> None:
+        """Waits until the last save is written, or is known to have failed."""
+        if self._pending is not None and self._succeeds(self.manager.wait_until_finished):
+            self._failed = False
+        self._pending = None
+
+    def _succeeds(self, write: Callable[[], Any]) -> bool:
+        """Whether `write` returns in every process. Where it fails the first time in a row, says so
+        and makes the manager ready for another try.
+
+        Raises:
+            CheckpointError: it is the second time, or the disk is full.
+        """
+        assert self._pending is not None
+        error: Exception | None = None
+        try:
+            write()
+        except OWN_ERRORS:
+            raise
+        except Exception as failure:  # an OSError here, a ValueError of tensorstore's there
+            error = failure
+        each = self.agree(None if error is None else [_reason(error, -1), _is_disk_full(error)])
+        reasons = [told for told in each if told is not None]
+        if not reasons:
+            return True
+        (reason, _), full = reasons[0], any(full for _, full in reasons)
+        what = f"checkpoint {self._pending.step} in {self.directory} could not be written"
+        if full:
+            raise CheckpointError(
+                f"{what}: the disk is full. The checkpoints before it are intact. Free some space "
+                "and start the same command again."
+            ) from error
+        if self._failed:
+            raise CheckpointError(
+                f"{what}: {reason}. The save before it failed too. The checkpoints before them are "
+                "intact.",
+                restart=True,
+            ) from error
+        self.say(f"warning: {what}: {reason}. The run tries once more.")
+        self._failed = True
+        with contextlib.suppress(Exception):  # it raises what has just been reported
+            self.manager.close()
+        self.manager = self.open()
+        return False
 
     def restore(self, like: Any) -> tuple[int, Any, Any] | None:
         """(step, arrays, host state) of the newest checkpoint that is whole; None if there is none.
 
-        Damaged ones that are newer are told of and moved to `damaged/`, or beside the directory
-        where that is in a bucket.
+        Damaged ones that are newer are reported and moved to `damaged/`, or next to the directory
+        where that is in a bucket. Damage is a sum that differs or a file that is missing or cannot
+        be decoded; all processes agree on it before any reads another checkpoint.
 
         Args:
             like: pytree of jax.ShapeDtypeStruct with the shardings wanted.
 
         Raises:
             UserError: the arrays are those of another model, or no checkpoint is whole.
+            CheckpointError: the storage gave errors, READS times in a row. Nothing is moved.
         """
         damaged: dict[int, str] = {}
-        for step in self.steps[::-1]:
+        steps = self.steps
+        if any(seen != steps for seen in self.agree(steps)):
+            raise CheckpointError(
+                f"the processes see different checkpoints in {self.directory}; here {steps}.",
+                restart=True,
+            )
+        for step in steps[::-1]:
             with _failures_told_once():
                 found = self._verified(step, like, damaged)
             if found is not None:
@@ -198,20 +301,53 @@ class Checkpoints:
 
     def _verified(self, step: int, like: Any, damaged: dict[int, str]) -> tuple[Any, Any] | None:
         """(arrays, host state) of a checkpoint; None if it is damaged, which is then noted."""
-        try:
-            record = self._read(step, host=ocp.args.JsonRestore()).host
-            _check_same(step, self.directory, record["arrays"], _describe(like))
-            arrays = self._read(step, arrays=ocp.args.StandardRestore(like)).arrays
-            _check_sums(record["sums"], _sums(arrays))
-        except UserError:
-            raise
-        except Exception as error:  # what a damaged file raises depends on where it is damaged
-            damaged[step] = (str(error).strip() or repr(error)).splitlines()[0][:200]
-            return None
-        return arrays, record["host"]
+        where = self.directory / str(step)
 
-    def _read(self, step: int, **items: Any) -> Any:
-        return self.manager.restore(step, args=ocp.args.Composite(**items))
+        def record() -> Any:
+            found = _read_record(where)
+            _check_same(step, self.directory, found["arrays"], _describe(like))
+            return found
+
+        def arrays() -> Any:
+            return ocp.StandardCheckpointHandler().restore(
+                where / "arrays", args=ocp.args.StandardRestore(like)
+            )
+
+        try:
+            found = self._together(step, record)
+            restored = self._together(step, arrays)
+            # All processes compute them together, and all get the same.
+            _check_sums(found["sums"], _sums(restored))
+        except _Damaged as error:
+            damaged[step] = str(error)
+            return None
+        return restored, found["host"]
+
+    def _together(self, step: int, read: Callable[[], T]) -> T:
+        """What `read` returns, which waits for no other process, once it has returned in all.
+
+        Raises:
+            _Damaged: in all processes, where one of them found damage.
+            CheckpointError: in all, where one of them could not read.
+        """
+        found: Any = None
+        damage = failure = None
+        try:
+            found = _retried(read)
+        except _Damaged as error:
+            damage = str(error)
+        except CheckpointError as error:
+            failure = str(error)
+        verdicts = self.agree([failure, damage])
+        if failures := [failure for failure, _ in verdicts if failure is not None]:
+            raise CheckpointError(
+                f"checkpoint {step} in {self.directory} could not be read: {failures[0]}. It is "
+                "left where it is.",
+                restart=True,
+            )
+        if reasons := [damage for _, damage in verdicts if damage is not None]:
+            raise _Damaged(reasons[0])
+        return found
 
     def _set_aside(self, damaged: dict[int, str]) -> None:
         if not damaged:
@@ -270,8 +406,7 @@ def restore_part(
             )
         step = steps[-1] if step is None else step
         try:
-            host = ocp.args.Composite(host=ocp.args.JsonRestore())
-            record = manager.restore(step, args=host).host
+            record = _retried(lambda: _read_record(directory / str(step)))
             path = "".join(f".{field}" for field in fields)
             wanted = _describe(like, path)
             saved = {name: value for name, value in record["arrays"].items() if name in wanted}
@@ -282,15 +417,16 @@ def restore_part(
                 restore_args=ocp.checkpoint_utils.construct_restore_args(nested),
                 partial_restore=True,
             )
-            found = manager.restore(step, args=ocp.args.Composite(arrays=part)).arrays
-            arrays = functools.reduce(operator.getitem, fields, found)
+            read = lambda: manager.restore(step, args=ocp.args.Composite(arrays=part)).arrays
+            arrays = functools.reduce(operator.getitem, fields, _retried(read))
             _check_sums({name: record["sums"][name] for name in wanted}, _sums(arrays, path))
-        except UserError:
-            raise
-        except Exception as error:  # what a damaged file raises depends on where it is damaged
-            reason = (str(error).strip() or repr(error)).splitlines()[0][:200]
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"checkpoint {step} in {directory} could not be read: {error}.", restart=True
+            ) from error
+        except _Damaged as error:
             raise UserError(
-                f"checkpoint {step} in {directory} is damaged ({reason}). Choose another --step: "
+                f"checkpoint {step} in {directory} is damaged ({error}). Choose another --step: "
                 f"{', '.join(map(str, steps))}."
             ) from error
     return step, arrays
@@ -348,41 +484,99 @@ def _sums(arrays: Any, root: str = "") -> dict[str, list[int]]:
 def _check_sums(saved: dict[str, list[int]], found: dict[str, list[int]]) -> None:
     for name, value in saved.items():
         if found[name] != value:
-            raise ValueError(f"the contents of {name} are not what was saved")
+            raise _Damaged(f"the contents of {name} are not what was saved")
+
+
+class _Damaged(Exception):
+    """A file of a checkpoint is missing, or holds something else than was written."""
+
+
+def _read_record(where: epath.Path) -> dict[str, Any]:
+    """The host's part of a checkpoint, with the sums and shapes of its arrays."""
+    record = ocp.JsonCheckpointHandler().restore(where / "host", args=ocp.args.JsonRestore())
+    if not (isinstance(record, dict) and {"arrays", "sums", "host"} <= record.keys()):
+        raise _Damaged(f"{where / 'host'} is not the record of a checkpoint")
+    return record
+
+
+def _retried(read: Callable[[], T]) -> T:
+    """What `read` returns, after up to READS attempts.
+
+    Raises:
+        _Damaged: a file is missing or cannot be decoded.
+        CheckpointError: the storage gave an error each time.
+    """
+    for attempt in range(READS):
+        try:
+            return read()
+        except (_Damaged, *OWN_ERRORS):
+            raise
+        except Exception as error:  # tensorstore, epath and gcsfs each have their own
+            if _is_damage(error):
+                raise _Damaged(_reason(error, 0)) from error
+            if attempt == READS - 1:
+                raise CheckpointError(_reason(error, 0), restart=True) from error
+        time.sleep(PAUSE_SECONDS)
+    raise AssertionError
+
+
+def _is_damage(error: Exception) -> bool:
+    """Whether a read failed by what it read. tensorstore says so by a code in the text of a
+    ValueError, from which orbax may raise its own."""
+    decoding = (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError)
+    return any(
+        isinstance(cause, decoding)
+        or (isinstance(cause, ValueError) and str(cause).startswith(DECODE_ERRORS))
+        for cause in causes(error)
+    )
+
+
+def _reason(error: Exception, line: int) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[line][:200]
+
+
+@contextlib.contextmanager
+def _without_tracebacks() -> Iterator[None]:
+    """Leaves out orbax's log: the traceback of an error in each thread that meets it, which is also
+    raised here."""
+    logger = logging.getLogger("absl")
+    others = lambda record: "orbax" not in record.pathname
+    logger.addFilter(others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(others)
 
 
 @contextlib.contextmanager
 def _failures_told_once() -> Iterator[None]:
-    """orbax reads arrays side by side and raises the first failure. asyncio would report the others
-    on standard error, whenever they are collected, as if nobody had dealt with them."""
-    logger = logging.getLogger("asyncio")
+    """Has only the first failure of a read reported, which is raised.
+
+    orbax reads arrays side by side. asyncio would report the other failures on standard error when
+    they are collected, and Python the event loop that orbax closed while tensorstore used it.
+    """
+    logger, hook = logging.getLogger("asyncio"), sys.unraisablehook
     level = logger.level
+
+    def without_closed_loops(unraisable: Any) -> None:
+        error = unraisable.exc_value
+        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            hook(unraisable)
+
     logger.setLevel(logging.CRITICAL)
+    sys.unraisablehook = without_closed_loops
     try:
         yield
     finally:
         gc.collect()
         logger.setLevel(level)
+        sys.unraisablehook = hook
 
 
-@contextlib.contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Turns what orbax raises while it writes into a CheckpointError that says what to do."""
-    try:
-        yield
-    except Exception as error:  # an OSError here, a ValueError of tensorstore's there
-        reason, remedy = (str(error).strip() or repr(error)).splitlines()[-1][:300], ""
-        if any(_is_disk_full(cause) for cause in causes(error)):
-            reason, remedy = (
-                "the disk is full",
-                " Free some space and start the same command again.",
-            )
-        raise CheckpointError(
-            f"{what} could not be written: {reason}. The checkpoints before it are intact.{remedy}"
-        ) from error
-
-
-def _is_disk_full(error: BaseException) -> bool:
-    full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+def _is_disk_full(error: Exception) -> bool:
     # tensorstore tells of it in the text of a ValueError.
-    return full or "No space left on device" in str(error)
+    return any(
+        (isinstance(cause, OSError) and cause.errno == errno.ENOSPC)
+        or "No space left on device" in str(cause)
+        for cause in causes(error)
+    )

@@ -10,15 +10,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from absl import flags
 from ml_collections import ConfigDict
 
 from dapo_jax import fields, hf_config, hub
 from dapo_jax.config import Config, ModelConfig
 from dapo_jax.fields import Text
+from dapo_jax.processes import START_AGAIN
 from dapo_jax.types import RunError, UserError
 
 ROOT = Path(__file__).resolve().parent.parent
+# Status codes of JAX's runtime for what another start would meet again.
+OF_THE_PROGRAM = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
+# Words of compilers that refuse a program, under whatever code.
+OF_COMPILERS = ("RET_CHECK", "Mosaic", "ompilation")
+# Numbers of an OSError that says how things are, not that the storage failed.
+LASTING = {
+    errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR,
+    errno.EISDIR, errno.ENAMETOOLONG, errno.ENOSPC, errno.EDQUOT, None,
+}  # fmt: skip
 
 
 def parse(
@@ -213,10 +224,11 @@ def _mistake(file: Path, error: Exception) -> str:
 
 
 def fail(error: Exception) -> int:
-    """Tells what went wrong on standard error, without a traceback where the message says it all.
+    """Prints what went wrong to standard error, without a traceback where the message says it all.
 
     Returns:
-        The exit status: 2 for the user's mistakes, 1 otherwise.
+        The exit status: 2 for the user's mistakes, START_AGAIN for faults of devices and storage
+        that a new start may not meet, 1 otherwise.
     """
     if isinstance(error, UserError):
         print(f"error: {error}", file=sys.stderr)
@@ -230,6 +242,14 @@ def fail(error: Exception) -> int:
         return 1
     if isinstance(error, RunError):
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return START_AGAIN if error.restart else 1
     traceback.print_exception(error)
-    return 1
+    return START_AGAIN if _may_pass(error) else 1
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether an error is one of a device or of the storage and not of the program."""
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        text = str(error)
+        return not (text.startswith(OF_THE_PROGRAM) or any(word in text for word in OF_COMPILERS))
+    return isinstance(error, OSError) and error.errno not in LASTING

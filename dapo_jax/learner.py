@@ -4,6 +4,7 @@ Rewards and advantages are of the whole batch; it is then cut into mini-batches,
 each. What needs log-probs or values of whole mini-batches is scored before a gradient is taken.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -45,6 +46,15 @@ class RunState(NamedTuple):
     critic: train_step.TrainState | None
 
 
+def state_shapes(config: Config) -> RunState:
+    """Shapes and dtypes of the state of a run; nothing is computed."""
+    params = model.param_shapes(config.model)
+    policy = jax.eval_shape(functools.partial(train_step.init_state, config), params)
+    if config.critic is None:
+        return RunState(policy, None)
+    return RunState(policy, jax.eval_shape(functools.partial(critic.init_state, config), params))
+
+
 class MiniBatch(NamedTuple):
     """Which responses and tokens of a batch, and their rows."""
 
@@ -76,12 +86,13 @@ class Learner:
         self.config, self.mesh, self.detokenize = config, mesh, detokenize
         self.say, self.doing = say, doing
         self.reference: model.Params | None = None  # the base model, where something asks for it
-        self.update = train_step.compile_update(config, mesh)
-        self.score = train_step.compile_scoring(config, mesh)
+        # Jitted; see `compile`.
+        self.update: Any = train_step.compile_update(config, mesh)
+        self.score: Any = train_step.compile_scoring(config, mesh)
         if config.critic is not None:
             self.critic_optimizer = critic.optimizer_config(config)
-            self.values = critic.compile_values(config, mesh)
-            self.update_critic = critic.compile_update(config, mesh)
+            self.values: Any = critic.compile_values(config, mesh)
+            self.update_critic: Any = critic.compile_update(config, mesh)
         o, c = config.objective, config.correction
         self.full_kl = o.kl_estimator == "full"
         self.needs_reference = o.kl_coefficient > 0 or o.reward_kl_coefficient > 0
@@ -99,18 +110,59 @@ class Learner:
             or config.rollout.log_prob_source == "recompute"
         )
 
-    def init_state(self, params: model.Params) -> RunState:
-        """The state of a base model; its parameters are copied, for updates donate them."""
+    def state_like(self) -> RunState:
+        """Shapes, dtypes and shardings of the state, for `Checkpoints.restore`."""
         config, mesh = self.config, self.mesh
+        shardings = RunState(
+            train_step.state_shardings(config, mesh),
+            None if config.critic is None else critic.state_shardings(config, mesh),
+        )
+        return jax.tree.map(
+            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+            state_shapes(config),
+            shardings,
+        )
+
+    def compile(self) -> None:
+        """Compiles the programs that `train_on` runs on a batch; it then compiles none of them."""
+        config, t = self.config, self.config.train
+        state, rows_at = self.state_like(), row_sharding(self.mesh, batch_dim=1)
+        shape = batching.max_micro_batches(config), t.rows_per_micro_batch, t.row_tokens
+        rows = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(shape, x.dtype, sharding=rows_at),
+            batching.empty_rows(1, 1),
+        )
+        integer, real = (jax.ShapeDtypeStruct((), dtype) for dtype in (np.int32, np.float32))
+        reference = state.policy.params if self.full_kl else None
+        compiled = lambda program, *args: program.lower(*args).compile()
+        self.update = compiled(self.update, state.policy, rows, integer, real, real, reference)
+        if self.needs_scoring:
+            self.score = compiled(self.score, state.policy.params, rows, integer)
+        if state.critic is not None:
+            self.values = compiled(self.values, state.critic.params, rows, integer)
+            self.update_critic = compiled(
+                self.update_critic, state.critic, rows, integer, real, real
+            )
+
+    def init_state(self, params: model.Params, *, donate: bool = False) -> RunState:
+        """Returns the state of a base model.
+
+        Args:
+            donate: whether the state takes the place of the parameters, which are deleted. Else it
+                has a copy, for updates donate them.
+        """
+        config, mesh = self.config, self.mesh
+        value_model = None
+        if config.critic is not None:
+            value_model = jax.jit(
+                lambda params: critic.init_state(config, params),
+                out_shardings=critic.state_shardings(config, mesh),
+            )(params)
+        own = (lambda x: x) if donate else jnp.copy
         policy = jax.jit(
-            lambda params: train_step.init_state(config, jax.tree.map(jnp.copy, params)),
+            lambda params: train_step.init_state(config, jax.tree.map(own, params)),
             out_shardings=train_step.state_shardings(config, mesh),
-        )(params)
-        if config.critic is None:
-            return RunState(policy, None)
-        value_model = jax.jit(
-            lambda params: critic.init_state(config, params),
-            out_shardings=critic.state_shardings(config, mesh),
+            donate_argnums=0 if donate else (),
         )(params)
         return RunState(policy, value_model)
 

@@ -60,6 +60,7 @@ class Processes:
         self._calls = self._boards = self._tellings = 0
         self._looked = 0.0
         self._leaving = False  # a connection that ends is no loss any more
+        self._is_loading = False  # reads weights or a checkpoint
         self._gone = threading.Event()
         self._unanswered = 0  # times that this process found nothing new from the store
 
@@ -208,6 +209,16 @@ class Processes:
             for what in (self._watch, self._watch_store):
                 threading.Thread(target=what, name="processes", daemon=True).start()
 
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Declares that this process reads weights or a checkpoint: it may give no heartbeat for a
+        while, and the others do not take it for dead."""
+        self._is_loading = True
+        try:
+            yield
+        finally:
+            self._is_loading = False
+
     def _watch_store(self) -> None:
         """Its process may be frozen, and never answer."""
         while not self._gone.wait(BEAT_SECONDS):
@@ -226,7 +237,8 @@ class Processes:
         while not self._gone.wait(BEAT_SECONDS):
             number += 1
             try:
-                self._client.key_value_set(f"beat/{self.index}", str(number), allow_overwrite=True)
+                mine = json.dumps([number, self._is_loading])
+                self._client.key_value_set(f"beat/{self.index}", mine, allow_overwrite=True)
                 failed = self._client.key_value_dir_get("failed")
                 found = self._client.key_value_dir_get("beat")
             except Exception as error:  # whatever the connection raises when its end is gone
@@ -247,7 +259,8 @@ class Processes:
                 i = int(key.rsplit("/", 1)[1])
                 if i not in beats or beats[i][0] != beat:
                     beats[i] = beat, now
-                elif now - beats[i][1] > DEAD_SECONDS:
+                elif now - beats[i][1] > DEAD_SECONDS and not json.loads(beat)[1]:
+                    # One that died while it loads is found by JAX, whose signs need no lock.
                     self._leave_silent(i)
 
     def leave(self, status: int, error: Exception | None = None) -> int:

@@ -4,6 +4,7 @@ Everything random is a function of `config.seed`, the rollout step and the probl
 stopped anywhere and started again goes on as if it had never stopped.
 """
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ from dapo_jax.dynamic_sampling import (
     take_informative,
 )
 from dapo_jax.evaluate import evaluate
-from dapo_jax.learner import RunState
+from dapo_jax.learner import RunState, state_shapes
 from dapo_jax.problems import rubrics
 from dapo_jax.processes import ALONE, Processes
 from dapo_jax.profiling import traced
@@ -59,6 +60,7 @@ class HostState(NamedTuple):
     reward_kl_coefficient: float  # of the next step; adapts where the config says so
     seconds: float  # worked so far, over all starts of the run
     updated_steps: int  # rollout steps that made an update: where the schedules are
+    base_seconds: float  # to make or read the base model
 
     def to_json(self) -> dict[str, Any]:
         return self._asdict() | {"sampling": state_to_json(self.sampling)}
@@ -104,6 +106,8 @@ def train(config: Config, workdir: Path, them: Processes = ALONE) -> int | None:
             keep_newest=config.checkpoint.keep_newest,
             keep_best=config.checkpoint.keep_best,
             say=progress.say,
+            num_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state_shapes(config))),
+            agree=them.agree,
         ) as checkpoints,
     ):
         progress.watch = watch.moved
@@ -190,49 +194,30 @@ class _Run:
             f"{devices.size} {devices.flat[0].device_kind} device(s), mesh "
             + " x ".join(f"{name} {size}" for name, size in trainer.mesh.shape.items())
         )
-        self.progress.doing("loading or making the base model")
-
-        params, about = base.load_or_make(
-            self.config,
-            trainer.mesh,
-            trainer.tokenizer,
-            self.workdir / "base",
-            say=self.progress.say,
-            check_stop=self.watch.moving(self.signals.check_together),
-            them=self.them,
-        )
-        self.base_seconds = about["seconds"]
+        # Before anything is read or sampled: what a compiler refuses is known within minutes.
+        self.progress.doing("compiling the programs of the update")
+        try:
+            trainer.learner.compile()
+        except jax.errors.JaxRuntimeError as error:
+            raise RunError(f"the programs of the update do not compile: {error}") from error
+        with self.them.loading():
+            resumed = self._restore()
+            base_seconds = 0.0
+            if not resumed or trainer.learner.needs_reference:
+                base_seconds = self._load_base(resumed)
+        assert self.state is not None
         self.progress.doing("compiling the programs of the rollout")
         modes = dict.fromkeys(sampling.mode for sampling in self._samplings())
         cancels = bool(self.config.rollout.stop_strings)
-        trainer.engine.warm_up(
-            trainer.engine.load_params(params), modes, cancels=cancels, say=self.progress.say
-        )
-        if trainer.learner.needs_reference:
-            trainer.learner.reference = params
-        state = trainer.learner.init_state(params)
-        like = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-        )
-        restored = self.checkpoints.restore(like)
-        if restored is not None:
-            self.step, self.state, values = restored
-            config = values.pop("config", None)  # older ones have none
-            if config is not None:
-                run_directory.check_same(config, self.config, self.checkpoints.directory)
-            run_directory.check_not_past(self.step, self.config, self.checkpoints.directory)
-            self.host = HostState.from_json(values)
-            self.begun -= self.host.seconds
-            self.saved_step = self.step
-            trainer.stream.set_state(self.host.data)
-            self.directory.rewind(self.step)
-            self.progress.first_step = self.step
-            self.progress.say(f"resuming after step {self.step} of {self.config.train.num_steps}")
+        loaded = trainer.engine.load_params(self.state.policy.params)
+        trainer.engine.warm_up(loaded, modes, cancels=cancels, say=self.progress.say)
+        del loaded  # or it would lie next to the copy that the evaluation makes
+        if resumed:
             return
         self.directory.rewind(-1)
-        self.state = state
         begun = time.monotonic()
         numbers = {"step": 0} | self._evaluate(0)
+        numbers["perf/compilations"] = self.compilations.count
         numbers["time/step"] = time.monotonic() - begun
         accuracy = self._accuracy(numbers)
         self.host = HostState(
@@ -247,8 +232,50 @@ class _Run:
             reward_kl_coefficient=self.config.objective.reward_kl_coefficient,
             seconds=0.0,
             updated_steps=0,
+            base_seconds=base_seconds,
         )
         self._complete(0, numbers)
+
+    def _restore(self) -> bool:
+        """Takes up the run after its newest checkpoint; False if there is none. Only shapes of the
+        state are needed for it."""
+        self.progress.doing("looking for a checkpoint")
+        restored = self.checkpoints.restore(self.trainer.learner.state_like())
+        if restored is None:
+            return False
+        self.step, self.state, values = restored
+        config = values.pop("config", None)  # older ones have none
+        if config is not None:
+            run_directory.check_same(config, self.config, self.checkpoints.directory)
+        run_directory.check_not_past(self.step, self.config, self.checkpoints.directory)
+        self.host = HostState.from_json(values)
+        self.begun -= self.host.seconds
+        self.saved_step = self.step
+        self.trainer.stream.set_state(self.host.data)
+        self.directory.rewind(self.step)
+        self.progress.first_step = self.step
+        self.progress.say(f"resuming after step {self.step} of {self.config.train.num_steps}")
+        return True
+
+    def _load_base(self, resumed: bool) -> float:
+        """Reads or makes the base model: the reference, where there is one, and unless the run is
+        resumed the first state. Returns the seconds that it took to make."""
+        self.progress.doing("loading or making the base model")
+        learner = self.trainer.learner
+        params, about = base.load_or_make(
+            self.config,
+            self.trainer.mesh,
+            self.trainer.tokenizer,
+            self.workdir / "base",
+            say=self.progress.say,
+            check_stop=self.watch.moving(self.signals.check_together),
+            them=self.them,
+        )
+        if learner.needs_reference:
+            learner.reference = params
+        if not resumed:
+            self.state = learner.init_state(params, donate=not learner.needs_reference)
+        return about["seconds"]
 
     def _samplings(self) -> list[SamplingParams]:
         """Of training, of evaluation, and of baselines where the advantage has them."""
@@ -312,7 +339,7 @@ class _Run:
             "final_accuracy": self.host.accuracy,
             "steps": self.step,
             "seconds": time.monotonic() - self.begun,
-            "base_seconds": self.base_seconds,
+            "base_seconds": self.host.base_seconds,
         }
         self.directory.save_summary(summary)
         self.directory.close()
@@ -328,9 +355,11 @@ class _Run:
         )
 
     def save(self) -> None:
-        """Saves the last completed step, unless that is done."""
+        """Saves the last completed step, unless that is done. Step 0 of a model that has a path is
+        not saved: its parameters are those of the path."""
         self.watch.limited = False  # until the next step: storage may be slow
-        if self.step < 0 or self.saved_step == self.step:
+        first = 1 if self.config.model.path is not None else 0
+        if self.step < first or self.saved_step == self.step:
             return
         assert self.state is not None and self.host is not None
         start = time.monotonic()
@@ -355,6 +384,8 @@ class _Run:
         self.step = step
         numbers["time/checkpoint"], self.save_seconds = self.save_seconds, 0.0
         self.directory.log(numbers)
+        if place := os.environ.get("DAPO_PROGRESS"):  # see launch/restart.sh
+            Path(place).write_text(f"{step}\n")
         self.progress.step(numbers)
         if step % self.config.checkpoint.every_steps == 0 or step == self.config.train.num_steps:
             self.save()

@@ -39,7 +39,15 @@ class UserError(ValueError):
 
 
 class RunError(RuntimeError):
-    """The run cannot go on. The message says what is wrong, what is safe, and the remedy."""
+    """The run cannot go on. The message says what is wrong, what is safe, and the remedy.
+
+    Args:
+        restart: whether the same command may succeed, as after an error of the storage.
+    """
+
+    def __init__(self, message: str, *, restart: bool = False):
+        super().__init__(message)
+        self.restart = restart
 
 
 class StopRequested(Exception):

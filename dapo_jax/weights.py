@@ -5,6 +5,7 @@ stacked in one array, so a layer at a time is read, put on the devices in the la
 written into its place there; what the host holds at any moment is at most one tensor's slices.
 """
 
+import errno
 import functools
 import json
 import os
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes  # noqa: F401  (lets NumPy read bfloat16)
+import ml_dtypes
 import numpy as np
 import safetensors
 from jax.sharding import NamedSharding, PartitionSpec
@@ -29,6 +30,14 @@ from dapo_jax.types import UserError
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 REPORT_EVERY_SECONDS = 10.0
 MAX_SHARD_BYTES = 5 * 2**30
+READ_BYTES = 4 * 2**20
+# The dtypes of weights by their names in safetensors' headers.
+DTYPES: dict[str, Any] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+}
 # Present in some checkpoints and a function of the config.
 COMPUTED = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
 
@@ -122,8 +131,21 @@ def check_tensors(c: ModelConfig, found: Mapping[str, tuple[int, ...]], place: A
         )
 
 
+class _Tensor(NamedTuple):
+    """Where the bytes of a tensor lie."""
+
+    file: str
+    offset: int
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+
 class _Files:
-    """The safetensors files of a directory, opened when they are read."""
+    """The safetensors files of a directory.
+
+    The library checks their headers. The bytes are read here: its slices hold Python's lock for as
+    long as the storage takes, and then no heartbeat of this process goes out.
+    """
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -167,15 +189,53 @@ class _Files:
             found[name] = tuple(opened.get_slice(name).get_shape())
         return found
 
+    @functools.cached_property
+    def tensors(self) -> dict[str, _Tensor]:
+        """Every tensor by its name, from the headers."""
+        found = {}
+        for file in dict.fromkeys(self.file_of.values()):
+            with open(self.directory / file, "rb") as opened:
+                length = int.from_bytes(opened.read(8), "little")
+                header = json.loads(opened.read(length))
+            for name, entry in header.items():
+                if name != "__metadata__":
+                    if entry["dtype"] not in DTYPES:
+                        raise UserError(
+                            f"config.model.path: {name} in {self.directory / file} has dtype "
+                            f"{entry['dtype']}; known are {', '.join(DTYPES)}."
+                        )
+                    start = 8 + length + entry["data_offsets"][0]
+                    dtype = np.dtype(DTYPES[entry["dtype"]])
+                    found[name] = _Tensor(file, start, dtype, tuple(entry["shape"]))
+        return found
+
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A slice of a tensor."""
-        try:
-            return np.asarray(self._open(self.file_of[name]).get_slice(name)[index])
-        except safetensors.SafetensorError as error:
-            raise UserError(
-                f"config.model.path: {name} cannot be read from "
-                f"{self.directory / self.file_of[name]}: {error}. Fetch it again."
-            ) from error
+        """A slice of a tensor of one or two axes, in reads of at most READ_BYTES that release
+        Python's lock."""
+        tensor = self.tensors[name]
+        first, last, _ = index[0].indices(tensor.shape[0])
+        row = tensor.dtype.itemsize * int(np.prod(tensor.shape[1:]))
+        rest = [len(range(*part.indices(n))) for part, n in zip(index[1:], tensor.shape[1:])]
+        out = np.empty((last - first, *rest), tensor.dtype)
+        rows = max(1, READ_BYTES // row)
+        with open(self.directory / tensor.file, "rb", buffering=0) as file:
+            for start in range(first, last, rows):
+                stop = min(last, start + rows)
+                piece = np.empty((stop - start, *tensor.shape[1:]), tensor.dtype)
+                _fill(file, tensor.offset + start * row, piece)
+                out[start - first : stop - first] = piece[(slice(None), *index[1:])]
+        return out
+
+
+def _fill(file: Any, offset: int, piece: np.ndarray) -> None:
+    """Fills an array from a file. Raises OSError where the file ends before."""
+    left = piece.reshape(-1).view(np.uint8).data
+    file.seek(offset)
+    while left:
+        count = file.readinto(left[:READ_BYTES])
+        if not count:
+            raise OSError(errno.EIO, "the file has become shorter", file.name)
+        left = left[count:]
 
 
 def load(

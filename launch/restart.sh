@@ -3,7 +3,7 @@
 #
 #   launch/restart.sh [FLAGS] -- COMMAND...
 #
-#   75             another process was lost or hung: again
+#   75             another process was lost or hung, or a device or the storage failed: again
 #   143            stopped by SIGTERM, everything saved: again
 #   134, 137, 139  aborted, killed, crashed: again
 #   any other      ends here, with that status: 0 is done, 1 a failure, 2 a mistake of the user's,
@@ -11,8 +11,10 @@
 #
 # SIGTERM and SIGINT go on to the command; after them nothing is started again.
 #
-# --most=N           gives up, with status 1, after N starts in a row that were short; 5
-# --short_seconds=N  a start that lasted less than this was short; 60
+# A start makes progress when a step is completed that no start before it completed. The run writes the
+# number of its newest step to the file that DAPO_PROGRESS names.
+#
+# --most=N           gives up, with status 1, after N starts in a row without progress; 5
 # --pause_seconds=N  waits this long before it starts again; 10
 # --dry_run          prints the command and runs nothing
 # --help             prints this
@@ -22,10 +24,10 @@ set -m
 # shellcheck source=launch/common.sh
 source "$(dirname "$0")/common.sh"
 
-most=5 short_seconds=60 pause_seconds=10
-parse "most short_seconds pause_seconds" "" "$@"
+most=5 pause_seconds=10
+parse "most pause_seconds" "" "$@"
 [ ${#rest[@]} -gt 0 ] || fail "the command is missing: launch/restart.sh [FLAGS] -- COMMAND..."
-need_numbers 0 most short_seconds pause_seconds
+need_numbers 0 most pause_seconds
 
 child='' signal='' interrupted=''
 
@@ -56,7 +58,10 @@ if [ -n "$dry_run" ]; then
   quote "${rest[@]}"
   exit 0
 fi
-short_starts=0
+DAPO_PROGRESS=$(mktemp "${TMPDIR:-/tmp}/dapo_progress.XXXXXX")
+export DAPO_PROGRESS
+trap 'rm -f "$DAPO_PROGRESS"' EXIT
+newest=-1 idle_starts=0
 while :; do
   started=$SECONDS
   run_to_the_end "${rest[@]}"
@@ -66,13 +71,13 @@ while :; do
     *) exit "$status" ;;
   esac
   [ -z "$signal" ] || exit "$status"
-  if [ "$lasted" -lt "$short_seconds" ]; then
-    short_starts=$((short_starts + 1))
-  else
-    short_starts=0
+  step=$(cat "$DAPO_PROGRESS" 2>/dev/null || true)
+  idle_starts=$((idle_starts + 1))
+  if [[ "$step" =~ ^[0-9]+$ && "$step" -gt "$newest" ]]; then
+    newest=$step idle_starts=0
   fi
-  if [ "$short_starts" -ge "$most" ]; then
-    say "status $status after $lasted s: gives up after $short_starts short starts in a row."
+  if [ "$idle_starts" -ge "$most" ]; then
+    say "status $status after $lasted s: gives up after $idle_starts starts in a row without a new step."
     exit 1
   fi
   say "status $status after $lasted s: starts again in $pause_seconds s."

@@ -11,7 +11,8 @@
 # stop    stops the run: everything is saved, then it ends
 # delete  deletes the slice
 # run     all of it: creates, sets up, starts; where the slice is preempted, deletes it and begins
-#         again; at the end deletes it. Started again, it goes on with the slice that is there
+#         again; deletes it when the run is done. After a failure it keeps the slice, which costs until
+#         delete. Started again, it goes on with the slice that is there
 #
 # --project=ID             the Google Cloud project
 # --zone=ZONE              the zone of the slice, such as us-east5-a
@@ -24,6 +25,7 @@
 # --service_account=EMAIL  what the workers run as; the project's default if not given
 # --network=NAME           the network of the workers; the project's default if not given
 # --env=NAME=VALUE         sets a variable for launch/train.py; may be given several times
+# --delete_on_failure      run deletes the slice also where the run or its set-up failed
 # --poll_seconds=N         how often run looks at the slice; 60
 # --dry_run                prints every command and runs none
 # --help                   prints this
@@ -35,7 +37,7 @@ source "$(dirname "$0")/common.sh"
 cd "$(dirname "$0")/.."
 
 project='' zone='' name='' accelerator_type='' runtime_version='' nfs='' poll_seconds=60
-spot='' reserved='' service_account='' network=''
+spot='' reserved='' delete_on_failure='' service_account='' network=''
 archive=/tmp/dapo_jax.tar.gz
 
 workers() { # WORKER COMMAND
@@ -118,8 +120,7 @@ delete() {
 
 note() { echo "tpu_vm.sh: $*" >&2; }
 
-# Does what there is to do; where that fails five times in a row, the run has ended: a slice that
-# cannot be set up costs what one costs that trains.
+# Does what there is to do; where that fails five times in a row, the run has ended.
 try() {
   if "$@"; then
     failures=0
@@ -184,7 +185,12 @@ run() {
   until advance; do sleep "$poll_seconds"; done
   note "the run has ended with status $ended; its output is in /shared/logs/$name."
   stop
-  delete
+  if [ "$ended" = 0 ] || [ -n "$delete_on_failure" ]; then
+    delete
+  else
+    note "the slice is kept, and costs until: launch/tpu_vm.sh delete --project=$project" \
+      "--zone=$zone --name=$name"
+  fi
   exit "$ended"
 }
 
@@ -196,7 +202,7 @@ case "$command" in
 esac
 parse "project zone name accelerator_type runtime_version nfs service_account network poll_seconds \
 env" \
-  "spot reserved" "$@"
+  "spot reserved delete_on_failure" "$@"
 need_numbers 0 poll_seconds
 need project zone
 need_name "$name"

@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def main(argv: list[str]) -> int:
     """The exit status: 0 done, 2 the user's mistake, 1 a failure, 128 + n stopped by signal n; 75
-    where another process of the run was lost, and 128 + 15 too: start it again."""
+    where another process of the run was lost, or a device or the storage failed. After 75 and
+    128 + 15 start it again."""
     sys.path.insert(0, str(ROOT))
     from dapo_jax.command_line import fail, parse
 

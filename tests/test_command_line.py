@@ -1,6 +1,7 @@
 """What a user sees who gets something wrong: the field, the value, the remedy; no traceback."""
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -8,16 +9,18 @@ import subprocess
 import sys
 import textwrap
 
+import jax
 import pytest
 
 from configs import tiny, tiny_dapo
 from configs.tiny import METHODS
-from dapo_jax import config
+from dapo_jax import command_line, config
+from dapo_jax.checkpoint import CheckpointError
 from dapo_jax.command_line import parse
 from dapo_jax.config import Config
 from dapo_jax.hf_config import to_hf
 from dapo_jax.policy_losses import LOSSES
-from dapo_jax.types import UserError
+from dapo_jax.types import RunError, UserError
 from tests.conftest import ROOT
 from tests.helpers import source_dict, tiny_config, tiny_dict
 from tests.runs import load_launcher, write_config
@@ -513,3 +516,28 @@ def test_grpo_is_dapo_without_its_techniques():
     assert not grpo.dynamic_sampling.enabled and grpo.reward.overlong_penalty == 0
     assert grpo.train == dapo.train and grpo.optimizer == dapo.optimizer, "the same budget"
     assert grpo.pretrain == dapo.pretrain and grpo.rollout == dapo.rollout
+
+
+@pytest.mark.parametrize(
+    "error, status",
+    [
+        (jax.errors.JaxRuntimeError("INTERNAL: HBM uncorrectable ECC error on chip 3"), 75),
+        (jax.errors.JaxRuntimeError("UNAVAILABLE: ICI link down"), 75),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory allocating 4 GiB"), 1),
+        (jax.errors.JaxRuntimeError("INVALID_ARGUMENT: shapes do not match"), 1),
+        (jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure (lowering_emitter.cc:5506)"), 1),
+        (jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed to compile TPU kernel"), 1),
+        (OSError(errno.EIO, "Input/output error"), 75),
+        (OSError(errno.ESTALE, "Stale file handle"), 75),
+        (FileNotFoundError(errno.ENOENT, "No such file"), 1),
+        (OSError(errno.ENOSPC, "No space left on device"), 1),
+        (RunError("the gradient was not finite"), 1),
+        (CheckpointError("checkpoint 3 could not be written", restart=True), 75),
+        (CheckpointError("the disk is full"), 1),
+        (UserError("no such flag"), 2),
+        (KeyError("x"), 1),
+    ],
+)
+def test_the_exit_status_says_whether_to_start_again(error, status, capsys):
+    assert command_line.fail(error) == status
+    assert str(error.args[-1])[:20] in capsys.readouterr().err

@@ -33,7 +33,7 @@ from tests.launchers import (
 )
 
 SCRIPTS = sorted((ROOT / "launch").glob("*.sh"))
-QUICK = "--short_seconds=0 --pause_seconds=0"
+QUICK = "--most=9 --pause_seconds=0"
 
 
 @pytest.mark.parametrize("name", DRY_RUNS)
@@ -168,21 +168,23 @@ def test_the_status_says_whether_it_starts_again(tmp_path, given, status, starts
     assert calls(tmp_path) == ["train a b c"] * starts
 
 
-def test_starts_that_are_short_come_to_an_end(tmp_path):
+def test_starts_without_a_new_step_come_to_an_end(tmp_path):
+    """However long each lasts."""
     program = statuses(tmp_path, *[75] * 20)
-    status, _, err = call(f"launch/restart.sh --most=3 --pause_seconds=0 -- {program}")
+    status, _, err = call(f"launch/restart.sh --pause_seconds=0 -- {program}")
     assert status == 1, "a failure, or what runs this would start it again"
-    assert len(calls(tmp_path)) == 3
-    # A second may begin while it runs.
-    assert re.search(r"status 75 after [01] s: gives up after 3 short starts in a row", err)
+    assert len(calls(tmp_path)) == 5
+    assert re.search(r"status 75 after \d+ s: gives up after 5 starts in a row without a new", err)
 
 
-def test_only_short_starts_in_a_row_count(tmp_path):
-    slow = 'number=$(wc -l < "$(dirname "$0")/log")\n[ "$number" != 3 ] || sleep 2\nexit 75'
-    program = stand_in(tmp_path, "train", slow)
-    flags = "--most=3 --short_seconds=2 --pause_seconds=0"
-    assert call(f"launch/restart.sh {flags} -- {program}")[0] == 1
-    assert len(calls(tmp_path)) == 6, "two short ones, a long one, three short ones"
+def test_a_step_counts_once(tmp_path):
+    """A run that completes the same step in each start makes no progress."""
+    steps = 'set -- "" 0 1 1 2 2 2\nshift "$(wc -l < "$(dirname "$0")/log")"\n'
+    program = stand_in(tmp_path, "train", steps + 'echo "$1" > "$DAPO_PROGRESS"\nexit 134')
+    line = f"launch/restart.sh --most=2 --pause_seconds=0 -- {program}"
+    assert call(line, TMPDIR=str(tmp_path))[0] == 1
+    assert len(calls(tmp_path)) == 6, "0, 1, again 1, 2, and two more that repeat 2"
+    assert not list(tmp_path.glob("dapo_progress*"))
 
 
 SLEEPER = 'trap \'exit {}\' {}\ntouch "$(dirname "$0")/ready"\nwhile :; do sleep 0.1; done'
@@ -270,24 +272,26 @@ NONE, FRESH, RUNS = "", "ACTIVE/inactive dead 0", "ACTIVE/active running 0"
             0,
             ["create", *BEGUN, "delete", "create", *BEGUN, "stop", "delete"],
         ),
-        ([RUNS, "ACTIVE/failed failed 2"], 2, ["stop", "delete"]),
-        ([FRESH, RUNS, "ACTIVE/failed failed 1"], 1, [*BEGUN, "stop", "delete"]),
+        ([RUNS, "ACTIVE/failed failed 2"], 2, ["stop"]),
+        ([FRESH, RUNS, "ACTIVE/failed failed 1"], 1, [*BEGUN, "stop"]),
     ],
 )
-def test_a_slice_is_asked_for_again(tmp_path, looks, status, done):
+def test_a_slice_is_asked_for_again_and_kept_after_a_failure(tmp_path, looks, status, done):
     cloud(tmp_path, *looks)
     flags = f"{PLACE} {SLICE} {NFS} --poll_seconds=0"
     assert call(f"launch/tpu_vm.sh run {flags} {TRAIN}", path=tmp_path)[0] == status
     assert done_by(tmp_path) == done
 
 
-def test_a_slice_that_cannot_be_set_up_is_given_back(tmp_path):
+@pytest.mark.parametrize("flag, deleted", [("", []), ("--delete_on_failure", ["delete"])])
+def test_a_slice_that_cannot_be_set_up_is_deleted_if_asked(tmp_path, flag, deleted):
     cloud(tmp_path, *[FRESH] * 9)
     stand_in(tmp_path, "git", "exit 1")
-    flags = f"{PLACE} {SLICE} {NFS} --poll_seconds=0"
+    flags = f"{PLACE} {SLICE} {NFS} --poll_seconds=0 {flag}"
     status, _, err = call(f"launch/tpu_vm.sh run {flags} {TRAIN}", path=tmp_path)
     assert status == 1 and "begin failed, 5 times in a row" in err
-    assert done_by(tmp_path) == [*["stop", "setup"] * 5, "stop", "delete"]
+    assert ("the slice is kept, and costs until: launch/tpu_vm.sh delete" in err) != bool(deleted)
+    assert done_by(tmp_path) == [*["stop", "setup"] * 5, "stop", *deleted]
 
 
 @pytest.mark.parametrize("sent, again", [("USR1", True), ("TERM", False)])

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -306,6 +307,24 @@ def test_we_tell_of_a_lost_process_before_jax_aborts_the_others():
     lost."""
     ours = processes.DEAD_SECONDS + 2 * processes.BEAT_SECONDS
     assert ours < processes.HEARTBEAT_SECONDS / 2 and processes.HEARTBEAT_SECONDS < 60
+
+
+@pytest.mark.parametrize("loading", [False, True])
+def test_a_process_that_loads_is_not_taken_for_dead(monkeypatch, loading):
+    monkeypatch.setattr(processes, "BEAT_SECONDS", 0.002)
+    monkeypatch.setattr(processes, "DEAD_SECONDS", 0.05)
+    left = []
+    monkeypatch.setattr(processes, "leave", lambda message, status: left.append((message, status)))
+    store = Store()
+    store.key_value_set("beat/1", json.dumps([1, loading]))
+    one = Processes(0, 2, store)
+    thread = threading.Thread(target=one._watch)
+    thread.start()
+    time.sleep(0.5)
+    one._gone.set()
+    thread.join()
+    assert bool(left) != loading
+    assert all("process 1 on" in message and status == START_AGAIN for message, status in left)
 
 
 def test_a_signal_to_one_is_seen_by_the_others():

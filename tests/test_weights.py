@@ -1,6 +1,7 @@
 """Hugging Face checkpoints: what is read is what was written, and what does not fit is told."""
 
 import dataclasses
+import io
 import json
 import shutil
 
@@ -91,6 +92,35 @@ def test_bfloat16_in_and_out(tmp_path):
     for name, value in load_file(tmp_path / "in" / "model.safetensors").items():
         assert value.dtype == ml_dtypes.bfloat16
         np.testing.assert_array_equal(value, tensors[name])
+
+
+def test_a_tensor_is_read_in_small_pieces(tmp_path, monkeypatch):
+    """A read releases Python's lock for as long as the storage takes, so that heartbeats go on."""
+    tensors = checkpoint(tmp_path / "in", "qwen2-untied")
+    monkeypatch.setattr(weights, "READ_BYTES", 1000)
+    files, sizes = weights._Files(tmp_path / "in"), []
+
+    class Counting(io.FileIO):
+        def readinto(self, buffer):
+            sizes.append(len(buffer))
+            return super().readinto(buffer)
+
+    files.tensors  # noqa: B018 (the headers are read)
+    monkeypatch.setattr(weights, "open", lambda place, *_, **__: Counting(place), raising=False)
+    for name, value in tensors.items():
+        for index in ((slice(None),) * value.ndim, (slice(1, 20), slice(3, 7))[: value.ndim]):
+            del sizes[:]
+            found = files.read(name, index)
+            np.testing.assert_array_equal(found, value[index], err_msg=name)
+            assert max(sizes) <= 1000 and sum(sizes) <= value.nbytes
+    assert any(value.nbytes > 3000 for value in tensors.values())
+
+
+def test_a_dtype_that_holds_no_weights_is_told(tmp_path):
+    checkpoint(tmp_path / "in", "qwen2")
+    changed(tmp_path / "in", lambda t: t.update({"model.norm.weight": np.zeros(24, np.int8)}))
+    with pytest.raises(UserError, match="model.norm.weight in .* has dtype I8; known are F64, F32"):
+        load(config_of(tmp_path / "in"))
 
 
 def changed(place, change):
