@@ -76,7 +76,7 @@ DEFECTS = (
     Defect(
         "filter on the shaped reward",
         "dapo_jax/types.py",
-        "return 0 < sum(right) < len(right)",
+        "return 0 < sum(correct) < len(correct)",
         "return len({(v.reward, r.truncated) for v, r in zip(self.verdicts, self.responses)}) > 1",
         "tests/test_dynamic_sampling.py",
     ),
