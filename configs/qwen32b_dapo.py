@@ -13,7 +13,7 @@ paper is silent, the line says so.
 
 from ml_collections import ConfigDict
 
-from dapo_jax.prompts import DAPO_TEMPLATE
+from dapo_jax.data.prompts import DAPO_TEMPLATE
 
 
 def get_config() -> ConfigDict:

@@ -34,7 +34,7 @@ def grpo_process(c: ConfigDict) -> None:
     """GRPO with process supervision (arXiv:2402.03300, section 4.1.3): a reward for every line of a
     derivation and the answer, 1 or -1, which alone make the advantage. 100.0 %, 89.1 %."""
     grpo(c)
-    c.reward.scorer = "dapo_jax.arithmetic:score_steps"
+    c.reward.scorer = "dapo_jax.data.arithmetic:score_steps"
     c.objective.update(advantage="grpo-process", advantage_args=dict(outcome_as_step=False))
 
 

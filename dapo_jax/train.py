@@ -13,12 +13,19 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from dapo_jax import base, memory, metrics, prefilter, run_directory
-from dapo_jax.checkpoint import Checkpoints
-from dapo_jax.collector import RolloutCollector
-from dapo_jax.compilations import CompilationCounter
 from dapo_jax.config import Config
-from dapo_jax.dynamic_sampling import (
+from dapo_jax.data.dataset import rubrics
+from dapo_jax.distributed.preemption import StopSignals
+from dapo_jax.distributed.process_group import ALONE, Processes
+from dapo_jax.evaluation.evaluate import evaluate
+from dapo_jax.evaluation.majority_vote import equivalences
+from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.rewards.types import Rubric
+from dapo_jax.rollout import memory_budget, prompt_filter
+from dapo_jax.rollout import metrics as rollout_metrics
+from dapo_jax.rollout.admission import GenerationRequest
+from dapo_jax.rollout.collector import RolloutCollector
+from dapo_jax.rollout.dynamic_sampling import (
     Batch,
     SamplingState,
     commit,
@@ -27,24 +34,20 @@ from dapo_jax.dynamic_sampling import (
     state_to_json,
     take_informative,
 )
-from dapo_jax.evaluate import evaluate
-from dapo_jax.learner import RunState, state_shapes
-from dapo_jax.problems import rubrics
-from dapo_jax.processes import ALONE, Processes
-from dapo_jax.profiling import traced
-from dapo_jax.progress import Progress, duration
-from dapo_jax.reward import Rubric
-from dapo_jax.reward_pool import RewardPool
-from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.sampling import SamplingParams
-from dapo_jax.run_directory import RunDirectory
-from dapo_jax.samples import adapted_kl_coefficient, shaped_rewards
-from dapo_jax.stop_signals import StopSignals
-from dapo_jax.telemetry import Telemetry
-from dapo_jax.trainer import Trainer
+from dapo_jax.runs import run_directory
+from dapo_jax.runs.checkpoint import Checkpoints
+from dapo_jax.runs.run_directory import RunDirectory
+from dapo_jax.setup import Trainer
+from dapo_jax.training import base_model, metrics
+from dapo_jax.training.batch import adapted_kl_coefficient, shaped_rewards
+from dapo_jax.training.learner import RunState, state_shapes
 from dapo_jax.types import Group, RunError, StopRequested
-from dapo_jax.votes import equivalences
-from dapo_jax.watchdog import Watchdog
+from dapo_jax.utils.compilations import CompilationCounter
+from dapo_jax.utils.profiling import traced
+from dapo_jax.utils.progress import Progress, duration
+from dapo_jax.utils.telemetry import Telemetry
+from dapo_jax.utils.watchdog import Watchdog
 
 # Names of the streams of randomness, folded into the seed's key.
 ROLLOUT_KEY, EVALUATION_KEY, BASELINE_KEY = 1, 2, 3
@@ -224,7 +227,9 @@ class _Run:
             data=trainer.stream.get_state(),
             sampling=SamplingState(
                 prefilter=(
-                    prefilter.initial_state() if self.config.dynamic_sampling.prefilter else None
+                    prompt_filter.initial_state()
+                    if self.config.dynamic_sampling.prefilter
+                    else None
                 )
             ),
             base_accuracy=accuracy,
@@ -262,7 +267,7 @@ class _Run:
         resumed the first state. Returns the seconds that it took to make."""
         self.progress.doing("loading or making the base model")
         learner = self.trainer.learner
-        params, about = base.load_or_make(
+        params, about = base_model.load_or_make(
             self.config,
             self.trainer.mesh,
             self.trainer.tokenizer,
@@ -345,7 +350,9 @@ class _Run:
         self.directory.close()
         if not self.them.first:
             return
-        from dapo_jax import report  # here, because matplotlib takes a second to load
+        from dapo_jax.runs.report import (
+            page as report,  # here, because matplotlib takes a second to load
+        )
 
         page = report.write_report(self.workdir)
         self.progress.say(
@@ -403,7 +410,7 @@ class _Run:
         numbers: dict[str, float] = {
             f"time/{name}": value for name, value in self.telemetry.take_seconds().items()
         }
-        if (peak := memory.peak_bytes(jax.local_devices())) is not None:
+        if (peak := memory_budget.peak_bytes(jax.local_devices())) is not None:
             numbers["perf/device_peak_bytes"] = peak
         numbers["perf/reward_pools_replaced"] = self.pool.replaced - since.pools_replaced
         numbers["perf/compilations"] = self.compilations.count - since.compilations
@@ -428,17 +435,17 @@ class _Run:
         """Returns the numbers of the step's rollout; every process must call it."""
         assert self.host is not None
         self.telemetry.phase(f"step {step}: {len(batch.groups)} groups sampled")
-        numbers: dict[str, Any] = metrics.sampling_metrics(batch)
-        if faults := metrics.scorer_faults(batch.sampled):
+        numbers: dict[str, Any] = rollout_metrics.sampling_metrics(batch)
+        if faults := rollout_metrics.scorer_faults(batch.sampled):
             self.telemetry.say(f"  warning: step {step}: {faults}")
         if self.host.sampling.prefilter is not None:
-            numbers |= metrics.prefilter_metrics(batch, self.host.sampling.prefilter)
+            numbers |= rollout_metrics.prefilter_metrics(batch, self.host.sampling.prefilter)
         if self.config.dynamic_sampling.partial_rollouts:
-            numbers |= metrics.partial_metrics(batch, step)
+            numbers |= rollout_metrics.partial_metrics(batch, step)
         stats, seconds = self.collector.take_stats()
         for name, value in seconds.items():
             self.telemetry.add_seconds(name, value)
-        return numbers | metrics.rollout_metrics(stats, seconds, self.trainer.team.count)
+        return numbers | rollout_metrics.rollout_metrics(stats, seconds, self.trainer.team.count)
 
     def _update(
         self, groups: list[Group], baselines: list[float] | None, step: int

@@ -81,7 +81,7 @@ class Response(NamedTuple):
     log_probs: np.ndarray  # float32 [length], under the distribution sampled from
     # "stop": drew a stop token or completed a stop string; "length": cut at max_response_tokens;
     # "invalid": the logits were not finite, never trained on; "unfinished": sampling stopped before
-    # its end, and it is in no group, see `dapo_jax.partial_rollouts`.
+    # its end, and it is in no group, see `dapo_jax.rollout.partial_rollouts`.
     finish_reason: str
     text: str  # decoded, special tokens left out; empty where unfinished
     # int32 [length], the rollout step whose parameters drew each token; None: all that of its group

@@ -22,11 +22,11 @@ from matplotlib.figure import Figure
 from PIL import Image
 from scipy.special import betaln
 
-from dapo_jax.advantage import group_advantages
-from dapo_jax.aggregation import aggregate
-from dapo_jax.objective import surrogate
-from dapo_jax.report_plots import COLOURS
-from dapo_jax.reward import soft_overlong_punishment
+from dapo_jax.algorithms.advantages import group_advantages
+from dapo_jax.algorithms.aggregation import aggregate
+from dapo_jax.algorithms.surrogate import surrogate
+from dapo_jax.rewards.types import soft_overlong_punishment
+from dapo_jax.runs.report.plots import COLOURS
 
 BLUE, RED, GREEN, PURPLE, OCHRE = COLOURS
 GREY = "#777777"

@@ -48,7 +48,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def main(argv: list[str]) -> int:
     """The exit status: 0 done, 2 the user's mistake, 1 a failure."""
     sys.path.insert(0, str(ROOT))
-    from dapo_jax.command_line import fail
+    from dapo_jax.config.cli import fail
 
     try:
         found = measure(argv)
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
 
 def measure(argv: list[str]) -> dict:
     """The figures of what the command line asks for."""
-    from dapo_jax.command_line import parse_flags
+    from dapo_jax.config.cli import parse_flags
     from dapo_jax.types import UserError
 
     sizes: dict[str, float] = {
@@ -114,35 +114,35 @@ def measure(argv: list[str]) -> dict:
     )
     del flags["json"]
     if kind == "load":
-        from dapo_jax.bench.load import bench_load
+        from dapo_jax.tools.bench.load import bench_load
 
         return bench_load(**flags)
     if kind == "train":
         from configs import tiny_dapo
-        from dapo_jax.bench.train import TrainShape, bench_train
+        from dapo_jax.tools.bench.train import TrainShape, bench_train
 
         return bench_train(TrainShape(**flags), tiny_dapo.get_config().to_dict())
     if kind == "packing":
-        from dapo_jax.bench.packing import PackingShape, bench_packing
+        from dapo_jax.tools.bench.packing import PackingShape, bench_packing
 
         return bench_packing(PackingShape(**flags))
-    from dapo_jax.bench.shapes import Shape
+    from dapo_jax.tools.bench.shapes import Shape
 
     if kind == "step":
         from configs import tiny_dapo
-        from dapo_jax.bench.step import bench_step
+        from dapo_jax.tools.bench.step import bench_step
 
         base = tiny_dapo.get_config().to_dict()
         base["train"] = base["train"] | {"share_prompts": flags.pop("share_prompts")}
         micro_batch, remat = flags.pop("micro_batch"), flags.pop("remat")
         return bench_step(Shape(**flags, temperature=1.0, top_p=1.0), micro_batch, remat, base)
     if kind == "gap":
-        from dapo_jax.bench.gap import Gap, bench_gap
+        from dapo_jax.tools.bench.gap import Gap, bench_gap
 
         cache_dtype = flags.pop("cache_dtype")
         shape = Shape(**flags, lengths="uniform", top_p=1.0, runs=1)
         return bench_gap(Gap(shape, cache_dtype))
-    from dapo_jax.bench.rollout import bench_rollout
+    from dapo_jax.tools.bench.rollout import bench_rollout
 
     return bench_rollout(Shape(**flags))
 

@@ -27,14 +27,14 @@ ROOT = Path(__file__).resolve().parent.parent
 def main(argv: list[str]) -> int:
     """The exit status: 0 done, 2 the user's mistake, 1 a failure, 128 + n stopped by signal n."""
     sys.path.insert(0, str(ROOT))
-    from dapo_jax.command_line import fail, parse
+    from dapo_jax.config.cli import fail, parse
 
     try:
         texts = ("model", "benchmarks", "scorer", "output")
         integers = ("step", "num_samples", "num_problems", "top_k", "seed")
         floats = ("temperature", "top_p", "min_p")
         config, flags = parse(argv, __doc__ or "", texts=texts, integers=integers, floats=floats)
-        from dapo_jax.evaluate_model import evaluate_model, request
+        from dapo_jax.evaluation.cli import evaluate_model, request
 
         stopped_by = evaluate_model(config, request(config, flags))
     except Exception as error:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def main(argv: list[str]) -> int:
     """The exit status: 0 done, 2 the user's mistake, 1 a failure."""
     sys.path.insert(0, str(ROOT))
-    from dapo_jax.command_line import fail, parse_flags
+    from dapo_jax.config.cli import fail, parse_flags
 
     try:
         flags = parse_flags(
@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
             text={"workdir": None, "output": None, "dtype": ""},
             numbers={"step": -1},
         )
-        from dapo_jax.export import export
+        from dapo_jax.tools.export import export
 
         place = lambda name: Path(flags[name]).expanduser().resolve()
         step = None if flags["step"] < 0 else flags["step"]

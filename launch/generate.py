@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def main(argv: list[str]) -> int:
     """The exit status: 0 done, 2 the user's mistake, 1 a failure, 128 + n stopped by signal n."""
     sys.path.insert(0, str(ROOT))
-    from dapo_jax.command_line import fail, parse_flags
+    from dapo_jax.config.cli import fail, parse_flags
 
     try:
         flags = parse_flags(
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
                      "seed": 0, "slots": 64},
             switches=("json", "chat"),
         )  # fmt: skip
-        from dapo_jax.generate import generate
+        from dapo_jax.tools.generate import generate
 
         stopped_by = generate(flags)
     except Exception as error:

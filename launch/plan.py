@@ -65,7 +65,7 @@ def refuse(flags: Any, names: Iterable[str], reason: str) -> None:
 
 def simulate(config: Any, flags: Any) -> int:
     """Prints what the simulator finds; 0."""
-    from dapo_jax.planning import many_hosts
+    from dapo_jax.tools.plan import many_hosts
 
     refuse(flags, COMPILED, "nothing is compiled with --simulate_hosts: leave")
     asked = many_hosts.Asked(**{name: getattr(flags, name) for name in many_hosts.Asked._fields})
@@ -78,7 +78,7 @@ def simulate(config: Any, flags: Any) -> int:
 def main(argv: list[str]) -> int:
     """The exit status: 0 it fits, 1 it does not or failed, 2 the user's mistake."""
     sys.path.insert(0, str(ROOT))
-    from dapo_jax.command_line import fail, parse
+    from dapo_jax.config.cli import fail, parse
     from dapo_jax.types import UserError
 
     try:
@@ -95,7 +95,7 @@ def main(argv: list[str]) -> int:
             return simulate(config, flags)
         simulated = (*TEXTS, *INTEGERS, *FLOATS)
         refuse(flags, simulated, "only --simulate_hosts=N simulates: give it, or leave")
-        from dapo_jax.planning import chips, plan, programs, report, search
+        from dapo_jax.tools.plan import chips, plan, programs, report, search
 
         if flags.topology is None:
             raise UserError(

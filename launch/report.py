@@ -5,7 +5,8 @@ Writes report.html and report.png into the directory of the run, also while it g
 --workdir  the run
 --compare  other runs, drawn into the same plots
 --paper    draw the curves of the DAPO paper into the same plots, in grey; --paper=FOLDER takes
-           them from other CSV files, dapo_jax/paper_curves.py says which files and columns
+           them from other CSV files; which files and columns, see
+           dapo_jax/runs/report/paper_curves.py
 """
 
 import argparse
@@ -39,7 +40,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     Raises:
         UserError: an unknown, missing or malformed flag.
     """
-    from dapo_jax import paper_curves
+    from dapo_jax.runs.report import paper_curves
 
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--workdir", type=directory)
@@ -62,15 +63,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     """The exit status: 0 done, 2 the user's mistake, 1 a failure."""
     sys.path.insert(0, str(ROOT))
-    from dapo_jax.command_line import fail
+    from dapo_jax.config.cli import fail
 
     if any(argument in ("--help", "-h", "-help") for argument in argv):
         print((__doc__ or "").strip())
         return 0
     try:
         flags = parse(argv[1:])
-        from dapo_jax.paper_curves import load_paper
-        from dapo_jax.report import write_report
+        from dapo_jax.runs.report.page import write_report
+        from dapo_jax.runs.report.paper_curves import load_paper
 
         paper = load_paper(flags.paper) if flags.paper else None
         for file in paper.missing if paper else ():

@@ -5,8 +5,8 @@ the line with "correct", "extracted", "reward" (1 or -1, or the scorer's own; of
 weighted sum), "seconds" and "note" goes to the output. A line that is not such an object is named
 by its number and left out.
 
---scorer           one of dapo_jax/scorers.py, module:function, path/to/file.py:function, or several
-                   with weights: "math_dapo + 0.1 * answer_format"
+--scorer           one of dapo_jax/rewards/scorers.py, module:function, path/to/file.py:function,
+                   or several with weights: "math_dapo + 0.1 * answer_format"
 --timeout_seconds  hard limit for one answer, 5 if not given
 --workers          processes that score, 2 if not given
 """
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def main(argv: list[str]) -> int:
     """The exit status: 0 done, 2 the user's mistake, 1 a failure."""
     sys.path.insert(0, str(ROOT))
-    from dapo_jax.command_line import fail, parse_flags
+    from dapo_jax.config.cli import fail, parse_flags
 
     try:
         flags = parse_flags(
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
             text={"scorer": None, "input": None, "output": None},
             numbers={"timeout_seconds": 5.0, "workers": 2},
         )
-        from dapo_jax.score_file import score_file
+        from dapo_jax.tools.score_file import score_file
 
         print(
             score_file(

@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
     where another process of the run was lost, or a device or the storage failed. After 75 and
     128 + 15 start it again."""
     sys.path.insert(0, str(ROOT))
-    from dapo_jax.command_line import fail, parse
+    from dapo_jax.config.cli import fail, parse
 
     try:
         config, flags = parse(
@@ -30,11 +30,11 @@ def main(argv: list[str]) -> int:
             texts=("model", "coordinator_address"),
             integers=("num_processes", "process_id", "coordinator_timeout"),
         )
-        from dapo_jax.config_checks import check_training
+        from dapo_jax.config.checks import check_training
 
         check_training(config)
         if flags.dry_run:
-            from dapo_jax.plan import describe
+            from dapo_jax.tools.plan.dry_run import describe
 
             print(describe(config))
             return 0
@@ -42,10 +42,10 @@ def main(argv: list[str]) -> int:
 
         if not flags.workdir:
             raise UserError("--workdir is needed: the directory that will hold the run.")
-        from dapo_jax import processes
+        from dapo_jax.distributed import process_group
         from dapo_jax.train import train
 
-        them = processes.start(
+        them = process_group.start(
             flags.coordinator_address,
             flags.num_processes,
             flags.process_id,

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dapo_jax.reward import Score, Task
-from dapo_jax.reward_pool import RewardPool
-from dapo_jax.scorers import last_boxed
+from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.rewards.scorers import last_boxed
+from dapo_jax.rewards.types import Score, Task
 from tests.agreement_causes import CAUSES, Disagreement, cause
 
 SCORERS = (

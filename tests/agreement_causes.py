@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from dapo_jax.reward import Score
+from dapo_jax.rewards.types import Score
 
 TO_THE_LETTER = ("exact_match", "math_dapo_strict_box")
 

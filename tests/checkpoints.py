@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors.numpy import save_file
 
-from dapo_jax import hf_config, model, weights
-from dapo_jax.config import Config
-from dapo_jax.sharding import param_shardings
+from dapo_jax.config import Config, hf_config
+from dapo_jax.models import decoder, hf_weights
+from dapo_jax.models.sharding import param_shardings
 from tests.helpers import make_mesh, tiny_dict
 
 GOLDENS = Path(__file__).parent / "goldens" / "logits.npz"
@@ -23,10 +23,10 @@ def config_of(path: Path, **changes: Any) -> Config:
     return Config.from_dict(values)
 
 
-def load(config: Config, devices: int = 1) -> model.Params:
+def load(config: Config, devices: int = 1) -> decoder.Params:
     """The parameters of the checkpoint of the config."""
     mesh = make_mesh(config, devices)
-    return weights.load(config.model, param_shardings(config.model, config.mesh, mesh))
+    return hf_weights.load(config.model, param_shardings(config.model, config.mesh, mesh))
 
 
 class Golden(NamedTuple):

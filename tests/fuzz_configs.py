@@ -24,7 +24,7 @@ from tests import conftest  # eight virtual devices
 # isort: split
 import jax
 
-from dapo_jax.advantage import ADVANTAGES
+from dapo_jax.algorithms.advantages import ADVANTAGES
 from dapo_jax.config import Config
 from dapo_jax.train import train
 from dapo_jax.types import UserError

@@ -11,9 +11,9 @@ import random
 import sys
 import time
 
-from dapo_jax.reward import Task
-from dapo_jax.reward_pool import RewardPool
-from dapo_jax.scorers import SCORERS
+from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.rewards.scorers import SCORERS
+from dapo_jax.rewards.types import Task
 
 PIECES = [
     "Answer:", "answer :", "####", "\\boxed{", "}", "{", "$", "\\(", "\\)", "\\[", "\\frac{",

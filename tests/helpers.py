@@ -9,8 +9,9 @@ import jax
 import numpy as np
 
 from configs import tiny_dapo
-from dapo_jax import batching, model, sharding
 from dapo_jax.config import Config, ModelConfig
+from dapo_jax.models import decoder, sharding
+from dapo_jax.training import packing
 from dapo_jax.types import Group, Problem, Response, Rows, Verdict
 
 SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
@@ -77,8 +78,8 @@ def replace_model(config: Config, **changes: Any) -> ModelConfig:
     return dataclasses.replace(config.model, **changes)
 
 
-def make_params(config: Config, seed: int = 0) -> model.Params:
-    return model.init_params(config.model, jax.random.key(seed))
+def make_params(config: Config, seed: int = 0) -> decoder.Params:
+    return decoder.init_params(config.model, jax.random.key(seed))
 
 
 def in_float64(tree: Any) -> Any:
@@ -135,9 +136,9 @@ def random_samples(
 
 def pack_samples(
     samples: Sequence[Sample], row_tokens: int, *, share_prompts: bool = False
-) -> batching.Packed:
+) -> packing.Packed:
     """The samples packed, without their columns."""
-    return batching.pack(
+    return packing.pack(
         [sample.prompt_tokens for sample in samples],
         np.concatenate([sample.response_tokens for sample in samples]),
         np.array([len(sample.response_tokens) for sample in samples]),
@@ -151,7 +152,7 @@ def rows_of(samples: Sequence[Sample], row_tokens: int, *, share_prompts: bool =
     lengths = [len(sample.response_tokens) for sample in samples]
     of_tokens = lambda values: np.repeat(np.array(values), lengths)
     trained = of_tokens([sample.trained for sample in samples])
-    return batching.fill(
+    return packing.fill(
         pack_samples(samples, row_tokens, share_prompts=share_prompts),
         mask_BT=trained,
         weight_BT=trained * of_tokens([sample.weight for sample in samples]),

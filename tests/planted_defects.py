@@ -30,7 +30,7 @@ class Defect(NamedTuple):
 DEFECTS = (
     Defect(
         "mask off by one: the last prompt token is trained",
-        "dapo_jax/batching.py",
+        "dapo_jax/training/packing.py",
         "row * row_tokens + start - n + np.arange(n)\n",
         "row * row_tokens + start - n + np.arange(n)\n"
         "            rows.mask_BT[row, start - n - 1] = True\n",
@@ -38,14 +38,14 @@ DEFECTS = (
     ),
     Defect(
         "responses that share their prompt begin at position 0",
-        "dapo_jax/batching.py",
+        "dapo_jax/training/packing.py",
         "np.arange(first, end)",
         "np.arange(end - first)",
         "tests/test_train_step.py",
     ),
     Defect(
         "log-probs off by one: those of the next token",
-        "dapo_jax/log_probs.py",
+        "dapo_jax/models/log_probs.py",
         "return jnp.roll(x_BT, 1, axis=1).at[:, 0].set(0.0)",
         "return x_BT",
         "tests/test_train_step.py::test_row_log_probs_speak_of_their_own_token",
@@ -61,14 +61,14 @@ DEFECTS = (
     ),
     Defect(
         "mean per micro-batch",
-        "dapo_jax/train_step.py",
+        "dapo_jax/training/step.py",
         "loss = jnp.sum(rows.weight_BT * loss_BT)",
         "loss = jnp.sum(rows.weight_BT * loss_BT) / jnp.maximum(jnp.sum(mask_BT), 1)",
         "tests/test_train_step.py -k micro_batches_add_up",
     ),
     Defect(
         "one clip bound for both sides",
-        "dapo_jax/objective.py",
+        "dapo_jax/algorithms/surrogate.py",
         "clipped_BT = clamp(ratio_BT, 1 - clip_low, 1 + clip_high)",
         "clipped_BT = clamp(ratio_BT, 1 - clip_low, 1 + clip_low)",
         "tests/test_objective.py",
@@ -82,7 +82,7 @@ DEFECTS = (
     ),
     Defect(
         "length in characters",
-        "dapo_jax/samples.py",
+        "dapo_jax/training/batch.py",
         "np.array([len(response.tokens) for response in group.responses])",
         "np.array([len(response.text) for response in group.responses])",
         "tests/test_samples.py",
@@ -103,7 +103,7 @@ DEFECTS = (
     ),
     Defect(
         "log-probs of the untempered distribution",
-        "dapo_jax/vocabulary.py",
+        "dapo_jax/models/chunked_softmax.py",
         "return logits_XV / temperature",
         "return logits_XV",
         "tests/test_train_step.py::test_row_log_probs_speak_of_their_own_token",
@@ -117,14 +117,14 @@ DEFECTS = (
     ),
     Defect(
         "rejected tokens stay in the denominator",
-        "dapo_jax/samples.py",
+        "dapo_jax/training/batch.py",
         'out["mask_BT"][mask_N] = correction.kept_N',
         'out["correction_BT"][mask_N] *= correction.kept_N',
         "tests/test_samples.py",
     ),
     Defect(
         "whitening over a mini-batch instead of the batch",
-        "dapo_jax/advantage.py",
+        "dapo_jax/algorithms/advantages.py",
         "return Advantages(whiten(advantage_N), return_N)",
         "half = len(advantage_N) // 2\n"
         "        halves = [whiten(advantage_N[:half]), whiten(advantage_N[half:])]\n"
@@ -133,21 +133,21 @@ DEFECTS = (
     ),
     Defect(
         "the value of the next response bootstraps the last token",
-        "dapo_jax/advantage.py",
+        "dapo_jax/algorithms/advantages.py",
         "next_N[np.cumsum(lengths_R) - 1] = 0.0",
         "next_N[-1] = 0.0",
         "tests/test_advantage.py",
     ),
     Defect(
         "values off by one: those after the token",
-        "dapo_jax/critic.py",
+        "dapo_jax/training/critic.py",
         "return log_probs.to_own_token(value_BT)",
         "return value_BT",
         "tests/test_critic.py",
     ),
     Defect(
         "the loss forgets the correction",
-        "dapo_jax/train_step.py",
+        "dapo_jax/training/step.py",
         "loss_BT = -rows.correction_BT * terms.objective_BT",
         "loss_BT = -terms.objective_BT",
         "tests/test_train_step.py",

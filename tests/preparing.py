@@ -9,7 +9,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast
 
 from dapo_jax.config import SourceConfig
-from dapo_jax.problems import Prepared, prepare
+from dapo_jax.data.dataset import Prepared, prepare
 from tests.helpers import source_dict, tiny_config
 
 FIELD = "config.data.train.sums"

@@ -10,10 +10,11 @@ import sys
 
 import jax
 
-from dapo_jax import model, train_step
-from dapo_jax.checkpoint import Checkpoints
-from dapo_jax.learner import RunState
-from dapo_jax.sharding import AXES, make_mesh
+from dapo_jax.models import decoder
+from dapo_jax.models.sharding import AXES, make_mesh
+from dapo_jax.runs.checkpoint import Checkpoints
+from dapo_jax.training import step as train_step
+from dapo_jax.training.learner import RunState
 from tests.conftest import FAST_COMPILATION, ROOT
 from tests.helpers import tiny_config, tiny_dict
 
@@ -114,7 +115,7 @@ def params_at(workdir, step, **overrides):
     state = RunState(train_step.state_shardings(config, mesh), None)
     shapes = jax.eval_shape(
         lambda key: RunState(
-            train_step.init_state(config, model.init_params(config.model, key)), None
+            train_step.init_state(config, decoder.init_params(config.model, key)), None
         ),
         jax.random.key(0),
     )

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from dapo_jax.reward import Score
+from dapo_jax.rewards.types import Score
 
 
 def treacherous(response: str, answer: str) -> Score:

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from dapo_jax import advantage
-from dapo_jax.advantage import ADVANTAGES, Outcomes, estimate
+from dapo_jax.algorithms import advantages as advantage
+from dapo_jax.algorithms.advantages import ADVANTAGES, Outcomes, estimate
 
 STD = [dict(normalise_std=True, std_ddof=d) for d in (0, 1)] + [
     dict(normalise_std=False, std_ddof=1)

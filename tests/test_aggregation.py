@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from dapo_jax.aggregation import aggregate
+from dapo_jax.algorithms.aggregation import aggregate
 
 MEANS = ["token-mean", "token-mean-per-group", "seq-mean-token-mean"]
 SUMS = ["token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm"]

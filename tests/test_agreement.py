@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from dapo_jax.scorers import SCORERS
+from dapo_jax.rewards.scorers import SCORERS
 from tests import agreement
 from tests.agreement_causes import Disagreement, cause
 from tests.conftest import ROOT

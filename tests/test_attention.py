@@ -12,14 +12,16 @@ import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dapo_jax import attention, attention_kernels, model, row_order
-from dapo_jax.attention import SharedPrompts
-from dapo_jax.attention_kernels import Choice
-from dapo_jax.model import NO_WINDOW
-from dapo_jax.progress import Progress
-from dapo_jax.sharding import AXES, AXIS_TYPES, HeadLayout, row_sharding
-from dapo_jax.trainer import Trainer
+from dapo_jax.models import decoder
+from dapo_jax.models.attention import kernels as attention_kernels
+from dapo_jax.models.attention import xla, zigzag
+from dapo_jax.models.attention.kernels import Choice
+from dapo_jax.models.attention.xla import SharedPrompts
+from dapo_jax.models.decoder import NO_WINDOW
+from dapo_jax.models.sharding import AXES, AXIS_TYPES, HeadLayout, row_sharding
+from dapo_jax.setup import Trainer
 from dapo_jax.types import UserError
+from dapo_jax.utils.progress import Progress
 from tests.helpers import replace_model, tiny_config
 from tests.tpu_interpreter import interpreted
 
@@ -138,12 +140,12 @@ def check(attend, arrays, expected, window, rows=ALONE, *, atol=2e-6):
 @pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("rows", [ALONE, SHARED], ids=["alone", "shared"])
 def test_xla(monkeypatch, arrays, expected, window, long, rows):
-    monkeypatch.setattr(attention, "LEAST_PART", 1)  # four parts, of 6, 6, 6 and 3 tokens
+    monkeypatch.setattr(xla, "LEAST_PART", 1)  # four parts, of 6, 6, 6 and 3 tokens
     if long:  # three parts, of 8, 8 and 5, in chunks of 4
-        monkeypatch.setattr(attention, "LONG_ROW", T - 1)
-        monkeypatch.setattr(attention, "QUERY_CHUNK", 4)
+        monkeypatch.setattr(xla, "LONG_ROW", T - 1)
+        monkeypatch.setattr(xla, "QUERY_CHUNK", 4)
     shared = rows.shared if rows is SHARED else None
-    attend = attention.packed(jnp.asarray(rows.segments), shared=shared)
+    attend = xla.packed(jnp.asarray(rows.segments), shared=shared)
     check(attend, arrays, expected, window, rows)
 
 
@@ -157,7 +159,7 @@ def test_xla(monkeypatch, arrays, expected, window, long, rows):
 )
 def test_kernels(arrays, expected, choice, window):
     """Interpreted. Rows and heads are filled up to the kernels' blocks."""
-    check(attention.packed(jnp.asarray(SEGMENTS), choice), arrays, expected, window)
+    check(xla.packed(jnp.asarray(SEGMENTS), choice), arrays, expected, window)
 
 
 def test_layers_that_slide_are_told_apart_on_a_mesh(arrays, expected):
@@ -173,7 +175,7 @@ def test_layers_that_slide_are_told_apart_on_a_mesh(arrays, expected):
     @jax.jit
     def program(window, *inputs):
         def total(*inputs):
-            out = attention.packed(segments, choice)(0, *inputs, None, window)[0]
+            out = xla.packed(segments, choice)(0, *inputs, None, window)[0]
             return jnp.sum(twice(weights) * out), out
 
         return jax.value_and_grad(total, (0, 1, 2), has_aux=True)(*inputs)
@@ -197,7 +199,7 @@ def test_what_is_kept_of_attention_spares_the_kernel_a_second_pass_forward(array
     layout = layout_over(1, 1, 1, 2)
     choice = Choice("splash", window=WINDOW if sliding else None, layout=layout)
     q, k, v, _ = (jnp.asarray(x, jnp.float32) for x in arrays)
-    attend = attention.packed(jnp.asarray(SEGMENTS), choice)
+    attend = xla.packed(jnp.asarray(SEGMENTS), choice)
 
     def layer(x, window):
         return attend(0, x, k, v, None, window)[0], None
@@ -205,7 +207,7 @@ def test_what_is_kept_of_attention_spares_the_kernel_a_second_pass_forward(array
     def passes(remat):
         """Forward kernels, each a loop where they are interpreted, in a gradient through layers
         that are scanned as `model.hidden_states` does."""
-        kept = model._rematerialised(layer, remat)
+        kept = decoder._rematerialised(layer, remat)
         total = lambda q: jnp.sum(jax.lax.scan(kept, q, jnp.array([WINDOW, NO_WINDOW]))[0])
         lines = jax.jit(jax.grad(total)).lower(q).compile().as_text().splitlines()
         return sum(" while(" in line and "splash_mha_fwd" in line for line in lines)
@@ -232,29 +234,29 @@ def test_tokens_of_a_row_on_several_devices(
 ):
     """Each attends with its own queries."""
     if long:  # in chunks of 3, of 8 tokens
-        monkeypatch.setattr(attention, "LONG_ROW", T - 1)
-        monkeypatch.setattr(attention, "QUERY_CHUNK", 3)
+        monkeypatch.setattr(xla, "LONG_ROW", T - 1)
+        monkeypatch.setattr(xla, "QUERY_CHUNK", 3)
     choice = Choice(kernel, window=window, every_layer=True, layout=layout_over(1, 1, context, 2))
     filled = lambda x: jnp.pad(x, ((0, 0), (0, 24 - T), *[(0, 0)] * (x.ndim - 2)))
-    of_devices = lambda x: row_order.to_devices(filled(x), context)
+    of_devices = lambda x: zigzag.to_devices(filled(x), context)
 
     def attend(layer, q, k, v, cache, window):
         shared = jax.tree.map(of_devices, rows.shared) if rows is SHARED else None
-        found = attention.packed(of_devices(jnp.asarray(rows.segments)), choice, shared)
+        found = xla.packed(of_devices(jnp.asarray(rows.segments)), choice, shared)
         out, cache = found(layer, *map(of_devices, (q, k, v)), cache, window)
-        return row_order.to_rows(out, context)[:, :T], cache
+        return zigzag.to_rows(out, context)[:, :T], cache
 
     check(attend, arrays, expected, window, rows)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_devices_see_as_much_of_a_row(parts):
-    order = row_order.order(24, parts)
+    order = zigzag.order(24, parts)
     seen = (order + 1).reshape(parts, -1).sum(axis=1)
     assert sorted(order.tolist()) == list(range(24)) and len(set(seen)) == 1
     x = jnp.arange(2 * 24 * 3).reshape(2, 24, 3)
-    np.testing.assert_array_equal(row_order.to_devices(x, parts), x[:, order])
-    np.testing.assert_array_equal(row_order.to_rows(x[:, order], parts), x)
+    np.testing.assert_array_equal(zigzag.to_devices(x, parts), x[:, order])
+    np.testing.assert_array_equal(zigzag.to_rows(x[:, order], parts), x)
 
 
 def test_sliding_layers_of_rows_on_several_devices():
@@ -267,8 +269,8 @@ def test_sliding_layers_of_rows_on_several_devices():
 
     def found(choice, window):
         def total(*inputs):
-            of_devices = lambda x: row_order.to_devices(x, choice.context)
-            attend = attention.packed(of_devices(segments), choice)
+            of_devices = lambda x: zigzag.to_devices(x, choice.context)
+            attend = xla.packed(of_devices(segments), choice)
             out = attend(0, *map(of_devices, inputs), None, window)[0]
             return jnp.sum(of_devices(weights) * out)
 
@@ -276,7 +278,7 @@ def test_sliding_layers_of_rows_on_several_devices():
 
     over = Choice("splash", window=40, layout=layout_over(1, 1, 2, 1))
     for window in (40, NO_WINDOW):
-        here, there = found(attention.XLA, window), found(over, jnp.int32(window))
+        here, there = found(xla.XLA, window), found(over, jnp.int32(window))
         for a, b in zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
 
@@ -310,16 +312,16 @@ def test_rows_of_many_blocks(monkeypatch, long_segments, window, context, platfo
 
     def found(choice):
         def total(*inputs):
-            of_devices = lambda x: row_order.to_devices(x, choice.context)
-            attend = attention.packed(of_devices(jnp.asarray(long_segments)), choice)
+            of_devices = lambda x: zigzag.to_devices(x, choice.context)
+            attend = xla.packed(of_devices(jnp.asarray(long_segments)), choice)
             out = attend(0, *map(of_devices, inputs), None, window)[0]
-            out = row_order.to_rows(out, choice.context)
+            out = zigzag.to_rows(out, choice.context)
             return jnp.sum(weights * out), out
 
         return jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(*inputs)
 
     layout = layout_over(1, 1, context, 1)
-    (_, here), of_here = found(attention.XLA)
+    (_, here), of_here = found(xla.XLA)
     choice = Choice("splash", platform, window, window is not None, layout)
     with interpreted() if platform == "tpu" else contextlib.nullcontext():
         (_, there), of_there = jax.block_until_ready(found(choice))
@@ -339,9 +341,9 @@ def test_blocks_between_sequences_are_passed_over(monkeypatch, long_segments, ro
     choice = Choice("splash", window=window, every_layer=window is not None)
     (of_any_row,) = attention_kernels._splash_kernels(choice, LONG, 1)
     kernel = attention_kernels._within_segments(of_any_row, SegmentIds(segments, segments))
-    places = attention.Places(segments[None], jnp.arange(LONG)[None], None)
+    places = xla.Places(segments[None], jnp.arange(LONG)[None], None)
     of_blocks = lambda pairs: pairs.reshape(6, 128, 6, 128).any(axis=(1, 3))  # queries, keys
-    pairs = np.asarray(attention.seen(places, places, window)[0])
+    pairs = np.asarray(xla.seen(places, places, window)[0])
     blocks = of_blocks(pairs & (long_segments[row] > 0))
     for name, turn in (("fwd", False), ("dq", False), ("dkv", True)):
         static, info = (getattr(of, f"{name}_mask_info") for of in (of_any_row, kernel))

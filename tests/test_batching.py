@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dapo_jax import batching
+from dapo_jax.training import packing
 from tests.helpers import in_groups, pack_samples, random_samples, rows_of
 
 
@@ -78,7 +78,7 @@ def test_shared_prompts_need_no_more_rows_than_are_compiled_for(seed):
     lengths = [int(rng.integers(len(p) + 1, longest + 1)) for p in prompts]
     if seed % 2:  # the worst there is
         lengths = [longest] * sequences
-    rows = batching.first_fit_decreasing(lengths, row_tokens, [p[:-1] for p in prompts])
+    rows = packing.first_fit_decreasing(lengths, row_tokens, [p[:-1] for p in prompts])
     assert len(rows) <= -(-sequences // (row_tokens // longest))
     assert sorted(i for row in rows for i in row) == list(range(sequences))
 
@@ -86,9 +86,9 @@ def test_shared_prompts_need_no_more_rows_than_are_compiled_for(seed):
 def test_columns_come_back_in_the_order_of_their_tokens():
     packed = pack_samples(random_samples(np.random.default_rng(3), 20), 64)
     column = np.arange(1, len(packed.where_N) + 1)
-    rows = batching.fill(packed, log_prob_old_BT=column)
-    micro = batching.to_micro_batches(rows, rows_per_micro_batch=4, num_micro_batches=5)
-    assert batching.take_columns(packed, micro.log_prob_old_BT).tolist() == column.tolist()
+    rows = packing.fill(packed, log_prob_old_BT=column)
+    micro = packing.to_micro_batches(rows, rows_per_micro_batch=4, num_micro_batches=5)
+    assert packing.take_columns(packed, micro.log_prob_old_BT).tolist() == column.tolist()
     assert (micro.log_prob_old_BT > 0).sum() == len(column)
     assert not packed.rows.log_prob_old_BT.any()  # the packed rows themselves are left alone
 
@@ -104,7 +104,7 @@ def test_a_response_left_out_keeps_its_tokens_and_loses_its_weight():
 def test_first_fit_decreasing(seed):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 60, 100).tolist()
-    rows = batching.first_fit_decreasing(lengths, 64)
+    rows = packing.first_fit_decreasing(lengths, 64)
     assert sorted(i for row in rows for i in row) == list(range(100))
     loads = [sum(lengths[i] for i in row) for row in rows]
     assert max(loads) <= 64
@@ -117,25 +117,25 @@ def test_first_fit_decreasing(seed):
 
 def test_too_long_a_sequence_is_refused():
     with pytest.raises(ValueError, match="sequence 1 has 65 tokens"):
-        batching.first_fit_decreasing([3, 65], 64)
+        packing.first_fit_decreasing([3, 65], 64)
 
 
 def test_micro_batches_are_padded_with_empty_rows():
     rows = rows_of(random_samples(np.random.default_rng(2), 20), 64)
     R = len(rows.tokens_BT)
-    micro = batching.to_micro_batches(rows, rows_per_micro_batch=4, num_micro_batches=5)
+    micro = packing.to_micro_batches(rows, rows_per_micro_batch=4, num_micro_batches=5)
     assert micro.tokens_BT.shape == (5, 4, 64)
-    assert batching.used_micro_batches(R, 4) == -(-R // 4)
+    assert packing.used_micro_batches(R, 4) == -(-R // 4)
     for before, after in zip(rows, micro):
         flat = after.reshape(20, 64)
         np.testing.assert_array_equal(flat[:R], before)
         assert not flat[R:].any()
     with pytest.raises(ValueError, match="do not fit"):
-        batching.to_micro_batches(rows, rows_per_micro_batch=1, num_micro_batches=R - 1)
+        packing.to_micro_batches(rows, rows_per_micro_batch=1, num_micro_batches=R - 1)
 
 
 def layout_of(lengths, row_tokens=64):
-    return batching.first_fit_decreasing(lengths, row_tokens)
+    return packing.first_fit_decreasing(lengths, row_tokens)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -145,13 +145,13 @@ def test_rows_are_put_in_order_for_the_shards(seed, B, shards):
         np.clip(np.random.default_rng(seed).lognormal(2.5, 1, 150), 1, 64).astype(int).tolist()
     )
     layout, cut = layout_of(lengths), {"rows_per_micro_batch": B, "shards": shards}
-    ordered = batching.balanced(layout, lengths, **cut)
-    assert ordered == batching.balanced(layout, lengths, **cut)
+    ordered = packing.balanced(layout, lengths, **cut)
+    assert ordered == packing.balanced(layout, lengths, **cut)
     assert sorted(row for row in ordered if row) == sorted(layout)
     assert len(ordered) == -(-len(layout) // B) * B, "as many micro-batches, all of them whole"
-    assert batching.imbalance(ordered, lengths, **cut) <= batching.imbalance(layout, lengths, **cut)
+    assert packing.imbalance(ordered, lengths, **cut) <= packing.imbalance(layout, lengths, **cut)
     if B > shards:
-        assert batching.imbalance(ordered, lengths, **cut) < 1.3
+        assert packing.imbalance(ordered, lengths, **cut) < 1.3
     # An exhaustive count of what `imbalance` says, micro-batch by micro-batch.
     costliest = mean = 0.0
     for m in range(0, len(ordered), B):
@@ -160,24 +160,24 @@ def test_rows_are_put_in_order_for_the_shards(seed, B, shards):
             for s in range(m, m + B, B // shards)
         ]
         costliest, mean = costliest + max(loads), mean + sum(loads) / shards
-    np.testing.assert_allclose(batching.imbalance(ordered, lengths, **cut), costliest / mean)
+    np.testing.assert_allclose(packing.imbalance(ordered, lengths, **cut), costliest / mean)
 
 
 def test_few_rows_lie_over_all_shards():
     layout = [[0], [1], [2]]
-    ordered = batching.balanced(layout, [5, 6, 7], rows_per_micro_batch=8, shards=4)
+    ordered = packing.balanced(layout, [5, 6, 7], rows_per_micro_batch=8, shards=4)
     assert ordered == [[2], [], [1], [], [0], [], [], []]
 
 
 def test_one_shard_takes_the_rows_as_they_are():
     layout = layout_of([9, 60, 30, 33])
-    ordered = batching.balanced(layout, [9, 60, 30, 33], rows_per_micro_batch=4, shards=1)
+    ordered = packing.balanced(layout, [9, 60, 30, 33], rows_per_micro_batch=4, shards=1)
     assert ordered == layout
 
 
 def test_columns_find_their_tokens_between_empty_rows():
     samples = random_samples(np.random.default_rng(4), 9)
-    packed = batching.pack(
+    packed = packing.pack(
         [sample.prompt_tokens for sample in samples],
         np.concatenate([sample.response_tokens for sample in samples]),
         np.array([len(sample.response_tokens) for sample in samples]),

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from dapo_jax.bench.memory import peaks
-from dapo_jax.bench.packing import PackingShape, bench_packing
-from dapo_jax.bench.rollout import memory_tokens_per_second
-from dapo_jax.bench.shapes import Shape, draw_lengths
-from dapo_jax.bench.train import TrainShape, make_rows
+from dapo_jax.tools.bench.memory import peaks
+from dapo_jax.tools.bench.packing import PackingShape, bench_packing
+from dapo_jax.tools.bench.rollout import memory_tokens_per_second
+from dapo_jax.tools.bench.shapes import Shape, draw_lengths
+from dapo_jax.tools.bench.train import TrainShape, make_rows
 from tests.helpers import tiny_config
 from tests.runs import load_launcher
 

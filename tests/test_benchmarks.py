@@ -10,18 +10,19 @@ import jax
 import numpy as np
 import pytest
 
-from dapo_jax import benchmark_page, benchmarks, evaluate_model, problems
-from dapo_jax.benchmarks import Benchmark
-from dapo_jax.collector import RolloutCollector, Turn
 from dapo_jax.config import Config, SourceConfig
-from dapo_jax.progress import Progress
-from dapo_jax.reward import Rubric
-from dapo_jax.reward_pool import RewardPool
+from dapo_jax.data import dataset
+from dapo_jax.data.tokenizer import arithmetic_tokenizer
+from dapo_jax.evaluation import benchmark_page, benchmarks, cli
+from dapo_jax.evaluation.benchmarks import Benchmark
+from dapo_jax.rewards.async_scoring import GroupScoring
+from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.rewards.types import Rubric
 from dapo_jax.rollout.admission import GenerationRequest
-from dapo_jax.scoring import GroupScoring
-from dapo_jax.telemetry import SILENT, Telemetry
-from dapo_jax.tokenizer import arithmetic_tokenizer
+from dapo_jax.rollout.collector import RolloutCollector, Turn
 from dapo_jax.types import Problem, Response, StopRequested, UserError
+from dapo_jax.utils.progress import Progress
+from dapo_jax.utils.telemetry import SILENT, Telemetry
 from tests.helpers import SHARED, source_dict, tiny_config, tiny_dict
 
 SETTINGS = {"model": "a stub", "seed": 0}
@@ -185,16 +186,16 @@ def test_what_stands_before_a_benchmark_does_not_number_its_problems(tmp_path, m
         numbers[benchmark.name] = [(p.id, p.answer) for p in benchmark.problems]
 
     monkeypatch.setattr(benchmarks, "run", run)
-    monkeypatch.setattr(evaluate_model, "load_params", lambda *_: ("a stub", {}))
-    monkeypatch.setattr(evaluate_model, "_collector", lambda *_: RolloutCollector.__new__(Policy))
+    monkeypatch.setattr(cli, "load_params", lambda *_: ("a stub", {}))
+    monkeypatch.setattr(cli, "_collector", lambda *_: RolloutCollector.__new__(Policy))
     monkeypatch.setattr(Policy, "engine", StubEngine(), raising=False)
-    monkeypatch.setattr(evaluate_model, "table", lambda _: "")
+    monkeypatch.setattr(cli, "table", lambda _: "")
     config = tiny_config()
-    request = evaluate_model.Request(
+    request = cli.Request(
         None, None, tuple(str(tmp_path / f"{name}.jsonl") for name in "ab"), 1, None, 1.0, 1.0, 0,
         0.0, 0, None, tmp_path / "out",
     )  # fmt: skip
-    assert evaluate_model.evaluate_model(config, request) is None
+    assert cli.evaluate_model(config, request) is None
     assert numbers == {"a": [(0, "1"), (1, "2"), (2, "3")], "b": [(0, "4"), (1, "5")]}
 
 
@@ -244,7 +245,7 @@ def test_avg_at_32_on_the_official_file(run, tmp_path):
     )
     source = SourceConfig(**source_dict(str(file)))
     said = []
-    found = problems.load(
+    found = dataset.load(
         config, {"stub": source}, arithmetic_tokenizer(), field="benchmark", say=said.append
     )
     assert len(found) == 30 and "30 distinct prompts, 32 rows of each" in said[0]

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from etils import epath
 
-from dapo_jax import checkpoint
-from dapo_jax.checkpoint import Checkpoints, restore_part
+from dapo_jax.runs import checkpoint
+from dapo_jax.runs.checkpoint import Checkpoints, restore_part
 from dapo_jax.types import UserError
 from tests.conftest import ROOT
 from tests.processes import finish_all

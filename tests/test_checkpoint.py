@@ -14,8 +14,8 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from dapo_jax import checkpoint
-from dapo_jax.checkpoint import CheckpointError, Checkpoints
+from dapo_jax.runs import checkpoint
+from dapo_jax.runs.checkpoint import CheckpointError, Checkpoints
 from dapo_jax.types import RunError, UserError
 from tests.conftest import ROOT
 from tests.runs import free_port
@@ -150,7 +150,7 @@ def test_contents_are_compared_not_only_formats(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("place", [(0, 0), (1, 0), (63, 7)])
 def test_sums_see_every_bit_and_every_place(place):
-    from dapo_jax.checkpoint import _sums
+    from dapo_jax.runs.checkpoint import _sums
 
     arrays = make_arrays()
     before = _sums(arrays)["['w']"]

@@ -11,9 +11,15 @@ import jax
 import numpy as np
 import pytest
 
-from dapo_jax import board, collector, metrics
-from dapo_jax.collector import RolloutCollector
-from dapo_jax.dynamic_sampling import (
+from dapo_jax.distributed import work_queue
+from dapo_jax.distributed.process_group import Processes
+from dapo_jax.distributed.replica import Team
+from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.rewards.types import Rubric, Task
+from dapo_jax.rollout import collector, metrics
+from dapo_jax.rollout.admission import GenerationRequest
+from dapo_jax.rollout.collector import RolloutCollector
+from dapo_jax.rollout.dynamic_sampling import (
     SamplingState,
     commit,
     open_queue,
@@ -21,14 +27,9 @@ from dapo_jax.dynamic_sampling import (
     state_to_json,
     take_informative,
 )
-from dapo_jax.processes import Processes
-from dapo_jax.reward import Rubric, Task
-from dapo_jax.reward_pool import RewardPool
-from dapo_jax.rollout.admission import GenerationRequest
-from dapo_jax.teams import Team
-from dapo_jax.telemetry import SILENT, Telemetry
 from dapo_jax.types import Problem, StopRequested
-from dapo_jax.watchdog import Watchdog
+from dapo_jax.utils.telemetry import SILENT, Telemetry
+from dapo_jax.utils.watchdog import Watchdog
 from tests.engines import make_engine
 from tests.helpers import make_params, tiny_config
 from tests.processes import Store
@@ -209,7 +210,7 @@ class Waiting:
     """
 
     def __init__(self, monkeypatch, *, told_every, last=10_000):
-        monkeypatch.setattr(board, "LOOK_SECONDS", 0.0)
+        monkeypatch.setattr(work_queue, "LOOK_SECONDS", 0.0)
         monkeypatch.setattr(collector.time, "sleep", self.sleep)
         self.now, self.told_every, self.last = 0, told_every, last
         store = Store()

@@ -14,12 +14,11 @@ import pytest
 
 from configs import tiny, tiny_dapo
 from configs.tiny import METHODS
-from dapo_jax import command_line, config
-from dapo_jax.checkpoint import CheckpointError
-from dapo_jax.command_line import parse
-from dapo_jax.config import Config
-from dapo_jax.hf_config import to_hf
-from dapo_jax.policy_losses import LOSSES
+from dapo_jax.algorithms.losses import LOSSES
+from dapo_jax.config import Config, cli, schema
+from dapo_jax.config.cli import parse
+from dapo_jax.config.hf_config import to_hf
+from dapo_jax.runs.checkpoint import CheckpointError
 from dapo_jax.types import RunError, UserError
 from tests.conftest import ROOT
 from tests.helpers import source_dict, tiny_config, tiny_dict
@@ -234,7 +233,7 @@ def test_overrides_hold_beside_a_model(tmp_path):
 
 
 def tokenizer_directory(tmp_path):
-    from dapo_jax.tokenizer import arithmetic_tokenizer
+    from dapo_jax.data.tokenizer import arithmetic_tokenizer
 
     arithmetic_tokenizer().save_pretrained(str(tmp_path / "tokenizer"))
     return tmp_path / "tokenizer"
@@ -430,7 +429,7 @@ def test_every_field_is_read():
         for file in (ROOT / "dapo_jax").rglob("*.py")
         if not file.name.startswith("config")
     )
-    groups = [c for c in vars(config).values() if dataclasses.is_dataclass(c) and c is not Config]
+    groups = [c for c in vars(schema).values() if dataclasses.is_dataclass(c) and c is not Config]
     assert len(groups) > 15
     by_name = {clip for loss in LOSSES.values() for clip in loss.clips}
     for group in groups:
@@ -459,7 +458,7 @@ def test_every_field_can_be_overridden_whether_or_not_the_file_has_it():
 def test_a_section_that_is_none_is_given_on_the_command_line():
     changes = ["--config.rollout.log_prob_source=recompute", "--config.correction.importance=token"]
     found, _ = parse(["program", TINY, *changes, "--config.correction.importance_cap=2"], "")
-    assert found.correction == config.CorrectionConfig(importance="token", importance_cap=2.0)
+    assert found.correction == schema.CorrectionConfig(importance="token", importance_cap=2.0)
     arguments = ["--config.objective.loss=sapo", "--config.objective.loss_args.tau_negative=2"]
     clips = [f"--config.objective.clip_{name}=None" for name in ("low", "high", "dual")]
     found, _ = parse(["program", TINY, *arguments, *clips], "")
@@ -539,5 +538,5 @@ def test_grpo_is_dapo_without_its_techniques():
     ],
 )
 def test_the_exit_status_says_whether_to_start_again(error, status, capsys):
-    assert command_line.fail(error) == status
+    assert cli.fail(error) == status
     assert str(error.args[-1])[:20] in capsys.readouterr().err

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from dapo_jax import compilations
+from dapo_jax.utils import compilations
 
 
 @pytest.fixture

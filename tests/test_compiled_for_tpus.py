@@ -10,7 +10,7 @@ import tomllib
 
 import pytest
 
-from dapo_jax.command_line import parse
+from dapo_jax.config.cli import parse
 from tests.conftest import ROOT
 
 # As docs/plan.md has them.

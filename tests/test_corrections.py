@@ -6,7 +6,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from dapo_jax import corrections
+from dapo_jax.algorithms import importance_correction
 from dapo_jax.config import CorrectionConfig, Statistic
 
 LENGTHS = np.array([0, 5, 1, 7, 0, 0, 3, 12, 2, 0])
@@ -111,13 +111,13 @@ def masking_by_hand(log_ratios, advantages, delta):
 @pytest.mark.parametrize("p", IMPORTANCE, ids=str)
 def test_importance_weights(p, seed):
     pi, mu, _ = make_log_probs(seed)
-    got = corrections.importance_weights(pi - mu, LENGTHS, **p)
+    got = importance_correction.importance_weights(pi - mu, LENGTHS, **p)
     weights, kept = importance_by_hand(by_response(pi - mu), **p)
     np.testing.assert_allclose(got.weight_N, weights, rtol=1e-12)
     assert got.kept_N.dtype == bool and got.kept_N.tolist() == kept
     if p["cap"] < 2:  # the tight bounds do act
         assert (p["cap"] in weights) if p["floor"] is None else {True, False} == set(kept)
-    normal = corrections.normalised(got.weight_N, LENGTHS, level=p["level"])
+    normal = importance_correction.normalised(got.weight_N, LENGTHS, level=p["level"])
     np.testing.assert_allclose(normal, normalised_by_hand(weights, p["level"]), rtol=1e-12)
 
 
@@ -127,7 +127,7 @@ def test_rejection_by_divergence(statistic, seed):
     pi, mu, _ = make_log_probs(seed)
     values = statistic_by_hand(by_response(pi - mu), statistic)
     floor, cap = bounds_for(statistic, values)
-    got = corrections.kept_by_divergence(
+    got = importance_correction.kept_by_divergence(
         pi - mu, LENGTHS, statistic=statistic, floor=floor, cap=cap
     )
     expected = [(floor is None or x >= floor) and x <= cap for x in values]
@@ -141,7 +141,7 @@ def test_rejection_by_divergence(statistic, seed):
 def test_off_policy_sequence_masking(seed, delta):
     pi, mu, A = make_log_probs(seed)
     A = A + 0.8 * np.random.default_rng(seed).standard_normal(len(A))  # their mean decides
-    got = corrections.kept_by_sequence_masking(pi - mu, A, LENGTHS, delta=delta)
+    got = importance_correction.kept_by_sequence_masking(pi - mu, A, LENGTHS, delta=delta)
     expected = masking_by_hand(by_response(pi - mu), by_response(A), delta)
     assert got.dtype == bool and got.tolist() == expected and set(expected) == {True, False}
 
@@ -153,7 +153,7 @@ def test_off_policy_sequence_masking(seed, delta):
 def test_only_a_bad_response_that_the_policy_has_left_is_masked(advantage, drift, kept):
     """mu / pi = exp(0.6) on average: pi has become less likely to write it."""
     log_ratio, A = np.array([2 * drift, 0.0, 0.0]), np.array([advantage - 3, advantage + 3, -9])
-    got = corrections.kept_by_sequence_masking(log_ratio, A, np.array([2, 1]), delta=0.5)
+    got = importance_correction.kept_by_sequence_masking(log_ratio, A, np.array([2, 1]), delta=0.5)
     assert got.tolist() == [kept, kept, True]
 
 
@@ -173,7 +173,7 @@ def test_all_corrections_together(level, cap, floor, normalise, delta):
     weights, kept = importance_by_hand(log_ratios, level, cap, floor)
     alone.append(kept)
     alone.append(masking_by_hand(log_ratios, by_response(A), math.inf if delta is None else delta))
-    got = corrections.correct(
+    got = importance_correction.correct(
         settings(
             importance=level,
             importance_cap=cap,
@@ -199,13 +199,15 @@ def test_each_rule_is_enough_to_reject():
     pi, mu, A = make_log_probs()
     for statistic in STATISTICS:
         floor = 1.0 if statistic.endswith("k1") else None
-        got = corrections.correct(settings(reject=((statistic, floor, 1.0),)), pi, mu, A, LENGTHS)
-        own = corrections.kept_by_divergence(
+        got = importance_correction.correct(
+            settings(reject=((statistic, floor, 1.0),)), pi, mu, A, LENGTHS
+        )
+        own = importance_correction.kept_by_divergence(
             pi - mu, LENGTHS, statistic=statistic, floor=floor, cap=1.0
         )
         assert got.weight_N.tolist() == [1.0] * len(pi) and got.kept_N.tolist() == own.tolist()
-    got = corrections.correct(settings(sequence_mask_delta=0.0), pi, mu, A, LENGTHS)
-    own = corrections.kept_by_sequence_masking(pi - mu, A, LENGTHS, delta=0.0)
+    got = importance_correction.correct(settings(sequence_mask_delta=0.0), pi, mu, A, LENGTHS)
+    own = importance_correction.kept_by_sequence_masking(pi - mu, A, LENGTHS, delta=0.0)
     assert got.kept_N.tolist() == own.tolist() and not own.all()
 
 
@@ -222,7 +224,7 @@ def test_on_policy_nothing_is_touched(level, cap, floor, normalise):
     """To the last bit, and with the tightest bounds there are: what is at a bound stays."""
     pi, _, A = make_log_probs()
     chosen = dict(importance=level, importance_cap=cap, importance_floor=floor) | EVERYTHING
-    got = corrections.correct(settings(normalise=normalise, **chosen), pi, pi, A, LENGTHS)
+    got = importance_correction.correct(settings(normalise=normalise, **chosen), pi, pi, A, LENGTHS)
     assert got.weight_N.tolist() == [1.0] * len(pi)
     assert got.kept_N.tolist() == [True] * len(pi)
 
@@ -237,7 +239,7 @@ def test_importance_at_its_bounds_stays_and_beyond_them_goes(level, log_ratio):
         (np.nextafter(rho, np.inf), 2 * rho, False),
         (rho / 2, np.nextafter(rho, 0.0), False),
     ):
-        got = corrections.importance_weights(
+        got = importance_correction.importance_weights(
             np.array([log_ratio]), lengths, level=level, cap=cap, floor=floor
         )
         assert got.kept_N.tolist() == [kept] and got.weight_N.tolist() == [rho if kept else 0.0]
@@ -257,7 +259,7 @@ def test_divergence_at_its_bounds_stays_and_beyond_them_goes(statistic):
         less, more = value - 1e-12, value + 1e-12
         cases = [(0.01, value, True), (0.01, less, False), (value, 99.0, True), (more, 99.0, False)]
         for floor, cap, kept in cases if divergence == "k1" else cases[:2]:
-            got = corrections.kept_by_divergence(
+            got = importance_correction.kept_by_divergence(
                 np.array(log_ratios),
                 np.array([2]),
                 statistic=statistic,
@@ -275,7 +277,9 @@ def test_huge_log_ratios_stay_finite(log_ratio, level, floor):
     mu = pi - log_ratio
     chosen = dict(importance=level, importance_cap=2.0, importance_floor=floor) | EVERYTHING
     for normalise in (False, True):
-        got = corrections.correct(settings(normalise=normalise, **chosen), pi, mu, A, LENGTHS)
+        got = importance_correction.correct(
+            settings(normalise=normalise, **chosen), pi, mu, A, LENGTHS
+        )
         assert np.isfinite(got.weight_N).all() and not got.kept_N.any()
 
 
@@ -284,7 +288,7 @@ def test_mismatch_of_broken_log_probs_is_finite(log_ratio):
     """Beside a response that is as it should be."""
     mu = np.array([-1.0, -1.0, -0.5]) - max(log_ratio, 0.0) * np.array([1, 1, 0])
     pi = np.array([-1.0, -1.0, -0.5]) + min(log_ratio, 0.0) * np.array([1, 1, 0])
-    got = corrections.mismatch(pi, mu, np.array([2, 1]))
+    got = importance_correction.mismatch(pi, mu, np.array([2, 1]))
     assert np.isfinite(list(got.values())).all()
 
 
@@ -292,7 +296,7 @@ def test_log_ratios_are_bounded_by_20():
     """Importance: the product over a response. Divergence: every token by itself."""
     log_ratio, lengths = np.array([1e4, -5.0, -1e4, 0.5]), np.array([2, 1, 1])
     weight = lambda level: (
-        corrections.importance_weights(log_ratio, lengths, level=level, cap=1e12).weight_N
+        importance_correction.importance_weights(log_ratio, lengths, level=level, cap=1e12).weight_N
     )
     np.testing.assert_allclose(weight("token"), np.exp([20, -5, -20, 0.5]))
     np.testing.assert_allclose(weight("sequence"), np.exp([20, 20, -20, 0.5]))
@@ -306,7 +310,7 @@ def test_log_ratios_are_bounded_by_20():
             for i, value in enumerate(at):
                 k1 = statistic.endswith("k1")
                 cap = math.exp(value * share) if k1 else value * share
-                got = corrections.kept_by_divergence(
+                got = importance_correction.kept_by_divergence(
                     np.array([-1, -1, 1, -1]) * log_ratio if k1 else log_ratio,
                     lengths,
                     statistic=statistic,
@@ -322,13 +326,15 @@ def test_log_ratios_are_bounded_by_20():
 def test_no_tokens(lengths, level, normalise):
     none, lengths = np.zeros(0), np.array(lengths, int)
     chosen = dict(importance=level, importance_cap=2.0, importance_floor=0.5) | EVERYTHING
-    got = corrections.correct(settings(normalise=normalise, **chosen), none, none, none, lengths)
+    got = importance_correction.correct(
+        settings(normalise=normalise, **chosen), none, none, none, lengths
+    )
     assert got.weight_N.shape == got.kept_N.shape == (0,) and got.kept_N.dtype == bool
-    assert corrections.mismatch(none, none, lengths) == {}
+    assert importance_correction.mismatch(none, none, lengths) == {}
 
 
 def test_weights_that_are_all_masked_are_not_divided_by_nothing():
-    got = corrections.normalised(np.zeros(3), np.array([0, 3]), level="token")
+    got = importance_correction.normalised(np.zeros(3), np.array([0, 3]), level="token")
     assert got.tolist() == [0.0] * 3
 
 
@@ -349,11 +355,13 @@ def test_mismatch(seed):
         "prob_gap_mean": mean(gaps),
         "prob_gap_max": max(gaps),
     }
-    got = corrections.mismatch(pi, mu, LENGTHS)
+    got = importance_correction.mismatch(pi, mu, LENGTHS)
     assert got == {name: pytest.approx(value, rel=1e-10) for name, value in expected.items()}
     short = [x.astype(np.float32) for x in (pi, mu)]
     exact = [x.astype(np.float64) for x in short]
-    assert corrections.mismatch(*short, LENGTHS) == corrections.mismatch(*exact, LENGTHS)
-    same = corrections.mismatch(pi, pi, LENGTHS)
+    assert importance_correction.mismatch(*short, LENGTHS) == importance_correction.mismatch(
+        *exact, LENGTHS
+    )
+    same = importance_correction.mismatch(pi, pi, LENGTHS)
     assert same["training_ppl"] == same["rollout_ppl"] > 1
     assert not any(value for name, value in same.items() if "ppl" not in name)

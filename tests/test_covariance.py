@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from dapo_jax import covariance
+from dapo_jax.algorithms import covariance
 
 SETTINGS = dict(cov_share=0.1, cov_low=0.05, cov_high=0.8, clip_low=0.2, clip_high=0.28)
 

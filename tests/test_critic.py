@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax import attention, batching, critic, model
+from dapo_jax.models import decoder as model
+from dapo_jax.models.attention import xla
+from dapo_jax.training import critic, packing
 from tests.helpers import make_params, tiny_config
 
 CONFIG = tiny_config(
@@ -128,7 +130,7 @@ def sequences():
 
 
 def packed_rows(sequences, row_tokens=40, *, share_prompts=False):
-    return batching.pack(
+    return packing.pack(
         [prompt for prompt, _ in sequences],
         np.concatenate([response for _, response in sequences]),
         np.array([len(response) for _, response in sequences]),
@@ -143,7 +145,7 @@ row_values = jax.jit(critic.row_values, static_argnums=0)
 @functools.partial(jax.jit, static_argnums=0)
 def hidden_states(config, decoder, tokens_BT):
     positions_BT = jnp.arange(tokens_BT.shape[1])[None]
-    attend = attention.packed(jnp.ones_like(tokens_BT))
+    attend = xla.packed(jnp.ones_like(tokens_BT))
     return model.hidden_states(config, decoder, tokens_BT, positions_BT, attend)[0]
 
 
@@ -173,7 +175,7 @@ def test_values_of_packed_rows_are_those_of_each_sequence_alone(params, sequence
         for state in states_before(params.decoder, *sequence)
     ]
     assert np.std(expected) > 0.1
-    np.testing.assert_allclose(batching.take_columns(packed, got), expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(packing.take_columns(packed, got), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_critic_starts_as_a_copy_with_a_head_of_zero(params, sequences):
@@ -204,8 +206,8 @@ def test_first_update_by_hand(params, sequences):
     rng, packed, rate, W = np.random.default_rng(1), packed_rows(sequences), 1e-3, 3.0
     N = len(packed.where_N)
     target, old, weight = rng.standard_normal(N), 0.7 * rng.standard_normal(N), rng.random(N)
-    rows = batching.fill(packed, weight_BT=weight, value_old_BT=old, return_BT=target)
-    stacked = batching.to_micro_batches(rows, rows_per_micro_batch=1, num_micro_batches=8)
+    rows = packing.fill(packed, weight_BT=weight, value_old_BT=old, return_BT=target)
+    stacked = packing.to_micro_batches(rows, rows_per_micro_batch=1, num_micro_batches=8)
     used = np.int32(len(rows.tokens_BT))
     state = critic.init_state(CONFIG, params.decoder)
     update = jax.jit(functools.partial(critic.update, CONFIG))

@@ -11,7 +11,7 @@ import threading
 import grain
 import pytest
 
-from dapo_jax.data import ProblemStream
+from dapo_jax.data.stream import ProblemStream
 from dapo_jax.types import Problem, UserError
 from tests.conftest import ROOT
 
@@ -155,7 +155,7 @@ def test_state_of_other_data_is_refused(problems, seed, weights, field):
 
 def test_another_process_sees_the_same_order_and_no_noise():
     code = (
-        "from dapo_jax.data import ProblemStream\n"
+        "from dapo_jax.data.stream import ProblemStream\n"
         "from dapo_jax.types import Problem\n"
         "problems = [Problem(i, f'p{i}', (i, i + 1), str(i), 'ab'[i % 2]) for i in range(20)]\n"
         "stream = ProblemStream(problems, 11, {'a': 2.0, 'b': 1.0})\n"

@@ -6,8 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from dapo_jax import board
-from dapo_jax.dynamic_sampling import (
+from dapo_jax.distributed import work_queue
+from dapo_jax.distributed.process_group import Processes
+from dapo_jax.rollout.dynamic_sampling import (
     PRIOR_OUTCOMES,
     SamplingState,
     commit,
@@ -16,7 +17,6 @@ from dapo_jax.dynamic_sampling import (
     state_to_json,
     take_informative,
 )
-from dapo_jax.processes import Processes
 from dapo_jax.types import Problem
 from tests.helpers import make_group, tiny_config
 from tests.processes import Store
@@ -147,7 +147,7 @@ def test_the_end_of_a_first_batch_is_not_claimed_prompt_by_prompt(
 ):
     """A new run knows nothing of the share. In each wave all prompts are begun that may be, and all
     of them end: the waves are how often a whole response is waited for."""
-    monkeypatch.setattr(board, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(work_queue, "LOOK_SECONDS", 0.0)
     config = with_prompts(64, with_sampling(max_rounds=100, max_round_prompts=100))
     informative = np.random.default_rng(3).random(10_000) < informative_share
     store = Store()

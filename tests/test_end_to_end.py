@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
-from dapo_jax import weights
 from dapo_jax.config import Config
-from dapo_jax.processes import START_AGAIN
-from dapo_jax.progress import Progress
-from dapo_jax.sharding import initial_params, make_mesh, param_shardings
-from dapo_jax.tokenizer import load_tokenizer
-from dapo_jax.trainer import Trainer
+from dapo_jax.data.tokenizer import load_tokenizer
+from dapo_jax.distributed.process_group import START_AGAIN
+from dapo_jax.models import hf_weights
+from dapo_jax.models.sharding import initial_params, make_mesh, param_shardings
+from dapo_jax.setup import Trainer
+from dapo_jax.utils.progress import Progress
 from tests import fuzz_configs
 from tests.conftest import ROOT
 from tests.helpers import make_group, tiny_config
@@ -277,7 +277,7 @@ def test_an_exported_checkpoint_is_read_again(finished, tmp_path, capsys):
     )
     assert ours.input_ids == theirs.input_ids
     mesh = make_mesh(config.mesh, jax.devices()[:1])
-    loaded = weights.load(config.model, param_shardings(config.model, config.mesh, mesh))
+    loaded = hf_weights.load(config.model, param_shardings(config.model, config.mesh, mesh))
     ours = params_at(finished[0], 3, **RUN)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(loaded), ours)
     assert exporting(arguments) == 2 and "is not empty" in capsys.readouterr().err

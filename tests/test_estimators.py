@@ -6,7 +6,13 @@ import math
 import numpy as np
 import pytest
 
-from dapo_jax.estimators import avg_at_k, bootstrap_interval, cons_at_k, pass_at_k, powers_up_to
+from dapo_jax.evaluation.estimators import (
+    avg_at_k,
+    bootstrap_interval,
+    cons_at_k,
+    pass_at_k,
+    powers_up_to,
+)
 
 
 def test_avg_at_k_by_hand():

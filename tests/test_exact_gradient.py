@@ -14,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax import attention, attention_kernels, batching, sharding, train_step, vocabulary
-from dapo_jax.rotary import rotary_angles
+from dapo_jax.models import chunked_softmax, sharding
+from dapo_jax.models.attention import kernels, xla
+from dapo_jax.models.rotary import rotary_angles
+from dapo_jax.training import packing, step
 from dapo_jax.types import Rows
 from tests.helpers import (
     in_float64,
@@ -129,11 +131,11 @@ def plain_loss(params, rows):
 
 def gradient(way, dtype, params, samples, monkeypatch):
     """By the package, of the same samples."""
-    monkeypatch.setattr(vocabulary, "VOCAB_CHUNK", way.vocab_chunk)
-    monkeypatch.setattr(attention_kernels, "KERNELS", {"cpu": way.attention})
+    monkeypatch.setattr(chunked_softmax, "VOCAB_CHUNK", way.vocab_chunk)
+    monkeypatch.setattr(kernels, "KERNELS", {"cpu": way.attention})
     if way.query_chunk is not None:
-        monkeypatch.setattr(attention, "LONG_ROW", way.query_chunk)
-        monkeypatch.setattr(attention, "QUERY_CHUNK", way.query_chunk)
+        monkeypatch.setattr(xla, "LONG_ROW", way.query_chunk)
+        monkeypatch.setattr(xla, "QUERY_CHUNK", way.query_chunk)
     changed = replace_model(
         CONFIG, param_dtype=dtype, compute_dtype=dtype, remat=way.remat,
         log_prob_chunk_tokens=way.chunk_tokens,
@@ -150,17 +152,15 @@ def gradient(way, dtype, params, samples, monkeypatch):
     samples = samples[::-1] if way.backwards else samples
     each = [[sample] for sample in samples] if way.alone else [samples]
     rows = joined([rows_of(s, way.row_tokens, share_prompts=way.share_prompts) for s in each])
-    used = batching.used_micro_batches(len(rows.tokens_BT), way.rows)
-    rows = batching.to_micro_batches(
-        rows, rows_per_micro_batch=way.rows, num_micro_batches=used + 1
-    )
+    used = packing.used_micro_batches(len(rows.tokens_BT), way.rows)
+    rows = packing.to_micro_batches(rows, rows_per_micro_batch=way.rows, num_micro_batches=used + 1)
     denominator = np.asarray(DENOMINATOR, dtype)
     if dtype == "float64":
         params, rows = in_float64((params, rows))
     mesh = make_mesh(config, int(np.prod(way.mesh)))
     params = jax.device_put(params, sharding.param_shardings(config.model, config.mesh, mesh))
     rows = jax.device_put(rows, sharding.row_sharding(mesh, batch_dim=1))
-    run = jax.jit(functools.partial(train_step.gradient, config, mesh=mesh))
+    run = jax.jit(functools.partial(step.gradient, config, mesh=mesh))
     return jax.device_get(run(params, rows, np.int32(used), denominator)[0])
 
 

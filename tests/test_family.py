@@ -6,12 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from dapo_jax import batching
 from dapo_jax.config import Config
-from dapo_jax.progress import Progress
-from dapo_jax.samples import make_samples
-from dapo_jax.trainer import Trainer
+from dapo_jax.setup import Trainer
+from dapo_jax.training import packing
+from dapo_jax.training.batch import make_samples
 from dapo_jax.types import Group, Response, UserError, Verdict
+from dapo_jax.utils.progress import Progress
 from tests.helpers import make_params, tiny_config, tiny_dict
 from tests.runs import metrics_of, run
 from tests.test_end_to_end import RUN, assert_documented
@@ -42,7 +42,7 @@ WAYS = {
     "process": NO_OVERLONG
     | {
         "objective__advantage": "grpo-process",
-        "reward__scorer": "dapo_jax.arithmetic:score_steps",
+        "reward__scorer": "dapo_jax.data.arithmetic:score_steps",
     },
     "clip-cov": configured("clip-cov"),
     "kl-cov": configured("kl-cov"),
@@ -75,11 +75,11 @@ def on_policy_groups(trainer, params, rng):
     for problem in problems:
         lengths = rng.integers(2, 30, G)
         tokens = [rng.integers(3, config.model.vocab_size, n).astype(np.int32) for n in lengths]
-        packed = batching.pack(
+        packed = packing.pack(
             [problem.prompt_tokens] * G, np.concatenate(tokens), lengths, config.train.row_tokens
         )
         rows, n = trainer.learner._micro_batches(packed.rows)
-        log_probs = batching.take_columns(packed, trainer.learner.score(params, rows, n))
+        log_probs = packing.take_columns(packed, trainer.learner.score(params, rows, n))
         responses = tuple(
             Response(t, logp, "stop", "")
             for t, logp in zip(tokens, np.split(log_probs, np.cumsum(lengths)[:-1]))

@@ -11,8 +11,10 @@ import sys
 import numpy as np
 import pytest
 
-from dapo_jax import generate, hf_config, weights
+from dapo_jax.config import hf_config
+from dapo_jax.models import hf_weights
 from dapo_jax.rollout import scheduler
+from dapo_jax.tools import generate
 from tests import checkpoints
 from tests.conftest import ROOT
 from tests.hub import Hub
@@ -32,7 +34,7 @@ def place(tmp_path_factory):
     values = BASE | {"vocab_size": VOCAB, "eos_token_id": 126}
     (place / "config.json").write_text(json.dumps(values))
     rng = np.random.default_rng(0)
-    shapes = weights.expected_shapes(checkpoints.config_of(place).model)
+    shapes = hf_weights.expected_shapes(checkpoints.config_of(place).model)
     tensors = {name: rng.standard_normal(s, np.float32) * 0.4 for name, s in shapes.items()}
     checkpoints.write(place, values, tensors)
     character_tokenizer(CHAT_TEMPLATE).save_pretrained(str(place))
@@ -132,7 +134,7 @@ def test_characters_of_several_tokens_are_held_until_they_are_whole():
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
-    from dapo_jax.tokenizer import text_stream
+    from dapo_jax.data.tokenizer import text_stream
 
     byte_of = {f"<0x{byte:02X}>": byte for byte in range(256)}
     backend = Tokenizer(models.BPE(byte_of, [], byte_fallback=True))
@@ -276,7 +278,7 @@ def test_stories260k_by_the_engine_and_after_export(capsys, tmp_path):
     config = checkpoints.config_of(place)
     written = tmp_path / "exported"
     written.mkdir()
-    weights.save(config.model, checkpoints.load(config), written, "float32")
+    hf_weights.save(config.model, checkpoints.load(config), written, "float32")
     values = hf_config.to_hf(config.model, eos=[2], bos=1, dtype="float32")
     (written / "config.json").write_text(json.dumps(values))
     flags = [f"--prompt_token_ids={','.join(map(str, prompt))}", "--temperature=0", "--json"]

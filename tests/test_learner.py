@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from dapo_jax import metrics
-from dapo_jax.compilations import CompilationCounter
-from dapo_jax.learner import Learner
-from dapo_jax.random_streams import named_generator
-from dapo_jax.samples import make_samples, reward_kl
 from dapo_jax.train import HostState
+from dapo_jax.training import metrics
+from dapo_jax.training.batch import make_samples, reward_kl
+from dapo_jax.training.learner import Learner
+from dapo_jax.utils.compilations import CompilationCounter
+from dapo_jax.utils.random_streams import named_generator
 from tests.helpers import make_group, make_mesh, make_params, tiny_config
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -69,7 +69,7 @@ def test_a_head_start_of_the_critic_uses_up_none_of_the_policys_warm_up():
 
 
 def test_where_the_schedules_are_is_saved_with_the_run():
-    from dapo_jax.dynamic_sampling import SamplingState
+    from dapo_jax.rollout.dynamic_sampling import SamplingState
 
     host = HostState({"a": 1}, SamplingState(), 0.1, 0.2, 0.3, 4.0, updated_steps=5)
     assert HostState.from_json(host.to_json()) == host

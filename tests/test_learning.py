@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from dapo_jax.drawing import Drawing
 
-from dapo_jax import model
-from dapo_jax.learner import Learner
+from dapo_jax.models import decoder
 from dapo_jax.train import train
+from dapo_jax.training.learner import Learner
 from tests.conftest import ROOT
 from tests.helpers import tiny_config
 from tests.runs import metrics_of, run
@@ -70,7 +70,7 @@ def test_the_update_does_not_hold_the_rollouts_copy(tmp_path, cache_home, monkey
         reward__scorer=f"{ROOT / 'tests' / 'scorers.py'}:even",
         mesh__data=8,
     )
-    shape = model.param_shapes(config.model)["embed"].shape
+    shape = decoder.param_shapes(config.model)["embed"].shape
     copies = lambda: sum((x.shape, x.dtype) == (shape, jnp.bfloat16) for x in jax.live_arrays())
     draw, train_on, seen = Drawing.draw, Learner.train_on, []
 

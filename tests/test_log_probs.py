@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dapo_jax import log_probs, vocabulary
-from dapo_jax.sharding import AXES, AXIS_TYPES, HeadLayout, row_sharding
+from dapo_jax.models import chunked_softmax, log_probs
+from dapo_jax.models.sharding import AXES, AXIS_TYPES, HeadLayout, row_sharding
 
 
 def distribution(hidden, unembed, temperature):
@@ -111,7 +111,7 @@ def test_parts_of_the_vocabulary_change_nothing(monkeypatch, part, dtype, tolera
     with jax.enable_x64(True):
         exact, targets, weights = arrays(np.float64)
         (_, expected), expected_grads = with_gradient(plain)(*exact, targets, weights)
-        monkeypatch.setattr(vocabulary, "VOCAB_CHUNK", part)
+        monkeypatch.setattr(chunked_softmax, "VOCAB_CHUNK", part)
         inputs, _, weights = arrays(dtype)
         (_, found), grads = jax.jit(with_gradient(ours))(*inputs, targets, weights)
     for x, y in zip((*found, *grads), (*expected, *expected_grads)):
@@ -165,7 +165,7 @@ def test_chunks_of_nothing_that_is_wanted_are_passed_over():
     ],
 )
 def test_large_parts_are_cut_between_the_tiles_of_a_tpu(length, most, size):
-    assert vocabulary.even_part(length, most) == size
+    assert chunked_softmax.even_part(length, most) == size
 
 
 def test_a_statistic_that_no_loss_reads_costs_no_gradient():
@@ -194,7 +194,7 @@ def sizes(text):
 
 @pytest.mark.parametrize("shape, number", [((2, 2, 1, 2), B * T), ((1, 2, 2, 2), 37)])
 def test_over_a_mesh_neither_logits_nor_the_unembedding_are_gathered(monkeypatch, shape, number):
-    monkeypatch.setattr(vocabulary, "VOCAB_CHUNK", 16)
+    monkeypatch.setattr(chunked_softmax, "VOCAB_CHUNK", 16)
     mesh = jax.make_mesh(shape, AXES, axis_types=AXIS_TYPES)
     rows, unembed = row_sharding(mesh).spec, PartitionSpec("tensor", "fsdp")
     layout = HeadLayout(mesh, rows, unembed)
@@ -228,7 +228,7 @@ def test_over_a_mesh_neither_logits_nor_the_unembedding_are_gathered(monkeypatch
 def test_parts_that_are_filled_up_on_a_mesh(monkeypatch, shape, part):
     """16, 32 or 8 columns of each device in parts of 6, 11 or 3, the last of which holds columns
     that are no token: the numbers are those of the next device's first."""
-    monkeypatch.setattr(vocabulary, "VOCAB_CHUNK", part)
+    monkeypatch.setattr(chunked_softmax, "VOCAB_CHUNK", part)
     mesh = jax.make_mesh(shape, AXES, axis_types=AXIS_TYPES)
     layout = HeadLayout(mesh, row_sharding(mesh).spec, PartitionSpec("tensor", "fsdp"))
     inputs, _, weights = arrays(np.float32)
@@ -242,7 +242,7 @@ def test_parts_that_are_filled_up_on_a_mesh(monkeypatch, shape, part):
 
 
 def test_memory_follows_tokens_and_not_tokens_times_vocabulary(monkeypatch):
-    monkeypatch.setattr(vocabulary, "VOCAB_CHUNK", 512)
+    monkeypatch.setattr(chunked_softmax, "VOCAB_CHUNK", 512)
     struct = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     f = lambda h, w, t: jnp.sum(
         log_probs.token_statistics(h, w, t, temperature=1.0, chunk_tokens=64).log_prob_BT

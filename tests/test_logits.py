@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax import attention, model, vocabulary
+from dapo_jax.data.tokenizer import load_tokenizer
+from dapo_jax.models import chunked_softmax, decoder
+from dapo_jax.models.attention import xla
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.rollout.spec import EngineSpec
-from dapo_jax.tokenizer import load_tokenizer
 from tests import checkpoints
 from tests.helpers import make_mesh
 
@@ -46,15 +47,17 @@ def training_logits(c, params, tokens_T):
     """Of every position [T, V], by the forward pass of the update."""
     T = len(tokens_T)
     hidden_BTD, _ = jax.jit(
-        lambda params, tokens_BT: model.hidden_states(
+        lambda params, tokens_BT: decoder.hidden_states(
             c,
             params,
             tokens_BT,
             jnp.arange(T)[None],
-            attention.packed(jnp.ones((1, T), jnp.int32)),
+            xla.packed(jnp.ones((1, T), jnp.int32)),
         )
     )(params, tokens_T[None])
-    return np.asarray(vocabulary.logits(hidden_BTD[0], model.unembedding(params), temperature=1.0))
+    return np.asarray(
+        chunked_softmax.logits(hidden_BTD[0], decoder.unembedding(params), temperature=1.0)
+    )
 
 
 @pytest.mark.parametrize("family", checkpoints.golden_families())
@@ -95,7 +98,7 @@ def test_the_engines_logits_are_those_of_transformers(tmp_path, family, prompt):
     tokens = golden.tokens_T[:prompt].tolist()
     prefix = engine.prefill(params=loaded, padded_tokens=np.array(tokens), true_length=prompt)
     state = engine.insert(prefix, engine.init_decode_state(), slot=1)
-    logits = lambda: np.asarray(state.hidden_BD[0, 1] @ model.unembedding(params).T)
+    logits = lambda: np.asarray(state.hidden_BD[0, 1] @ decoder.unembedding(params).T)
     found = [logits()]
     while len(tokens) < T:
         state, results = engine.generate(loaded, state)

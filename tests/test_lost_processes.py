@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from dapo_jax.processes import START_AGAIN
+from dapo_jax.distributed.process_group import START_AGAIN
 from tests.conftest import ROOT
 from tests.processes import RUN, begin, finish_all
 from tests.runs import finish

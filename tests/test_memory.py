@@ -8,13 +8,8 @@ import jax
 import pytest
 from jax.sharding import Mesh
 
-from dapo_jax import memory, train_step
-from dapo_jax.command_line import parse
-from dapo_jax.planning import chips, plan
-from dapo_jax.progress import Progress
-from dapo_jax.rollout.engine import DecoderEngine
-from dapo_jax.rollout.spec import engine_spec
-from dapo_jax.sharding import (
+from dapo_jax.config.cli import parse
+from dapo_jax.models.sharding import (
     AXES,
     AXIS_TYPES,
     copied_bytes,
@@ -22,8 +17,14 @@ from dapo_jax.sharding import (
     make_mesh,
     rollout_mesh,
 )
-from dapo_jax.trainer import Trainer
+from dapo_jax.rollout import memory_budget
+from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.spec import engine_spec
+from dapo_jax.setup import Trainer
+from dapo_jax.tools.plan import chips, plan
+from dapo_jax.training import step
 from dapo_jax.types import UserError
+from dapo_jax.utils.progress import Progress
 from tests.helpers import tiny_config
 
 ONE = dict(mesh__data=1, mesh__fsdp=1, mesh__context=1, mesh__tensor=1)
@@ -66,7 +67,9 @@ def test_a_process_of_several_draws_from_the_trainers_own_arrays():
 def test_what_a_run_holds_besides():
     """A critic has all that the policy has, a reference its parameters."""
     sizes = dict(data=2, fsdp=2, context=1, tensor=2)
-    of = lambda name: memory.held(parse(["program", f"--config=configs/{name}"], "")[0], sizes)
+    of = lambda name: memory_budget.held(
+        parse(["program", f"--config=configs/{name}"], "")[0], sizes
+    )
     plain, critic, reference = of("tiny_dapo.py"), of("tiny.py:ppo"), of("tiny.py:grpo")
     parameters = plain.always["parameters"]
     assert plain.always == {"parameters": parameters, "optimiser state": 2 * parameters}
@@ -90,10 +93,10 @@ def test_what_a_run_holds_besides():
 def test_what_is_held_is_what_there_is(changes):
     config = tiny_config(**ONE | {"model__num_kv_heads": 4} | changes)
     mesh = make_mesh(config.mesh)
-    found = memory.held(config, mesh.shape)
+    found = memory_budget.held(config, mesh.shape)
     params = initial_params(config.model, config.mesh, mesh, seed=0)
-    at = train_step.state_shardings(config, mesh)
-    state = jax.jit(lambda p: train_step.init_state(config, p), out_shardings=at)(params)
+    at = step.state_shardings(config, mesh)
+    state = jax.jit(lambda p: step.init_state(config, p), out_shardings=at)(params)
     counters = 64  # bytes of step counts and the like, at most
     assert 0 <= bytes_of(state) - sum(found.always.values()) <= counters
     drawn_on = rollout_mesh(mesh, config.mesh.rollout_tensor)
@@ -109,7 +112,8 @@ def test_what_is_held_is_what_there_is(changes):
 def test_moments_that_the_host_keeps():
     sizes = dict(data=8, fsdp=1, context=1, tensor=1)
     here, there = (
-        memory.held(tiny_config(optimizer__offload=offload), sizes) for offload in (False, True)
+        memory_budget.held(tiny_config(optimizer__offload=offload), sizes)
+        for offload in (False, True)
     )
     assert here.host == 0 and there.host == here.always["optimiser state"] > 0
     assert "optimiser state" not in there.always
@@ -142,8 +146,10 @@ SPREAD = [
 def test_the_fewest_devices_that_hold_it_draw_together(number, of_a_process, gib, together):
     said = []
     config = published(*SPREAD)
-    memory_bytes = int(gib * memory.GIB)
-    found = memory.with_teams(config, devices(number, of_a_process), memory_bytes, said.append)
+    memory_bytes = int(gib * memory_budget.GIB)
+    found = memory_budget.with_teams(
+        config, devices(number, of_a_process), memory_bytes, said.append
+    )
     assert (found.mesh.rollout_tensor or 1) == together
     if together == 1:
         assert found is config and not said
@@ -153,7 +159,9 @@ def test_the_fewest_devices_that_hold_it_draw_together(number, of_a_process, gib
         )
         assert dataclasses.replace(found, mesh=config.mesh) == config
         given = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, rollout_tensor=2))
-        again = memory.with_teams(given, devices(number, of_a_process), memory_bytes, said.append)
+        again = memory_budget.with_teams(
+            given, devices(number, of_a_process), memory_bytes, said.append
+        )
         assert again is given, "who says how many is not asked"
 
 
@@ -161,12 +169,17 @@ def test_where_no_number_holds_it_the_arithmetic_is_told():
     with pytest.raises(
         UserError, match=r"by 8 device\(s\) together, each holds parameters 7.63 Gi"
     ) as told:
-        memory.with_teams(
-            published(*SPREAD, "--config.rollout.slots=64"), devices(16, 4), 15 * memory.GIB, print
+        memory_budget.with_teams(
+            published(*SPREAD, "--config.rollout.slots=64"),
+            devices(16, 4),
+            15 * memory_budget.GIB,
+            print,
         )
     assert "of the 15.00 GiB that it has. Set config.rollout.cache_gib" in str(told.value)
     config = published(*SPREAD)
-    assert memory.with_teams(config, devices(16, 4), None, print) is config, "memory not known"
+    assert memory_budget.with_teams(config, devices(16, 4), None, print) is config, (
+        "memory not known"
+    )
 
 
 def test_a_run_and_its_plan_take_as_many(monkeypatch, tmp_path):
@@ -174,9 +187,9 @@ def test_a_run_and_its_plan_take_as_many(monkeypatch, tmp_path):
     changes = ONE | {"mesh__fsdp": 8, "model__num_kv_heads": 4, "model__path": None}
     config = tiny_config(**changes)
     sizes = dict(data=1, fsdp=8, context=1, tensor=1)
-    alone = memory.held(config, sizes).drawing_bytes
-    assert memory.device_bytes(jax.devices()) is None, "a CPU does not say"
-    monkeypatch.setattr(memory, "device_bytes", lambda _: alone)
+    alone = memory_budget.held(config, sizes).drawing_bytes
+    assert memory_budget.device_bytes(jax.devices()) is None, "a CPU does not say"
+    monkeypatch.setattr(memory_budget, "device_bytes", lambda _: alone)
     trainer = Trainer(config, tmp_path, Progress(0, 0, quiet=True))
     assert dict(trainer.engine.mesh.shape) == dict(data=4, fsdp=1, context=1, tensor=2)
     said, target = [], chips.target("local")
@@ -191,7 +204,7 @@ def test_a_run_and_its_plan_take_as_many(monkeypatch, tmp_path):
         trainer.config, target, ("decode",), said.append, response_tokens=8, prompt_tokens=8
     )
     assert found["rollout_tensor"] == 2
-    held = memory.held(trainer.config, sizes)
+    held = memory_budget.held(trainer.config, sizes)
     n = found["programs"]["decode"]
     rolled = held.drawing["parameters as drawn from"] + held.drawing["KV cache"]
     assert rolled <= n["argument_bytes"] <= 1.1 * rolled
@@ -201,11 +214,13 @@ def test_a_cache_that_only_a_team_can_have():
     """4 GiB do not hold the pages of one sequence with all its heads."""
     said = []
     config = published(*SPREAD, "--config.rollout.cache_gib=4")
-    found = memory.with_teams(config, devices(128, 4), int(15.75 * memory.GIB), said.append)
+    found = memory_budget.with_teams(
+        config, devices(128, 4), int(15.75 * memory_budget.GIB), said.append
+    )
     assert found.mesh.rollout_tensor == 8 and "cache_gib does not hold one sequence" in said[0]
     with pytest.raises(UserError, match=r"config.rollout.cache_gib \(0.01\) holds 2 pages"):
         small = published(*SPREAD, "--config.rollout.cache_gib=0.01")
-        memory.with_teams(small, devices(128, 4), int(15.75 * memory.GIB), print)
+        memory_budget.with_teams(small, devices(128, 4), int(15.75 * memory_budget.GIB), print)
 
 
 def test_slots_divide_among_those_that_draw():
@@ -216,8 +231,8 @@ def test_slots_divide_among_those_that_draw():
         rollout__slots=9, rollout__prefill_prompts=3, train__rows_per_micro_batch=3,
     )  # fmt: skip
     sizes = dict(data=1, fsdp=3, context=1, tensor=2)
-    need = memory.held(config, sizes).drawing_bytes
-    assert memory.with_teams(config, devices(6, 6), int(need / 0.95), print) in (
+    need = memory_budget.held(config, sizes).drawing_bytes
+    assert memory_budget.with_teams(config, devices(6, 6), int(need / 0.95), print) in (
         config,
-        memory._together(config, 6),
+        memory_budget._together(config, 6),
     )

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from dapo_jax import metrics
-from dapo_jax.train_step import Extremes, Sums, UpdateMetrics
+from dapo_jax.rollout import metrics
+from dapo_jax.training.step import Extremes, Sums, UpdateMetrics
 from dapo_jax.types import RunError
 from tests.helpers import make_group
 

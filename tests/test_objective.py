@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax import objective
+from dapo_jax.algorithms import surrogate
 
 BOUNDS = dict(clip_low=0.2, clip_high=0.28)
 
@@ -38,7 +38,7 @@ def random_tokens(seed, shape=(4, 9)):
 def test_surrogate_is_equation_8(seed, dual):
     logp, old, adv, mask = random_tokens(seed)
     expected = surrogate_by_hand(logp, old, adv, mask, 0.2, 0.28, dual)
-    got = objective.surrogate(*map(jnp.asarray, (logp, old, adv, mask)), **BOUNDS, clip_dual=dual)
+    got = surrogate.surrogate(*map(jnp.asarray, (logp, old, adv, mask)), **BOUNDS, clip_dual=dual)
     np.testing.assert_allclose(got.objective_BT, expected, rtol=2e-5, atol=1e-6)
 
 
@@ -48,7 +48,7 @@ def test_gradient_stops_at_the_bound_of_its_own_side():
 
     def total(logp, adv):
         ones = jnp.ones_like(logp)
-        return objective.surrogate(
+        return surrogate.surrogate(
             logp, 0 * ones, adv * ones, ones > 0, **BOUNDS
         ).objective_BT.sum()
 
@@ -61,7 +61,7 @@ def test_gradient_stops_at_the_bound_of_its_own_side():
 def test_clip_shares_name_the_clipped_tokens():
     log_ratio = jnp.log(jnp.array([[1.3, 1.3, 0.7, 0.7]]))
     adv = jnp.array([[1.0, -1.0, 1.0, -1.0]])
-    got = objective.surrogate(log_ratio, 0 * adv, adv, adv < 9, **BOUNDS)
+    got = surrogate.surrogate(log_ratio, 0 * adv, adv, adv < 9, **BOUNDS)
     assert got.clipped_high_BT.tolist() == [[True, False, False, False]]
     assert got.clipped_low_BT.tolist() == [[False, False, False, True]]
     assert got.clipped_dual_BT is None
@@ -72,7 +72,7 @@ def test_the_dual_clip_names_the_tokens_whose_loss_it_bounds():
     log_ratio = jnp.log(jnp.array([[4.0, 2.0, 4.0, 2.0, 4.0]]))
     adv = jnp.array([[-1.0, -1.0, 1.0, 1.0, -1.0]])
     mask = jnp.array([[True, True, True, True, False]])
-    got = objective.surrogate(log_ratio, 0 * adv, adv, mask, **BOUNDS, clip_dual=3.0)
+    got = surrogate.surrogate(log_ratio, 0 * adv, adv, mask, **BOUNDS, clip_dual=3.0)
     assert got.clipped_dual_BT is not None
     assert got.clipped_dual_BT.tolist() == [[True, False, False, False, False]]
 
@@ -83,8 +83,8 @@ def test_nothing_under_the_mask_matters(value):
 
     def total(logp):
         old, adv = jnp.array([[-1.0, value]]), jnp.array([[1.0, value]])
-        got = objective.surrogate(logp, old, adv, mask, **BOUNDS, clip_dual=3.0)
-        kl = objective.kl_estimate(logp, old, mask, estimator="k3")
+        got = surrogate.surrogate(logp, old, adv, mask, **BOUNDS, clip_dual=3.0)
+        kl = surrogate.kl_estimate(logp, old, mask, estimator="k3")
         return jnp.sum(got.objective_BT + kl)
 
     loss, gradient = jax.value_and_grad(total)(jnp.array([[-1.1, value]]))
@@ -96,7 +96,7 @@ def test_nothing_under_the_mask_matters(value):
 def test_huge_log_ratios_stay_finite(log_ratio, adv):
     def total(logp):
         ones = jnp.ones_like(logp)
-        got = objective.surrogate(logp, 0 * ones, adv * ones, ones > 0, **BOUNDS)
+        got = surrogate.surrogate(logp, 0 * ones, adv * ones, ones > 0, **BOUNDS)
         return got.objective_BT.sum()
 
     loss, gradient = jax.value_and_grad(total)(jnp.array([[log_ratio]]))
@@ -113,7 +113,7 @@ def test_kl_estimators_are_schulmans(name, straight_through):
 
     def estimate(x):
         name_and_mark = name + straight_through
-        return objective.kl_estimate(x, jnp.asarray(ref), mask, estimator=name_and_mark)
+        return surrogate.kl_estimate(x, jnp.asarray(ref), mask, estimator=name_and_mark)
 
     np.testing.assert_allclose(estimate(jnp.asarray(logp)), expected[name], rtol=1e-4, atol=1e-6)
     slope = jax.grad(lambda x: estimate(x).sum())(jnp.asarray(logp))
@@ -135,7 +135,7 @@ def test_at_the_very_bound_the_gradient_passes(bound, adv):
     def total(x):
         bounds = {"clip_low": 1 - 0.8, "clip_high": 1.28 - 1}
         one = jnp.ones((1, 1))
-        return objective.surrogate(x, 0 * one, adv * one, one > 0, **bounds).objective_BT.sum()
+        return surrogate.surrogate(x, 0 * one, adv * one, one > 0, **bounds).objective_BT.sum()
 
     with jax.enable_x64(True):
         x = jnp.log(bound) * jnp.ones((1, 1))
@@ -147,7 +147,7 @@ def test_bfloat16_inputs_are_computed_in_float32():
     logp, old, adv, mask = map(jnp.asarray, random_tokens(1))
     short = [x.astype(jnp.bfloat16) for x in (logp, old, adv)]
     exact = [x.astype(jnp.float32) for x in short]
-    a = objective.surrogate(*short, mask, **BOUNDS)
-    b = objective.surrogate(*exact, mask, **BOUNDS)
+    a = surrogate.surrogate(*short, mask, **BOUNDS)
+    b = surrogate.surrogate(*exact, mask, **BOUNDS)
     assert a.objective_BT.dtype == jnp.float32
     np.testing.assert_array_equal(a.objective_BT, b.objective_BT)

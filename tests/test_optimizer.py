@@ -8,9 +8,15 @@ import numpy as np
 import optax
 import pytest
 
-from dapo_jax import plan, train_step
-from dapo_jax.checkpoint import Checkpoints
-from dapo_jax.optimizer import keep_moments_as, learning_rate, make_optimizer, round_at_random
+from dapo_jax.runs.checkpoint import Checkpoints
+from dapo_jax.tools.plan import dry_run
+from dapo_jax.training import step as train_step
+from dapo_jax.training.optimizer import (
+    keep_moments_as,
+    learning_rate,
+    make_optimizer,
+    round_at_random,
+)
 from tests.helpers import make_mesh, make_params, random_samples, tiny_config
 from tests.test_train_step import stack
 
@@ -165,7 +171,7 @@ def test_a_run_that_stopped_goes_on_bit_for_bit(tmp_path, plain, dtype, offload)
 def test_the_plan_counts_moments_where_they_are():
     def lines(**optimizer):
         changes = {f"optimizer__{name}": value for name, value in optimizer.items()}
-        text = plan.describe(tiny_config(mesh__data=1, **changes)).splitlines()
+        text = dry_run.describe(tiny_config(mesh__data=1, **changes)).splitlines()
         return {
             line.split("  ")[1]: line.split("  ", 2)[2].strip() for line in text if "  " in line
         }

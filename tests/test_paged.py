@@ -14,17 +14,19 @@ import pytest
 from jax._src.pallas.mosaic import tpu_info  # what lowering asks of the devices; no public name
 from jax.experimental.pallas import tpu as pltpu
 
-from dapo_jax import attention, attention_kernels, model
-from dapo_jax.bench.gap import Gap, bench_gap
-from dapo_jax.bench.shapes import Shape
-from dapo_jax.config_checks import check
+from dapo_jax.config.checks import check
+from dapo_jax.models import decoder
+from dapo_jax.models.attention import kernels as attention_kernels
+from dapo_jax.models.attention import xla
 from dapo_jax.rollout import kernels, paged
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.programs import Programs, rollout_dtypes
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.rollout.spec import EngineSpec, engine_spec
 from dapo_jax.rollout.tiles import Tile
-from dapo_jax.trainer import attention_line
+from dapo_jax.setup import attention_line
+from dapo_jax.tools.bench.gap import Gap, bench_gap
+from dapo_jax.tools.bench.shapes import Shape
 from dapo_jax.types import Problem, RunError, UserError
 from tests.engines import generate
 from tests.helpers import make_mesh, make_params, replace_model, tiny_config
@@ -106,7 +108,7 @@ def test_a_token_attends_to_its_own_pages_and_is_kept_there(problem, kernel, cac
         k_S[LENGTHS[b]], v_S[LENGTHS[b]] = k_new[b, 0], v_new[b, 0]
         back = LENGTHS[b] - np.arange(P * A)
         seen = (back >= 0) & (back < (window or 10**6))
-        expected = attention.dot_product_attention(
+        expected = xla.dot_product_attention(
             q[b : b + 1],
             jnp.asarray(k_S)[None],
             jnp.asarray(v_S)[None],
@@ -439,8 +441,8 @@ def test_decoding_with_the_tpus_kernel_is_lowered_on_every_mesh(mesh, monkeypatc
     )
     config = dataclasses.replace(CONFIG, mesh=layout)
     programs = DecoderEngine(spec, make_mesh(config, math.prod(mesh.values())))._programs
-    params = jax.eval_shape(lambda p: rollout_dtypes(p, jnp.bfloat16), model.param_shapes(c))
-    params = programs.for_decoding(params, lambda x: jax.eval_shape(model.unstacked, x))
+    params = jax.eval_shape(lambda p: rollout_dtypes(p, jnp.bfloat16), decoder.param_shapes(c))
+    params = programs.for_decoding(params, lambda x: jax.eval_shape(decoder.unstacked, x))
     params, state = (
         jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), *given)
         for given in (

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from dapo_jax import paper_curves, report
+from dapo_jax.runs.report import page as report
+from dapo_jax.runs.report import paper_curves
 from dapo_jax.types import UserError
 from tests.test_command_line import call
 from tests.test_report import ACCURACY, ENTROPY, draw, launcher, legend, write_run

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from dapo_jax import log_probs
-from dapo_jax.dynamic_sampling import SamplingState, state_from_json, state_to_json
-from dapo_jax.partial_rollouts import Begun, by_visit, next_begun, not_stale
+from dapo_jax.models import log_probs
+from dapo_jax.rollout.dynamic_sampling import SamplingState, state_from_json, state_to_json
+from dapo_jax.rollout.partial_rollouts import Begun, by_visit, next_begun, not_stale
 from dapo_jax.types import Problem, Response
 from tests.engines import CONFIG, KEY, generate, make_engine, make_loop, make_problems
 from tests.helpers import Sample, make_params, rows_of

@@ -8,10 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from dapo_jax import batching, model
-from dapo_jax.command_line import parse
-from dapo_jax.planning import chips, compiled, estimate, plan, programs, report, search
-from dapo_jax.sharding import make_mesh
+from dapo_jax.config.cli import parse
+from dapo_jax.models import decoder
+from dapo_jax.models.sharding import make_mesh
+from dapo_jax.tools.plan import chips, compiled, estimate, plan, programs, report, search
+from dapo_jax.training import packing
 from dapo_jax.types import RunError
 from tests.helpers import replace_model, tiny_config
 from tests.runs import load_launcher
@@ -50,7 +51,7 @@ def test_tokens_of_a_step_are_those_that_packing_makes(share):
     lengths = dict(prompt_tokens=32, response_tokens=63)
     said = estimate.step(config, make_mesh(config.mesh).shape, V5P, **lengths)
     prompts = [(i + 1,) * 32 for i in range(num) for _ in range(G)]
-    packed = batching.pack(
+    packed = packing.pack(
         prompts, np.zeros(num * G * 63, np.int32), np.full(num * G, 63), 160, share_prompts=share
     )
     assert said["tokens"] == (packed.rows.segments_BT > 0).sum()
@@ -315,7 +316,7 @@ def test_the_start_of_a_run_is_counted(found):
     """Parameters, and two moments of each and the numbers of steps, all in float32; a reference and
     a critic besides where there are any."""
     mesh = make_mesh(CONFIG.mesh)
-    parameters = sum(x.size for x in jax.tree.leaves(model.param_shapes(CONFIG.model)))
+    parameters = sum(x.size for x in jax.tree.leaves(decoder.param_shapes(CONFIG.model)))
     held = CONFIG.mesh.fsdp * CONFIG.mesh.tensor  # parts of a parameter; norms are split by less
     assert set(found["start"]) == {"policy with optimiser"}
     assert sum(found["start"].values()) == pytest.approx(12 * parameters / held, rel=0.1)

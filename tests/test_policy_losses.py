@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dapo_jax.algorithms.losses import COVARIANCE_LOSSES, LOSSES, response_mean
 from dapo_jax.config import Config
-from dapo_jax.policy_losses import COVARIANCE_LOSSES, LOSSES, response_mean
 from dapo_jax.types import UserError
 from tests.helpers import tiny_dict
 

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dapo_jax import metrics, prefilter
-from dapo_jax.dynamic_sampling import (
+from dapo_jax.rollout import metrics
+from dapo_jax.rollout import prompt_filter as prefilter
+from dapo_jax.rollout.dynamic_sampling import (
     SamplingState,
     commit,
     open_queue,
@@ -17,7 +18,7 @@ from dapo_jax.dynamic_sampling import (
     state_to_json,
     take_informative,
 )
-from dapo_jax.prefilter import (
+from dapo_jax.rollout.prompt_filter import (
     GRESO,
     PrefilterState,
     PromptFilter,

@@ -4,20 +4,20 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from dapo_jax import problems
+from dapo_jax.data import dataset
 from tests.preparing import CHAT_TEMPLATE, character_tokenizer, prepare_rows, row
 
 
 @pytest.fixture
 def reads(monkeypatch):
     """The files that were read, in order."""
-    found, read_rows = [], problems.rows.read_rows
+    found, read_rows = [], dataset.rows.read_rows
 
     def count(file, columns, field):
         found.append(file.name)
         return read_rows(file, columns, field)
 
-    monkeypatch.setattr(problems.rows, "read_rows", count)
+    monkeypatch.setattr(dataset.rows, "read_rows", count)
     return found
 
 
@@ -33,7 +33,7 @@ def test_what_was_prepared_is_not_made_again(tmp_path, monkeypatch):
     def fail(*_):
         raise AssertionError("read again")
 
-    monkeypatch.setattr(problems.rows, "read_rows", fail)
+    monkeypatch.setattr(dataset.rows, "read_rows", fail)
     assert prepare_rows(tmp_path, MESSY, max_prompt_tokens=20) == first
     # What the problems do not depend on: how often and how they are scored, where the file is.
     source = {"weight": 3.0, "scorer": "boxed"}
@@ -83,9 +83,9 @@ def test_what_the_problems_depend_on_makes_them_anew(tmp_path, reads, changes):
 def test_changed_code_makes_problems_anew(tmp_path, reads, monkeypatch):
     prepare_rows(tmp_path, ROWS)
     (tmp_path / "code.py").write_text("")
-    module = type(problems)("other")
+    module = type(dataset)("other")
     module.__file__ = str(tmp_path / "code.py")
-    monkeypatch.setattr(problems, "CODE", (*problems.CODE, module))
+    monkeypatch.setattr(dataset, "CODE", (*dataset.CODE, module))
     prepare_rows(tmp_path, ROWS)
     (tmp_path / "code.py").write_text("changed")
     prepare_rows(tmp_path, ROWS)

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from dapo_jax import arithmetic, hub, problems, sources
 from dapo_jax.config import SourceConfig
-from dapo_jax.problems import load, rubrics
-from dapo_jax.reward import Rubric
-from dapo_jax.tokenizer import arithmetic_tokenizer
+from dapo_jax.data import arithmetic, sources
+from dapo_jax.data import dataset as problems
+from dapo_jax.data.dataset import load, rubrics
+from dapo_jax.data.tokenizer import arithmetic_tokenizer
+from dapo_jax.rewards.types import Rubric
 from dapo_jax.types import Problem, UserError
+from dapo_jax.utils import hf_hub
 from tests.helpers import source_dict, tiny_config
 from tests.preparing import (
     CHAT_TEMPLATE,
@@ -412,7 +414,7 @@ def test_the_columns_of_a_named_data_set_are_known(tmp_path, monkeypatch):
     """And are others if the config says so."""
     dataset = sources.Dataset("own/data", "x", "y.z", "####")
     monkeypatch.setitem(sources.DATASETS, "mine", dataset)
-    monkeypatch.setattr(hub, "snapshot", lambda *of_the_data_set: tmp_path / "data")
+    monkeypatch.setattr(hf_hub, "snapshot", lambda *of_the_data_set: tmp_path / "data")
     (tmp_path / "data").mkdir()
     # None of them by the names that are tried, and each answer in the other's place.
     rows = [{"x": "X", "v": "V", "y": {"z": "1 #### 2"}, "u": "3 #### \\boxed{4}"}]

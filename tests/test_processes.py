@@ -14,14 +14,14 @@ import jax
 import numpy as np
 import pytest
 
-from dapo_jax import board, processes
-from dapo_jax.board import Board
-from dapo_jax.dynamic_sampling import SamplingState, open_queue
-from dapo_jax.processes import START_AGAIN, Processes
-from dapo_jax.progress import Progress
-from dapo_jax.prompt_queue import ProblemList
-from dapo_jax.stop_signals import StopSignals
+from dapo_jax.distributed import process_group, work_queue
+from dapo_jax.distributed.preemption import StopSignals
+from dapo_jax.distributed.process_group import START_AGAIN, Processes
+from dapo_jax.distributed.work_queue import Board
+from dapo_jax.rollout.dynamic_sampling import SamplingState, open_queue
+from dapo_jax.rollout.prompt_queue import ProblemList
 from dapo_jax.types import Problem, StopRequested, UserError
+from dapo_jax.utils.progress import Progress
 from tests.conftest import ROOT
 from tests.helpers import make_group, tiny_config
 from tests.processes import (
@@ -103,7 +103,7 @@ if __name__ == "__main__":
     import json
     import jax
     from dapo_jax import processes
-    from dapo_jax.teams import Team
+    from dapo_jax.distributed.replica import Team
     group = processes.start(sys.argv[1], 2, int(sys.argv[2]), 60)
     big = group.share([group.index] * (1 if group.index == 0 else 300_000))
     team = Team(group)
@@ -139,7 +139,7 @@ def test_processes_whose_devices_are_not_theirs_alone_are_refused(tables, monkey
     monkeypatch.setattr(jax, "process_index", lambda: index)
     monkeypatch.setattr(jax, "process_count", lambda: count)
     with pytest.raises(UserError, match="id 0 is 0 of . id 1 is 0 of".replace(". ", "., ")):
-        processes._numbered(0, 2, store, 1)
+        process_group._numbered(0, 2, store, 1)
 
 
 @pytest.mark.slow
@@ -258,14 +258,14 @@ def test_all_processes_see_one_directory(home, tmp_path):
 )
 def test_flags_that_do_not_fit(arguments, message):
     with pytest.raises(UserError, match=message):
-        processes.start(*arguments, 1)
+        process_group.start(*arguments, 1)
 
 
 @pytest.mark.parametrize("number", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(4))
 def test_which_process_generates_what_and_when_does_not_matter(number, seed, monkeypatch):
     """Processes take turns as chance has it; all see the batch that one alone would."""
-    monkeypatch.setattr(board, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(work_queue, "LOOK_SECONDS", 0.0)
     rng = np.random.default_rng(seed)
     right = np.random.default_rng(7).integers(0, 5, 400)  # of 4; 0 and 4 teach nothing
     config = tiny_config(train__prompts_per_step=8)
@@ -305,16 +305,18 @@ def test_which_process_generates_what_and_when_does_not_matter(number, seed, mon
 def test_we_tell_of_a_lost_process_before_jax_aborts_the_others():
     """JAX's signs of life come every half of its limit: the last may be so old when a process is
     lost."""
-    ours = processes.DEAD_SECONDS + 2 * processes.BEAT_SECONDS
-    assert ours < processes.HEARTBEAT_SECONDS / 2 and processes.HEARTBEAT_SECONDS < 60
+    ours = process_group.DEAD_SECONDS + 2 * process_group.BEAT_SECONDS
+    assert ours < process_group.HEARTBEAT_SECONDS / 2 and process_group.HEARTBEAT_SECONDS < 60
 
 
 @pytest.mark.parametrize("loading", [False, True])
 def test_a_process_that_loads_is_not_taken_for_dead(monkeypatch, loading):
-    monkeypatch.setattr(processes, "BEAT_SECONDS", 0.002)
-    monkeypatch.setattr(processes, "DEAD_SECONDS", 0.05)
+    monkeypatch.setattr(process_group, "BEAT_SECONDS", 0.002)
+    monkeypatch.setattr(process_group, "DEAD_SECONDS", 0.05)
     left = []
-    monkeypatch.setattr(processes, "leave", lambda message, status: left.append((message, status)))
+    monkeypatch.setattr(
+        process_group, "leave", lambda message, status: left.append((message, status))
+    )
     store = Store()
     store.key_value_set("beat/1", json.dumps([1, loading]))
     one = Processes(0, 2, store)

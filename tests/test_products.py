@@ -8,10 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from dapo_jax import batching, model, train_step
-from dapo_jax.learner import Learner
-from dapo_jax.products import multiply_in
+from dapo_jax.models import decoder
 from dapo_jax.rollout.programs import Programs
+from dapo_jax.training import packing, step
+from dapo_jax.training.learner import Learner
+from dapo_jax.utils.precision import multiply_in
 from tests.engines import make_engine
 from tests.helpers import make_mesh, replace_model, tiny_config
 
@@ -27,12 +28,12 @@ def products_of_an_update(dtype):
     """The matrix products of an update with parameters in float32, as lines of its program."""
     config = tiny_config()
     config = dataclasses.replace(config, model=replace_model(config, compute_dtype=dtype))
-    params = model.param_shapes(config.model)
-    state = jax.eval_shape(functools.partial(train_step.init_state, config), params)
-    rows = batching.to_micro_batches(
-        batching.empty_rows(16, 22), rows_per_micro_batch=8, num_micro_batches=2
+    params = decoder.param_shapes(config.model)
+    state = jax.eval_shape(functools.partial(step.init_state, config), params)
+    rows = packing.to_micro_batches(
+        packing.empty_rows(16, 22), rows_per_micro_batch=8, num_micro_batches=2
     )
-    lowered = train_step.compile_update(config, make_mesh(config, 1)).lower(
+    lowered = step.compile_update(config, make_mesh(config, 1)).lower(
         state, rows, np.int32(2), np.float32(1), np.float32(1), None
     )
     return re.findall(r".* stablehlo.dot_general .*", lowered.as_text())

@@ -3,9 +3,9 @@
 import jax
 import pytest
 
-from dapo_jax.profiling import traced
-from dapo_jax.progress import Progress
 from dapo_jax.types import StopRequested
+from dapo_jax.utils.profiling import traced
+from dapo_jax.utils.progress import Progress
 
 
 @pytest.mark.parametrize("fails", ["start_trace", "stop_trace"])

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from dapo_jax import batching, train_step
-from dapo_jax.aggregation import aggregate
-from dapo_jax.policy_losses import LOSSES
-from dapo_jax.sharding import param_shardings, row_sharding
+from dapo_jax.algorithms.aggregation import aggregate
+from dapo_jax.algorithms.losses import LOSSES
+from dapo_jax.models.sharding import param_shardings, row_sharding
+from dapo_jax.training import packing, step
 from tests.helpers import make_mesh, make_params, pack_samples, random_samples, tiny_config
 from tests.test_aggregation import MEANS, SUMS
 from tests.test_policy_losses import configured
@@ -22,7 +22,7 @@ MICRO = {
     "model__ff_width": 16, "objective__kl_coefficient": 0.1, "objective__kl_estimator": "k3",
     "objective__entropy_coefficient": 0.01,
 }  # fmt: skip
-gradient = jax.jit(train_step.gradient, static_argnums=0, static_argnames="mesh")
+gradient = jax.jit(step.gradient, static_argnums=0, static_argnames="mesh")
 
 
 def make_batch(seed=0):
@@ -62,13 +62,13 @@ def rows_of_batch(batch, order, aggregation, row_tokens=64, groups=GROUPS):
     )
     columns["weight_BT"] = np.repeat(weights.numerator_R, lengths_R[order]) * columns["mask_BT"]
     packed = pack_samples([samples[i] for i in order], row_tokens)
-    return batching.fill(packed, **columns), np.float32(weights.denominator)
+    return packing.fill(packed, **columns), np.float32(weights.denominator)
 
 
 def cut(rows, B, M):
-    used = batching.used_micro_batches(len(rows.tokens_BT), B)
+    used = packing.used_micro_batches(len(rows.tokens_BT), B)
     return (
-        batching.to_micro_batches(rows, rows_per_micro_batch=B, num_micro_batches=M),
+        packing.to_micro_batches(rows, rows_per_micro_batch=B, num_micro_batches=M),
         np.int32(used),
     )
 

@@ -9,10 +9,11 @@ import shutil
 import pytest
 from transformers import AutoTokenizer
 
-from dapo_jax import hub, prompts, sources
 from dapo_jax.config import SourceConfig
-from dapo_jax.problems import prepare
-from dapo_jax.tokenizer import arithmetic_tokenizer
+from dapo_jax.data import prompts, sources
+from dapo_jax.data.dataset import prepare
+from dapo_jax.data.tokenizer import arithmetic_tokenizer
+from dapo_jax.utils import hf_hub
 from tests.helpers import SHARED, source_dict
 from tests.preparing import FIELD
 
@@ -138,7 +139,7 @@ def test_data_sets_by_name(
         assert any(fnmatch.fnmatch(inside, pattern) for pattern in patterns)
         return tmp_path / "snapshot"
 
-    monkeypatch.setattr(hub, "snapshot", snapshot)
+    monkeypatch.setattr(hf_hub, "snapshot", snapshot)
     found = prepare_real(config, tmp_path, name, split=split, num_problems=num_problems)
     assert len(found.problems) == num_problems and found.counts["unusable"] == 0
     assert found.problems[0].prompt.startswith(prompt) and found.problems[0].answer == answer

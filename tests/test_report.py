@@ -7,8 +7,9 @@ import struct
 
 import pytest
 
-from dapo_jax import paper_curves, report, report_plots
-from dapo_jax.report_data import load_runs
+from dapo_jax.runs.report import page as report
+from dapo_jax.runs.report import paper_curves, plots
+from dapo_jax.runs.report.data import load_runs
 from dapo_jax.types import UserError
 from tests.conftest import ROOT
 from tests.helpers import tiny_config
@@ -68,7 +69,7 @@ def draw(places, paper=None):
     """{title: axis} of the plots."""
     runs = load_runs(places)
     loaded = paper_curves.load_paper(paper) if paper else None
-    axes = report_plots.draw(runs, [run.name for run in runs], loaded).axes
+    axes = plots.draw(runs, [run.name for run in runs], loaded).axes
     return {axis.get_title(loc="left"): axis for axis in axes}
 
 
@@ -92,7 +93,7 @@ def test_the_page_says_what_happened(tmp_path):
 
 def test_every_plotted_metric_is_one_that_runs_log():
     documented = (ROOT / "docs" / "metrics.md").read_text()
-    plotted = {metric for panel in report_plots.PANELS for metric, _ in panel.series}
+    plotted = {metric for panel in plots.PANELS for metric, _ in panel.series}
     for metric in plotted:
         if not metric.startswith("share/"):  # made from the counts of sampling/prompts_...
             assert f"`{metric}`" in documented, metric

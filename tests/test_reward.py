@@ -7,8 +7,9 @@ import types
 import numpy as np
 import pytest
 
-from dapo_jax import reward, scorers
-from dapo_jax.reward import Rubric, Score, as_score, parse_scorers, verdict
+from dapo_jax.rewards import scorers
+from dapo_jax.rewards import types as reward
+from dapo_jax.rewards.types import Rubric, Score, as_score, parse_scorers, verdict
 from dapo_jax.types import UserError, Verdict
 from tests.helpers import SHARED
 
@@ -89,7 +90,7 @@ def test_math_dapo_agrees_with_the_reference():
 
 def test_scorers_by_name_module_and_file(tmp_path):
     assert scorers.load_scorer("exact_match").function is scorers.exact_match
-    assert scorers.load_scorer("dapo_jax.scorers:math_dapo").function is scorers.math_dapo
+    assert scorers.load_scorer("dapo_jax.rewards.scorers:math_dapo").function is scorers.math_dapo
     file = tmp_path / "mine.py"
     file.write_text("def always(response, answer):\n    return True\n")
     assert scorers.load_scorer(f"{file}:always")(reward.Task((), "", "")) == reward.Score(True)
@@ -100,7 +101,7 @@ def test_scorers_by_name_module_and_file(tmp_path):
     [
         ("exactmatch", "not one of exact_match, math_dapo"),
         ("nowhere_at_all:f", "cannot be imported"),
-        ("dapo_jax.reward:f", "no function 'f'"),
+        ("dapo_jax.rewards.types:f", "no function 'f'"),
         ("/nowhere/at_all.py:f", "no file"),
         (":f", "not one of"),
     ],

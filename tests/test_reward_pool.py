@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from dapo_jax import reward_pool
-from dapo_jax.reward import Rubric, Score, Task, verdict
-from dapo_jax.reward_pool import RewardPool
+from dapo_jax.rewards import pool as reward_pool
+from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.rewards.types import Rubric, Score, Task, verdict
 from dapo_jax.types import UserError, Verdict
 from tests.conftest import ROOT
 
@@ -219,8 +219,8 @@ def test_a_wrong_scorer_is_the_users_mistake():
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_workers_die_with_a_killed_parent():
     code = textwrap.dedent("""
-        from dapo_jax.reward import Task
-        from dapo_jax.reward_pool import RewardPool
+        from dapo_jax.rewards.types import Task
+        from dapo_jax.rewards.pool import RewardPool
         if __name__ == "__main__":
             names = ("tests.scorers:treacherous",)
             pool = RewardPool(names, workers=1, timeout_seconds=60.0)

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax import attention, log_probs, model
-from dapo_jax.compilations import CompilationCounter
+from dapo_jax.models import decoder, log_probs
+from dapo_jax.models.attention import xla
+from dapo_jax.models.sharding import copied_bytes, initial_params
 from dapo_jax.rollout.sampling import SamplingParams, _invert, sample, truncate
-from dapo_jax.sharding import copied_bytes, initial_params
 from dapo_jax.types import Problem, UserError
+from dapo_jax.utils.compilations import CompilationCounter
 from tests.engines import (
     CONFIG,
     EOS,
@@ -165,7 +166,7 @@ def test_a_call_copies_no_weights():
     """Layers written out are taken out of the stacked ones when parameters are loaded, not at every
     call of decode: with a batch of 1 that would be most of what it reads."""
     engine = make_engine(model=dict(ff_width=4096), slots=1, prefill=1)
-    shapes = model.param_shapes(engine.spec.model)
+    shapes = decoder.param_shapes(engine.spec.model)
     compiled = engine.lower(shapes, "decode", engine.spec.params.mode).compile()
     matrix = shapes["layers"]["gate"].size * 4 // engine.spec.model.num_layers
     assert compiled.memory_analysis().temp_size_in_bytes < matrix
@@ -365,13 +366,13 @@ def test_chunks_are_no_smaller_where_they_do_not_divide_the_prompt(
     params, problems, monkeypatch, chunk_pages, wanted
 ):
     """Prompts of 3 pages and 5; the last chunk reaches beyond."""
-    sizes, prefilling = set(), attention.prefilling
+    sizes, prefilling = set(), xla.prefilling
 
     def told(start, num, *arguments):
         sizes.add(num // 5)
         return prefilling(start, num, *arguments)
 
-    monkeypatch.setattr(attention, "prefilling", told)
+    monkeypatch.setattr(xla, "prefilling", told)
     chunked = make_engine(page_tokens=5, prefill_chunk_tokens=5 * chunk_pages, slots=12)
     assert chunked.prompt_pages == (3, 5)
     expected = tokens_of(draw(make_engine(), params, problems)[0])

@@ -7,7 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from dapo_jax.rows import BATCH_ROWS, Columns, Row, Unusable, read_rows
+from dapo_jax.data.records import BATCH_ROWS, Columns, Row, Unusable, read_rows
 from dapo_jax.types import UserError
 
 FIELD = "config.data.train.sums"

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dapo_jax.config import Config
-from dapo_jax.run_directory import RunDirectory, read_config
+from dapo_jax.runs.run_directory import RunDirectory, read_config
 from dapo_jax.types import UserError
 from tests.helpers import tiny_config
 

@@ -6,10 +6,10 @@ import itertools
 import numpy as np
 import pytest
 
-from dapo_jax import metrics
-from dapo_jax.arithmetic import score_steps
 from dapo_jax.config import CorrectionConfig
-from dapo_jax.samples import (
+from dapo_jax.data.arithmetic import score_steps
+from dapo_jax.training import metrics
+from dapo_jax.training.batch import (
     adapted_kl_coefficient,
     estimate_advantages,
     finished_columns,

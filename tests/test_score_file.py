@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from dapo_jax.score_file import score_file
+from dapo_jax.tools.score_file import score_file
 from dapo_jax.types import UserError
 from tests.conftest import ROOT
 

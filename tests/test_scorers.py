@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from dapo_jax import scorers
-from dapo_jax.reward import Task
-from dapo_jax.reward_pool import RewardPool
+from dapo_jax.rewards import scorers
+from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.rewards.types import Task
 from tests import fuzz_scorers
 from tests.helpers import SHARED
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from dapo_jax.reward import Rubric, Score
-from dapo_jax.reward_pool import Pending, RewardPool, Scored
-from dapo_jax.scoring import RESPONSES_PER_TASK, GroupScoring
+from dapo_jax.rewards.async_scoring import RESPONSES_PER_TASK, GroupScoring
+from dapo_jax.rewards.pool import Pending, RewardPool, Scored
+from dapo_jax.rewards.types import Rubric, Score
 from dapo_jax.types import Problem, Response
 
 

@@ -10,7 +10,8 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from dapo_jax import advantage, objective, types
+from dapo_jax import types
+from dapo_jax.algorithms import advantages, surrogate
 from tests.conftest import CHECKED
 
 
@@ -38,8 +39,8 @@ def test_the_shape_of_every_array_is_the_end_of_its_name(function):
 def test_a_wrong_shape_or_type_is_found_in_the_tests():
     rows_BT = jnp.zeros((2, 3))
     with pytest.raises(jaxtyping.TypeCheckError, match="mask_BT"):
-        objective.masked_log_ratio(rows_BT, rows_BT, jnp.ones((3, 2), bool))
+        surrogate.masked_log_ratio(rows_BT, rows_BT, jnp.ones((3, 2), bool))
     with pytest.raises(jaxtyping.TypeCheckError, match="mask_BT"):
-        objective.masked_log_ratio(rows_BT, rows_BT, jnp.ones((2, 3)))
+        surrogate.masked_log_ratio(rows_BT, rows_BT, jnp.ones((2, 3)))
     with pytest.raises(jaxtyping.TypeCheckError, match="groups_R"):
-        advantage.rloo(np.zeros(4), np.zeros(3, int))
+        advantages.rloo(np.zeros(4), np.zeros(3, int))

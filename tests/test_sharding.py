@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dapo_jax import batching, model, plan, train_step
-from dapo_jax.sharding import AXES, AXIS_TYPES, copied_bytes, param_shardings, param_specs
+from dapo_jax.models import decoder
+from dapo_jax.models.sharding import AXES, AXIS_TYPES, copied_bytes, param_shardings, param_specs
+from dapo_jax.tools.plan import dry_run
+from dapo_jax.training import packing, step
 from dapo_jax.types import UserError
 from tests.helpers import make_mesh, replace_model, tiny_config
 
@@ -46,13 +48,13 @@ def compiled(mesh):
 
 def compiled_update(config, mesh, tokens=22):
     """Of two micro-batches of eight rows of as many tokens."""
-    params = model.param_shapes(config.model)
+    params = decoder.param_shapes(config.model)
     with jax.numpy_dtype_promotion("standard"):
-        state = jax.eval_shape(functools.partial(train_step.init_state, config), params)
-        rows = batching.to_micro_batches(
-            batching.empty_rows(16, tokens), rows_per_micro_batch=8, num_micro_batches=2
+        state = jax.eval_shape(functools.partial(step.init_state, config), params)
+        rows = packing.to_micro_batches(
+            packing.empty_rows(16, tokens), rows_per_micro_batch=8, num_micro_batches=2
         )
-        program = train_step.compile_update(config, mesh)
+        program = step.compile_update(config, mesh)
         return program.lower(state, rows, np.int32(2), np.float32(1), np.float32(1), None).compile()
 
 
@@ -61,7 +63,7 @@ def test_state_comes_and_goes_where_the_rules_put_it(compiled, mesh):
     (state, *_), _ = compiled.input_shardings
     new, _ = compiled.output_shardings
     adam, adam_new = state.moments[1], new.moments[1]
-    shapes = jax.tree.leaves(model.param_shapes(CONFIG.model))
+    shapes = jax.tree.leaves(decoder.param_shapes(CONFIG.model))
     for tree in (state.params, new.params, adam.mu, adam.nu, adam_new.mu, adam_new.nu):
         for got, want, shape in zip(*map(jax.tree.leaves, (tree, wanted)), shapes, strict=True):
             assert got.is_equivalent_to(want, len(shape.shape)), (shape, got, want)
@@ -70,7 +72,7 @@ def test_state_comes_and_goes_where_the_rules_put_it(compiled, mesh):
 def test_matrices_are_split_over_every_axis():
     """That is, the rules of the config leave none of them whole over fsdp or tensor."""
     for shape, spec in zip(
-        jax.tree.leaves(model.param_shapes(CONFIG.model)),
+        jax.tree.leaves(decoder.param_shapes(CONFIG.model)),
         jax.tree.leaves(param_specs(CONFIG.model, CONFIG.mesh)),
         strict=True,
     ):
@@ -108,7 +110,7 @@ def test_no_device_ever_holds_all_of_a_matrix(compiled):
     specs = param_specs(CONFIG.model, CONFIG.mesh)["layers"]
     matrices = {
         name: leaf.shape
-        for name, leaf in model.param_shapes(CONFIG.model)["layers"].items()
+        for name, leaf in decoder.param_shapes(CONFIG.model)["layers"].items()
         if len(leaf.shape) > 2 and not name.endswith("bias")
     }
     assert len(matrices) == 7
@@ -176,7 +178,7 @@ def with_shapes(layout, rows, row_tokens, slots):
 def test_a_mesh_that_does_not_divide_the_batch(shapes, message):
     layout = dataclasses.replace(CONFIG.mesh, fsdp=2, context=4, tensor=1)
     with pytest.raises(UserError, match=message):
-        plan.describe(with_shapes(layout, *shapes))
+        dry_run.describe(with_shapes(layout, *shapes))
 
 
 @pytest.mark.parametrize(
@@ -197,7 +199,7 @@ def test_a_mesh_that_does_not_divide_the_model(sizes, message):
     layout = dataclasses.replace(CONFIG.mesh, **dict(zip(AXES, sizes, strict=True)))
     config = with_shapes(layout, 3 * 8, 3 * 32, 3 * 16)
     with pytest.raises(UserError, match=message):
-        plan.describe(config)
+        dry_run.describe(config)
     with pytest.raises(UserError, match=message):
         param_shardings(config.model, layout, make_mesh(config, max(sizes)))
 

@@ -6,11 +6,11 @@ import re
 import numpy as np
 import pytest
 
-from dapo_jax.dynamic_sampling import SamplingState, next_share
-from dapo_jax.planning import chips, estimate, many_hosts, simulation, workload
-from dapo_jax.planning.many_hosts import Asked
-from dapo_jax.planning.simulation import Setting
-from dapo_jax.planning.virtual import Costs
+from dapo_jax.rollout.dynamic_sampling import SamplingState, next_share
+from dapo_jax.tools.plan import chips, estimate, many_hosts, simulation, workload
+from dapo_jax.tools.plan.many_hosts import Asked
+from dapo_jax.tools.plan.simulation import Setting
+from dapo_jax.tools.plan.virtual import Costs
 from tests.helpers import tiny_config
 from tests.runs import load_launcher
 

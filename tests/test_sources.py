@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo_jax.sources import DATASETS, find_files
+from dapo_jax.data.sources import DATASETS, find_files
 from dapo_jax.types import UserError
 from tests.conftest import ROOT
 from tests.hub import COMMIT, Hub, SilentHub
@@ -137,7 +137,7 @@ def test_named_data_sets(name, splits, heldout):
 # Every call in one process: how it went, as JSON, and how long it took.
 CALLS = """
 import json, sys, time
-from dapo_jax.sources import find_files
+from dapo_jax.data.sources import find_files
 from dapo_jax.types import UserError
 answers = []
 for path, split in json.loads(sys.argv[1]):

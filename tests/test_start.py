@@ -6,11 +6,13 @@ import json
 import jax
 import pytest
 
-from dapo_jax import base, hf_config, train, weights
-from dapo_jax.checkpoint import Checkpoints
-from dapo_jax.config import Config
-from dapo_jax.learner import Learner
-from dapo_jax.tokenizer import load_tokenizer, stop_tokens
+from dapo_jax import train
+from dapo_jax.config import Config, hf_config
+from dapo_jax.data.tokenizer import load_tokenizer, stop_tokens
+from dapo_jax.models import hf_weights
+from dapo_jax.runs.checkpoint import Checkpoints
+from dapo_jax.training import base_model
+from dapo_jax.training.learner import Learner
 from dapo_jax.types import RunError
 from tests.helpers import make_params, tiny_config, tiny_dict
 from tests.runs import metrics_of
@@ -34,7 +36,7 @@ def directory(tmp_path_factory):
     place = tmp_path_factory.mktemp("model")
     config = tiny_config(**SETTINGS)
     tokenizer = load_tokenizer(config.model, save_to=place)
-    weights.save(config.model, make_params(config), place, "float32")
+    hf_weights.save(config.model, make_params(config), place, "float32")
     eos = list(stop_tokens(config.model, tokenizer))
     values = hf_config.to_hf(config.model, eos=eos, bos=None, dtype="float32")
     (place / "config.json").write_text(json.dumps(values))
@@ -75,7 +77,7 @@ def events(monkeypatch):
         monkeypatch.setattr(place, name, call)
 
     told(Learner, "compile", "compile")
-    told(base, "load_or_make", "read base", after=True)
+    told(base_model, "load_or_make", "read base", after=True)
     told(Checkpoints, "restore", "restore", after=True)
     told(Checkpoints, "save", "save")
     told(train._Run, "_evaluate", "evaluate")
@@ -148,7 +150,7 @@ def test_a_refusal_by_the_compiler_comes_before_the_base_is_read(directory, tmp_
         pytest.fail("the base was read")
 
     monkeypatch.setattr(Learner, "compile", refuse)
-    monkeypatch.setattr(base, "load_or_make", read)
+    monkeypatch.setattr(base_model, "load_or_make", read)
     with pytest.raises(RunError, match="do not compile: .*RET_CHECK") as told:
         train.train(config_of(directory), tmp_path / "run")
     assert not told.value.restart

@@ -6,11 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.processes import Processes
-from dapo_jax.rollout.engine import DecoderEngine
-from dapo_jax.rollout.programs import rollout_dtypes, rollout_layout
-from dapo_jax.rollout.spec import engine_spec
-from dapo_jax.sharding import (
+from dapo_jax.distributed.process_group import Processes
+from dapo_jax.distributed.replica import ALONE, Team
+from dapo_jax.models.sharding import (
     check_batch_shapes,
     initial_params,
     make_mesh,
@@ -19,7 +17,9 @@ from dapo_jax.sharding import (
     rollout_mesh,
     team_size,
 )
-from dapo_jax.teams import ALONE, Team
+from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.programs import rollout_dtypes, rollout_layout
+from dapo_jax.rollout.spec import engine_spec
 from dapo_jax.types import StopRequested, UserError
 from tests.helpers import tiny_config
 from tests.processes import RUN, Store, assert_same_run, finish_all, run_all, said

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dapo_jax.tokenizer import arithmetic_tokenizer, load_tokenizer
+from dapo_jax.data.tokenizer import arithmetic_tokenizer, load_tokenizer
 from dapo_jax.types import UserError
 from tests.helpers import tiny_config
 

@@ -9,8 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax import attention, batching, log_probs, model, sharding, train_step
 from dapo_jax.config import ModelConfig
+from dapo_jax.models import decoder, log_probs, sharding
+from dapo_jax.models.attention import xla
+from dapo_jax.training import packing
+from dapo_jax.training import step as train_step
 from tests.helpers import (
     in_float64,
     in_groups,
@@ -60,9 +63,9 @@ def log_probs_by_hand(config, params, sample):
 @functools.partial(jax.jit, static_argnums=0)
 def all_logits(config, params, tokens_BT):
     positions_BT = jnp.broadcast_to(jnp.arange(48)[None], tokens_BT.shape)
-    attend = attention.packed(jnp.ones_like(tokens_BT))
-    hidden_BTD, _ = model.hidden_states(config, params, tokens_BT, positions_BT, attend)
-    return hidden_BTD @ model.unembedding(params).T
+    attend = xla.packed(jnp.ones_like(tokens_BT))
+    hidden_BTD, _ = decoder.hidden_states(config, params, tokens_BT, positions_BT, attend)
+    return hidden_BTD @ decoder.unembedding(params).T
 
 
 def stack(samples, *, rows_per_micro_batch, num_micro_batches, row_tokens=64, share_prompts=False):
@@ -70,10 +73,10 @@ def stack(samples, *, rows_per_micro_batch, num_micro_batches, row_tokens=64, sh
     rows = rows_of(samples, row_tokens, share_prompts=share_prompts)
     rows = rows._replace(weight_BT=3 * rows.weight_BT)
     return (
-        batching.to_micro_batches(
+        packing.to_micro_batches(
             rows, rows_per_micro_batch=rows_per_micro_batch, num_micro_batches=num_micro_batches
         ),
-        np.int32(batching.used_micro_batches(len(rows.tokens_BT), rows_per_micro_batch)),
+        np.int32(packing.used_micro_batches(len(rows.tokens_BT), rows_per_micro_batch)),
         np.float32(3),
     )
 
@@ -289,12 +292,12 @@ def test_rematerialisation_keeps_less_and_changes_nothing():
     # Sizes at which what is kept outweighs all else.
     sizes = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 8, "ff_width": 64, "num_layers": 6}
     configs = [replace_model(CONFIG, width=16, remat=kind, **sizes) for kind in kinds]
-    params = model.init_params(configs[0], jax.random.key(0))
+    params = decoder.init_params(configs[0], jax.random.key(0))
     rows = rows_of(random_samples(np.random.default_rng(0), 24), 64)
 
     def total(params, config):
-        attend = attention.packed(jnp.asarray(rows.segments_BT))
-        hidden_BTD, _ = model.hidden_states(
+        attend = xla.packed(jnp.asarray(rows.segments_BT))
+        hidden_BTD, _ = decoder.hidden_states(
             config, params, rows.tokens_BT, rows.positions_BT, attend
         )
         return jnp.sum(hidden_BTD * jnp.sin(jnp.arange(16.0))[None, None])

@@ -5,11 +5,11 @@ import random
 import numpy as np
 import pytest
 
-from dapo_jax.estimators import cons_at_k
-from dapo_jax.reward import Rubric, Score
-from dapo_jax.reward_pool import RewardPool, Scored
+from dapo_jax.evaluation.estimators import cons_at_k
+from dapo_jax.evaluation.majority_vote import equivalences, votes
+from dapo_jax.rewards.pool import RewardPool, Scored
+from dapo_jax.rewards.types import Rubric, Score
 from dapo_jax.types import Group, Problem, Response, Verdict
-from dapo_jax.votes import equivalences, votes
 
 RUBRICS = {
     "verified": Rubric((("math_verify", 1.0), ("answer_format", 0.1)), 1.0, -1.0),
@@ -25,7 +25,7 @@ class StubPool(RewardPool):
 
     def score(self, tasks):
         for task in tasks:
-            assert task.scorers == ("dapo_jax.scorers:equivalent_by_math_verify",)
+            assert task.scorers == ("dapo_jax.rewards.scorers:equivalent_by_math_verify",)
         self.asked += [(task.text, task.answer) for task in tasks]
         return [Scored(self.verdict(task.text, task.answer), 0.0) for task in tasks]
 
@@ -48,7 +48,7 @@ def credit(groups, answers):
 
 
 def test_the_equivalence_of_the_first_scorer_is_needed():
-    assert equivalences(RUBRICS) == {"dapo_jax.scorers:equivalent_by_math_verify"}
+    assert equivalences(RUBRICS) == {"dapo_jax.rewards.scorers:equivalent_by_math_verify"}
     assert equivalences({"by text": RUBRICS["by text"]}) == set()
 
 

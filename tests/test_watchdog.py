@@ -5,9 +5,9 @@ import subprocess
 import sys
 import threading
 
-from dapo_jax.processes import START_AGAIN
-from dapo_jax.progress import Progress
-from dapo_jax.watchdog import UNWATCHED, Watchdog
+from dapo_jax.distributed.process_group import START_AGAIN
+from dapo_jax.utils.progress import Progress
+from dapo_jax.utils.watchdog import UNWATCHED, Watchdog
 from tests.conftest import ROOT
 
 
@@ -90,8 +90,8 @@ def test_it_gives_up_in_the_end_and_says_of_what():
 def test_a_process_that_hangs_ends_with_the_status_that_starts_it_again():
     program = """if True:
         import os
-        from dapo_jax.processes import ALONE
-        from dapo_jax.watchdog import Watchdog
+        from dapo_jax.distributed.process_group import ALONE
+        from dapo_jax.utils.watchdog import Watchdog
         here, _ = os.pipe()
         with Watchdog(0.0, print, most=0.3, give_up=ALONE.give_up) as watch:
             watch.limited = True

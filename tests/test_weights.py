@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from dapo_jax import attention, hf_config, model, vocabulary, weights
-from dapo_jax.config import Config
+from dapo_jax.config import Config, hf_config
+from dapo_jax.models import chunked_softmax, decoder, hf_weights
+from dapo_jax.models.attention import xla
 from dapo_jax.types import UserError
 from tests.checkpoints import config_of, load
 from tests.helpers import SHARED, tiny_dict
@@ -45,7 +46,7 @@ def checkpoint(place, family, *, seed=0, dtype=np.float32):
     values = BASE | FAMILIES[family]
     (place / "config.json").write_text(json.dumps(values))
     rng = np.random.default_rng(seed)
-    shapes = weights.expected_shapes(config_of(place).model)
+    shapes = hf_weights.expected_shapes(config_of(place).model)
     tensors = {name: (0.2 * rng.standard_normal(s)).astype(dtype) for name, s in shapes.items()}
     save_file(tensors, place / "model.safetensors")
     return tensors
@@ -56,10 +57,10 @@ def test_what_is_written_is_what_was_read(tmp_path, family, monkeypatch):
     tensors = checkpoint(tmp_path / "in", family)
     config = config_of(tmp_path / "in")
     params = load(config)
-    monkeypatch.setattr(weights, "MAX_SHARD_BYTES", 10_000)  # several files
+    monkeypatch.setattr(hf_weights, "MAX_SHARD_BYTES", 10_000)  # several files
     out = tmp_path / "out"
     out.mkdir()
-    weights.save(config.model, params, out, "float32")
+    hf_weights.save(config.model, params, out, "float32")
     written = hf_config.to_hf(config.model, eos=[2], bos=1, dtype="float32")
     (out / "config.json").write_text(json.dumps(written))
     files = sorted(out.glob("*.safetensors"))
@@ -88,7 +89,7 @@ def test_bfloat16_in_and_out(tmp_path):
     config = config_of(tmp_path / "in")
     params = load(config)
     assert params["embed"].dtype == jnp.float32, "as config.model.param_dtype says"
-    weights.save(config.model, params, tmp_path / "in", "bfloat16")
+    hf_weights.save(config.model, params, tmp_path / "in", "bfloat16")
     for name, value in load_file(tmp_path / "in" / "model.safetensors").items():
         assert value.dtype == ml_dtypes.bfloat16
         np.testing.assert_array_equal(value, tensors[name])
@@ -97,8 +98,8 @@ def test_bfloat16_in_and_out(tmp_path):
 def test_a_tensor_is_read_in_small_pieces(tmp_path, monkeypatch):
     """A read releases Python's lock for as long as the storage takes, so that heartbeats go on."""
     tensors = checkpoint(tmp_path / "in", "qwen2-untied")
-    monkeypatch.setattr(weights, "READ_BYTES", 1000)
-    files, sizes = weights._Files(tmp_path / "in"), []
+    monkeypatch.setattr(hf_weights, "READ_BYTES", 1000)
+    files, sizes = hf_weights._Files(tmp_path / "in"), []
 
     class Counting(io.FileIO):
         def readinto(self, buffer):
@@ -106,7 +107,7 @@ def test_a_tensor_is_read_in_small_pieces(tmp_path, monkeypatch):
             return super().readinto(buffer)
 
     files.tensors  # noqa: B018 (the headers are read)
-    monkeypatch.setattr(weights, "open", lambda place, *_, **__: Counting(place), raising=False)
+    monkeypatch.setattr(hf_weights, "open", lambda place, *_, **__: Counting(place), raising=False)
     for name, value in tensors.items():
         for index in ((slice(None),) * value.ndim, (slice(1, 20), slice(3, 7))[: value.ndim]):
             del sizes[:]
@@ -304,7 +305,7 @@ def test_published_checkpoints_are_mapped_whole(model_name, shapes_of, num):
     config = Config.from_dict(model_dict(fields)).model
     found = json.loads(data("configs", "index", f"{shapes_of}.shapes.json").read_text())["shapes"]
     assert len(found) == num
-    weights.check_tensors(config, {name: tuple(shape) for name, shape in found.items()}, "index")
+    hf_weights.check_tensors(config, {name: tuple(shape) for name, shape in found.items()}, "index")
 
 
 def test_a_narrow_checkpoint_with_all_names_of_qwen2_5_32b(tmp_path):
@@ -318,9 +319,9 @@ def test_a_narrow_checkpoint_with_all_names_of_qwen2_5_32b(tmp_path):
     place = tmp_path / "in"
     place.mkdir()
     (place / "config.json").write_text(json.dumps(values))
-    (place / weights.INDEX).write_text(json.dumps({"weight_map": index}))
+    (place / hf_weights.INDEX).write_text(json.dumps({"weight_map": index}))
     rng = np.random.default_rng(0)
-    shapes = weights.expected_shapes(config_of(place).model)
+    shapes = hf_weights.expected_shapes(config_of(place).model)
     assert shapes.keys() == index.keys() and len(shapes) == 771
     tensors = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
     for file in set(index.values()):
@@ -328,7 +329,7 @@ def test_a_narrow_checkpoint_with_all_names_of_qwen2_5_32b(tmp_path):
     config = config_of(place, mesh__data=1, mesh__fsdp=4, mesh__tensor=2)
     params = load(config, 8)
     assert len(set(index.values())) == 17
-    weights.save(config.model, params, tmp_path, "float32")
+    hf_weights.save(config.model, params, tmp_path, "float32")
     again = load_file(tmp_path / "model.safetensors")
     assert again.keys() == tensors.keys()
     for name, value in tensors.items():
@@ -340,7 +341,7 @@ def test_qwen3_32b_is_mapped_whole():
     names = json.loads(index.read_text())["weight_map"].keys()
     values = json.loads(data("configs", "other", "Qwen--Qwen3-32B.config.json").read_text())
     config = Config.from_dict(model_dict(hf_config.model_fields(values, "Qwen3-32B"))).model
-    assert len(names) == 707 and weights.expected_shapes(config).keys() == names
+    assert len(names) == 707 and hf_weights.expected_shapes(config).keys() == names
 
 
 @pytest.mark.parametrize(
@@ -379,14 +380,14 @@ def test_stories260k_writes_its_story():
     prompt, drawn = expected["prompt_ids"], expected["greedy_ids"]
     tokens = np.array(drawn if drawn[: len(prompt)] == prompt else prompt + drawn, np.int32)[None]
     T = tokens.shape[1]
-    hidden_BTD, _ = model.hidden_states(
+    hidden_BTD, _ = decoder.hidden_states(
         config.model,
         params,
         jnp.asarray(tokens),
         jnp.arange(T)[None],
-        attention.packed(jnp.ones((1, T), jnp.int32)),
+        xla.packed(jnp.ones((1, T), jnp.int32)),
     )
-    logits_TV = vocabulary.logits(hidden_BTD[0], model.unembedding(params), temperature=1.0)
+    logits_TV = chunked_softmax.logits(hidden_BTD[0], decoder.unembedding(params), temperature=1.0)
     found = np.argmax(np.asarray(logits_TV), axis=-1)[len(prompt) - 1 : -1]
     np.testing.assert_array_equal(found, tokens[0, len(prompt) :])
     np.testing.assert_allclose(logits_TV[0, :16], expected["logits_pos0_first16"], atol=1e-4)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from dapo_jax.partial_rollouts import Visit
 from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.partial_rollouts import Visit
 from dapo_jax.rollout.programs import Loaded
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.rollout.slots import Arrivals, DecodeState

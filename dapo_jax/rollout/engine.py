@@ -21,14 +21,14 @@ import numpy as np
 from flax import struct
 from jax.sharding import Mesh
 
-from dapo_jax import model
+from dapo_jax.models import decoder
 from dapo_jax.rollout import jetstream, paged
 from dapo_jax.rollout.programs import Loaded, Programs
 from dapo_jax.rollout.sampling import Mode, SamplingParams
 from dapo_jax.rollout.slots import Arrivals, DecodeState
 from dapo_jax.rollout.spec import EngineSpec, Prefix, Step, halvings
-from dapo_jax.telemetry import SILENT, Telemetry
 from dapo_jax.types import RunError, UserError
+from dapo_jax.utils.telemetry import SILENT, Telemetry
 
 
 @struct.dataclass
@@ -70,7 +70,7 @@ class DecoderEngine(jetstream.Engine):
         self._loaded: Loaded | None = None
 
     @contextlib.contextmanager
-    def weights(self, params: model.Params, telemetry: Telemetry = SILENT) -> Iterator[Loaded]:
+    def weights(self, params: decoder.Params, telemetry: Telemetry = SILENT) -> Iterator[Loaded]:
         """Holds the rollout copy of the parameters: it lives exactly as long as the block.
 
         Args:
@@ -256,14 +256,14 @@ class DecoderEngine(jetstream.Engine):
         """All slots empty."""
         return self._programs.init()
 
-    def load_params(self, params: model.Params) -> Loaded:
+    def load_params(self, params: decoder.Params) -> Loaded:
         """The parameters as rollouts read them: split over the tensor axis only, matrices in the
         compute dtype. Where that is how they are, they are shared and nothing is copied but the
         layers for decoding on CPUs; of several processes each gets all of them, or its part of a
         team's."""
         return self._programs.load(params)
 
-    def lower(self, params: model.Params, program: str, mode: Mode) -> Any:
+    def lower(self, params: decoder.Params, program: str, mode: Mode) -> Any:
         """One program, lowered, to be compiled ahead of time: "decode", "prefill" of the longest
         prompts, or "prefill_preempted" of the longest sequences whose pages were taken away, for
         shapes of the parameters; or "weights", what `load_params` runs where it copies, for shapes
@@ -275,7 +275,7 @@ class DecoderEngine(jetstream.Engine):
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, at
         )
         if program == "decode":
-            one_by_one = functools.partial(jax.eval_shape, model.unstacked)
+            one_by_one = functools.partial(jax.eval_shape, decoder.unstacked)
             params = sharded(p.for_decoding(params, one_by_one), p.decode_params_at)
             state = sharded(jax.eval_shape(p.init), p.state_at)
             return p.decode(mode, spec.decode_steps).lower(params, state)

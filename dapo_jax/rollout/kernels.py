@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from dapo_jax.config import ModelConfig
-from dapo_jax.model import NO_WINDOW
+from dapo_jax.models.decoder import NO_WINDOW
 from dapo_jax.types import UserError
 
 Kernel = Literal["xla", "tpu", "gpu"]

@@ -24,9 +24,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dapo_jax import attention
 from dapo_jax.config import ModelConfig
-from dapo_jax.model import Attend
+from dapo_jax.models.attention import xla
+from dapo_jax.models.decoder import Attend
 from dapo_jax.rollout import kernels
 from dapo_jax.rollout.tiles import Tile, Tiles
 
@@ -256,6 +256,6 @@ def last_page_difference(
     newest = lambda x: jnp.broadcast_to(x[:, -1:], (B, 1, *x.shape[2:]))
     out_BTNH, pool = attend(layer, q_BTNH, newest(k_PAKH), newest(v_PAKH), pool, None)
     everything = jnp.ones((1, 1, A), bool)
-    expected = attention.dot_product_attention(q_BTNH[:1], *layout.read(kept), everything)
+    expected = xla.dot_product_attention(q_BTNH[:1], *layout.read(kept), everything)
     difference = out_BTNH[:1].astype(jnp.float32) - expected.astype(jnp.float32)
     return jnp.max(jnp.abs(difference)), pool

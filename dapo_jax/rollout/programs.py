@@ -14,16 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dapo_jax import attention, model, vocabulary
-from dapo_jax.compilations import return_memory
 from dapo_jax.config import MeshConfig
-from dapo_jax.products import multiply_in
-from dapo_jax.rollout import paged, slots
-from dapo_jax.rollout.sampling import Mode, sample
-from dapo_jax.rollout.slots import Arrivals, DecodeState
-from dapo_jax.rollout.spec import NOT_FINITE, OVER, VALID, EngineSpec, Prefix, Step
-from dapo_jax.rollout.tiles import tile_on
-from dapo_jax.sharding import (
+from dapo_jax.models import chunked_softmax, decoder
+from dapo_jax.models.attention import xla
+from dapo_jax.models.sharding import (
     BATCH_AXES,
     copied_bytes,
     local_bytes,
@@ -34,6 +28,13 @@ from dapo_jax.sharding import (
     to_mesh,
     towards_rollout,
 )
+from dapo_jax.rollout import paged, slots
+from dapo_jax.rollout.sampling import Mode, sample
+from dapo_jax.rollout.slots import Arrivals, DecodeState
+from dapo_jax.rollout.spec import NOT_FINITE, OVER, VALID, EngineSpec, Prefix, Step
+from dapo_jax.rollout.tiles import tile_on
+from dapo_jax.utils.compilations import return_memory
+from dapo_jax.utils.precision import multiply_in
 
 UNROLLED_LAYERS = 32  # at most, on CPUs: there a scan copies each layer's weights at each token
 
@@ -41,12 +42,12 @@ UNROLLED_LAYERS = 32  # at most, on CPUs: there a scan copies each layer's weigh
 class Loaded(NamedTuple):
     """The parameters as the programs read them."""
 
-    prefill: model.Params
+    prefill: decoder.Params
     # The same; or, where decoding writes the layers out, with a copy of these one by one: taken out
     # of the stacked ones they would be copied at every call.
-    decode: model.Params
+    decode: decoder.Params
 
-    def copied_bytes(self, of: model.Params) -> int:
+    def copied_bytes(self, of: decoder.Params) -> int:
         """Bytes on the devices of this process that are not the trainer's own parameters."""
         layers = 0 if self.decode is self.prefill else local_bytes(self.decode["layers"])
         return copied_bytes(self.prefill, of) + layers
@@ -74,7 +75,7 @@ class Programs:
         of_one = lambda at: NamedSharding(mesh, PartitionSpec(*at.spec[1:]))
         apart_at = (jax.tree.map(of_one, self.params_at["layers"]),) * c.num_layers
         self.decode_params_at = self.for_decoding(self.params_at, lambda _: apart_at)
-        self.one_by_one = jax.jit(model.unstacked, out_shardings=apart_at)
+        self.one_by_one = jax.jit(decoder.unstacked, out_shardings=apart_at)
         kv = dict(spec.layout.rules)["kv_heads"]
         batch = PartitionSpec(BATCH_AXES)
         self.rows_at = NamedSharding(mesh, batch)
@@ -146,7 +147,7 @@ class Programs:
         everywhere = rollout_mesh(trained_on, together)
         way = towards_rollout(c, spec.layout, trained_on, together)
 
-        def to_rollout(params: model.Params) -> model.Params:
+        def to_rollout(params: decoder.Params) -> decoder.Params:
             params = rollout_dtypes(params, jnp.dtype(c.compute_dtype))
             for layout in way:
                 params = jax.tree.map(
@@ -192,7 +193,7 @@ class Programs:
             out_shardings=(self.state_at, self.everywhere, self.everywhere),
         )
 
-    def load(self, params: model.Params) -> Loaded:
+    def load(self, params: decoder.Params) -> Loaded:
         """See `DecoderEngine.load_params`."""
         c = self.spec.model
         there = jax.tree.map(
@@ -234,7 +235,7 @@ class Programs:
         )
 
     def _prefill(
-        self, params: model.Params, tokens_PT: jax.Array, length_P: jax.Array, key_P2: jax.Array
+        self, params: decoder.Params, tokens_PT: jax.Array, length_P: jax.Array, key_P2: jax.Array
     ) -> Prefix:
         c, (P, T) = self.spec.model, tokens_PT.shape
         dtype = jnp.dtype(c.compute_dtype)
@@ -251,12 +252,12 @@ class Programs:
         def one(carry: Any, start: jax.Array) -> tuple[Any, None]:
             cache, last_PD, finite_P = carry
             position_PC = jnp.broadcast_to(start + jnp.arange(chunk)[None], (P, chunk))
-            hidden_PCD, cache = model.hidden_states(
+            hidden_PCD, cache = decoder.hidden_states(
                 c,
                 params,
                 jax.lax.dynamic_slice_in_dim(tokens_PS, start, chunk, axis=1),
                 position_PC,
-                paged.sound(attention.prefilling(start, chunk, layout.keep, layout.read)),
+                paged.sound(xla.prefilling(start, chunk, layout.keep, layout.read)),
                 cache,
             )
             at_P = jnp.clip(length_P - 1 - start, 0, chunk - 1)
@@ -305,7 +306,7 @@ class Programs:
 
     def _decode(
         self,
-        params: model.Params,
+        params: decoder.Params,
         state: DecodeState,
         *,
         mode: Mode,
@@ -317,7 +318,7 @@ class Programs:
         # Shards whose loops end apart, with collectives of the tensor axis in them, wait for each
         # other for ever on virtual CPU devices.
         together = spec.shards > 1 and self.mesh.shape["tensor"] > 1
-        unembed_VD = model.unembedding(params)
+        unembed_VD = decoder.unembedding(params)
         integer = jnp.zeros((steps, B), jnp.int32)
         real = jnp.zeros((steps, B), jnp.float32)
         empty = Step(
@@ -336,9 +337,9 @@ class Programs:
             i, state, out, _ = carry
             state = slots.refill(state, A)
             state, goes_B = slots.grow(state, A)
-            logits_BV = vocabulary.logits(state.hidden_BD, unembed_VD, temperature=1.0)
+            logits_BV = chunked_softmax.logits(state.hidden_BD, unembed_VD, temperature=1.0)
             drawn = sample(logits_BV, state.key_B2, state.drawn_B, state.params, mode)
-            hidden_BTD, pool = model.hidden_states(
+            hidden_BTD, pool = decoder.hidden_states(
                 c,
                 params,
                 drawn.token_B[:, None],
@@ -365,7 +366,7 @@ class Programs:
         return state, out
 
 
-def rollout_dtypes(params: model.Params, dtype: Any) -> model.Params:
+def rollout_dtypes(params: decoder.Params, dtype: Any) -> decoder.Params:
     """The parameters as decoding reads them: matrices and biases in the compute dtype; norms stay,
     because they scale in float32."""
     return jax.tree_util.tree_map_with_path(

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from dapo_jax.partial_rollouts import Visit
 from dapo_jax.rollout.admission import (
     Admission,
     GenerationRequest,
@@ -23,11 +22,12 @@ from dapo_jax.rollout.admission import (
     Table,
 )
 from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.partial_rollouts import Visit
 from dapo_jax.rollout.slots import DecodeState
 from dapo_jax.rollout.spec import NOT_FINITE, OVER, VALID, Step
 from dapo_jax.rollout.stop_strings import completed_at
-from dapo_jax.telemetry import SILENT, Telemetry
 from dapo_jax.types import Detokenize, Problem, Response
+from dapo_jax.utils.telemetry import SILENT, Telemetry
 
 
 class RolloutStats(NamedTuple):

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from dapo_jax.config import Config, MeshConfig, ModelConfig
+from dapo_jax.models.sharding import BATCH_AXES, parts_of
 from dapo_jax.rollout import kernels, paged
 from dapo_jax.rollout.sampling import SamplingParams
-from dapo_jax.sharding import BATCH_AXES, parts_of
 from dapo_jax.types import Array, UserError
 
 PREFILL_CHUNK_TOKENS = 512  # of a prompt, at most, that are prefilled at once

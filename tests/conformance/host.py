@@ -8,18 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from configs import tiny_dapo
-from dapo_jax import (
-    advantage,
-    corrections,
-    estimators,
-    metrics,
-    objective,
-    optimizer,
-    reward,
-    scorers,
-)
+from dapo_jax.algorithms import advantages as advantage
+from dapo_jax.algorithms import importance_correction, surrogate
 from dapo_jax.config import Config
-from dapo_jax.samples import adapted_kl_coefficient
+from dapo_jax.evaluation import estimators
+from dapo_jax.rewards import scorers, types
+from dapo_jax.training import metrics, optimizer
+from dapo_jax.training.batch import adapted_kl_coefficient
 from dapo_jax.types import Group, Problem, Response, Verdict
 from tests.conformance.cases import Case, Compared, Differs, tokens_of
 from tests.conformance.losses import KL_NAMES, rejections
@@ -87,12 +82,14 @@ def importance(case: Case) -> Compared:
     tokens = tokens_of(a["response_mask"])
     log_ratio_N = tokens.take(a["old_log_prob"]) - tokens.take(a["rollout_log_prob"])
     low, _, high = str(p["rollout_is_threshold"]).rpartition("_")
-    weight_N, _ = corrections.importance_weights(
+    weight_N, _ = importance_correction.importance_weights(
         log_ratio_N, tokens.lengths_R, level=p["rollout_is"], cap=float(high),
         floor=float(low) if low else None,
     )  # fmt: skip
     if p["rollout_is_batch_normalize"]:
-        weight_N = corrections.normalised(weight_N, tokens.lengths_R, level=p["rollout_is"])
+        weight_N = importance_correction.normalised(
+            weight_N, tokens.lengths_R, level=p["rollout_is"]
+        )
     return Compared([(tokens.put(weight_N), case.outputs["weights"])])
 
 
@@ -102,7 +99,7 @@ def rejection(case: Case) -> Compared:
     log_ratio_N = tokens.take(a["old_log_prob"]) - tokens.take(a["rollout_log_prob"])
     kept_N = np.ones(len(log_ratio_N), bool)
     for statistic, floor, cap in rejections(p["rollout_rs"], p["rollout_rs_threshold"]):
-        kept_N &= corrections.kept_by_divergence(
+        kept_N &= importance_correction.kept_by_divergence(
             log_ratio_N, tokens.lengths_R, statistic=statistic, floor=floor, cap=cap
         )
     return Compared([(tokens.put(kept_N), case.outputs["mask"])])
@@ -111,7 +108,7 @@ def rejection(case: Case) -> Compared:
 def mismatch(case: Case) -> Compared:
     a = case.arrays
     tokens = tokens_of(a["response_mask"])
-    ours = corrections.mismatch(
+    ours = importance_correction.mismatch(
         tokens.take(a["old_log_prob"]), tokens.take(a["rollout_log_prob"]), tokens.lengths_R
     )
     if case.id.startswith("rollout_probs_diff"):
@@ -143,7 +140,7 @@ def kl_controller(case: Case) -> Compared:
 def kl_in_reward(case: Case) -> Compared:
     a, p = case.arrays, case.params
     mask = a["response_mask"].astype(bool)
-    kl = objective.kl_estimate(
+    kl = surrogate.kl_estimate(
         jnp.asarray(a["old_log_probs"]), jnp.asarray(a["ref_log_prob"]), jnp.asarray(mask),
         estimator=KL_NAMES[p["kl_penalty"]],
     )  # fmt: skip
@@ -178,7 +175,7 @@ def learning_rate(case: Case) -> Compared:
 
 def overlong(case: Case) -> Compared:
     p, lengths = case.params, case.outputs["length"]
-    ours = reward.soft_overlong_punishment(
+    ours = types.soft_overlong_punishment(
         lengths,
         max_response_tokens=p["max_resp_len"],
         buffer_tokens=p["overlong_buffer_len"],

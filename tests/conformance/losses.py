@@ -8,9 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax import corrections, covariance, critic, log_probs, objective, policy_losses
-from dapo_jax.aggregation import aggregate
+from dapo_jax.algorithms import covariance, importance_correction, losses
+from dapo_jax.algorithms import surrogate as objective
+from dapo_jax.algorithms.aggregation import aggregate
 from dapo_jax.config import CorrectionConfig
+from dapo_jax.models import log_probs
+from dapo_jax.training import critic
 from tests.conformance.cases import Case, Compared, Differs, tokens_of
 
 
@@ -57,7 +60,7 @@ def policy(name: str, **settings: str) -> Callable[[Case], Compared | Differs]:
         correction, kept = _corrected(case, mask)
         w = weights(kept, aggregation, shared) * correction
         selected = []
-        if name in policy_losses.COVARIANCE_LOSSES:
+        if name in losses.COVARIANCE_LOSSES:
             selected = [_selected(name, case, arguments)]
         value, gradient = _loss_and_gradient(
             name, tuple(arguments.items()), a["log_prob"], a["old_log_prob"], a["advantages"],
@@ -91,7 +94,7 @@ def _loss_and_gradient(
     *selected: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     def loss(logp: jax.Array) -> jax.Array:
-        terms = policy_losses.LOSSES[name].function(
+        terms = losses.LOSSES[name].function(
             logp, old, advantages, kept, jnp.ones(kept.shape, jnp.int32), *selected,
             **dict(arguments),
         )  # fmt: skip
@@ -116,7 +119,7 @@ def _corrected(case: Case, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     )
     tokens = tokens_of(mask)
     columns = [tokens.take(case.arrays[k]) for k in ("log_prob", "old_log_prob", "advantages")]
-    result = corrections.correct(config, *columns, tokens.lengths_R)
+    result = importance_correction.correct(config, *columns, tokens.lengths_R)
     return tokens.put(result.weight_N), tokens.put(result.kept_N).astype(bool)
 
 

@@ -24,7 +24,8 @@ GOLDENS = Path(__file__).parent / "logits.npz"
 
 def write(place: Path) -> None:
     """A directory `in` as transformers wrote it and `out` as we do, for each family."""
-    from dapo_jax import hf_config, weights
+    from dapo_jax.config import hf_config
+    from dapo_jax.models import hf_weights
     from tests import checkpoints
 
     for family in checkpoints.golden_families():
@@ -33,7 +34,7 @@ def write(place: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         checkpoints.write(ours, golden.config, golden.weights)
         config = checkpoints.config_of(ours).model
-        weights.save(config, checkpoints.load(checkpoints.config_of(ours)), out, "float32")
+        hf_weights.save(config, checkpoints.load(checkpoints.config_of(ours)), out, "float32")
         values = hf_config.to_hf(config, eos=[2], bos=1, dtype="float32")
         (out / "config.json").write_text(json.dumps(values))
 

@@ -1,0 +1,1 @@
+"""Losses, advantages, aggregation, KL and corrections: pure functions of arrays."""

@@ -1,0 +1,126 @@
+"""The objective: pure functions of log-probs, advantages and masks. All arithmetic is float32
+(float64 where the inputs are, as in the comparison with the reference's own numbers).
+
+The loss of a mini-batch is sum_t w_t l_t / W over its response tokens. l_t comes from `surrogate`,
+or another of `policy_losses`, `kl_estimate` and the entropy on the device; w_t and W from
+`aggregation.aggregate` on the host, which sees the whole mini-batch.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from dapo_jax.utils.precision import at_least_float32
+
+# exp(20) = 4.9e8: a ratio beyond it is a broken log-prob; its gradient is cut as in the reference.
+MAX_LOG_RATIO = 20.0
+MAX_K3 = 10.0
+
+
+class Surrogate(NamedTuple):
+    objective_BT: jax.Array  # to be maximised; 0 outside the mask
+    ratio_BT: jax.Array  # 1 outside the mask
+    clipped_high_BT: jax.Array  # bool: A > 0 and ratio > 1 + clip_high, no gradient flows
+    clipped_low_BT: jax.Array  # bool: A < 0 and ratio < 1 - clip_low, no gradient flows
+    # bool: A < 0 and ratio > clip_dual, no gradient flows; None: the loss has no dual clip
+    clipped_dual_BT: jax.Array | None = None
+
+
+def masked_log_ratio(
+    log_prob_BT: Float[Array, "B T"],
+    log_prob_old_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+) -> Float[Array, "B T"]:
+    """log pi_t - log old_t, 0 outside the mask."""
+    # Mask before exp: padding may hold any log-prob, and inf * 0 is nan.
+    masked = lambda x_BT: jnp.where(mask_BT, at_least_float32(x_BT), 0.0)
+    return masked(log_prob_BT) - masked(log_prob_old_BT)
+
+
+def clamp(x: Float[Array, "*shape"], low: float, high: float) -> Float[Array, "*shape"]:
+    """x within [low, high]. At the very bounds the gradient passes, as torch.clamp's does; jnp.clip
+    would pass half of it."""
+    return jnp.where(x < low, low, jnp.where(x > high, high, x)).astype(x.dtype)
+
+
+def surrogate(
+    log_prob_BT: Float[Array, "B T"],
+    log_prob_old_BT: Float[Array, "B T"],
+    advantage_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    *,
+    clip_low: float,
+    clip_high: float,
+    clip_dual: float | None = None,
+) -> Surrogate:
+    """The decoupled-clip surrogate of each token.
+
+        J_t = min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t),  r_t = exp(logp_t - old_t)
+
+    and with `clip_dual` = c, J_t = max(J_t, c A_t) where A_t < 0.
+
+    Source: DAPO, arXiv:2503.14476, eq. 8; dual clip: arXiv:1912.09729, eq. 5.
+
+    Args:
+        log_prob_BT: under the policy that is trained.
+        log_prob_old_BT: under the policy that anchors the ratio; no gradient.
+        advantage_BT: A_t; no gradient.
+        mask_BT: True on trained tokens.
+        clip_low: in (0, 1).
+        clip_high: above 0.
+        clip_dual: above 1, or None.
+    """
+    log_ratio_BT = masked_log_ratio(log_prob_BT, log_prob_old_BT, mask_BT)
+    ratio_BT = jnp.exp(clamp(log_ratio_BT, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    advantage_BT = jnp.where(mask_BT, at_least_float32(advantage_BT), 0.0)
+    clipped_BT = clamp(ratio_BT, 1 - clip_low, 1 + clip_high)
+    objective_BT = jnp.minimum(ratio_BT * advantage_BT, clipped_BT * advantage_BT)
+    dual_BT = None
+    if clip_dual is not None:
+        dual_BT = (advantage_BT < 0) & (objective_BT < clip_dual * advantage_BT)
+        bounded_BT = jnp.maximum(objective_BT, clip_dual * advantage_BT)
+        objective_BT = jnp.where(advantage_BT < 0, bounded_BT, objective_BT)
+    return Surrogate(
+        objective_BT,
+        ratio_BT,
+        (advantage_BT > 0) & (ratio_BT > 1 + clip_high),
+        (advantage_BT < 0) & (ratio_BT < 1 - clip_low),
+        dual_BT,
+    )
+
+
+def kl_estimate(
+    log_prob_BT: Float[Array, "B T"],
+    log_prob_ref_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    *,
+    estimator: str,
+) -> Float[Array, "B T"]:
+    """Per-token estimate of KL(policy || reference) in nats, 0 outside the mask.
+
+        d = logp - ref;  k1 = d,  abs = |d|,  k2 = d^2 / 2,  k3 = exp(-d) - 1 + d
+
+    A `+` after the name keeps the value and takes the gradient of k2, which is the one whose
+    expectation is the gradient of the KL. k3 is bounded as in the reference: |d| by 20, the value
+    by 10, no gradient beyond.
+
+    Source: J. Schulman, "Approximating KL divergence" (2020); k3 is also GRPO's, arXiv:2402.03300,
+    eq. 4.
+    """
+    d_BT = masked_log_ratio(log_prob_BT, log_prob_ref_BT, mask_BT)
+    name = estimator.removesuffix("+")
+    k2_BT = 0.5 * d_BT * d_BT
+    if name == "k1":
+        value_BT = d_BT
+    elif name == "abs":
+        value_BT = d_BT * jax.lax.stop_gradient(jnp.sign(d_BT))  # slope 0 at 0
+    elif name == "k2":
+        value_BT = k2_BT
+    else:
+        bounded_BT = clamp(d_BT, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+        value_BT = clamp(jnp.expm1(-bounded_BT) + bounded_BT, -MAX_K3, MAX_K3)
+    if estimator.endswith("+"):
+        value_BT = jax.lax.stop_gradient(value_BT - k2_BT) + k2_BT
+    return value_BT

@@ -1,0 +1,198 @@
+"""What the objective of a config must satisfy: its loss, advantage, KL, correction and critic."""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from dapo_jax.config.checks import require
+from dapo_jax.types import UserError
+from dapo_jax.utils import fields
+
+if TYPE_CHECKING:  # dapo_jax.config.schema calls these checks
+    from dapo_jax.config.schema import Config, CorrectionConfig, ObjectiveConfig
+
+
+def bound(objective: "ObjectiveConfig") -> "ObjectiveConfig":
+    """Returns the objective with every argument of its loss and its advantage.
+
+    Raises:
+        UserError: there is no such method, or it does not take what is given.
+    """
+    from dapo_jax.algorithms.advantages import ADVANTAGES
+    from dapo_jax.algorithms.losses import LOSSES  # here: reading a config.json takes no JAX
+
+    for name, methods in (("loss", LOSSES), ("advantage", ADVANTAGES)):
+        chosen = getattr(objective, name)
+        require(chosen in methods, f"objective.{name}", chosen, f"one of {', '.join(methods)}")
+    loss, advantage = LOSSES[objective.loss], ADVANTAGES[objective.advantage]
+    for name in ("clip_low", "clip_high", "clip_dual"):
+        value = getattr(objective, name)
+        if value is not None and name not in loss.clips:
+            raise UserError(
+                f"config.objective.{name} is not read when config.objective.loss is "
+                f"{objective.loss!r}: set it to None (got {value!r})."
+            )
+        if value is None and name in loss.clips and name != "clip_dual":
+            raise UserError(
+                f"config.objective.{name} is needed when config.objective.loss is "
+                f"{objective.loss!r}."
+            )
+    loss_args = fields.bind(loss.arguments, objective.loss_args, "config.objective.loss_args")
+    if "cov_low" in loss_args and not loss_args["cov_low"] < loss_args["cov_high"]:
+        raise UserError(
+            f"config.objective.loss_args.cov_low ({loss_args['cov_low']}) must be below cov_high "
+            f"({loss_args['cov_high']})."
+        )
+    place = "config.objective.advantage_args"
+    advantage_args = fields.bind(advantage.arguments, objective.advantage_args, place)
+    return dataclasses.replace(objective, loss_args=loss_args, advantage_args=advantage_args)
+
+
+def check(config: "Config") -> None:
+    """Raises UserError for the first contradiction in the objective, or between it and the rest."""
+    objective = config.objective
+    for prefix in ("", "reward_"):
+        _check_kl(objective, prefix)
+    _check_advantage(config)
+    if config.correction is not None:
+        _check_correction(config, config.correction)
+    _check_critic(config)
+    _check_ratio(config)
+    if not objective.overlong_filter and not objective.overlong_in_baseline:
+        raise UserError(
+            "config.objective.overlong_in_baseline = False is read only with "
+            "config.objective.overlong_filter = True; set it to True."
+        )
+
+
+def _check_kl(objective: "ObjectiveConfig", prefix: str) -> None:
+    """A KL term has an estimator; without one, nothing of it is given."""
+    coefficient = getattr(objective, f"{prefix}kl_coefficient")
+    estimator = getattr(objective, f"{prefix}kl_estimator")
+    if (coefficient > 0) != (estimator is not None):
+        raise UserError(
+            f"config.objective.{prefix}kl_estimator is needed with a positive "
+            f"config.objective.{prefix}kl_coefficient and must be None without one; got "
+            f"{estimator!r} and {coefficient}."
+        )
+    target, horizon = objective.reward_kl_target, objective.reward_kl_horizon
+    adapts = target is not None
+    if prefix and (adapts != (horizon is not None) or (adapts and coefficient == 0)):
+        raise UserError(
+            "config.objective.reward_kl_target and reward_kl_horizon adapt a positive "
+            "config.objective.reward_kl_coefficient: give both, or set both to None for a fixed "
+            f"one; got {target!r} and {horizon!r} with coefficient {coefficient}."
+        )
+
+
+def _check_ratio(config: "Config") -> None:
+    """The loss has the ratio that its updates need."""
+    loss, rollout, train = config.objective.loss, config.rollout, config.train
+    if loss in ("gspo", "gspo-token") and rollout.log_prob_source == "rollout":
+        # GSPO's bounds are 3e-4 and 4e-4; between these programs 1e-2 nats a token lie.
+        for field, value, exact in (
+            ("model.compute_dtype", config.model.compute_dtype, "float32"),
+            ("rollout.cache_dtype", rollout.cache_dtype, "auto"),
+        ):
+            if value != exact:
+                raise UserError(
+                    f"config.{field} {value!r} makes the rollout's log-probs differ from the "
+                    "training program's by more than the bounds of "
+                    f"config.objective.loss {loss!r}, so that rounding decides which responses "
+                    "are clipped: set config.rollout.log_prob_source to 'recompute', or "
+                    f"{field.split('.')[1]} to {exact!r}."
+                )
+    c = config.correction
+    corrected = c is not None and c.policy == "current" and c.importance != "none"
+    updates = train.prompts_per_step // train.prompts_per_update
+    if loss == "policy-gradient" and updates > 1 and not corrected:
+        raise UserError(
+            f"config.objective.loss {loss!r} has no ratio to the policy that sampled: the "
+            f"{updates} updates of a step after the first would be off policy without a "
+            f"correction. Set config.train.prompts_per_update to {train.prompts_per_step} "
+            f"(config.train.prompts_per_step; got {train.prompts_per_update}), or give "
+            "config.correction with policy 'current' and importance weights."
+        )
+
+
+def _check_advantage(config: "Config") -> None:
+    """What an advantage needs of the rest of the config."""
+    o, r, group_size = config.objective, config.reward, config.rollout.group_size
+    alone = ("gae", "reinforce++", "remax")
+    if group_size < 2 and o.advantage not in alone:
+        raise UserError(
+            f"config.objective.advantage {o.advantage!r} compares the responses of a group: "
+            f"config.rollout.group_size must be at least 2; got {group_size}. Of a single "
+            f"response, one of {', '.join(alone)} can be computed."
+        )
+    kl = o.reward_kl_coefficient
+    if o.advantage == "maxrl":
+        why = "for objective.advantage 'maxrl', whose mean is a pass rate"
+        require(r.incorrect >= 0, "reward.incorrect", r.incorrect, f"0 or more {why}")
+        require(r.overlong_penalty == 0, "reward.overlong_penalty", r.overlong_penalty, f"0 {why}")
+        require(kl == 0, "objective.reward_kl_coefficient", kl, f"0 {why}")
+    if o.advantage == "grpo-process" and not o.advantage_args["outcome_as_step"]:
+        why = (
+            "0 for objective.advantage 'grpo-process', which reads the rewards of steps alone; or "
+            "set config.objective.advantage_args.outcome_as_step to True"
+        )
+        require(r.overlong_penalty == 0, "reward.overlong_penalty", r.overlong_penalty, why)
+        require(kl == 0, "objective.reward_kl_coefficient", kl, why)
+    if o.advantage == "gdpo":
+        num, weights = config.num_scorers + 1, o.advantage_args["component_weights"]
+        wanted = f"{num} numbers, for the reward by each scorer and the overlong one"
+        place = "objective.advantage_args.component_weights"
+        require(len(weights) == num, place, weights, wanted)
+        why = "for objective.advantage 'gdpo', which reads the components of the reward"
+        require(kl == 0, "objective.reward_kl_coefficient", kl, f"0 {why}")
+
+
+def _check_correction(config: "Config", correction: "CorrectionConfig") -> None:
+    if correction.policy == "old" and config.rollout.log_prob_source == "rollout":
+        raise UserError(
+            "config.correction.policy 'old' corrects the rollout's log-probs by the training "
+            "program's: set config.rollout.log_prob_source to 'recompute', or policy to 'current'."
+        )
+    used = correction.importance != "none"
+    cap, floor = correction.importance_cap, correction.importance_floor
+    if used and cap is None:
+        raise UserError("config.correction.importance_cap is needed with importance weights.")
+    for name, value in (("importance_cap", cap), ("importance_floor", floor)):
+        if value is not None and not used:
+            raise UserError(
+                f"config.correction.{name} is not read when config.correction.importance is "
+                f"'none': set it to None (got {value!r})."
+            )
+    if cap is not None and floor is not None:
+        wanted = f"at most config.correction.importance_cap ({cap})"
+        require(floor <= cap, "correction.importance_floor", floor, wanted)
+    if correction.normalise and not used:
+        raise UserError("config.correction.normalise is not read without importance weights.")
+    if used and correction.policy == "current" and config.objective.loss != "policy-gradient":
+        raise UserError(
+            f"config.objective.loss {config.objective.loss!r} holds the ratio to the rollout "
+            "already; importance weights of config.correction.policy 'current' would count it "
+            "twice. Use loss 'policy-gradient', or log_prob_source 'recompute' with policy 'old'."
+        )
+    for i, (statistic, low, high) in enumerate(correction.reject):
+        if statistic.endswith("k1"):
+            ok = low is not None and 0 < low <= high
+            wanted = f"({statistic!r}, floor, cap) with 0 < floor <= cap, bounds of a ratio"
+        else:
+            ok = low is None and high > 0
+            wanted = f"({statistic!r}, None, cap) with cap above 0, in nats"
+        require(ok, f"correction.reject[{i}]", (statistic, low, high), wanted)
+    if not (used or correction.reject or correction.sequence_mask_delta is not None):
+        raise UserError("config.correction corrects nothing: set it to None.")
+
+
+def _check_critic(config: "Config") -> None:
+    critic, advantage = config.critic, config.objective.advantage
+    if (critic is not None) != (advantage == "gae"):
+        raise UserError(
+            "config.critic is needed when config.objective.advantage is 'gae' and must be None "
+            f"otherwise; got {advantage!r} and critic {'None' if critic is None else 'given'}."
+        )
+    if critic is not None:
+        wanted = f"below config.train.num_steps ({config.train.num_steps})"
+        head_start = critic.head_start_steps
+        require(head_start < config.train.num_steps, "critic.head_start_steps", head_start, wanted)

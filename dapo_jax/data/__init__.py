@@ -1,0 +1,1 @@
+"""Problems: sources, records, prompts, tokenizer, and their order in training."""

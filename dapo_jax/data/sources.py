@@ -1,0 +1,138 @@
+"""Where problems come from: data sets of the hub, by name or id, and files."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from dapo_jax.types import UserError
+from dapo_jax.utils import hf_hub
+
+SUFFIXES = (".jsonl", ".parquet")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(/.*)?")
+
+
+class Dataset(NamedTuple):
+    """A data set of the hub that is known by a name of its own."""
+
+    path: str  # owner/name, or owner/name/place
+    prompt_key: str
+    answer_key: str
+    answer_in: Literal["text", "boxed", "####"]
+    splits: tuple[str, ...] = ()  # the last is for evaluation; none: all is one
+
+    @property
+    def heldout_split(self) -> str | None:
+        return self.splits[-1] if self.splits else None
+
+
+DATASETS = {
+    # Its prompts are chats that hold the instruction of the published runs.
+    "dapo-math-17k": Dataset(
+        "BytedTsinghua-SIA/DAPO-Math-17k", "prompt", "reward_model.ground_truth", "text"
+    ),
+    # The bare problem, so that the prompt is the config's own; the file repeats each 32 times.
+    "aime24": Dataset(
+        "BytedTsinghua-SIA/AIME-2024",
+        "extra_info.raw_problem",
+        "reward_model.ground_truth",
+        "text",
+    ),
+    "aime25": Dataset("math-ai/aime25", "problem", "answer", "text", ("test",)),
+    "amc23": Dataset("math-ai/amc23", "question", "answer", "text", ("test",)),
+    "gsm8k": Dataset("openai/gsm8k/main", "question", "answer", "####", ("train", "test")),
+    "math": Dataset(
+        "DigitalLearningGmbH/MATH-lighteval", "problem", "solution", "boxed", ("train", "test")
+    ),
+    "math500": Dataset("HuggingFaceH4/MATH-500", "problem", "answer", "text", ("test",)),
+}
+
+
+def find_files(path: str, split: str | None, field: str) -> list[Path]:
+    """The files of a data set, in the order of their names; those on the hub are downloaded into
+    the cache of `huggingface_hub`, once.
+
+    Args:
+        path: a name in DATASETS, a file, a directory, or owner/name[/place] on the hub.
+        split: a word that the paths of the files have to hold; None: all files.
+        field: the config field or flag that gave `path`, for messages.
+
+    Raises:
+        UserError: there are no such files, or the hub cannot be reached.
+    """
+    split = split or None  # "" is how a command line says None
+    dataset = DATASETS.get(path)
+    if dataset is not None and split is None and len(dataset.splits) > 1:
+        raise UserError(f"{field}.split: {path!r} has {' and '.join(dataset.splits)}; say which.")
+    place = None if dataset is not None else _on_disk(path, field)
+    if place is not None:
+        return _chosen(place, place.parent if place.is_file() else place, split, field)
+    owner, name, *inside = (path if dataset is None else dataset.path).split("/", 2)
+    repository, inside = f"{owner}/{name}", inside[0].rstrip("/") if inside else ""
+    try:
+        below = f"{inside}/" if inside else ""
+        patterns = [inside, *(f"{below}*{suffix}" for suffix in SUFFIXES)]
+        snapshot = hf_hub.snapshot(repository, "dataset", patterns)
+    # Whatever comes out of the client: its HTTP and its transfer library have errors of their own.
+    except Exception as error:
+        absent = "" if dataset is not None else f"there is no file {Path(path).absolute()}, and "
+        raise UserError(
+            f"{field}: {absent}the data set {repository} could not be fetched from the hub "
+            f"({hf_hub.reason(error)}). Check its name and the network, set HF_TOKEN if it is "
+            "gated or private, or give the path of a file."
+        ) from error
+    return _chosen(snapshot / inside, snapshot, split, field)
+
+
+def _on_disk(path: str, field: str) -> Path | None:
+    """The data file or directory of that name; None where it can only be one of the hub."""
+    try:
+        place = Path(path).expanduser()
+        is_file, is_directory = place.is_file(), bool(path) and place.is_dir()
+    # No permission, too long a name; the home of a user that there is not.
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{field}: {path!r} cannot be looked up: {error}.") from error
+    if is_file and place.suffix not in SUFFIXES:
+        raise UserError(
+            f"{field}: {place} is neither .jsonl nor .parquet; convert it, or rename it."
+        )
+    if is_file or is_directory:
+        return place
+    if HUB_ID.fullmatch(path) and not (place.suffix in SUFFIXES and path.count("/") < 2):
+        return None
+    raise UserError(
+        f"{field}: there is no file {place.absolute()}. Give the path of a file or directory of "
+        f"jsonl or parquet, the id of a data set on the hub (owner/name), or one of "
+        f"{', '.join(DATASETS)}."
+    )
+
+
+def _chosen(place: Path, root: Path, split: str | None, field: str) -> list[Path]:
+    """The data files at or below `place` whose path below `root` holds the word `split`."""
+    found = [place] if place.is_file() else sorted(place.rglob("*"))
+    # A link to nothing stays among them, so that it is missed when it is read.
+    files = [file for file in found if file.suffix in SUFFIXES and not file.is_dir()]
+    word = None if split is None else re.compile(rf"(?<![a-z]){re.escape(split.lower())}(?![a-z])")
+    chosen = [
+        file
+        for file in files
+        if word is None or word.search(file.relative_to(root).as_posix().lower())
+    ]
+    if not chosen:
+        raise UserError(
+            f"{field}: {_among(files, root)}"
+            + (
+                ""
+                if split is None
+                else f", and none has {split!r} in its name ({field}.split='' takes them all)"
+            )
+            + f". Looked in {place} for {' and '.join(SUFFIXES)}."
+        )
+    return chosen
+
+
+def _among(files: Sequence[Path], root: Path) -> str:
+    if not files:
+        return "there is no data file"
+    names = ", ".join(file.relative_to(root).as_posix() for file in files[:8])
+    return f"there are {len(files)} data files ({names}{', ...' if len(files) > 8 else ''})"

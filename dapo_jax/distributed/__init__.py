@@ -1,0 +1,1 @@
+"""The processes of a run: process group, inference replica, work queue, preemption."""

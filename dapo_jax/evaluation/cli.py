@@ -1,0 +1,327 @@
+"""Evaluation of a model by itself: what launch/evaluate.py does."""
+
+import dataclasses
+import json
+import re
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from dapo_jax.config import Config, SourceConfig
+from dapo_jax.data import dataset as problems
+from dapo_jax.data.sources import DATASETS
+from dapo_jax.data.tokenizer import load_tokenizer
+from dapo_jax.distributed.preemption import StopSignals
+from dapo_jax.evaluation import benchmarks
+from dapo_jax.evaluation.benchmark_page import table
+from dapo_jax.evaluation.benchmarks import Benchmark
+from dapo_jax.evaluation.majority_vote import equivalences
+from dapo_jax.models import decoder
+from dapo_jax.models.sharding import make_mesh, param_shardings
+from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.rewards.scorers import load_scorer
+from dapo_jax.rewards.types import Rubric, parse_scorers
+from dapo_jax.rollout import memory_budget
+from dapo_jax.rollout.admission import GenerationRequest
+from dapo_jax.rollout.collector import RolloutCollector
+from dapo_jax.rollout.make_engine import make_engine
+from dapo_jax.rollout.sampling import SamplingParams
+from dapo_jax.runs import checkpoint, run_directory
+from dapo_jax.runs.checkpoint import restore_part
+from dapo_jax.training import base_model
+from dapo_jax.types import Problem, StopRequested, UserError
+from dapo_jax.utils.progress import Progress, duration
+from dapo_jax.utils.telemetry import Telemetry
+from dapo_jax.utils.watchdog import Watchdog
+
+PROMPT_TOKENS_MULTIPLE = 16  # of the longest prompt, so that like benchmarks share programs
+
+
+class Request(NamedTuple):
+    """What is to be evaluated, and how."""
+
+    workdir: Path | None  # of a run; None: the base model of the config
+    step: int | None  # of the run; None: its newest checkpoint
+    benchmarks: tuple[str, ...]  # names, files, hub ids; empty: config.data.heldout
+    num_samples: int
+    num_problems: int | None  # the first so many of each benchmark; None: all
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    scorer: str | None  # None: as the config says
+    output: Path | None  # None: below the workdir
+
+
+def request(config: Config, flags: Any) -> Request:
+    """The request of a command line; what is not given is as the config says.
+
+    Raises:
+        UserError: a flag is out of range, or contradicts another.
+    """
+    given = lambda value, default: default if value is None else value
+    place = lambda value: None if value is None else Path(value).expanduser().resolve()
+    if flags.step is not None and flags.workdir is None:
+        raise UserError(f"--step={flags.step} is that of a run: give its --workdir.")
+    if flags.output is None and flags.workdir is None:
+        raise UserError("--output is needed where there is no --workdir.")
+    asked = Request(
+        workdir=place(flags.workdir),
+        step=flags.step,
+        benchmarks=tuple(filter(None, (flags.benchmarks or "").split(","))),
+        num_samples=given(flags.num_samples, 32),
+        num_problems=flags.num_problems,
+        temperature=given(flags.temperature, config.evaluation.temperature),
+        top_p=given(flags.top_p, config.evaluation.top_p),
+        top_k=given(flags.top_k, config.evaluation.top_k),
+        min_p=given(flags.min_p, config.evaluation.min_p),
+        seed=given(flags.seed, 0),
+        scorer=flags.scorer,
+        output=place(flags.output),
+    )
+    for ok, name, wanted in (
+        (asked.num_samples > 0, "num_samples", "above 0"),
+        (asked.num_problems is None or asked.num_problems > 0, "num_problems", "above 0"),
+        (asked.temperature >= 0, "temperature", "0 (greedy) or more"),
+        (0 < asked.top_p <= 1, "top_p", "in (0, 1]"),
+        (asked.top_k >= 0, "top_k", "0 (all) or more"),
+        (0 <= asked.min_p <= 1, "min_p", "from 0 (all) to 1"),
+        (asked.seed >= 0, "seed", "0 or more"),
+    ):
+        if not ok:
+            raise UserError(f"--{name} must be {wanted}; got {getattr(asked, name)}.")
+    if asked.scorer is not None:
+        try:
+            for name, _ in parse_scorers(asked.scorer):
+                load_scorer(name)
+        except UserError as error:
+            raise UserError(str(error).replace("config.reward.scorer", "--scorer", 1)) from error
+        except ValueError as error:
+            raise UserError(f"--scorer={asked.scorer}: {error}.") from error
+    return asked
+
+
+def evaluate_model(config: Config, request: Request) -> int | None:
+    """Evaluates, prints the table and leaves transcripts, pages and figures in the output.
+
+    Returns:
+        The number of the signal that stopped it, or None when it is done.
+
+    Raises:
+        UserError: for what the user can mend.
+    """
+    begun = time.monotonic()
+    progress = Progress(0, 0)
+    chosen = _sources(config, request)
+    tokenizer = load_tokenizer(config.model)
+    # Every problem of a benchmark counts: none is left out for its length.
+    everything = dataclasses.replace(config.data, max_prompt_tokens=2**30)
+    found = problems.load(
+        dataclasses.replace(config, data=everything),
+        chosen,
+        tokenizer,
+        field="benchmark",
+        say=progress.say,
+    )
+    rubrics = problems.rubrics(config, chosen)
+    longest = _padded(max(len(problem.prompt_tokens) for problem in found))
+    with_prompts = dataclasses.replace(config.data, max_prompt_tokens=longest)
+    devices = jax.devices()
+    config = memory_budget.with_teams(
+        dataclasses.replace(config, data=with_prompts),
+        devices,
+        memory_budget.device_bytes(devices),
+        progress.say,
+        training=False,
+    )
+    mesh = make_mesh(config.mesh)
+    names = {name for rubric in rubrics.values() for name in rubric.names}
+    results: dict[str, Any] = {}
+    with (
+        StopSignals(progress) as signals,
+        Watchdog(config.rollout.watchdog_seconds, progress.say) as watch,
+        RewardPool(
+            names | equivalences(rubrics),
+            workers=config.reward.workers,
+            timeout_seconds=config.reward.timeout_seconds,
+        ) as pool,
+    ):
+        telemetry = Telemetry(progress, watch, signals.check)
+        check_stop = watch.moving(signals.check)
+        try:
+            telemetry.phase("the model to be loaded")
+            label, params = load_params(
+                config, request.workdir, request.step, mesh, tokenizer, progress, check_stop
+            )
+            output = _output(request, label)
+            settings = _settings(config, request, label, params)
+            benchmarks.open_directory(output, settings)
+            for name in chosen:
+                # Numbered anew: which benchmarks stand before one changes none of its samples.
+                own = (problem for problem in found if problem.source == name)
+                of_benchmark = [problem._replace(id=i) for i, problem in enumerate(own)]
+                telemetry.phase(f"{name}: the device")
+                collector = _collector(
+                    config, request, mesh, tokenizer, of_benchmark, rubrics, pool, telemetry
+                )
+                key = jax.random.fold_in(jax.random.key(request.seed), zlib.crc32(name.encode()))
+                benchmark = Benchmark(name, of_benchmark, rubrics[name])
+                with collector.engine.weights(params):
+                    results[name] = benchmarks.run(
+                        benchmark, collector, key, output, progress=progress
+                    )
+        except StopRequested:
+            progress.say("stopped; the same command goes on with the problems that are left")
+            return signals.received
+    progress.say(
+        f"\n{label}, {_sampled(request)}, seed {request.seed}, in "
+        f"{duration(time.monotonic() - begun)}; in brackets the 95 % interval over problems\n\n"
+        f"{table(results)}\n\n{output}: results.json, and transcripts and a page "
+        "of each benchmark"
+    )
+    return None
+
+
+def _collector(
+    config: Config,
+    request: Request,
+    mesh: jax.sharding.Mesh,
+    tokenizer: Any,
+    problems: Sequence[Problem],
+    rubrics: Mapping[str, Rubric],
+    pool: RewardPool,
+    telemetry: Telemetry,
+) -> RolloutCollector:
+    """Returns the collector of a benchmark. Which part of its problems is left to do, and what
+    other benchmarks there are, does not change a sample."""
+    longest = max(len(problem.prompt_tokens) for problem in problems)
+    return RolloutCollector(
+        make_engine(config, mesh, tokenizer, max_prompt_tokens=_padded(longest)),
+        pool,
+        rubrics,
+        lambda tokens: tokenizer.batch_decode(tokens, skip_special_tokens=True),
+        GenerationRequest(
+            request.num_samples, SamplingParams.of(request), config.rollout.stop_strings
+        ),
+        telemetry=telemetry,
+    )
+
+
+def _padded(tokens: int) -> int:
+    return tokens + -tokens % PROMPT_TOKENS_MULTIPLE
+
+
+def _sources(config: Config, request: Request) -> dict[str, SourceConfig]:
+    """The benchmarks by their names."""
+    chosen = {name: _source(config, name) for name in request.benchmarks}
+    if len({_name(path) for path in chosen}) < len(chosen):
+        raise UserError(f"--benchmarks={','.join(chosen)}: two of them have one name.")
+    sources = {_name(path): source for path, source in chosen.items()} or config.data.heldout
+    change: dict[str, Any] = {"num_problems": request.num_problems} if request.num_problems else {}
+    if request.scorer is not None:
+        change["scorer"] = request.scorer
+    return {name: dataclasses.replace(source, **change) for name, source in sources.items()}
+
+
+def _name(path: str) -> str:
+    """A benchmark is called as it is known, a file by its stem."""
+    stem = path if path in DATASETS else Path(path.rstrip("/")).stem
+    return re.sub(r"[^\w-]", "_", stem)
+
+
+def _source(config: Config, path: str) -> SourceConfig:
+    if path in config.data.heldout:
+        return config.data.heldout[path]
+    dataset = DATASETS.get(path)
+    split = None if dataset is None else dataset.heldout_split
+    return SourceConfig(path=path, split=split)
+
+
+def load_params(
+    config: Config,
+    workdir: Path | None,
+    step: int | None,
+    mesh: jax.sharding.Mesh,
+    tokenizer: Any,
+    progress: Progress,
+    check_stop: Callable[[], None],
+) -> tuple[str, decoder.Params]:
+    """(what the model is called, its parameters): of a checkpoint of a run, the newest if no step
+    is given; without a run the base model of the config.
+
+    Raises:
+        UserError: there is no such run or checkpoint, or it is of another model.
+    """
+    if workdir is not None:
+        run = _run_of(config, workdir)
+        shardings = param_shardings(config.model, config.mesh, mesh)
+        shapes = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            decoder.param_shapes(config.model),
+            shardings,
+        )
+        place = run_directory.checkpoints(workdir, run)
+        step, params = restore_part(place, step, ("policy", "params"), shapes)
+        return f"{workdir.name}, step {step}", params
+    params, _ = base_model.load_or_make(
+        config, mesh, tokenizer, None, say=progress.say, check_stop=check_stop
+    )
+    return f"base model {config.model.path or ''}".strip(), params
+
+
+def _run_of(config: Config, workdir: Path) -> dict[str, Any]:
+    """The config of a run, which must be of the model that this config describes."""
+    try:
+        run = run_directory.read_config(workdir / "config.json")
+        frozen = run["model"]
+    except run_directory.UNREADABLE as error:
+        raise UserError(f"--workdir={workdir} holds no run: {error}.") from error
+    # As JSON has it, where tuples are lists.
+    for name, value in json.loads(json.dumps(dataclasses.asdict(config.model))).items():
+        if frozen.get(name) != value:
+            raise UserError(
+                f"config.model.{name} is {value!r}, and {frozen.get(name)!r} in {workdir}. Give "
+                "the --config and the --model that the run was made with."
+            )
+    return run
+
+
+def _output(request: Request, label: str) -> Path:
+    if request.output is not None:
+        return request.output
+    assert request.workdir is not None
+    step = label.rpartition(" ")[2]
+    how = f"n{request.num_samples}_t{request.temperature:g}_p{request.top_p:g}"
+    how += f"_k{request.top_k}" if request.top_k else ""
+    how += f"_m{request.min_p:g}" if request.min_p else ""
+    return request.workdir / "evaluations" / f"step_{step}_{how}_s{request.seed}"
+
+
+def _sampled(request: Request) -> str:
+    said = f"temperature {request.temperature:g}, top-p {request.top_p:g}"
+    said += f", top-k {request.top_k}" if request.top_k else ""
+    return said + (f", min-p {request.min_p:g}" if request.min_p else "")
+
+
+def _settings(
+    config: Config, request: Request, label: str, params: decoder.Params
+) -> Mapping[str, Any]:
+    """What the samples and their verdicts depend on, besides the problems."""
+    return {
+        "model": label,
+        "parameters": checkpoint.fingerprint(params),
+        "num_samples": request.num_samples,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "min_p": request.min_p,
+        "seed": request.seed,
+        "max_response_tokens": config.rollout.max_response_tokens,
+        "stop_strings": list(config.rollout.stop_strings),
+        "scorer": request.scorer or config.reward.scorer,
+    }

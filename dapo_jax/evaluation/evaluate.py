@@ -1,0 +1,103 @@
+"""Evaluation: k samples of every problem, scored, and the figures that are quoted of them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from dapo_jax.evaluation import estimators
+from dapo_jax.evaluation.majority_vote import votes
+from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.rewards.types import Rubric
+from dapo_jax.rollout.collector import RolloutCollector
+from dapo_jax.types import Attempt, Attempts, Group, Problem
+
+
+def evaluate(
+    collector: RolloutCollector, problems: Sequence[Problem], key: jax.Array
+) -> dict[str, float]:
+    """Returns the figures of the engine's weights as metrics `eval/...`, over all problems; where
+    they are from several sources, avg@k and its like of each as `eval/<source>/...` too.
+
+    The processes of the run generate a share each, and all have all figures.
+    """
+    rubrics, pool = collector.rubrics, collector.pool
+    groups = [attempts_of(group) for group in collector.collect(problems, key)]
+    metrics = _metrics(groups, rubrics, pool, "eval")
+    sources = dict.fromkeys(problem.source for problem in problems)
+    for source in sources if len(sources) > 1 else ():
+        of_source = [group for group in groups if group.problem.source == source]
+        metrics |= _metrics(of_source, rubrics, pool, f"eval/{source}")
+    return metrics
+
+
+def attempts_of(group: Group) -> Attempts:
+    """Returns what is kept of an evaluated group."""
+    return Attempts(
+        group.problem,
+        tuple(
+            Attempt(r.text, len(r.tokens), r.truncated, verdict, r.invalid)
+            for r, verdict in zip(group.responses, group.verdicts, strict=True)
+        ),
+    )
+
+
+def _metrics(
+    groups: Sequence[Attempts], rubrics: Mapping[str, Rubric], pool: RewardPool, prefix: str
+) -> dict[str, float]:
+    n = len(groups[0].attempts)
+    figures = statistics(groups, votes(groups, rubrics, pool), ks=[n])
+    low, high = figures[f"avg@{n}"]["interval"]
+    wanted = (f"avg@{n}", f"pass@{n}", f"cons@{n}")
+    return {
+        **{f"{prefix}/{name}": figures[name]["value"] for name in wanted if name in figures},
+        f"{prefix}/interval_low": low,
+        f"{prefix}/interval_high": high,
+        f"{prefix}/length_mean": figures["length_mean"],
+        f"{prefix}/truncated_share": figures["truncated_share"],
+        f"{prefix}/invalid": figures["invalid"],
+    }
+
+
+def statistics(
+    groups: Sequence[Attempts],
+    answers_QK: Sequence[Sequence[str | None]] | None,
+    *,
+    ks: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """What is quoted of n responses to each problem.
+
+    Args:
+        groups: n responses each.
+        answers_QK: see `votes`; None: no cons@n and no share of unparsed responses.
+        ks: of pass@k; None: 1, 2, 4, ... and n.
+
+    Returns:
+        avg@n, cons@n and pass@k, each a dict of "value" and "interval", the 95 % bootstrap interval
+        over problems; and over responses the mean length in tokens, the share that was cut, the
+        share in which the scorer found no answer, how many broke off as their logits were no
+        numbers (invalid), and how many it could not judge (faults).
+    """
+    n = len(groups[0].attempts)
+    correct_QK = np.array([[v.correct for v in group.verdicts] for group in groups], bool)
+    per_problem = {f"avg@{n}": estimators.avg_at_k(correct_QK)}
+    if answers_QK is not None:
+        per_problem[f"cons@{n}"] = estimators.cons_at_k(answers_QK, correct_QK)
+    for k in estimators.powers_up_to(n) if ks is None else ks:
+        per_problem[f"pass@{k}"] = estimators.pass_at_k(correct_QK, k)
+    attempts = [attempt for group in groups for attempt in group.attempts]
+    figures: dict[str, Any] = {
+        name: {
+            "value": float(values_Q.mean()),
+            "interval": list(estimators.bootstrap_interval(values_Q)),
+        }
+        for name, values_Q in per_problem.items()
+    }
+    figures["length_mean"] = float(np.mean([a.length for a in attempts]))
+    figures["truncated_share"] = float(np.mean([a.truncated for a in attempts]))
+    if answers_QK is not None:
+        figures["unparsed_share"] = float(np.mean([a.verdict.extracted is None for a in attempts]))
+    figures["invalid"] = sum(a.invalid for a in attempts)
+    figures["faults"] = sum(bool(a.verdict.note) for a in attempts)
+    return figures

@@ -1,0 +1,51 @@
+"""Which of the answers to a problem are the same, for the majority vote of cons@k."""
+
+from collections.abc import Mapping, Sequence
+
+from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.rewards.scorers import EQUIVALENCES
+from dapo_jax.rewards.types import Rubric, Task
+from dapo_jax.types import Attempts
+
+
+def equivalences(rubrics: Mapping[str, Rubric]) -> set[str]:
+    """The scorers that `votes` asks for, beside those of the rubrics."""
+    first = {rubric.scorers[0][0] for rubric in rubrics.values()}
+    return {EQUIVALENCES[name] for name in first if name in EQUIVALENCES}
+
+
+def votes(
+    groups: Sequence[Attempts], rubrics: Mapping[str, Rubric], pool: RewardPool
+) -> list[list[str | None]] | None:
+    """The answer that each response votes for, for each group; equal answers as one text. None
+    where a scorer does not tell the answers that it reads.
+
+    Answers are equal if their texts are. With a scorer whose answers may differ as texts and be
+    equal (math_verify), correct ones are equal to the reference and so to each other, and wrong
+    ones are compared in pairs, as far as they can decide the vote.
+    """
+    said = [verdict for group in groups for verdict in group.verdicts]
+    if any(verdict.correct and verdict.extracted is None for verdict in said):
+        return None
+    same = [{v.extracted: v.extracted for v in group.verdicts} for group in groups]
+    pairs: list[tuple[int, str, str]] = []
+    tasks: list[Task] = []
+    for q, group in enumerate(groups):
+        scorer = EQUIVALENCES.get(rubrics[group.problem.source].scorers[0][0])
+        if scorer is None:
+            continue
+        right = [v.extracted for v in group.verdicts if v.correct]
+        wrong = [v.extracted for v in group.verdicts if not v.correct and v.extracted is not None]
+        same[q] |= dict.fromkeys(right, right[0] if right else None)
+        texts = list(dict.fromkeys(wrong))
+        if len(wrong) < len(right):  # even together they lose
+            continue
+        for i, ours in enumerate(texts):
+            for theirs in texts[:i]:
+                pairs.append((q, ours, theirs))
+                tasks.append(Task((scorer,), ours, theirs))
+    for (q, ours, theirs), scored in zip(pairs, pool.score(tasks)):
+        if not isinstance(scored.scores, str) and scored.scores[0].correct:
+            old, new = same[q][ours], same[q][theirs]
+            same[q] = {text: new if vote == old else vote for text, vote in same[q].items()}
+    return [[same[q][v.extracted] for v in group.verdicts] for q, group in enumerate(groups)]

@@ -1,0 +1,368 @@
+"""Which program attends in training, and JAX's own kernels for packed rows.
+
+On TPU: splash attention (Pallas); it passes over blocks of keys that no query sees, be it for their
+places or for their segments. On GPU: flash attention (Pallas, Triton), because it takes segment
+ids: cuDNN's, as `jax.nn` offers it, takes lengths only, and so one sequence a row. It has not been
+run on one. Elsewhere XLA, see `dapo_jax.models.attention.xla`.
+
+A kernel is a program of one device: on a mesh each device attends with its own rows and heads, and
+to keys and values of whole rows where it has only part of their tokens.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dapo_jax.config import ModelConfig
+from dapo_jax.models.attention import zigzag
+from dapo_jax.models.decoder import NO_WINDOW
+from dapo_jax.models.sharding import HeadLayout
+from dapo_jax.types import UserError
+from dapo_jax.utils.precision import LANES
+
+KERNELS = {"tpu": "splash", "gpu": "flash", "cuda": "flash", "rocm": "flash"}
+# Tokens of a block of queries and of keys, at most. Not tuned, see docs/update.md.
+SPLASH_BLOCK, FLASH_BLOCK = 512, 128
+KEPT = "attention"  # the name of what `ModelConfig.remat` may keep of attention
+
+
+class Choice(NamedTuple):
+    """Who attends, and to what."""
+
+    kernel: Literal["xla", "splash", "flash"]
+    platform: str = "cpu"  # of the devices; on "cpu" a kernel is interpreted
+    window: int | None = None  # positions that sliding layers see
+    every_layer: bool = False  # slides
+    layout: HeadLayout | None = None  # on a mesh of several devices
+    refused: str | None = None  # why "auto" is XLA's attention on a platform that has a kernel
+
+    @property
+    def context(self) -> int:
+        """In how many parts the tokens of a row lie."""
+        return 1 if self.layout is None else self.layout.context
+
+
+def choose(
+    config: ModelConfig, layout: HeadLayout | None, *, share_prompts: bool = False
+) -> Choice:
+    """What `config.model.attention` means: "auto" is the kernel of the platform where that takes
+    the model, else XLA.
+
+    Args:
+        layout: where rows and heads lie; None: on the one device of the default platform.
+        share_prompts: `config.train.share_prompts`.
+
+    Raises:
+        UserError: the kernel that is asked for is another platform's, or does not take the model;
+            query and kv heads lie apart where the tokens of a row lie over devices.
+    """
+    platform = jax.default_backend() if layout is None else layout.mesh.devices.flat[0].platform
+    if layout is not None and layout.mesh.size == 1:
+        layout = None
+    if layout is not None and layout.context > 1 and layout.heads != layout.kv_heads:
+        raise UserError(f"config.mesh.context ({layout.context}) {_unaligned(layout)}.")
+    wanted, of_platform = config.attention, KERNELS.get(platform, "xla")
+    kernel = of_platform if wanted == "auto" else wanted
+    if kernel not in ("xla", of_platform):
+        raise UserError(
+            f"config.model.attention {wanted!r} is a kernel for another platform; the devices are "
+            f"{platform!r}. Set it to 'auto'."
+        )
+    refused = _refusal(kernel, config, layout, share_prompts)
+    if refused is not None and wanted != "auto":
+        raise UserError(
+            f"config.model.attention {wanted!r} {refused}. Set it to 'auto' or 'xla', which "
+            "computes the scores of a part of the queries at a time."
+        )
+    every_layer = len(config.sliding_layers) == config.num_layers
+    window = config.sliding_window if config.sliding_layers else None
+    taken: Any = "xla" if refused else kernel
+    if refused is not None:
+        refused = f"{kernel} {refused}"
+    return Choice(taken, platform, window, every_layer, layout, refused)
+
+
+def _refusal(
+    kernel: str, config: ModelConfig, layout: HeadLayout | None, share_prompts: bool
+) -> str | None:
+    """Why a kernel does not take a model, or None."""
+    if kernel == "xla":
+        return None
+    if share_prompts:
+        return "knows a token by one segment, which config.train.share_prompts needs two of"
+    if layout is not None and layout.heads != layout.kv_heads:
+        return _unaligned(layout)
+    if kernel == "flash":
+        if layout is not None and layout.context > 1:
+            return f"needs whole rows; got config.mesh.context {layout.context}"
+        if config.sliding_layers:
+            return "does not take config.model.sliding_layers"
+        if config.compute_dtype != "bfloat16":
+            return f"takes config.model.compute_dtype 'bfloat16' only; got {config.compute_dtype!r}"
+        if not 16 <= config.head_dim <= 256:
+            return f"takes a config.model.head_dim from 16 to 256; got {config.head_dim}"
+    return None
+
+
+def _unaligned(layout: HeadLayout) -> str:
+    return (
+        "needs config.mesh.rules to send heads and kv_heads to one mesh axis; they go to "
+        f"{layout.heads!r} and {layout.kv_heads!r}"
+    )
+
+
+def attend(
+    choice: Choice,
+    segments_BT: jax.Array,
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    window: jax.Array | int | None,
+) -> jax.Array:
+    """Causal attention within segments by the kernel of `choice`, as [B, T, N, H].
+
+    Args:
+        window: of this layer: that of `choice` or NO_WINDOW; None: no layer slides.
+    """
+    window = jnp.asarray(NO_WINDOW if window is None else window, jnp.int32)
+    layout, of_heads = choice.layout, 1
+    if layout is not None and layout.heads is not None:
+        of_heads = layout.mesh.shape[layout.heads]
+    T, N = q_BTNH.shape[1], q_BTNH.shape[2] // of_heads
+    # What a kernel is made of is data too: of queries, each device has the part that it attends.
+    kernels = _splash_kernels(choice, T, N) if choice.kernel == "splash" else ()
+    local = functools.partial({"splash": _splash, "flash": _flash}[choice.kernel], choice)
+    if layout is not None:
+        by_queries = NamedSharding(layout.mesh, PartitionSpec(None, "context"))
+        parts = tuple(kernel.manual_sharding_spec(by_queries) for kernel in kernels)
+        local = of_each_device(local, layout, parts)
+    return local(kernels, window, segments_BT, q_BTNH, k_BTKH, v_BTKH)
+
+
+def of_each_device(
+    local: Callable[..., jax.Array], layout: HeadLayout, kernels_at: Any
+) -> Callable[..., jax.Array]:
+    """(kernels, window, arrays of rows [B, T], q, k, v) -> attended values, computed by each device
+    from what it has: its rows and heads, and its part of their tokens."""
+    at = PartitionSpec(*layout.rows, layout.heads)
+    return jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(kernels_at, PartitionSpec(), layout.rows, at, at, at),
+        out_specs=at,
+        check_vma=False,
+    )
+
+
+def _filled(x: jax.Array, axis: int, multiple: int) -> jax.Array:
+    """x with zeros at the end of an axis, up to a multiple."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, -x.shape[axis] % multiple)
+    return jnp.pad(x, widths)
+
+
+def whole_rows(x_BT: jax.Array, parts: int) -> jax.Array:
+    """Whole rows in their own order, from the part that this device has of their tokens."""
+    if parts == 1:
+        return x_BT
+    return zigzag.to_rows(jax.lax.all_gather(x_BT, "context", axis=1, tiled=True), parts)
+
+
+def splash_size(tokens: int) -> tuple[int, int]:
+    """(tokens, filled up to whole blocks; tokens of a block)."""
+    whole = SPLASH_BLOCK if tokens >= SPLASH_BLOCK else LANES
+    full = tokens + -tokens % whole
+    return full, min(SPLASH_BLOCK, full)
+
+
+def _splash_kernels(choice: Choice, T: int, heads: int) -> tuple[Any, ...]:
+    """Splash attention to what layers see that do not slide, and that do; of those that there are.
+
+    Args:
+        T: tokens of a row.
+        heads: of a device.
+    """
+    from jax.experimental.pallas.ops.tpu import splash_attention as library
+
+    C = choice.context
+    (full, block), (full_kv, block_kv) = splash_size(T // C), splash_size(T)
+    blocks: dict[str, Any] = {f"block_{name}": block for name in ("q", "q_dkv", "q_dq")}
+    of_kv = ("kv", "kv_compute", "kv_dkv", "kv_dkv_compute", "kv_dq")
+    blocks |= {f"block_{name}": block_kv for name in of_kv}
+    # Where in the row the queries of each device are; those that fill up are where its last is.
+    order_CX = zigzag.order(T, C).reshape(C, -1)
+    order_CX = np.pad(order_CX, ((0, 0), (0, full - T // C)), mode="edge")
+
+    def kernel(seen: int | None) -> Any:
+        shape = C * full, full_kv
+        mask = (
+            library.CausalMask(shape)
+            if seen is None
+            else library.LocalMask(shape, (seen - 1, 0), 0)
+        )
+        mask.q_sequence = order_CX.reshape(-1).astype(np.int32)
+        return library.make_splash_mha(
+            library.MultiHeadMask([mask] * heads),
+            block_sizes=library.BlockSizes(**blocks),
+            head_shards=1,
+            q_seq_shards=C,
+            # What its backward pass reads: log sum exp, and the attended values.
+            residual_checkpoint_name=KEPT,
+            interpret=choice.platform == "cpu",
+        )
+
+    if choice.window is None or choice.every_layer:
+        return (kernel(choice.window),)
+    return kernel(None), kernel(choice.window)
+
+
+def _splash(
+    choice: Choice,
+    kernels: tuple[Any, ...],
+    window: jax.Array,
+    segments_BT: jax.Array,
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+) -> jax.Array:
+    """Splash attention over the rows and heads of one device, and the queries of its part of them.
+
+    Tokens are filled up with padding to whole blocks; heads with zeros, which change neither scores
+    nor values.
+
+    Args:
+        kernels: from `_splash_kernels`.
+    """
+    from jax.experimental.pallas.ops.tpu import splash_attention as library
+
+    _, T, _, H = q_BTNH.shape
+    arrays = segments_BT, k_BTKH, v_BTKH
+    segments_BS, k_BSKH, v_BSKH = (whole_rows(x, choice.context) for x in arrays)
+    (full, _), (full_kv, _) = splash_size(T), splash_size(segments_BS.shape[1])
+    segments = library.SegmentIds(_filled(segments_BT, 1, full), _filled(segments_BS, 1, full_kv))
+    fill = lambda x, full: _filled(_filled(x, 1, full), 3, LANES).swapaxes(1, 2)
+    q_BNTH = fill((q_BTNH * H**-0.5).astype(q_BTNH.dtype), full)
+    k_BKSH, v_BKSH = fill(k_BSKH, full_kv), fill(v_BSKH, full_kv)
+
+    def by(kernel: Any) -> jax.Array:
+        row = lambda q, k, v, segments: _within_segments(kernel, segments)(q, k, v, segments)
+        return jax.vmap(row)(q_BNTH, k_BKSH, v_BKSH, segments)
+
+    if len(kernels) == 1:
+        out_BNTH = by(kernels[0])
+    else:  # which layers slide is data to the scan over layers
+        whole, sliding = kernels
+        out_BNTH = jax.lax.cond(window < NO_WINDOW, lambda: by(sliding), lambda: by(whole))
+    return out_BNTH[:, :, :T, :H].swapaxes(1, 2)
+
+
+def _within_segments(kernel: Any, segments: Any) -> Any:
+    """The kernel of one row, without the blocks in which no query has a key of its segment.
+
+    Which blocks are computed, and which is fetched meanwhile, are arrays to splash attention. It
+    fills them in from the mask alone, which is the same for every row; what lies between sequences
+    and padding are most of what is below the diagonal of a row of many. A block is taken to hold
+    all segments from its least to its largest: as they rise along a row no more than it holds.
+
+    Args:
+        segments: of queries [T] and of keys [S], the part of this device and the whole row.
+    """
+    sizes = kernel.kwargs["block_sizes"]
+    if len(segments.q) == sizes.block_q and len(segments.kv) == sizes.block_kv:
+        return kernel
+
+    def bounds(segments_T: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+        blocks = segments_T.reshape(-1, block)
+        none = jnp.iinfo(blocks.dtype).max  # padding; a block of nothing else meets no other
+        return jnp.where(blocks > 0, blocks, none).min(axis=1), blocks.max(axis=1)
+
+    least_Q, largest_Q = bounds(segments.q, sizes.block_q)
+    least_K, largest_K = bounds(segments.kv, sizes.block_kv)
+    near_QK = (least_Q[:, None] <= largest_K[None]) & (least_K[None] <= largest_Q[:, None])
+
+    def fewer(
+        info: Any, near: jax.Array, turned: Callable[[jax.Array], jax.Array], *, forward: bool
+    ) -> Any:
+        """Args: turned: to where the kernel goes along the second axis for each of the first."""
+        mask, blocks = turned(info.block_mask[0]), turned(info.data_next[0]).astype(jnp.int32)
+        could, n = mask > 0, near.shape[1]
+        if (mask.size + 1) * n > jnp.iinfo(jnp.int32).max:
+            raise UserError(
+                f"splash attention cannot number {mask.shape[0]} x {n} blocks of a packed row in "
+                "int32. Set config.model.attention='xla', or a smaller config.train.row_tokens."
+            )
+        # No gathers here: libtpu 0.0.50 offloads them to SparseCore, and fails to lower them.
+        is_block = blocks[:, :, None] == jnp.arange(n, dtype=jnp.int32)[None, None]
+        runs = could & (near[:, None] & is_block).any(axis=2)
+        if forward:  # who attends to nothing would divide by zero: padding has its first block
+            runs |= could & ~runs.any(axis=1, keepdims=True) & (jnp.cumsum(could, axis=1) == 1)
+        # A block that does not run names the next that does, which is fetched meanwhile. Place and
+        # name are one number, so that the least place brings its name along.
+        place = jnp.arange(mask.size, dtype=jnp.int32).reshape(mask.shape)
+        none = mask.size * n + blocks[0, 0]
+        packed = jnp.where(runs, place * n + blocks, none).reshape(-1)
+        named = (jax.lax.cummin(packed, reverse=True) % n).reshape(mask.shape)
+        named = named.astype(info.data_next.dtype)
+        return info._replace(
+            block_mask=turned(jnp.where(runs, mask, 0))[None], data_next=turned(named)[None]
+        )
+
+    as_is, transposed = lambda x: x, lambda x: x.T
+    return type(kernel)(
+        fewer(kernel.fwd_mask_info, near_QK, as_is, forward=True),
+        fewer(kernel.dq_mask_info, near_QK, as_is, forward=False),
+        fewer(kernel.dkv_mask_info, near_QK.T, transposed, forward=False),
+        **kernel.kwargs,
+    )
+
+
+def splash_blocks(segments_BT: jax.Array) -> tuple[int, int]:
+    """(blocks that splash attention computes forward for a head of these rows on one device, those
+    at or below the diagonal), where no layer slides."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as library
+
+    B, T = segments_BT.shape
+    (kernel,) = _splash_kernels(Choice("splash"), T, 1)
+    segments_BS = _filled(segments_BT, 1, splash_size(T)[0])
+    own = jax.vmap(lambda x: _within_segments(kernel, library.SegmentIds(x, x)))(segments_BS)
+    count = lambda kernel: int(jnp.sum(kernel.fwd_mask_info.block_mask > 0))
+    return count(own), B * count(kernel)
+
+
+def _flash(
+    choice: Choice,
+    kernels: tuple[Any, ...],
+    window: jax.Array,
+    segments_BT: jax.Array,
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+) -> jax.Array:
+    """Flash attention over the rows and heads of one device; no layer slides.
+
+    The kernel has no grouped queries: keys and values are repeated for each query head.
+    """
+    with warnings.catch_warnings():  # jax 0.12 says that the kernel is deprecated
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu.attention import mha
+
+    _, T, N, H = q_BTNH.shape
+    fill = lambda x: _filled(x, 1, FLASH_BLOCK)
+    each = lambda x: fill(jnp.repeat(x, N // x.shape[2], axis=2))
+    out_BTNH: Any = mha(
+        fill(q_BTNH),
+        each(k_BTKH),
+        each(v_BTKH),
+        fill(segments_BT),
+        sm_scale=H**-0.5,
+        causal=True,
+        interpret=choice.platform == "cpu",
+    )
+    return checkpoint_name(out_BTNH[:, :T], KEPT)

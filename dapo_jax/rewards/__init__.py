@@ -1,0 +1,1 @@
+"""Scorers, the pool of worker processes, asynchronous scoring."""

@@ -1,0 +1,309 @@
+"""The scorers by name: a response and a reference answer in, a `Score` out.
+
+Each is a plain function. Anything may go wrong in them, and they may take for ever: they run in the
+processes of `reward_pool`, which is what keeps that from the run. Nothing here imports JAX.
+"""
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import re
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dapo_jax.rewards.types import Score, Scorer, Task, as_score
+from dapo_jax.types import UserError
+
+MATH_DAPO_LAST_CHARACTERS = 300
+STRICT_BOX_LAST_CHARACTERS = 100
+
+
+def exact_match(response: str, answer: str) -> Score:
+    """Correct if what follows the last `Answer:` on its line is the reference, spaces apart."""
+    _, found, after = response.rpartition("Answer:")
+    extracted = after.partition("\n")[0].strip() if found else ""
+    return Score(bool(extracted) and extracted == answer.strip(), extracted or None)
+
+
+def math_dapo(response: str, answer: str) -> Score:
+    r"""The scorer of the published DAPO runs, faults included, for comparable numbers.
+
+    Reads the last match of `(?i)Answer\s*:\s*([^\n]+)` in the last 300 characters, normalises it
+    and the reference as Minerva did (Lewkowycz et al. 2022, arXiv:2206.14858, appendix D.1) and
+    compares the strings. `42.`, `42.0` and `**Answer:** 42` are therefore wrong when 42 is right.
+    """
+    found = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", response[-MATH_DAPO_LAST_CHARACTERS:])
+    if not found:
+        return Score(False, None)
+    extracted = normalise_minerva(found[-1])
+    return Score(extracted == normalise_minerva(answer), extracted)
+
+
+def math_dapo_strict_box(response: str, answer: str) -> Score:
+    r"""The reference's strict box: the content of the last `\boxed{` in the last 100 characters
+    must be the reference answer to the letter."""
+    end = response[-STRICT_BOX_LAST_CHARACTERS:]
+    _, opening, rest = end.rpartition("\\boxed{")
+    extracted = _to_closing_brace(rest) if opening else None
+    return Score(extracted is not None and extracted == answer, extracted)
+
+
+def math_dapo_boxed(response: str, answer: str) -> Score:
+    r"""`math_dapo`, and where it finds no `Answer:`, `math_dapo_strict_box`: the reference's scorer
+    since its version 0.9.1."""
+    score = math_dapo(response, answer)
+    if score.extracted is not None:
+        return score
+    boxed = math_dapo_strict_box(response[-MATH_DAPO_LAST_CHARACTERS:], answer)
+    return boxed if boxed.extracted is not None else score
+
+
+def boxed(response: str, answer: str) -> Score:
+    r"""The content of the last `\boxed{}`, wherever it is, against the reference, both normalised
+    as in `math_dapo`."""
+    extracted = last_boxed(response)
+    if extracted is None:
+        return Score(False, None)
+    extracted = normalise_minerva(extracted)
+    return Score(extracted == normalise_minerva(answer), extracted)
+
+
+def gsm8k(response: str, answer: str) -> Score:
+    """The last number right after a `####`, commas and a dollar sign left out, against the
+    reference's: GSM8K's own format. The reference is a number, or a whole solution that ends with
+    `#### number`. They are compared as texts: `9.0` is not `9`; of `#### 9/2` the 9 is read."""
+    extracted = _gsm8k_number(response)
+    is_number = re.fullmatch(_GSM8K_NUMBER, answer.strip())
+    reference = _gsm8k_number(f"#### {answer}" if is_number else answer)
+    return Score(extracted is not None and extracted == reference, extracted)
+
+
+def answer_format(response: str, answer: str) -> Score:
+    r"""Whether the last line gives an answer at all, as `Answer: ...` or in a `\boxed{}`; the
+    reference is not looked at."""
+    last_line = response.rstrip().rpartition("\n")[2]
+    given = re.search(r"(?i)answer\s*:\s*\S", last_line) or last_boxed(last_line)
+    return Score(bool(given), None)
+
+
+def math_verify(response: str, answer: str) -> Score:
+    r"""The math-verify library: both sides parsed, compared as expressions (1/2 is 0.5, a set is a
+    set in any order).
+
+    A reference without delimiters ($, \boxed, \(, \[) is read as LaTeX, and where it looks like a
+    number, as one too ("1,22" is a pair and a decimal). The library's own time limits are off: they
+    are those of the pool.
+    """
+    parse, verify, number, latex = _math_verify_library()
+    if re.search(r"(?<!\\)\$|\\boxed|\\\(|\\\[", answer):
+        golds = [parse(answer, [latex, number])]
+    else:
+        golds = [parse(f"\\boxed{{{answer}}}", [latex]) or parse(answer, [latex, number])]
+        if re.fullmatch(r"[-+]?[\d\s.,]+", answer.strip()):
+            golds.append(parse(answer, [number]))
+    found = parse(response, [number, latex])
+    # The last entry is the text that the expression was read from.
+    extracted = str(found[-1]) if found else None
+    return Score(any(gold and verify(gold, found) for gold in golds) if found else False, extracted)
+
+
+@functools.cache
+def _math_verify_library() -> tuple[Callable[..., Any], Callable[..., Any], Any, Any]:
+    # Not with this module: it takes seconds, and most scorers do not need it. See warm_up.
+    import logging
+
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    # It warns that its limits are off, and of every text that it cannot parse.
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    return (
+        functools.partial(parse, parsing_timeout=0),
+        functools.partial(verify, timeout_seconds=None),
+        ExprExtractionConfig(),
+        LatexExtractionConfig(),
+    )
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last `\boxed{...}`, or what follows the last `\boxed ` up to a `$`; None
+    if there is none or its brace does not close."""
+    boxes = list(re.finditer(r"\\boxed(?:\s*(\{)| )", text))
+    if not boxes:
+        return None
+    rest = text[boxes[-1].end() :]
+    return _to_closing_brace(rest) if boxes[-1][1] else rest.partition("$")[0]
+
+
+def _to_closing_brace(text: str) -> str | None:
+    """What stands before the brace that closes one opened just before the text."""
+    depth = 1
+    for brace in re.finditer(r"[{}]", text):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return text[: brace.start()]
+    return None
+
+
+_GSM8K_NUMBER = r"(-?)\$?(-?[0-9.,]*[0-9])"
+
+
+def _gsm8k_number(text: str) -> str | None:
+    found = re.findall(r"####\s*" + _GSM8K_NUMBER, text)
+    return "".join(found[-1]).replace(",", "") if found else None
+
+
+# Minerva's tables, in the order in which they are applied.
+_REPLACED = (
+    ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"),
+    (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
+)  # fmt: skip
+_REMOVED = (
+    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots",
+    "sue", "points", "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds",
+    "meters", "meals", "edges", "students", "childrentickets", "multiples", "\\text{s}",
+    "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}",
+    "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
+)  # fmt: skip
+_REWRITTEN = (
+    (r"\\text\{(.*?)\}", r"\1"),
+    (r"\\textbf\{(.*?)\}", r"\1"),
+    (r"\\overline\{(.*?)\}", r"\1"),
+    (r"\\boxed\{(.*)\}", r"\1"),
+    (r"frac([^{])(.)", r"frac{\1}{\2}"),  # \frac12
+    (r"sqrt([^{])", r"sqrt{\1}"),
+)
+
+
+def _formula(line: str) -> str:
+    r"""Of a line of text with a formula, the formula, in its dollar signs: what Minerva's
+    substitution of `(.*?)(\$)(.*?)(\$)(.*)` does in a time that is quadratic in the line."""
+    parts = line.split("$", 2)
+    return f"${parts[1]}$" if len(parts) == 3 else line
+
+
+def normalise_minerva(answer: str) -> str:
+    """An answer in the canonical form of the Minerva evaluation: see `math_dapo`."""
+    answer = answer.split("=")[-1]
+    for old, new in _REPLACED:
+        answer = answer.replace(old, new)
+    for old in _REMOVED:
+        answer = answer.replace(old, "")
+    answer = "\n".join(map(_formula, answer.split("\n")))
+    for pattern, replacement in _REWRITTEN:
+        answer = re.sub(pattern, replacement, answer)
+    answer = answer.replace("$", "")
+    if answer.replace(",", "").isdigit():
+        answer = answer.replace(",", "")
+    return answer.strip()
+
+
+def equivalent_by_math_verify(ours: str, theirs: str) -> bool:
+    """Whether math-verify holds two answers that it read for one and the same."""
+    return math_verify(f"\\boxed{{{ours}}}", theirs).correct
+
+
+# By the name in `config.reward.scorer` and `launch/score.py --scorer`.
+SCORERS: dict[str, Scorer] = {
+    "exact_match": exact_match,
+    "math_dapo": math_dapo,
+    "math_dapo_boxed": math_dapo_boxed,
+    "math_dapo_strict_box": math_dapo_strict_box,
+    "math_verify": math_verify,
+    "boxed": boxed,
+    "gsm8k": gsm8k,
+    "answer_format": answer_format,
+}
+# Where equal answers may differ as texts: what says that two of them are equal, for cons@k.
+EQUIVALENCES = {"math_verify": f"{__name__}:equivalent_by_math_verify"}
+
+
+class LoadedScorer(NamedTuple):
+    """A scorer and how it is called."""
+
+    function: Callable[..., Any]
+    reads_all: bool  # (texts, token ids, answers, metadata), and not (text, answer)
+
+    def __call__(self, task: Task) -> Score:
+        """The score of one response.
+
+        Raises:
+            TypeError, ValueError: the function returned what is no score; and whatever it raises.
+        """
+        if not self.reads_all:
+            return as_score(self.function(task.text, task.answer))
+        # A list of one: each response has a time limit of its own.
+        found = self.function([task.text], [list(task.token_ids)], [task.answer], [task.metadata])
+        if not isinstance(found, (list, np.ndarray)) or len(found) != 1:
+            raise TypeError("a scorer of texts, token ids, answers and metadata returns a list "
+                            "with as many scores")  # fmt: skip
+        return as_score(found[0])
+
+
+def load_scorer(name: str) -> LoadedScorer:
+    """The scorer of a name in SCORERS, of `module:function` or of `path/to/file.py:function`.
+
+    A function of one's own is called in one of two ways, by the number of its parameters without
+    default: with (text, answer), or with (texts, token ids, answers, metadata), four lists of one
+    length. The first returns a score, the second a list of them; `reward.as_score` says what a
+    score may be. Metadata are the other columns of the problem's row.
+
+    Raises:
+        UserError: there is no such scorer, or it cannot be called so.
+    """
+    if name in SCORERS:
+        return LoadedScorer(SCORERS[name], False)
+    place, colon, function = name.rpartition(":")
+    if not colon or not place or not function:
+        raise UserError(
+            f"config.reward.scorer: {name!r} is not one of {', '.join(SCORERS)}, nor "
+            "module:function, nor path/to/file.py:function."
+        )
+    scorer = getattr(_import(place, name), function, None)
+    if not callable(scorer):
+        raise UserError(f"config.reward.scorer: {place} has no function {function!r}.")
+    return LoadedScorer(scorer, _num_parameters(scorer, name) == 4)
+
+
+def warm_up(names: Sequence[str]) -> None:
+    """Does what takes seconds the first time: imports. An alarm that interrupts those of SymPy
+    leaves it broken for as long as the process lives."""
+    if "math_verify" in names or EQUIVALENCES["math_verify"] in names:
+        math_verify("\\boxed{1}", "1")
+
+
+def _num_parameters(scorer: Callable[..., Any], name: str) -> int:
+    """How many arguments the function has to be given: 2 or 4."""
+    parameters = inspect.signature(scorer).parameters.values()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p.name for p in parameters if p.kind in positional and p.default is p.empty]
+    if len(needed) not in (2, 4):
+        raise UserError(
+            f"config.reward.scorer: {name!r} takes ({', '.join(needed)}); a scorer takes "
+            "(text, answer) or (texts, token_ids, answers, metadata)."
+        )
+    return len(needed)
+
+
+def _import(place: str, name: str) -> types.ModuleType:
+    if not place.endswith(".py"):
+        try:
+            return importlib.import_module(place)
+        except ImportError as error:
+            raise UserError(
+                f"config.reward.scorer: {name!r} cannot be imported: {error}. Put the module on "
+                "PYTHONPATH, or name its file: path/to/file.py:function."
+            ) from error
+    # Here, or beside the project's own files, as --config is looked for.
+    path = Path(place).expanduser().resolve()
+    path = path if path.is_file() else Path(__file__).resolve().parents[2] / place
+    spec = importlib.util.spec_from_file_location(f"scorer_{path.stem}", path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise UserError(f"config.reward.scorer: there is no file {Path(place).absolute()}.")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,300 @@
+"""The run directory: what a run leaves behind, and what it needs to go on.
+
+config.json              the frozen config, versions, git commit and command
+metrics.jsonl            one object per rollout step
+tensorboard/             the same as TensorBoard events
+rollouts/step_*.jsonl    a sample of responses with their rewards
+tokenizer/               in Hugging Face format
+base/, checkpoints/      see `dapo_jax.training.base_model` and `dapo_jax.runs.checkpoint`
+summary.json             at the end
+report.html, report.png  the page of plots
+profile/step_*/          traces of config.log.profile_steps, see `dapo_jax.utils.profiling`
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorboardX
+
+from dapo_jax.config import Config
+from dapo_jax.types import Group, RunError, UserError
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy")
+# Fields that may differ when a run goes on: they change how long, how closely and where, not what.
+MAY_CHANGE = (
+    "train.num_steps",
+    "data.cache_dir",
+    "checkpoint.every_steps",
+    "checkpoint.keep_",
+    "log.",
+    "reward.workers",
+    "rollout.watchdog_",
+)
+UNREADABLE = (OSError, ValueError, LookupError, TypeError)  # of `read_config`
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """Returns the config of the run whose config.json it is, as `frozen` had it.
+
+    Raises:
+        UNREADABLE: the file is no such thing.
+    """
+    config = json.loads(file.read_text())["config"]
+    missing = [field.name for field in dataclasses.fields(Config) if field.name not in config]
+    if missing:
+        raise ValueError(f"its config has no {missing[0]}")
+    return config
+
+
+def checkpoints(workdir: Path, config: Mapping[str, Any]) -> str:
+    """Returns where the checkpoints of a run are.
+
+    Args:
+        config: the run's, as `frozen` has it.
+    """
+    return config["checkpoint"]["directory"] or str(workdir / "checkpoints")
+
+
+class RunDirectory:
+    """Opens a run directory, new or to be continued.
+
+    Args:
+        writes: False: of another process of the run, which leaves the writing to the first.
+
+    Raises:
+        UserError: it is not writable, belongs to a run with another config, or is past the last
+            step of this one.
+    """
+
+    def __init__(self, path: Path, config: Config, *, writes: bool = True):
+        self.path, self.writes = path, writes
+        if not writes:
+            return
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            probe = path / ".writable"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise UserError(
+                f"--workdir={path} cannot be written to: {error.strerror}. Choose another "
+                "directory or mend its permissions."
+            ) from error
+        file = path / "config.json"
+        if file.exists():
+            _check_goes_on(file, config)
+        _write_atomically(file, json.dumps(_frozen_config(config), indent=1))
+        self._metrics = path / "metrics.jsonl"
+        self._events: tensorboardX.SummaryWriter | None = None
+
+    def rewind(self, step: int) -> None:
+        """Forgets metrics, events and rollouts after `step`, which a continued run makes again."""
+        if not self.writes:
+            return
+        lines = self._metrics.read_text().splitlines() if self._metrics.exists() else []
+        kept = [line for line in lines if _step_of(line) <= step]
+        _write_atomically(self._metrics, "".join(line + "\n" for line in kept))
+        for file in (self.path / "rollouts").glob("step_*.jsonl"):
+            if int(file.stem.removeprefix("step_")) > step:
+                file.unlink()
+        (self.path / "summary.json").unlink(missing_ok=True)
+        self._events = tensorboardX.SummaryWriter(
+            str(self.path / "tensorboard"), purge_step=step + 1, flush_secs=10
+        )
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        """Appends one object to metrics.jsonl and to the TensorBoard events.
+
+        Raises:
+            RunError: a value is not finite.
+        """
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                raise RunError(
+                    f"{name} is {value} at step {metrics['step']}. Checkpoints before this step "
+                    "are intact. Look at the metrics of the last steps; a lower "
+                    "config.optimizer.learning_rate is the usual remedy."
+                )
+        if not self.writes:
+            return
+        with self._metrics.open("a") as file:
+            file.write(json.dumps(metrics) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # a checkpoint must never be newer than its metrics
+        assert self._events is not None, "rewind() comes before log()"
+        for name, value in metrics.items():
+            self._events.add_scalar(name, value, metrics["step"])
+
+    def save_rollouts(
+        self, step: int, groups: Sequence[Group], rewards: Sequence, most: int
+    ) -> None:
+        """Writes the first `most` responses of a step, spread over its groups.
+
+        Args:
+            rewards: shaped rewards, one sequence per group.
+        """
+        if not self.writes:
+            return
+        directory = self.path / "rollouts"
+        directory.mkdir(exist_ok=True)
+        per_group = max(1, most // max(1, len(groups)))
+        records = [
+            {
+                "step": step,
+                "problem_id": group.problem.id,
+                "source": group.problem.source,
+                "prompt": group.problem.prompt,
+                "answer": group.problem.answer,
+                "response": response.text,
+                "correct": verdict.correct,
+                "reward": float(reward),
+                "length": len(response.tokens),
+                "finish_reason": response.finish_reason,
+                "note": verdict.note,
+                **({} if verdict.extra is None else {"extra": verdict.extra}),
+            }
+            for group, values in zip(groups, rewards)
+            for response, verdict, reward in list(zip(group.responses, group.verdicts, values))[
+                :per_group
+            ]
+        ][:most]
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        _write_atomically(directory / f"step_{step:06d}.jsonl", text)
+
+    def save_summary(self, summary: dict[str, Any]) -> None:
+        """Writes summary.json."""
+        if not self.writes:
+            return
+        _write_atomically(self.path / "summary.json", json.dumps(summary, indent=1) + "\n")
+
+    def close(self) -> None:
+        """Flushes the TensorBoard events."""
+        if self.writes and self._events is not None:
+            self._events.close()
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    """The whole text or what was there before, whatever happens in between."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def _step_of(line: str) -> float:
+    """The step of a metrics line; infinity for a line that a kill left half written."""
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return math.inf
+
+
+def _frozen_config(config: Config) -> dict[str, Any]:
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    return {
+        "config": config.to_dict(),
+        "versions": {"python": platform.python_version()} | versions,
+        "git_commit": _git_commit(),
+        "command": " ".join(sys.argv),
+    }
+
+
+def _git_commit() -> str | None:
+    """The commit of the checkout, or None outside one or without git."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(values, dict):
+        return {prefix: values}
+    return {
+        key: value
+        for name, inner in values.items()
+        for key, value in _flat(inner, f"{prefix}.{name}" if prefix else name).items()
+    }
+
+
+def _check_goes_on(file: Path, config: Config) -> None:
+    path = file.parent
+    try:
+        old = read_config(file)
+    except UNREADABLE as error:
+        raise UserError(
+            f"{file} cannot be read ({error}). If this directory holds a run, restore that file; "
+            "otherwise choose another --workdir."
+        ) from error
+    steps, saved = _steps(path), _saved_steps(path, old)
+    if not (steps or saved or (path / "base").exists()):
+        return  # it was stopped by a mistake in the config, which may have been mended
+    check_same(old, config, path)
+    # It goes on from what is saved, if that is here: what came after is made again.
+    check_not_past(max(saved or steps, default=0), config, path)
+
+
+def check_not_past(step: int, config: Config, where: Any) -> None:
+    """Raises UserError where `step`, the last one of the run that is found there, is beyond the
+    config's last."""
+    if step > config.train.num_steps:
+        raise UserError(
+            f"config.train.num_steps is {config.train.num_steps}, and the run in {where} is past "
+            f"it, at step {step}. Set it to {step} or more, or choose another --workdir."
+        )
+
+
+def _steps(path: Path) -> list[int]:
+    """Those with a line in metrics.jsonl, which is written before a checkpoint is."""
+    file = path / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [int(step) for step in map(_step_of, lines) if step < math.inf]
+
+
+def _saved_steps(path: Path, config: Mapping[str, Any]) -> list[int]:
+    """Those with a checkpoint. A bucket is not looked into: `check_same` is asked when one of its
+    is restored."""
+    place = Path(checkpoints(path, config)).expanduser()
+    names = [entry.name for entry in place.iterdir()] if place.is_dir() else []
+    return [int(name) for name in names if name.isdigit()]
+
+
+def frozen(config: Config) -> dict[str, Any]:
+    """The config as JSON has it."""
+    return json.loads(json.dumps(config.to_dict()))
+
+
+def check_same(old: dict[str, Any], config: Config, where: Any) -> None:
+    """Raises UserError unless the config may go on with a run.
+
+    Args:
+        old: the run's own, from `frozen`.
+        where: it was found.
+    """
+    old, new = _flat(old), _flat(frozen(config))
+    differing = [
+        f"config.{name}: {old.get(name)!r} there, {new.get(name)!r} now"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name) and not name.startswith(MAY_CHANGE)
+    ]
+    ends = [values.get("train.num_steps") for values in (old, new)]
+    if ends[0] != ends[1] and config.optimizer.decay == "cosine":
+        differing.append(
+            f"config.train.num_steps: {ends[0]} there, {ends[1]} now, and by "
+            "config.optimizer.decay 'cosine' the learning rate of every step hangs on it"
+        )
+    if differing:
+        raise UserError(
+            f"{where} belongs to a run with another config:\n  "
+            + "\n  ".join(differing)
+            + "\nChoose another --workdir, or start with the config it was made with."
+        )

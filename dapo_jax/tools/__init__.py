@@ -1,0 +1,1 @@
+"""Programs besides training: plan, bench, generate, score, export. Nothing imports them."""

@@ -1,0 +1,121 @@
+"""How long a step takes, rollout and update, by the trainer's own parts."""
+
+import statistics
+import time
+from typing import Any
+
+import jax
+
+from dapo_jax.models.sharding import check_batch_shapes, fitting, initial_params, make_mesh
+from dapo_jax.rollout import scheduler
+from dapo_jax.rollout.admission import GenerationRequest
+from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.spec import engine_spec
+from dapo_jax.tools.bench.memory import peaks
+from dapo_jax.tools.bench.shapes import (
+    Shape,
+    bench_model,
+    draw_lengths,
+    on_shards,
+    random_problems,
+)
+from dapo_jax.tools.bench.train import bench_config
+from dapo_jax.training.learner import Learner
+from dapo_jax.types import Group, Problem, Response, UserError, Verdict
+from dapo_jax.utils.compilations import CompilationCounter
+
+
+def bench_step(shape: Shape, micro_batch: int, remat: str, base: dict[str, Any]) -> dict[str, Any]:
+    """The figures, from the median of `shape.runs` steps after one that is not counted.
+
+    A step draws `group` responses to each of `prompts` prompts, calls about half of them right by a
+    rule over their tokens, and makes one update; nothing is filtered.
+
+    Args:
+        micro_batch: rows of the update that are computed at once.
+        remat: see ModelConfig.
+        base: every field of a config; objective and optimiser are taken from it.
+    """
+    shape.check()
+    if shape.group < 2:
+        raise UserError(
+            f"--group must be 2 or more, as an update compares them; got {shape.group}."
+        )
+    if micro_batch < 1:
+        raise UserError(f"--micro_batch must be above 0; got {micro_batch}.")
+    c = bench_model(shape, remat, masters="float32")
+    config = bench_config(
+        c,
+        base,
+        prompts=shape.prompts,
+        group=shape.group,
+        prompt_len=shape.prompt_len,
+        row_len=shape.prompt_len + shape.gen_len,
+        rows_per_micro_batch=micro_batch,
+        **on_shards(shape, fitting(c, jax.device_count())),
+        decode_steps=shape.decode_steps,
+        page_tokens=shape.page_tokens,
+    )
+    mesh = make_mesh(config.mesh)
+    check_batch_shapes(config, mesh.shape)
+    platform = mesh.devices.flat[0].platform
+    spec = engine_spec(config, mesh.shape, shape.prompt_len, stop_tokens=(), platform=platform)
+    engine = DecoderEngine(spec, mesh)
+    detokenize = lambda sequences: [""] * len(sequences)
+    learner = Learner(config, mesh, detokenize, print)
+    state = learner.init_state(initial_params(c, config.mesh, mesh, seed=0))
+    problems = random_problems(shape)
+    lengths = draw_lengths(shape)
+    rollouts, updates, padding = [], [], 0.0
+    counter = CompilationCounter()
+    for step in range(1, shape.runs + 2):
+        if step == 2:
+            counter = CompilationCounter()
+        begun = time.perf_counter()
+        with engine.weights(state.policy.params):
+            responses, _ = scheduler.generate(
+                engine,
+                problems,
+                detokenize,
+                jax.random.key(step),
+                GenerationRequest(shape.group, limits_QG=lengths),
+            )
+        groups = [_scored(problem, of, step) for problem, of in zip(problems, responses)]
+        rollouts.append(time.perf_counter() - begun)
+        begun = time.perf_counter()
+        state, numbers = learner.train_on(
+            state, groups, step, updated_steps=step - 1, kl_coefficient=0.0
+        )
+        jax.block_until_ready(state)
+        updates.append(time.perf_counter() - begun)
+        padding = numbers["batch/padding_share"]
+    seconds = [a + b for a, b in zip(rollouts, updates)][1:]
+    median = statistics.median(seconds)
+    return {
+        "seconds_per_step": round(median, 4),
+        "seconds_by_phase": {
+            "rollout": round(statistics.median(rollouts[1:]), 4),
+            "update": round(statistics.median(updates[1:]), 4),
+        },
+        "tokens_per_second": round(int(lengths.sum()) / median, 1),
+        "compilations": counter.count,
+        **peaks(),
+        "padding_fraction": round(padding, 4),
+        "share_prompts": config.train.share_prompts,
+        "remat": remat,
+        "seconds": [round(t, 4) for t in sorted(seconds)],
+        "tokens": int(lengths.sum()),
+        "device": jax.devices()[0].device_kind,
+        "shape": shape._asdict(),
+    }
+
+
+def _scored(problem: Problem, responses: list[Response], step: int) -> Group:
+    """Right where the tokens sum to an even number; the first two are made to differ, so that there
+    is something to learn from."""
+    right = [bool(r.tokens.sum() % 2 == 0) for r in responses]
+    if len(right) > 1:
+        right[1] = not right[0]
+    verdicts = tuple(Verdict(correct, 1.0 if correct else -1.0) for correct in right)
+    ended = tuple(r._replace(finish_reason="stop") for r in responses)
+    return Group(problem, ended, verdicts, step)

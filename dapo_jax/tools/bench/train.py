@@ -1,0 +1,235 @@
+"""How fast an update is: tokens per second, share of the limit, memory, compilation, padding."""
+
+import dataclasses
+import statistics
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dapo_jax.config import Config, ModelConfig
+from dapo_jax.models.sharding import AXES, fitting, initial_params, make_mesh, row_sharding
+from dapo_jax.tools.bench.memory import peaks
+from dapo_jax.tools.bench.shapes import Shape, bench_model, draw_lengths
+from dapo_jax.training import packing
+from dapo_jax.training.learner import Learner
+from dapo_jax.types import Rows, UserError
+
+
+class TrainShape(NamedTuple):
+    """Of the model and of the rows of one update."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    d_ff: int
+    vocab: int
+    dtype: str
+    batch: int  # rows of the update
+    row_len: int  # tokens of a row
+    prompt_len: int
+    lengths: str
+    packed: bool  # responses share rows; else each has a row of its own
+    micro_batch: int  # rows; 0: all of them at once
+    runs: int
+    remat: str = "dots"  # see ModelConfig
+
+    def check(self) -> None:
+        """Raises UserError for what is out of range."""
+        if self.batch < 1:
+            raise UserError(f"--batch must be above 0; got {self.batch}.")
+        if self.row_len <= self.prompt_len:
+            raise UserError(
+                f"--row_len ({self.row_len}) must be above --prompt_len ({self.prompt_len}): a row "
+                "holds a prompt with its response."
+            )
+        if self.micro_batch < 0 or (self.micro_batch and self.batch % self.micro_batch):
+            raise UserError(
+                f"--micro_batch must be 0 or a divisor of --batch ({self.batch}); "
+                f"got {self.micro_batch}."
+            )
+        self.responses(self.batch).check()
+
+    def responses(self, number: int) -> Shape:
+        """What the rollout bench calls such a model, with one response to each of `number` prompts,
+        so long that the longest fill a row."""
+        return Shape(
+            *self[:7], prompts=number, group=1, prompt_len=self.prompt_len,
+            gen_len=self.row_len - self.prompt_len, lengths=self.lengths, slots=0, decode_steps=1,
+            page_tokens=1, temperature=1.0, top_p=1.0, runs=self.runs,
+        )  # fmt: skip
+
+
+def bench_train(shape: TrainShape, base: dict[str, Any]) -> dict[str, Any]:
+    """The figures, from the median of `shape.runs` updates after one that is not counted.
+
+    Args:
+        base: a config as its file gives it; objective and optimiser are taken from it.
+    """
+    shape.check()
+    config = bench_config(
+        bench_model(shape.responses(1), shape.remat, masters="float32"),
+        base,
+        prompts=max(1, shape.batch // 2),
+        group=2,
+        prompt_len=shape.prompt_len,
+        row_len=shape.row_len,
+        rows_per_micro_batch=shape.micro_batch or shape.batch,
+    )
+    rows = make_rows(shape)
+    mesh = make_mesh(config.mesh)
+    learner = Learner(config, mesh, lambda tokens: [""] * len(tokens), print)
+    state = learner.init_state(initial_params(config.model, config.mesh, mesh, seed=0)).policy
+    B = config.train.rows_per_micro_batch
+    used = packing.used_micro_batches(shape.batch, B)
+    over = config.mesh.data * config.mesh.fsdp
+    if B % over:
+        raise UserError(
+            f"--{'micro_batch' if shape.micro_batch else 'batch'} ({B}) must be a multiple of "
+            f"{over}, the devices that rows lie over."
+        )
+    stacked = packing.to_micro_batches(rows, rows_per_micro_batch=B, num_micro_batches=used)
+    on_mesh = jax.device_put(stacked, row_sharding(mesh, batch_dim=1))
+    program: Any = learner.update
+    rest = (on_mesh, np.int32(used), np.float32(rows.mask_BT.sum()), np.float32(1e-6), None)
+    begun = time.perf_counter()
+    compiled = program.lower(state, *rest).compile()
+    compile_seconds = time.perf_counter() - begun
+    seconds, skipped = [], 0
+    for _ in range(shape.runs + 1):
+        begun = time.perf_counter()
+        state, result = jax.block_until_ready(compiled(state, *rest))
+        seconds.append(time.perf_counter() - begun)
+        skipped += int(result.skipped)
+    assert skipped == 0, "a gradient was not finite"
+    peak = peaks()  # before the products below are measured
+    seconds = sorted(seconds[1:])
+    median = statistics.median(seconds)
+    places, tokens = rows.tokens_BT.size, int((rows.segments_BT > 0).sum())
+    # Virtual devices of a CPU share its cores, which a product by itself has all.
+    devices = 1 if jax.default_backend() == "cpu" else mesh.size
+    limit = devices * places / products_seconds(config.model, places)
+    return {
+        "tokens_per_second": round(tokens / median, 1),
+        "fraction_of_limit": round(tokens / median / limit, 4),
+        **peak,
+        "compile_seconds": round(compile_seconds, 2),
+        "padding_fraction": round(1 - tokens / places, 4),
+        "limit_tokens_per_second": round(limit, 1),
+        "temp_mb": round(compiled.memory_analysis().temp_size_in_bytes / 1e6, 1),
+        "seconds": [round(t, 4) for t in seconds],
+        "tokens": tokens,
+        "responses": int((rows.positions_BT[rows.segments_BT > 0] == 0).sum()),
+        "device": jax.devices()[0].device_kind,
+        "shape": shape._asdict(),
+    }
+
+
+def bench_config(
+    c: ModelConfig,
+    base: dict[str, Any],
+    *,
+    prompts: int,
+    group: int,
+    prompt_len: int,
+    row_len: int,
+    rows_per_micro_batch: int,
+    **rollout: int,
+) -> Config:
+    """The config of a run of this shape on all devices: all prompts of a step in one update, a
+    row as long as the longest sequence.
+
+    Args:
+        base: a config as its file gives it.
+        rollout: other fields of `config.rollout`.
+    """
+    layout = fitting(c, jax.device_count())
+    sizes = {name: getattr(layout, name) for name in (*AXES, "rules")}
+    changes: dict[str, dict[str, Any]] = {
+        "model": dataclasses.asdict(c),
+        "mesh": sizes,
+        "data": {"max_prompt_tokens": prompt_len},
+        "rollout": {
+            "max_response_tokens": row_len - prompt_len, "group_size": group, **rollout
+        },
+        "pretrain": {"row_tokens": row_len},
+        "reward": {"overlong_buffer_tokens": 0, "overlong_penalty": 0.0},
+        "train": {
+            "row_tokens": row_len,
+            "rows_per_micro_batch": rows_per_micro_batch,
+            "prompts_per_update": prompts,
+            "prompts_per_step": prompts,
+        },
+    }  # fmt: skip
+    return Config.from_dict(
+        base | {group: base.get(group, {}) | fields for group, fields in changes.items()}
+    )
+
+
+def make_rows(shape: TrainShape) -> Rows:
+    """`shape.batch` rows of random tokens: as many responses as fit in them when packed, one in
+    each row otherwise."""
+    number = shape.batch
+    if shape.packed:
+        while len(_layout(shape, number + 1)) <= shape.batch:
+            number += 1
+    rng = np.random.default_rng(0)
+    lengths_R = draw_lengths(shape.responses(number))[:, 0]
+    layout = _layout(shape, number) if shape.packed else [[i] for i in range(number)]
+    each = []
+    for members in layout:
+        prompts = rng.integers(1, shape.vocab, (len(members), shape.prompt_len)).tolist()
+        lengths = lengths_R[members]
+        tokens_N = rng.integers(1, shape.vocab, lengths.sum()).astype(np.int32)
+        each.append(packing.pack(prompts, tokens_N, lengths, shape.row_len).rows)
+    empty = packing.empty_rows(shape.batch - len(layout), shape.row_len)
+    rows = Rows(*(np.concatenate(columns) for columns in zip(*each, empty)))
+    mask_BT = rows.mask_BT.astype(np.float32)
+    return rows._replace(
+        weight_BT=mask_BT,
+        log_prob_old_BT=-np.log(np.float32(shape.vocab)) * mask_BT,
+        advantage_BT=rng.standard_normal(mask_BT.shape, np.float32) * mask_BT,
+        correction_BT=mask_BT,
+    )
+
+
+def _layout(shape: TrainShape, number: int) -> list[list[int]]:
+    lengths = shape.prompt_len + draw_lengths(shape.responses(number))[:, 0]
+    return packing.first_fit_decreasing(lengths.tolist(), shape.row_len)
+
+
+def products_seconds(c: ModelConfig, tokens: int) -> float:
+    """What the matrix products with weights take alone, forward and backward, of this many tokens:
+    measured with products of the very shapes, no operand transposed, one program each.
+
+    Attention's products are left out, and so is everything that is computed a second time.
+    """
+    D, N, K, H, F = c.width, c.num_heads, c.num_kv_heads, c.head_dim, c.ff_width
+    layer = [(D, N * H), (D, K * H), (D, K * H), (N * H, D), (D, F), (D, F), (F, D)]
+    # A wide vocabulary in parts, as its products take no less time a column than a part's.
+    part = next(v for v in range(min(c.vocab_size, 4096), 0, -1) if c.vocab_size % v == 0)
+    times: dict[tuple[int, int], float] = {}
+    for n, m in {*layer, (D, part)}:
+        times[n, m] = sum(
+            _product_seconds(a, b, d, c.compute_dtype)
+            for a, b, d in ((tokens, n, m), (tokens, m, n), (n, tokens, m))
+        )
+    of_layers = c.num_layers * sum(times[shape] for shape in layer)
+    return of_layers + times[D, part] * (c.vocab_size // part)
+
+
+def _product_seconds(rows: int, inner: int, columns: int, dtype: str) -> float:
+    """Median time of [rows, inner] @ [inner, columns]."""
+    key = jax.random.key(0)
+    a = jax.random.normal(key, (rows, inner), jnp.dtype(dtype))
+    b = jax.random.normal(key, (inner, columns), jnp.dtype(dtype))
+    product = jax.jit(jnp.matmul).lower(a, b).compile()
+    seconds = []
+    for _ in range(8):
+        begun = time.perf_counter()
+        jax.block_until_ready(product(a, b))
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds[1:])

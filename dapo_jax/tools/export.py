@@ -1,0 +1,84 @@
+"""A checkpoint of a run as a Hugging Face directory: what launch/export.py does."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dapo_jax.config import Config, hf_config
+from dapo_jax.data.tokenizer import load_tokenizer, stop_tokens
+from dapo_jax.distributed.preemption import StopSignals
+from dapo_jax.evaluation.cli import load_params
+from dapo_jax.models import hf_weights
+from dapo_jax.models.sharding import fitting, make_mesh
+from dapo_jax.runs import run_directory
+from dapo_jax.types import UserError
+from dapo_jax.utils.progress import Progress
+
+
+def export(workdir: Path, step: int | None, output: Path, dtype: str | None) -> str:
+    """Writes config.json, safetensors with their index, tokenizer and generation_config.json; a
+    line that says what was written.
+
+    Args:
+        step: None: the newest checkpoint.
+        output: a directory that is not there yet, or empty.
+        dtype: of the tensors in the files; None: in which the run computes.
+
+    Raises:
+        UserError: there is no such run or checkpoint, or the output cannot be written to.
+    """
+    config = _config(workdir)
+    dtype = dtype or config.model.compute_dtype
+    if dtype not in ("float32", "bfloat16"):
+        raise UserError(f"--dtype={dtype} must be float32 or bfloat16.")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        if any(output.iterdir()):
+            raise UserError(f"--output={output} is not empty; choose another directory.")
+    except OSError as error:
+        raise UserError(f"--output={output} cannot be written: {error.strerror}.") from error
+    tokenizer = load_tokenizer(
+        dataclasses.replace(config.model, tokenizer=str(workdir / "tokenizer"))
+    )
+    # Spread over the devices that are here, whatever those of the run were.
+    config = dataclasses.replace(config, mesh=fitting(config.model, jax.device_count()))
+    progress = Progress(0, 0)
+    mesh = make_mesh(config.mesh)
+    with StopSignals(progress) as signals:
+        label, params = load_params(config, workdir, step, mesh, tokenizer, progress, signals.check)
+    eos = list(stop_tokens(config.model, tokenizer))
+    values = hf_config.to_hf(config.model, eos=eos, bos=tokenizer.bos_token_id, dtype=dtype)
+    hf_weights.save(config.model, params, output, dtype)
+    tokenizer.save_pretrained(str(output))
+    _write(output / "config.json", values)
+    _write(output / "generation_config.json", _generation(config, values))
+    size = sum(file.stat().st_size for file in output.glob("*.safetensors"))
+    return f"{label}: {size / 1e6:,.1f} MB in {dtype} at {output}"
+
+
+def _config(workdir: Path) -> Config:
+    """The config that a run was made with."""
+    try:
+        values = run_directory.read_config(workdir / "config.json")
+    except run_directory.UNREADABLE as error:
+        raise UserError(f"--workdir={workdir} holds no run: {error}.") from error
+    return Config.from_dict(values)
+
+
+def _generation(config: Config, values: dict[str, Any]) -> dict[str, Any]:
+    """How the run evaluates, for tools that sample from the directory."""
+    keys = ("bos_token_id", "eos_token_id")
+    evaluation = config.evaluation
+    names = ("temperature", "top_p", "top_k", "min_p")
+    # top_k is said also where it is 0: transformers takes 50 where nothing is said.
+    drawn = {"do_sample": True} | {name: getattr(evaluation, name) for name in names}
+    return {key: values[key] for key in keys} | (
+        drawn if evaluation.temperature > 0 else {"do_sample": False}
+    )
+
+
+def _write(file: Path, values: dict[str, Any]) -> None:
+    file.write_text(json.dumps(values, indent=2) + "\n")

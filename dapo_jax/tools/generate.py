@@ -1,0 +1,405 @@
+"""Text from a Hugging Face model: what launch/generate.py does."""
+
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import jax
+
+from dapo_jax.config import ModelConfig, hf_config, model_config
+from dapo_jax.data import prompts
+from dapo_jax.data.tokenizer import load_tokenizer, stop_tokens, text_stream
+from dapo_jax.distributed.preemption import StopSignals
+from dapo_jax.models import hf_weights
+from dapo_jax.models.sharding import fitting, make_mesh, param_shardings
+from dapo_jax.rollout.admission import GenerationRequest
+from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.sampling import SamplingParams
+from dapo_jax.rollout.scheduler import GenerationLoop, NewTokens, Turn
+from dapo_jax.rollout.spec import EngineSpec
+from dapo_jax.types import Problem, Response, StopRequested, UserError
+from dapo_jax.utils.progress import Progress, duration
+from dapo_jax.utils.telemetry import Telemetry
+from dapo_jax.utils.watchdog import Watchdog
+
+PROMPT_TOKENS_MULTIPLE = 16  # of the longest prompt, so that like prompts share programs
+DECODE_STEPS = 4  # few, so that text comes in short pieces
+PREFILL_PROMPTS = 8  # at most, on each shard of the batch
+REPORT_EVERY_SECONDS = 10.0
+WATCHDOG_SECONDS = 60.0  # of silence, after which it is told what is waited for
+
+
+class Request(NamedTuple):
+    """What is to be written, and how."""
+
+    model: str  # Hugging Face directory or hub id
+    num_samples: int  # of each prompt
+    temperature: float  # 0: greedy
+    top_p: float  # 1: all
+    top_k: int  # 0: all
+    min_p: float  # 0: all
+    max_new_tokens: int
+    seed: int
+    chat: bool  # put prompts into the tokenizer's chat template
+    slots: int  # sequences decoded at once
+    dtype: str  # of the computation; "": float32 on CPUs, elsewhere that of the checkpoint
+    stop: str  # text after which a sample ends, or a JSON list of texts; "": none
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """The texts of `stop`."""
+        if not self.stop.startswith("["):
+            return [self.stop] if self.stop else []
+        try:
+            return json.loads(self.stop)
+        except ValueError:
+            return [self.stop]
+
+    def check(self) -> None:
+        """Raises UserError for what is out of range."""
+        for ok, name, wanted in (
+            (self.num_samples > 0, "num_samples", "above 0"),
+            (self.temperature >= 0, "temperature", "0 (greedy) or more"),
+            (0 < self.top_p <= 1, "top_p", "in (0, 1]"),
+            (self.top_k >= 0, "top_k", "0 (all) or more"),
+            (0 <= self.min_p <= 1, "min_p", "from 0 (all) to 1"),
+            (self.max_new_tokens > 0, "max_new_tokens", "above 0"),
+            (self.seed >= 0, "seed", "0 or more"),
+            (self.slots > 0, "slots", "above 0"),
+            (self.dtype in ("", "float32", "bfloat16"), "dtype", "float32 or bfloat16"),
+            (
+                all(isinstance(text, str) and text for text in self.stop_strings),
+                "stop",
+                "a text, or a JSON list of texts that are not empty",
+            ),
+        ):
+            if not ok:
+                raise UserError(f"--{name} must be {wanted}; got {getattr(self, name)!r}.")
+
+
+def generate(flags: Mapping[str, Any]) -> int | None:
+    """What the flags of launch/generate.py ask for; returns and raises as `one`."""
+    request = Request(**{name: flags[name] for name in Request._fields})
+    sources = [name for name in ("prompt", "prompt_token_ids", "prompts") if flags[name]]
+    if len(sources) != 1:
+        raise UserError("one of --prompt, --prompt_token_ids and --prompts is needed, not empty.")
+    if bool(flags["prompts"]) != bool(flags["output"]):
+        raise UserError("--prompts=FILE.jsonl and --output=FILE.jsonl are given together.")
+    if flags["prompts"] and flags["json"]:
+        raise UserError("--json is for --prompt; what --prompts leaves in --output is JSON.")
+    request.check()
+    place = lambda name: Path(flags[name]).expanduser()
+    if flags["prompts"]:
+        return many(request, place("prompts"), place("output"))
+    prompt = flags["prompt"]
+    if not prompt:
+        try:
+            prompt = [int(token) for token in flags["prompt_token_ids"].split(",")]
+        except ValueError:
+            raise UserError(
+                f"--prompt_token_ids={flags['prompt_token_ids']} must be integers with commas "
+                "between them."
+            ) from None
+    return one(request, prompt, as_json=flags["json"])
+
+
+def one(request: Request, prompt: str | Sequence[int], *, as_json: bool) -> int | None:
+    """Prints samples of one prompt, a text or token ids: as they come, or as one JSON object.
+
+    Returns:
+        The number of the signal that stopped it, or None when it is done.
+
+    Raises:
+        UserError: for what the user can mend.
+    """
+    writer = _Writer(request, needs_text=isinstance(prompt, str))
+    problem = writer.problem(0, prompt)
+    streams = None if as_json else _Streams(request.num_samples, writer.stream, sys.stdout)
+    ended: dict[int, Response] = {}
+    for turn in writer.turns([problem], stream=not as_json):
+        ended |= {e.sample: e.response for e in turn.ended}
+        if streams is not None and turn.tokens:
+            streams.show(turn.tokens)
+    if as_json and writer.stopped_by is None:
+        prompt = problem.prompt if isinstance(prompt, str) else list(prompt)
+        print(json.dumps({"model": request.model, "prompt": prompt} | _said(problem, ended)))
+    return writer.stopped_by
+
+
+def many(request: Request, source: Path, target: Path) -> int | None:
+    """Samples of every prompt of a jsonl file, a line of `target` for each, in order.
+
+    A line of the source holds "prompt", a text, or a list of messages with role and content, or
+    "prompt_token_ids"; it is written with "samples" and what they were drawn with. Stopped
+    anywhere, the same call goes on: a sample depends on the seed, its line and its number alone.
+
+    Returns, raises: as `one`.
+    """
+    lines = _read(source)
+    settings = request._asdict()
+    del settings["slots"]  # changes nothing
+    lines = [line | {"drawn_with": settings} for line in lines]
+    done = _done(target, lines)
+    writer = _Writer(request, needs_text=any("prompt" in line for line in lines))
+    if done:
+        writer.progress.say(f"{done} of {len(lines)} prompts were done before")
+    problems = [
+        writer.problem(number, line.get("prompt_token_ids") or _prompt(line))
+        for number, line in enumerate(lines)
+    ][done:]
+    if not problems:
+        return None
+    ended: list[dict[int, Response]] = [{} for _ in problems]
+    written, num, tokens = 0, 0, 0
+    begun = reported = time.monotonic()
+    with target.open("a", encoding="utf-8") as out:
+        for turn in writer.turns(problems):
+            for index, sample, response in turn.ended:
+                ended[index][sample] = response
+                tokens += len(response.tokens)
+            num += len(turn.ended)
+            # In the order of the prompts, so that a stopped file is a beginning of the whole one.
+            while written < len(problems) and len(ended[written]) == request.num_samples:
+                said = lines[done + written] | _said(problems[written], ended[written])
+                out.write(json.dumps(said) + "\n")
+                out.flush()
+                written += 1
+            now, total = time.monotonic(), len(problems) * request.num_samples
+            if num and turn.ended and (now - reported > REPORT_EVERY_SECONDS or num == total):
+                reported = now
+                writer.progress.say(
+                    f"{num} of {total} samples, {tokens / (now - begun):,.0f} tokens per second, "
+                    f"about {duration((now - begun) * (total - num) / num)} left"
+                )
+
+    return writer.stopped_by
+
+
+class _Writer:
+    """The model, loaded, and what draws from it."""
+
+    def __init__(self, request: Request, *, needs_text: bool):
+        self.request = request
+        self.stopped_by: int | None = None  # number of the signal
+        self.progress = Progress(0, 0, out=sys.stderr)
+        self.config = _model(request)
+        try:
+            self.tokenizer = load_tokenizer(self.config)
+        except UserError:
+            if needs_text or request.stop:
+                raise
+            self.tokenizer = None  # token ids in, token ids out
+
+    def problem(self, number: int, prompt: Any) -> Problem:
+        """A prompt, as text, messages or token ids, with its tokens."""
+        if isinstance(prompt, str) or not all(isinstance(part, int) for part in prompt):
+            text = prompts.render(
+                self.tokenizer, prompt, template=None, chat=self.request.chat, system_prompt=None
+            )
+            (tokens,) = prompts.encode(self.tokenizer, [text], chat=self.request.chat)
+        else:
+            text, tokens = "", tuple(prompt)
+        outside = [t for t in tokens if not 0 <= t < self.config.vocab_size]
+        if not tokens or outside:
+            what = f"token {outside[0]} is not in the vocabulary" if outside else "it has no tokens"
+            raise UserError(f"prompt {number + 1} ({text[:40]!r}): {what}.")
+        return Problem(number, text, tokens, "", "prompts")
+
+    def stream(self) -> Callable[[int], str]:
+        """What turns one token after another into text."""
+        if self.tokenizer is None:
+            return lambda token: f"{token} "
+        return text_stream(self.tokenizer)
+
+    def turns(self, problems: Sequence[Problem], *, stream: bool = False) -> Iterator[Turn]:
+        """Yields after each engine call, until all responses have ended or a signal came.
+
+        Args:
+            stream: report tokens as they are sampled.
+        """
+        request, c = self.request, self.config
+        layout = fitting(c, jax.device_count())
+        mesh, shards = make_mesh(layout), layout.data * layout.fsdp
+        up = lambda n, multiple: n + -n % multiple
+        longest = max(len(problem.prompt_tokens) for problem in problems)
+        spec = EngineSpec(
+            model=c,
+            layout=layout,
+            slots=up(min(request.slots, len(problems) * request.num_samples), shards),
+            prefill_prompts=min(up(len(problems), shards), PREFILL_PROMPTS * shards),
+            max_prompt_tokens=up(longest, PROMPT_TOKENS_MULTIPLE),
+            max_response_tokens=request.max_new_tokens,
+            stop_tokens=c.stop_token_ids
+            if self.tokenizer is None
+            else stop_tokens(c, self.tokenizer),
+            params=SamplingParams.of(request),
+            samples=request.num_samples,
+            decode_steps=DECODE_STEPS,
+        )
+        with (
+            StopSignals(self.progress) as signals,
+            Watchdog(WATCHDOG_SECONDS, self.progress.say) as watch,
+        ):
+            telemetry = Telemetry(self.progress, watch, signals.check)
+            try:
+                telemetry.phase("the model to be loaded")
+                params = hf_weights.load(
+                    c,
+                    param_shardings(c, layout, mesh),
+                    say=self.progress.say,
+                    check_stop=watch.moving(signals.check),
+                )
+                engine = DecoderEngine(spec, mesh)
+                telemetry.phase("the device")
+                with engine.weights(params):
+                    loop = GenerationLoop(
+                        engine,
+                        iter(problems),
+                        self._detokenize,
+                        jax.random.key(request.seed),
+                        GenerationRequest(
+                            request.num_samples,
+                            stop_strings=tuple(request.stop_strings),
+                            stream=stream,
+                        ),
+                        telemetry,
+                    )
+                    for turn in loop.turns():
+                        yield turn
+                        telemetry.check_stop()
+            except StopRequested:
+                self.stopped_by = signals.received
+
+    def _detokenize(self, sequences: Sequence[Any]) -> list[str]:
+        if self.tokenizer is None:
+            return [""] * len(sequences)
+        return self.tokenizer.batch_decode(sequences, skip_special_tokens=True)
+
+
+def _model(request: Request) -> ModelConfig:
+    stored = hf_config.stored_dtype(request.model)
+    dtype = request.dtype or ("float32" if jax.default_backend() == "cpu" else stored)
+    fields = dict.fromkeys(hf_config.FIELDS) | {
+        "path": request.model,
+        "tokenizer": None,
+        "param_dtype": dtype,
+        "compute_dtype": dtype,
+        "remat": "none",
+        "attention": "auto",
+        "log_prob_chunk_tokens": 1,
+    }
+    return model_config(hf_config.filled(fields))
+
+
+class _Streams:
+    """Prints samples one below the other: the first unfinished one as it comes, what the others
+    have drawn meanwhile when it is their turn."""
+
+    def __init__(self, num: int, stream: Callable[[], Callable[[int], str]], out: TextIO):
+        self.num, self.out, self.shown = num, out, 0
+        self.streams = [stream() for _ in range(num)]
+        self.held = [""] * num
+        self.over = [False] * num
+        self.begun = False
+
+    def show(self, news: Sequence[NewTokens]) -> None:
+        """Takes the tokens of one engine call."""
+        if not self.begun:  # not before, as the model is still to be loaded
+            self.begun = True
+            self._head()
+        for _, sample, tokens, is_last in news:
+            self.held[sample] += "".join(map(self.streams[sample], tokens))
+            self.over[sample] = is_last
+        while self.shown < self.num:
+            self.out.write(self.held[self.shown])
+            self.held[self.shown] = ""
+            if not self.over[self.shown]:
+                break
+            self.out.write("\n")
+            self.shown += 1
+            self._head()
+        self.out.flush()
+
+    def _head(self) -> None:
+        if self.num > 1 and self.shown < self.num:
+            self.out.write(f"--- {self.shown + 1} of {self.num}\n")
+
+
+def _said(problem: Problem, responses: Mapping[int, Response]) -> dict[str, Any]:
+    arrays = {"token_ids": "tokens", "log_probs": "log_probs", "model_log_probs": "model_log_probs"}
+    return {
+        "prompt_token_ids": list(problem.prompt_tokens),
+        "samples": [
+            {
+                "text": response.text,
+                **{key: getattr(response, name).tolist() for key, name in arrays.items()},
+                "finish_reason": response.finish_reason,
+            }
+            for _, response in sorted(responses.items())
+        ],
+    }
+
+
+def _read(source: Path) -> list[dict[str, Any]]:
+    """The lines of the file, each with a usable prompt."""
+    try:
+        texts = [text for text in source.read_text().splitlines() if text.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--prompts={source} cannot be read: {error}.") from error
+    lines = []
+    for number, text in enumerate(texts, 1):
+        try:
+            line = json.loads(text)
+            if "prompt_token_ids" in line:
+                assert line["prompt_token_ids"] and all(
+                    type(token) is int for token in line["prompt_token_ids"]
+                )
+            else:
+                _prompt(line)
+        except (ValueError, LookupError, TypeError, AssertionError, AttributeError) as error:
+            raise UserError(
+                f'--prompts={source}, line {number}: an object with "prompt", a text or a list of '
+                'messages with "role" and "content", or "prompt_token_ids" is wanted; got '
+                f"{text[:60]!r}."
+            ) from error
+        lines.append(line)
+    if not lines:
+        raise UserError(f"--prompts={source} holds no prompt.")
+    return lines
+
+
+def _prompt(line: dict[str, Any]) -> str | tuple[tuple[str, str], ...]:
+    prompt = line["prompt"]
+    if isinstance(prompt, str):
+        return prompt
+    messages = tuple((message["role"], message["content"]) for message in prompt)
+    assert messages and all(isinstance(part, str) for part in itertools.chain(*messages))
+    return messages
+
+
+def _done(target: Path, lines: Sequence[dict[str, Any]]) -> int:
+    """How many of the lines the file holds with their samples, from a call like this one; what a
+    kill left of another is cut off."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.touch()
+        content = target.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if len(whole) < len(content):
+            target.write_bytes(whole)
+    except OSError as error:
+        raise UserError(f"--output={target} cannot be written: {error.strerror}.") from error
+    found = whole.splitlines()
+    try:
+        same = all(json.loads(text).items() >= line.items() for text, line in zip(found, lines))
+    except (ValueError, AttributeError):
+        same = False
+    if not same or len(found) > len(lines):
+        raise UserError(
+            f"--output={target} holds other results than this command's; name another file."
+        )
+    return len(found)

@@ -1,0 +1,426 @@
+"""Operations and bytes of a run's programs, by arithmetic, and the time that they should take.
+
+Nothing here is read from a compiler. A multiplication with its addition counts as two operations.
+Only matrix products count, and only the bytes that a program must move: matrices, the KV cache,
+inputs and outputs of products. D is the hidden size, N and K are query and KV heads, H the head
+dimension, F the feed-forward width, V the vocabulary, L the layers, T the tokens of a packed row.
+
+A program takes the longest of three times: operations at a share of the chip's peak, bytes at a
+share of its memory's rate, bytes received at a share of its links' rate. "At best" has shares of 1.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dapo_jax.algorithms.losses import COVARIANCE_LOSSES
+from dapo_jax.config import Config, ModelConfig, RolloutConfig
+from dapo_jax.models import decoder
+from dapo_jax.models.attention import kernels, xla
+from dapo_jax.models.sharding import rollout_shape
+from dapo_jax.rollout import paged
+from dapo_jax.rollout.programs import rollout_dtypes
+from dapo_jax.rollout.spec import PREFILL_CHUNK_TOKENS
+from dapo_jax.tools.plan.chips import Chip
+from dapo_jax.training.packing import max_micro_batches
+
+# Share of the memory's rate in decoding. Published: 0.47 for Qwen3-32B on one Ironwood chip, 0.44
+# to 0.52 for Llama-70B on v6e-8. Of the peak in products: `Chip.products_share`.
+MEMORY_SHARE = 0.47
+LINK_SHARE = 0.5  # assumed; no source
+ROW_FILL = 0.95  # assumed share of a packed row that holds tokens
+SLOTS_BUSY = 0.9  # assumed share of the slots that hold a sequence while responses wait
+TRAINED = ("train", "critic_train")
+BATCHED = ("old_logprobs", "train", "critic_values", "critic_train")  # programs over packed rows
+
+
+class Work(NamedTuple):
+    """Costs of one call of a program, on one device."""
+
+    flops: float
+    memory_bytes: float  # read or written, at least
+    received_bytes: float = 0.0  # from other devices
+
+
+class Seconds(NamedTuple):
+    """Times of one call: each as if it were the only one."""
+
+    compute: float
+    memory: float
+    links: float
+
+    @property
+    def longest(self) -> float:
+        return max(self)
+
+    @property
+    def bound(self) -> str:
+        return self._fields[self.index(self.longest)]
+
+
+def at_best(work: Work, chip: Chip) -> Seconds | None:
+    """Times at the chip's stated rates; None where they are not known."""
+    if chip.flops is None or chip.memory_rate is None or chip.link_rate is None:
+        return None
+    return Seconds(
+        work.flops / chip.flops,
+        work.memory_bytes / chip.memory_rate,
+        work.received_bytes / chip.link_rate,
+    )
+
+
+def expected(work: Work, chip: Chip) -> Seconds | None:
+    """Times at the shares of those rates that programs are expected to reach."""
+    best = at_best(work, chip)
+    if best is None:
+        return None
+    return Seconds(
+        best.compute / chip.products_share, best.memory / MEMORY_SHARE, best.links / LINK_SHARE
+    )
+
+
+class Matrices(NamedTuple):
+    """Elements of the matrices that each token is multiplied with."""
+
+    attention: int  # L D H (2 N + 2 K): q, k, v and the output projection
+    gate_up: int  # 2 L D F
+    down: int  # L F D
+    head: int  # V D
+
+    @property
+    def layers(self) -> int:
+        return self.attention + self.gate_up + self.down
+
+
+def matrices(c: ModelConfig) -> Matrices:
+    """Matrix sizes of a model."""
+    return Matrices(
+        c.num_layers * c.width * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads),
+        2 * c.num_layers * c.width * c.ff_width,
+        c.num_layers * c.width * c.ff_width,
+        c.vocab_size * c.width,
+    )
+
+
+def attention_flops(c: ModelConfig, pairs: float) -> float:
+    """Operations of attention, forward, for this many pairs of a query and a key in each layer:
+
+    4 L N H pairs      (a score and a weighted value are 2 H each)
+    """
+    return 4.0 * c.num_layers * c.num_heads * c.head_dim * pairs
+
+
+def model_flops(config: Config, sequence_tokens: float) -> float:
+    """Operations that training needs for one token, if nothing is computed twice:
+
+        6 (matrix elements) + 6 L N H S
+
+    The second term is causal attention, 3 x 4 L N H x S / 2, in a sequence of S tokens.
+    """
+    m = matrices(config.model)
+    return 6.0 * (m.layers + m.head) + 3 * attention_flops(config.model, sequence_tokens / 2)
+
+
+def kernel(config: Config, platform: str) -> str:
+    """Attention program of the update: "splash", "flash" or "xla"."""
+    c = config.model
+    chosen = kernels.KERNELS.get(platform, "xla")
+    chosen = chosen if c.attention == "auto" else c.attention
+    return "xla" if config.train.share_prompts else chosen
+
+
+def keys_per_query(config: Config, platform: str, sequence_tokens: float) -> float:
+    """Keys that training computes per query, on average; S is the mean length of a sequence.
+
+    Splash attention computes the blocks of b tokens that a sequence touches below the diagonal.
+    Sequences begin anywhere in a block, so one touches S / b + 1 blocks. With a block that two
+    share counted once this is S^2 / 2 + 3 S b / 2 pairs, at most a whole row. Flash attention
+    computes all blocks of a row below the diagonal. XLA's computes each part of a row against all
+    keys up to the end of the part, and whole rows where a row lies on several devices.
+    """
+    row, name = config.train.row_tokens, kernel(config, platform)
+    if name == "flash":
+        return (row + kernels.FLASH_BLOCK) / 2
+    if name == "splash":
+        full, block = kernels.splash_size(row)
+        return min(sequence_tokens + 3 * block, full + block) / 2
+    if config.mesh.context > 1:
+        return row
+    size = max(xla.LEAST_PART, -(-row // xla.PARTS))
+    size += -size % xla.QUERY_CHUNK if row > xla.LONG_ROW else 0
+    ends = [min(start + size, row) for start in range(0, row, size)]
+    return sum((end - start) * end for start, end in zip([0, *ends], ends)) / row
+
+
+class Passes(NamedTuple):
+    """How often an update runs the forward pass of each product again, for `model.remat`."""
+
+    attention: float  # q, k, v and the output projection
+    gate_up: float
+    down: float
+    scores: float  # of attention itself
+
+
+def recomputed(config: Config, platform: str) -> Passes:
+    """What the backward pass computes again. The layer's last product is never needed again.
+    Splash attention names its result, so remat can keep it. XLA's scores are kept by `dots`, and a
+    long row's are computed again whatever remat says.
+    """
+    remat, name = config.model.remat, kernel(config, platform)
+    long = name == "xla" and config.train.row_tokens > xla.LONG_ROW
+    scores = {
+        "none": 0.0,
+        "dots": 0.0 if name == "xla" else 1.0,
+        "dots_no_batch": 1.0,
+        "attention_mlp": 0.0 if name == "splash" else 1.0,
+        "attention": 0.0 if name == "splash" else 1.0,
+        "full": 1.0,
+    }[remat]
+    again = {"attention_mlp": (1, 0), "attention": (1, 1), "full": (1, 1)}.get(remat, (0, 0))
+    return Passes(*again, 0, scores + long)
+
+
+def batch_work(
+    config: Config,
+    sizes: Mapping[str, int],
+    platform: str,
+    program: str,
+    *,
+    micro_batches: float,
+    sequence_tokens: float,
+) -> Work:
+    """Costs of a program over packed rows: of BATCHED.
+
+    Operations for each token of the rows, whether it is padding or not:
+
+        scoring   2 (layers + head) + attention
+        update    2 (layers + head), once for the loss; twice that for gradients of the inputs and
+                  of the matrices; 2 head for the logits again; what `recomputed` names again;
+                  attention 1 forward and 3.5 backward in kernels (7 products to the 2 of forward,
+                  as queries' and keys' gradients both begin with the scores), 2 in XLA's
+
+    Each pass reads or writes the matrices once and inputs and outputs of products once. An update
+    also adds to the gradients, and at its end reads and writes parameters and moments.
+
+    Received: matrices gathered over fsdp and context, forward and backward, and their gradients
+    reduced; activations summed over tensor, after attention and after the MLP, each pass; and with
+    context keys and values of whole rows, and their gradients in float32.
+
+    Args:
+        sizes: of the mesh's axes.
+        sequence_tokens: mean length of a sequence, prompt included.
+    """
+    c, t = config.model, config.train
+    m, update = matrices(c), program in TRAINED
+    devices = math.prod(sizes.values())
+    tensor, apart = sizes["tensor"], sizes["fsdp"] * sizes["context"]
+    width = jnp.dtype(c.compute_dtype).itemsize
+    tokens = t.rows_per_micro_batch * t.row_tokens
+    own_tokens = tokens * tensor / devices  # of a device: tensor splits no tokens
+    head = 0 if program.startswith("critic") else m.head
+    again = recomputed(config, platform) if update else Passes(0, 0, 0, 0)
+    remade = again.attention * m.attention + again.gate_up * m.gate_up
+
+    # Passes over layers, head and attention, in units of a forward pass.
+    backward = 2 if kernel(config, platform) == "xla" else 3.5
+    of_scores = 1 + (backward + again.scores if update else 0)
+    products = 2 * ((3 if update else 1) * m.layers + remade + (4 if update else 1) * head)
+    pairs = keys_per_query(config, platform, sequence_tokens)
+    flops = tokens * (products + of_scores * attention_flops(c, pairs))
+    if update and config.objective.kl_estimator == "full":  # the reference, forward
+        flops += tokens * (2 * (m.layers + 2 * head) + attention_flops(c, pairs))
+
+    passes = (3 if update else 1) + remade / m.layers
+    heads, kv, ff = (n / tensor for n in (c.num_heads, c.num_kv_heads, c.ff_width))
+    ends = 4 * c.width + (2 * heads + 2 * kv) * c.head_dim + 3 * ff
+    moved = width * passes * ((m.layers + head) / tensor + own_tokens * c.num_layers * ends)
+    own = (m.layers + head) / tensor / apart
+    if update:
+        moved += 2 * 4 * own
+
+    stage = 2 if update else 1
+    gathered = (stage + (1 if update else 0)) * (m.layers + head) / tensor * (1 - 1 / apart)
+    sums = 2 * stage + (1 if again.attention else 0)
+    summed = sums * c.num_layers * own_tokens * c.width * 2 * (1 - 1 / tensor)
+    rows = own_tokens * sizes["context"] * 2 * kv * c.head_dim * (1 - 1 / sizes["context"])
+    received = width * (gathered + summed + (stage + bool(again.attention)) * c.num_layers * rows)
+    received += 4 * c.num_layers * rows if update else 0
+
+    total = Work(micro_batches * flops / devices, micro_batches * moved, micro_batches * received)
+    if not update:
+        return total
+    moments = jnp.dtype(config.optimizer.moments_dtype).itemsize
+    parameters = jnp.dtype(c.param_dtype).itemsize
+    return total._replace(
+        memory_bytes=total.memory_bytes + own * (2 * parameters + 4 * moments + 4)
+    )
+
+
+def decode_token(
+    config: Config, devices: int, *, slots: int, live: float, cached_tokens: float
+) -> Work:
+    """Costs of one token in all slots of one replica. Every slot is computed:
+
+        operations   2 (layers + head) slots + attention of `cached_tokens` pairs
+        bytes        all weights once, and the cache of every sequence
+
+    Args:
+        devices: of the replica, which share both evenly; what they exchange is left out.
+        live: slots that hold a sequence.
+        cached_tokens: in all of those together.
+    """
+    m = matrices(config.model)
+    flops = 2 * slots * (m.layers + m.head) + attention_flops(config.model, cached_tokens)
+    read = weight_bytes(config.model) + cached_tokens * token_bytes(config.model, config.rollout)
+    return Work(flops / devices, read / devices)
+
+
+def prefill_call(config: Config, devices: int, *, prompts: int, prompt_tokens: int) -> Work:
+    """Costs of one call of prefill of one replica. A chunk attends to all of a padded prompt, reads
+    the layers' weights and the cache of the prompts; no logits are computed.
+
+    Args:
+        prompt_tokens: to which prompts are padded.
+    """
+    c, tokens = config.model, prompts * prompt_tokens
+    flops = 2 * tokens * matrices(c).layers + attention_flops(c, tokens * prompt_tokens)
+    chunks = math.ceil(prompt_tokens / PREFILL_CHUNK_TOKENS)
+    layers = matrices(c).layers * jnp.dtype(c.compute_dtype).itemsize
+    read = chunks * (layers + tokens * token_bytes(c, config.rollout))
+    return Work(flops / devices, read / devices)
+
+
+def weights_call(config: Config, sizes: Mapping[str, int]) -> Work:
+    """Costs of bringing the parameters to where rollouts read them: a device reads its share of the
+    trainer's, writes its share of the replica's, and receives what it lacks of that."""
+    c, devices = config.model, math.prod(sizes.values())
+    m = matrices(c)
+    number = m.layers + m.head * (1 if c.tie_embeddings else 2)
+    width = jnp.dtype(c.compute_dtype).itemsize
+    copy = number * width / rollout_shape(sizes, config.mesh.rollout_tensor)["tensor"]
+    own = number / devices
+    read = own * jnp.dtype(c.param_dtype).itemsize
+    return Work(0.0, read + copy, max(0.0, copy - own * width))
+
+
+@functools.cache
+def weight_bytes(c: ModelConfig) -> int:
+    """Bytes of the parameters that a decode step reads, in the dtypes of decoding. Of an embedding
+    that is not the unembedding too it reads only a few rows."""
+    shapes: Any = jax.eval_shape(
+        lambda params: rollout_dtypes(params, jnp.dtype(c.compute_dtype)), decoder.param_shapes(c)
+    )
+    size = lambda x: x.size * x.dtype.itemsize
+    whole = sum(map(size, jax.tree.leaves(shapes)))
+    return whole - (0 if c.tie_embeddings else size(shapes["embed"]))
+
+
+@functools.cache
+def token_bytes(c: ModelConfig, r: RolloutConfig) -> float:
+    """Bytes of keys and values of one token in all layers."""
+    layout = paged.Layout("xla", r.page_tokens, c.compute_dtype, r.cache_dtype, None)
+    return paged.page_bytes(c, layout) / r.page_tokens
+
+
+def scoring_passes(config: Config) -> int:
+    """How often a step computes log-probs of its batch outside the update, as `learner` does."""
+    o, c = config.objective, config.correction
+    reference = o.reward_kl_coefficient > 0 or (o.kl_coefficient > 0 and o.kl_estimator != "full")
+    current = o.loss in COVARIANCE_LOSSES or (c is not None and c.policy == "current")
+    return sum((config.rollout.log_prob_source == "recompute", reference, current))
+
+
+def group_tokens(config: Config, prompt_tokens: int, response_tokens: int) -> int:
+    """Tokens of the G responses to a prompt in packed rows, with the prompt's as often as it is."""
+    t, G = config.train, config.rollout.group_size
+    copies = G
+    if t.share_prompts:  # once in each row that the group needs; all but its last token is shared
+        copies = min(G, math.ceil(G * (response_tokens + 1) / (t.row_tokens - prompt_tokens + 1)))
+    return G * (response_tokens + 1) + copies * (prompt_tokens - 1)
+
+
+def step(
+    config: Config,
+    sizes: Mapping[str, int],
+    chip: Chip,
+    *,
+    response_tokens: int,
+    prompt_tokens: int,
+) -> dict[str, Any]:
+    """An RL step with prompts and responses of these mean lengths: batch arithmetic, and calls,
+    costs and seconds of each program; `assumptions` lists what they rest on.
+
+    Responses to prompts that dynamic sampling leaves out are not in it: the simulator has them.
+    """
+    t, r = config.train, config.rollout
+    responses = t.prompts_per_step * r.group_size
+    tokens = t.prompts_per_step * group_tokens(config, prompt_tokens, response_tokens)
+    updates = t.prompts_per_step // t.prompts_per_update
+    rows = math.ceil(tokens / updates / (t.row_tokens * ROW_FILL))
+    micro = min(math.ceil(rows / t.rows_per_micro_batch), max_micro_batches(config))
+    replica = rollout_shape(sizes, config.mesh.rollout_tensor)
+    devices = replica["tensor"]
+    shards = math.prod(replica.values()) // devices
+    slots, prompts = r.slots // shards, r.prefill_prompts // shards
+    tokens_a_slot = max(responses * response_tokens / (r.slots * SLOTS_BUSY), r.max_response_tokens)
+    live = slots * SLOTS_BUSY
+    token = decode_token(
+        config, devices, slots=slots, live=live,
+        cached_tokens=live * (prompt_tokens + response_tokens / 2),
+    )  # fmt: skip
+    weights = weights_call(config, sizes)
+    shared = config.model.param_dtype == config.model.compute_dtype and not weights.received_bytes
+    works = {
+        "weights": (0 if shared else 1, weights),
+        "prefill": (
+            math.ceil(t.prompts_per_step / r.prefill_prompts),
+            prefill_call(config, devices, prompts=prompts, prompt_tokens=prompt_tokens),
+        ),
+        "decode": (
+            math.ceil(tokens_a_slot / r.decode_steps), Work(*(r.decode_steps * x for x in token)),
+        ),
+    }  # fmt: skip
+    times = {"old_logprobs": scoring_passes(config) * updates, "train": updates}
+    if config.critic is not None:
+        times |= {"critic_values": updates, "critic_train": updates}
+    for name, number in times.items():
+        works[name] = number, batch_work(
+            config, sizes, chip.platform, name,
+            micro_batches=micro, sequence_tokens=prompt_tokens + response_tokens,
+        )  # fmt: skip
+    parts = {}
+    for name, (number, work) in works.items():
+        best, likely = at_best(work, chip), expected(work, chip)
+        if number:
+            parts[name] = {
+                "calls": number,
+                **work._asdict(),
+                "bound": None if likely is None else likely.bound,
+                "seconds_at_best": None if best is None else number * best.longest,
+                "seconds": None if likely is None else number * likely.longest,
+            }
+    known = all(part["seconds"] is not None for part in parts.values())
+    total = lambda name: sum(part[name] for part in parts.values()) if known else None
+    return {
+        "response_tokens": response_tokens,
+        "prompt_tokens": prompt_tokens,
+        "responses": responses,
+        "tokens": tokens,
+        "updates": updates,
+        "rows_per_update": rows,
+        "micro_batches_per_update": micro,
+        "parts": parts,
+        "seconds_at_best": total("seconds_at_best"),
+        "seconds": total("seconds"),
+        "assumptions": (
+            f"{chip.products_share:.0%} of the peak in products, {MEMORY_SHARE:.0%} of the rate of "
+            f"memory, {LINK_SHARE:.0%} of that of links; rows {ROW_FILL:.0%} full; "
+            f"{SLOTS_BUSY:.0%} of the slots busy, and one response of {r.max_response_tokens:,} "
+            "tokens to wait for; no time for rewards, the host, evaluation or checkpoints, nor for "
+            "prompts that dynamic sampling leaves out (--simulate_hosts has them)"
+        ),
+    }

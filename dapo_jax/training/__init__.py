@@ -1,0 +1,1 @@
+"""From scored groups to an update: batch, packing, step, optimizer, critic, learner."""

@@ -1,0 +1,186 @@
+"""The critic of PPO: a value model of the policy's architecture, fitted to returns.
+
+The value of position t is of the state before the token at t: what is to be had from there on. It
+is read off the hidden state that predicts that token by a linear head, which starts at 0; the
+decoder below it starts as a copy of the base model.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from dapo_jax.algorithms.surrogate import clamp
+from dapo_jax.config import Config, OptimizerConfig
+from dapo_jax.models import decoder as model
+from dapo_jax.models import log_probs
+from dapo_jax.models.attention import zigzag
+from dapo_jax.models.sharding import head_layout, param_shardings, replicated, row_sharding
+from dapo_jax.training.optimizer import make_optimizer, moment_shardings
+from dapo_jax.training.step import (
+    TrainState,
+    compile_map,
+    optimizer_step,
+    summed_gradient,
+)
+from dapo_jax.types import Array, Rows
+from dapo_jax.utils.precision import at_least_float32
+
+
+class CriticParams(NamedTuple):
+    decoder: Any  # model.Params, or what stands for it: shardings, moments
+    head_D: Any  # [D]
+
+
+class CriticSums(NamedTuple):
+    """Statistics of trained tokens, added up over micro-batches."""
+
+    tokens: jax.Array
+    loss: jax.Array  # weighted numerator of the mini-batch's loss
+    clipped: jax.Array
+
+
+class CriticMetrics(NamedTuple):
+    sums: CriticSums
+    grad_norm: jax.Array
+    skipped: jax.Array  # int32, see TrainState
+
+
+def value_loss(
+    value_BT: jax.Array,
+    value_old_BT: jax.Array,
+    return_BT: jax.Array,
+    mask_BT: jax.Array,
+    *,
+    value_clip: float,
+) -> tuple[jax.Array, jax.Array]:
+    """(loss of each token, whether the clipped side is the larger), 0 outside the mask.
+
+        L_t = max((V_t - R_t)^2, (clip(V_t, V_old - c, V_old + c) - R_t)^2) / 2
+
+    Source: PPO2 of OpenAI baselines, as described in Engstrom et al., arXiv:2005.12729.
+    """
+    masked = lambda x_BT: jnp.where(mask_BT, at_least_float32(x_BT), 0.0)
+    value_BT, value_old_BT, return_BT = map(masked, (value_BT, value_old_BT, return_BT))
+    moved_BT = clamp(value_BT - value_old_BT, -value_clip, value_clip)
+    plain_BT = (value_BT - return_BT) ** 2
+    clipped_BT = (value_old_BT + moved_BT - return_BT) ** 2
+    # Within the clip both sides are one number, but not to the last bit.
+    beyond_BT = jnp.abs(value_BT - value_old_BT) > value_clip
+    worse_BT = beyond_BT & (clipped_BT > plain_BT)
+    return 0.5 * jnp.where(worse_BT, clipped_BT, plain_BT), worse_BT
+
+
+def row_values(
+    config: Config, params: CriticParams, rows: Rows, mesh: Mesh | None = None
+) -> jax.Array:
+    """Value before each token, float32 [B, T]; 0 for the first of a row.
+
+    Args:
+        mesh: that the parameters and rows lie on; None: one device.
+    """
+    layout = None if mesh is None else head_layout(config.model, config.mesh, mesh)
+    hidden_BTD = log_probs.row_hidden(
+        config.model, params.decoder, rows, layout, share_prompts=config.train.share_prompts
+    )
+    value_BT = jnp.einsum(
+        "BTD,D->BT",
+        hidden_BTD,
+        params.head_D.astype(hidden_BTD.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    parts = 1 if layout is None else layout.context
+    value_BT = zigzag.to_rows(value_BT, parts)
+    return log_probs.to_own_token(value_BT)
+
+
+def optimizer_config(config: Config) -> OptimizerConfig:
+    """The policy's optimiser at the critic's rate."""
+    assert config.critic is not None
+    return dataclasses.replace(
+        config.optimizer,
+        learning_rate=config.critic.learning_rate,
+        warmup_steps=config.critic.warmup_steps,
+    )
+
+
+def init_state(config: Config, params: model.Params) -> TrainState:
+    """The critic before the first update, from the parameters of the base model; jittable."""
+    copied = jax.tree.map(jnp.copy, params)
+    head_D = jnp.zeros(config.model.width, jnp.dtype(config.model.param_dtype))
+    critic = CriticParams(copied, head_D)
+    moments = make_optimizer(optimizer_config(config)).init(critic)
+    return TrainState(critic, moments, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+
+
+def state_shardings(config: Config, mesh: Mesh) -> TrainState:
+    """Where the state lies: the decoder as the policy's, the head everywhere."""
+    params = param_shardings(config.model, config.mesh, mesh)
+    everywhere = replicated(mesh)
+    critic = CriticParams(params, everywhere)
+    shapes = CriticParams(
+        model.param_shapes(config.model),
+        jax.ShapeDtypeStruct((config.model.width,), jnp.dtype(config.model.param_dtype)),
+    )
+    moments = moment_shardings(optimizer_config(config), shapes, critic, everywhere)
+    return TrainState(critic, moments, everywhere, everywhere)
+
+
+def update(
+    config: Config,
+    state: TrainState,
+    rows_MBT: Rows,
+    num_micro_batches: Array,
+    denominator: Array,
+    learning_rate: Array,
+    *,
+    mesh: Mesh | None = None,
+) -> tuple[TrainState, CriticMetrics]:
+    """One optimiser step of the critic on one mini-batch: see `train_step.update`."""
+    assert config.critic is not None
+    value_clip = config.critic.value_clip
+
+    def loss(params: CriticParams, rows: Rows) -> tuple[jax.Array, CriticSums]:
+        loss_BT, worse_BT = value_loss(
+            row_values(config, params, rows, mesh),
+            rows.value_old_BT,
+            rows.return_BT,
+            rows.mask_BT,
+            value_clip=value_clip,
+        )
+        value = jnp.sum(rows.weight_BT * loss_BT)
+        count = lambda x_BT: jnp.sum(x_BT, dtype=jnp.float32)
+        sums = CriticSums(count(rows.mask_BT), value, count(worse_BT))
+        return value, jax.lax.stop_gradient(sums)
+
+    zero = CriticSums(*(jnp.zeros((), jnp.float32) for _ in CriticSums._fields))
+    join = functools.partial(jax.tree.map, jnp.add)
+    grads, sums = summed_gradient(loss, zero, join, state.params, rows_MBT, num_micro_batches)
+    grads = jax.tree.map(lambda g: g / denominator, grads)
+    sums = sums._replace(loss=sums.loss / denominator)
+    state, grad_norm = optimizer_step(
+        optimizer_config(config), state, grads, sums.loss, learning_rate
+    )
+    return state, CriticMetrics(sums, grad_norm, state.skipped)
+
+
+def compile_update(config: Config, mesh: Mesh) -> Callable[..., tuple[TrainState, CriticMetrics]]:
+    """`update` jitted for the mesh; the state is donated."""
+    state, rows = state_shardings(config, mesh), row_sharding(mesh, batch_dim=1)
+    everywhere = replicated(mesh)
+    return jax.jit(
+        functools.partial(update, config, mesh=mesh),
+        in_shardings=(state, rows, everywhere, everywhere, everywhere),
+        out_shardings=(state, everywhere),
+        donate_argnums=0,
+    )
+
+
+def compile_values(config: Config, mesh: Mesh) -> Callable[[Any, Rows, Array], jax.Array]:
+    """(critic's params, rows [M, B, T], micro-batches used) -> values [M, B, T]."""
+    at = CriticParams(param_shardings(config.model, config.mesh, mesh), replicated(mesh))
+    return compile_map(functools.partial(row_values, config, mesh=mesh), at, mesh)

@@ -1,0 +1,396 @@
+"""One pass of training over a batch of scored groups: the update side of a rollout step.
+
+Rewards and advantages are of the whole batch; it is then cut into mini-batches, one optimiser step
+each. What needs log-probs or values of whole mini-batches is scored before a gradient is taken.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from dapo_jax.algorithms import aggregation
+from dapo_jax.algorithms.losses import COVARIANCE_LOSSES
+from dapo_jax.config import Config
+from dapo_jax.models import decoder
+from dapo_jax.models.sharding import batch_shards, row_sharding, to_host, to_mesh
+from dapo_jax.training import critic, metrics, packing
+from dapo_jax.training import step as train_step
+from dapo_jax.training.batch import (
+    estimate_advantages,
+    finished_columns,
+    kept_lengths,
+    make_samples,
+    reward_kl,
+)
+from dapo_jax.training.optimizer import learning_rate
+from dapo_jax.training.packing import take_columns
+from dapo_jax.types import Group, Rows, RunError, Samples
+from dapo_jax.utils.compilations import return_memory
+from dapo_jax.utils.precision import multiply_in
+from dapo_jax.utils.random_streams import named_generator
+
+# Rows [M, B, T] of a mini-batch on the device, and how many of the M are used.
+MAX_NONFINITE_UPDATES = 3  # skipped updates in a row that end the run
+MicroBatches = tuple[Rows, np.int32]
+# Of tokens [N], by the names of `Rows`.
+Columns = dict[str, np.ndarray]
+
+
+class RunState(NamedTuple):
+    """What the updates of a run change; saved in its checkpoints."""
+
+    policy: train_step.TrainState
+    critic: train_step.TrainState | None
+
+
+def state_shapes(config: Config) -> RunState:
+    """Shapes and dtypes of the state of a run; nothing is computed."""
+    params = decoder.param_shapes(config.model)
+    policy = jax.eval_shape(functools.partial(train_step.init_state, config), params)
+    if config.critic is None:
+        return RunState(policy, None)
+    return RunState(policy, jax.eval_shape(functools.partial(critic.init_state, config), params))
+
+
+class MiniBatch(NamedTuple):
+    """Which responses and tokens of a batch, and their rows."""
+
+    responses: slice
+    tokens: slice
+    packed: packing.Packed
+    scored: MicroBatches | None  # on the device, where something is scored before the update
+
+
+class Learner:
+    """The compiled programs of the updates.
+
+    Args:
+        detokenize: token sequences to texts.
+        say: prints a line above the progress display.
+        doing: shows what is being done, and that it goes on.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        detokenize: Callable[[Sequence[np.ndarray]], list[str]],
+        say: Callable[[str], None],
+        doing: Callable[[str], None] = lambda _: None,
+    ):
+        return_memory()
+        multiply_in(config.model.compute_dtype, mesh.devices.flat[0].platform)
+        self.config, self.mesh, self.detokenize = config, mesh, detokenize
+        self.say, self.doing = say, doing
+        self.reference: decoder.Params | None = None  # the base model, where something asks for it
+        # Jitted; see `compile`.
+        self.update: Any = train_step.compile_update(config, mesh)
+        self.score: Any = train_step.compile_scoring(config, mesh)
+        if config.critic is not None:
+            self.critic_optimizer = critic.optimizer_config(config)
+            self.values: Any = critic.compile_values(config, mesh)
+            self.update_critic: Any = critic.compile_update(config, mesh)
+        o, c = config.objective, config.correction
+        self.full_kl = o.kl_estimator == "full"
+        self.needs_reference = o.kl_coefficient > 0 or o.reward_kl_coefficient > 0
+        self.needs_reference_log_probs = o.reward_kl_coefficient > 0 or (
+            o.kl_coefficient > 0 and not self.full_kl
+        )
+        # Log-probs of a whole mini-batch at the very parameters of its gradient.
+        self.needs_current = o.loss in COVARIANCE_LOSSES or (
+            c is not None and c.policy == "current"
+        )
+        self.needs_scoring = (
+            self.needs_current
+            or self.needs_reference_log_probs
+            or config.critic is not None
+            or config.rollout.log_prob_source == "recompute"
+        )
+
+    def state_like(self) -> RunState:
+        """Shapes, dtypes and shardings of the state, for `Checkpoints.restore`."""
+        config, mesh = self.config, self.mesh
+        shardings = RunState(
+            train_step.state_shardings(config, mesh),
+            None if config.critic is None else critic.state_shardings(config, mesh),
+        )
+        return jax.tree.map(
+            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+            state_shapes(config),
+            shardings,
+        )
+
+    def compile(self) -> None:
+        """Compiles the programs that `train_on` runs on a batch; it then compiles none of them."""
+        config, t = self.config, self.config.train
+        state, rows_at = self.state_like(), row_sharding(self.mesh, batch_dim=1)
+        shape = packing.max_micro_batches(config), t.rows_per_micro_batch, t.row_tokens
+        rows = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(shape, x.dtype, sharding=rows_at),
+            packing.empty_rows(1, 1),
+        )
+        integer, real = (jax.ShapeDtypeStruct((), dtype) for dtype in (np.int32, np.float32))
+        reference = state.policy.params if self.full_kl else None
+        compiled = lambda program, *args: program.lower(*args).compile()
+        self.update = compiled(self.update, state.policy, rows, integer, real, real, reference)
+        if self.needs_scoring:
+            self.score = compiled(self.score, state.policy.params, rows, integer)
+        if state.critic is not None:
+            self.values = compiled(self.values, state.critic.params, rows, integer)
+            self.update_critic = compiled(
+                self.update_critic, state.critic, rows, integer, real, real
+            )
+
+    def init_state(self, params: decoder.Params, *, donate: bool = False) -> RunState:
+        """Returns the state of a base model.
+
+        Args:
+            donate: whether the state takes the place of the parameters, which are deleted. Else it
+                has a copy, for updates donate them.
+        """
+        config, mesh = self.config, self.mesh
+        value_model = None
+        if config.critic is not None:
+            value_model = jax.jit(
+                lambda params: critic.init_state(config, params),
+                out_shardings=critic.state_shardings(config, mesh),
+            )(params)
+        own = (lambda x: x) if donate else jnp.copy
+        policy = jax.jit(
+            lambda params: train_step.init_state(config, jax.tree.map(own, params)),
+            out_shardings=train_step.state_shardings(config, mesh),
+            donate_argnums=0 if donate else (),
+        )(params)
+        return RunState(policy, value_model)
+
+    def train_on(
+        self,
+        state: RunState,
+        groups: Sequence[Group],
+        step: int,
+        *,
+        updated_steps: int,
+        kl_coefficient: float,
+        baselines: Sequence[float] | None = None,
+    ) -> tuple[RunState, dict[str, float]]:
+        """The state after one pass over the groups in mini-batches, and the step's numbers.
+
+        A mini-batch without a trained token makes no update: momentum and weight decay alone would
+        move the parameters.
+
+        Args:
+            updated_steps: rollout steps before this one that made an update. Schedules and the
+                critic's head start advance with these.
+            kl_coefficient: of the KL in the reward, for this step.
+            baselines: reward of the greedy response to the prompt of each group, for ReMax.
+
+        Raises:
+            RunError: too many updates in a row had no finite gradient.
+        """
+        config, num_steps = self.config, self.config.train.num_steps
+        head_start = 0 if config.critic is None else config.critic.head_start_steps
+        # Steps of the policy's schedule; none of them in the critic's head start.
+        policy_step = updated_steps + 1 - head_start
+        order = np.random.default_rng([config.seed, step]).permutation(len(groups))
+        samples = make_samples(config, [groups[i] for i in order], step, self.detokenize)
+        baselines_R = None
+        if baselines is not None:
+            baselines_R = np.asarray(baselines, np.float64)[order][samples.groups_R]
+        mini_batches = self._cut(samples)
+        columns, numbers = self._score(state, samples, mini_batches)
+        numbers |= metrics.staleness_metrics(samples)
+        numbers |= self._add_advantages(samples, columns, kl_coefficient, baselines_R)
+
+        policy, value_model = state
+        rate = learning_rate(config.optimizer, max(1, policy_step), num_steps - head_start)
+        results, critic_results, kept, empty = [], [], 0, 0
+        for number, batch in enumerate(mini_batches):
+            random = named_generator("clip-cov", config.seed, step, number)
+            rows, denominator = self._finish(policy, samples, batch, columns, random)
+            tokens = int(rows.mask_BT.sum())
+            kept += tokens
+            if not tokens:
+                empty += 1
+                continue
+            on_mesh, n = self._micro_batches(rows)
+            if value_model is not None:
+                critic_rate = learning_rate(self.critic_optimizer, updated_steps + 1, num_steps)
+                value_model, result = self.update_critic(
+                    value_model, on_mesh, n, denominator, np.float32(critic_rate)
+                )
+                critic_results.append(result)
+            if policy_step > 0:
+                reference = self.reference if self.full_kl else None
+                policy, result = self.update(
+                    policy, on_mesh, n, denominator, np.float32(rate), reference
+                )
+                results.append(result)
+        self._check_skipped([*results, *critic_results], step)
+        numbers = metrics.update_metrics(results) | numbers | metrics.critic_metrics(critic_results)
+        numbers["optimizer/learning_rate"] = rate if results else 0.0
+        numbers["optimizer/empty_updates"] = empty
+        if config.correction is not None:
+            trained = max(1, int(columns["mask_BT"].sum()))
+            numbers["correction/rejected_share"] = 1 - kept / trained
+        segments = [batch.packed.rows.segments_BT for batch in mini_batches]
+        padding, places = sum((s == 0).sum() for s in segments), sum(s.size for s in segments)
+        numbers["batch/padding_share"] = float(padding / max(1, places))
+        return RunState(policy, value_model), numbers
+
+    def _cut(self, samples: Samples) -> list[MiniBatch]:
+        """The mini-batches, packed. A group's responses are neighbours, so each is a slice."""
+        P = self.config.train.prompts_per_update
+        offsets = np.concatenate([[0], np.cumsum(samples.lengths_R)])
+        num_groups = int(samples.groups_R.max(initial=-1)) + 1
+        bounds = np.searchsorted(samples.groups_R, [*range(0, num_groups, P), num_groups])
+        mini_batches = []
+        for first, last in itertools.pairwise(bounds):
+            responses, tokens = slice(first, last), slice(offsets[first], offsets[last])
+            packed = packing.pack(
+                samples.prompts[responses],
+                samples.tokens_N[tokens],
+                samples.lengths_R[responses],
+                self.config.train.row_tokens,
+                rows_per_micro_batch=self.config.train.rows_per_micro_batch,
+                shards=batch_shards(self.mesh),
+                share_prompts=self.config.train.share_prompts,
+            )
+            scored = self._micro_batches(packed.rows) if self.needs_scoring else None
+            mini_batches.append(MiniBatch(responses, tokens, packed, scored))
+        return mini_batches
+
+    def _score(
+        self, state: RunState, samples: Samples, mini_batches: Sequence[MiniBatch]
+    ) -> tuple[Columns, dict[str, float]]:
+        """What belongs to the parameters before the first update: old and reference log-probs and
+        values, as far as they are asked for; and how far the rollout's log-probs are off."""
+
+        def scored(program: Callable[..., jax.Array], params: Any) -> np.ndarray:
+            # All calls are on their way before the first result is waited for.
+            results = [program(params, *_on_device(batch)) for batch in mini_batches]
+            parts = []
+            for batch, result in zip(mini_batches, results):
+                parts.append(take_columns(batch.packed, to_host(result)))
+                self.doing(f"{len(parts)} of {len(mini_batches)} mini-batches scored")
+            return np.concatenate([np.zeros(0, np.float32), *parts])
+
+        numbers: dict[str, float] = {}
+        columns = {
+            "mask_BT": np.repeat(samples.trained_R, samples.lengths_R),
+            "lag_BT": samples.lag_N,
+            "log_prob_old_BT": samples.log_prob_N,
+        }
+        if self.config.rollout.log_prob_source == "recompute":
+            recomputed_N = scored(self.score, state.policy.params)
+            numbers = metrics.mismatch_metrics(samples, recomputed_N)
+            # Stale tokens keep the log-probs of the policy that sampled them: the ratio is to it.
+            columns["log_prob_old_BT"] = np.where(
+                samples.lag_N == 0, recomputed_N, samples.log_prob_N
+            )
+        if self.needs_reference_log_probs:
+            columns["log_prob_ref_BT"] = scored(self.score, self.reference)
+        if state.critic is not None:
+            columns["value_old_BT"] = scored(self.values, state.critic.params)
+        return columns, numbers
+
+    def _add_advantages(
+        self,
+        samples: Samples,
+        columns: Columns,
+        kl_coefficient: float,
+        baselines_R: np.ndarray | None,
+    ) -> dict[str, float]:
+        """Adds advantages, and returns where there is a critic, to the columns; their numbers."""
+        numbers: dict[str, float] = {}
+        kl_penalty_N = None
+        estimator = self.config.objective.reward_kl_estimator
+        if estimator is not None:
+            kl_N = reward_kl(
+                columns["log_prob_old_BT"], columns["log_prob_ref_BT"], estimator=estimator
+            )
+            # Also of responses that are not trained but count in the baseline of their group.
+            counted_N = np.repeat(samples.trained_R | samples.counted_R, samples.lengths_R)
+            kl_N = np.where(counted_N, kl_N, 0.0)
+            trained_N = columns["mask_BT"]
+            numbers["reward/kl"] = float(kl_N[trained_N].sum() / max(1, trained_N.sum()))
+            numbers["reward/kl_coefficient"] = kl_coefficient
+            kl_penalty_N = kl_coefficient * kl_N
+        advantages = estimate_advantages(
+            self.config,
+            samples,
+            kl_penalty_N=kl_penalty_N,
+            values_N=columns.get("value_old_BT"),
+            baselines_R=baselines_R,
+        )
+        columns["advantage_BT"] = advantages.advantage_N
+        if advantages.return_N is not None:
+            columns["return_BT"] = advantages.return_N
+        return numbers | metrics.advantage_metrics(columns)
+
+    def _finish(
+        self,
+        policy: train_step.TrainState,
+        samples: Samples,
+        batch: MiniBatch,
+        columns: Columns,
+        random: np.random.Generator,
+    ) -> tuple[Rows, np.float32]:
+        """The rows of a mini-batch with everything its update reads, and its denominator."""
+        lengths_R = samples.lengths_R[batch.responses]
+        current_N = None
+        if self.needs_current:
+            current = self.score(policy.params, *_on_device(batch))
+            current_N = take_columns(batch.packed, to_host(current))
+            self.doing("updating, each mini-batch scored first")
+        mine = finished_columns(
+            self.config,
+            {name: column[batch.tokens] for name, column in columns.items()},
+            lengths_R,
+            samples.log_prob_N[batch.tokens],
+            current_N=current_N,
+            priority_N=random.random(int(lengths_R.sum())),
+        )
+        weights = aggregation.aggregate(
+            kept_lengths(mine["mask_BT"], lengths_R),
+            samples.groups_R[batch.responses],
+            aggregation=self.config.objective.aggregation,
+            max_response_tokens=self.config.rollout.max_response_tokens,
+        )
+        mine["weight_BT"] = mine["mask_BT"] * np.repeat(weights.numerator_R, lengths_R)
+        return packing.fill(batch.packed, **mine), np.float32(weights.denominator)
+
+    def _micro_batches(self, rows: Rows) -> MicroBatches:
+        B = self.config.train.rows_per_micro_batch
+        stacked = packing.to_micro_batches(
+            rows, rows_per_micro_batch=B, num_micro_batches=packing.max_micro_batches(self.config)
+        )
+        used = packing.used_micro_batches(len(rows.tokens_BT), B)
+        on_mesh = to_mesh(stacked, row_sharding(self.mesh, batch_dim=1))
+        return on_mesh, np.int32(used)
+
+    def _check_skipped(self, results: Sequence[Any], step: int) -> None:
+        in_a_row = 0
+        for number, result in enumerate(results, 1):
+            in_a_row = max(in_a_row, int(result.skipped))  # waits for this update
+            self.doing(f"step {step}: {number} of {len(results)} updates made")
+        if in_a_row >= MAX_NONFINITE_UPDATES:
+            raise RunError(
+                f"The gradient was not finite in {in_a_row} updates in a row, at step {step} "
+                f"({MAX_NONFINITE_UPDATES} are too many). The parameters were left as "
+                "they were and the checkpoints before this step are intact. A lower "
+                "config.optimizer.learning_rate, or float32 in config.model.compute_dtype, is the "
+                "usual remedy."
+            )
+        if in_a_row:
+            self.say(f"  warning: non-finite gradient, {in_a_row} update(s) skipped at step {step}")
+
+
+def _on_device(batch: MiniBatch) -> MicroBatches:
+    assert batch.scored is not None
+    return batch.scored

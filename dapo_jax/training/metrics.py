@@ -1,0 +1,127 @@
+"""The numbers of a step's updates. docs/metrics.md says what each means."""
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+
+from dapo_jax.algorithms import importance_correction
+from dapo_jax.training.critic import CriticMetrics
+from dapo_jax.training.step import UpdateMetrics
+from dapo_jax.types import Samples
+
+
+def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, float]:
+    """Statistics over the trained tokens of all mini-batches of a step.
+
+    A skipped update is counted and left out of the means.
+    """
+    updates = jax.device_get(list(updates))
+    taken = [u for u in updates if not u.skipped]
+    metrics: dict[str, float] = {
+        "optimizer/updates": len(taken),
+        "optimizer/skipped_updates": len(updates) - len(taken),
+    }
+    if not taken:
+        return metrics
+    total = jax.tree.map(lambda *x: float(np.sum(x, dtype=np.float64)), *[u.sums for u in taken])
+    most = jax.tree.map(lambda *x: float(np.max(x)), *[u.extremes for u in taken])
+    tokens = max(total.tokens, 1.0)
+    metrics |= {
+        "policy/loss": total.loss / len(taken),
+        "policy/entropy": total.entropy / tokens,
+        "policy/token_prob": total.token_prob / tokens,
+        "policy/clip_high_share": total.clip_high / tokens,
+        "policy/clip_low_share": total.clip_low / tokens,
+        "policy/clip_dual_share": total.clip_dual / tokens,
+        "policy/kl_old": total.kl_old / tokens,
+        "policy/kl_ref": total.kl_ref / tokens,
+        "optimizer/grad_norm": float(np.mean([u.grad_norm for u in taken])),
+        "batch/tokens_trained": total.tokens,
+    }
+    if total.tokens > 0:
+        metrics |= {
+            "policy/ratio_max": most.ratio_max,
+            "policy/ratio_min": -most.minus_ratio_min,
+        }
+    # Only the first mini-batch meets the very parameters that drew its tokens.
+    first = updates[0]
+    if not first.skipped and first.sums.gap_tokens > 0:
+        metrics["rollout/log_prob_gap_mean"] = float(first.sums.gap / first.sums.gap_tokens)
+        metrics["rollout/log_prob_gap_max"] = float(first.extremes.gap_max)
+    return metrics
+
+
+def made_an_update(numbers: Mapping[str, float]) -> bool:
+    """Whether policy or critic were updated in the step of these numbers."""
+    return numbers.get("optimizer/updates", 0) > 0 or "critic/loss" in numbers
+
+
+def advantage_metrics(columns: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Advantages of trained tokens, and with a critic how well it foresees the returns.
+
+    Args:
+        columns: of tokens [N], by the names of `Rows`.
+    """
+    mask_N = columns["mask_BT"]
+    if not mask_N.any():
+        return {}
+    advantage_N = columns["advantage_BT"][mask_N]
+    numbers = {
+        "advantage/mean": float(advantage_N.mean()),
+        "advantage/max": float(advantage_N.max()),
+        "advantage/min": float(advantage_N.min()),
+    }
+    if "return_BT" in columns:
+        return_N = columns["return_BT"][mask_N].astype(np.float64)
+        value_N = columns["value_old_BT"][mask_N].astype(np.float64)
+        numbers["critic/value_mean"] = float(value_N.mean())
+        numbers["critic/return_mean"] = float(return_N.mean())
+        numbers["critic/explained_variance"] = explained_variance(value_N, return_N)
+    return numbers
+
+
+def explained_variance(value_N: np.ndarray, return_N: np.ndarray) -> float:
+    """1 - var(return - value) / var(return); 0 where returns do not vary."""
+    variance = float(np.var(return_N, ddof=1)) if len(return_N) > 1 else 0.0
+    return 1.0 - float(np.var(return_N - value_N, ddof=1)) / variance if variance > 0 else 0.0
+
+
+def critic_metrics(updates: Sequence[CriticMetrics]) -> dict[str, float]:
+    """Statistics of the critic over the trained tokens of all mini-batches; {} without any."""
+    updates = jax.device_get(list(updates))
+    taken = [u for u in updates if not u.skipped]
+    if not taken:
+        return {}
+    tokens = max(1.0, float(sum(u.sums.tokens for u in taken)))
+    return {
+        "critic/loss": float(np.mean([u.sums.loss for u in taken])),
+        "critic/clip_share": float(sum(u.sums.clipped for u in taken)) / tokens,
+        "critic/grad_norm": float(np.mean([u.grad_norm for u in taken])),
+    }
+
+
+def staleness_metrics(samples: Samples) -> dict[str, float]:
+    """How much of what is trained an earlier step's policy sampled, and how long ago. These tokens
+    keep the log-probs of that policy, and are in none of `mismatch_metrics`."""
+    stale_N = samples.lag_N[np.repeat(samples.trained_R, samples.lengths_R)]
+    return {
+        "batch/stale_share": float((stale_N > 0).mean()) if len(stale_N) else 0.0,
+        "batch/staleness_max": int(stale_N.max(initial=0)),
+    }
+
+
+def mismatch_metrics(samples: Samples, log_prob_old_N: np.ndarray) -> dict[str, float]:
+    """How far the training program's log-probs are from the rollout's, for the same parameters:
+    trained tokens drawn in this very step."""
+    fresh_N = np.repeat(samples.trained_R, samples.lengths_R) & (samples.lag_N == 0)
+    if not fresh_N.any():
+        return {}
+    ours_N, theirs_N = log_prob_old_N[fresh_N], samples.log_prob_N[fresh_N]
+    gap_N = np.abs(ours_N - theirs_N)
+    fresh_R = np.bincount(samples.response_N[fresh_N], minlength=len(samples.lengths_R))
+    numbers = importance_correction.mismatch(ours_N, theirs_N, fresh_R)
+    return {
+        "rollout/log_prob_gap_mean": float(gap_N.mean()),
+        "rollout/log_prob_gap_max": float(gap_N.max()),
+    } | {f"mismatch/{name}": value for name, value in numbers.items()}

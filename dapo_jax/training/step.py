@@ -1,0 +1,320 @@
+"""The update: a pure function of state and rows, compiled once.
+
+Gradients of all micro-batches of a mini-batch are summed, then divided once by the denominator of
+the whole mini-batch (`algorithms.aggregation`), so the gradient does not depend on how the batch
+was cut into micro-batches, packed into rows or laid over devices.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from dapo_jax.algorithms import losses, surrogate
+from dapo_jax.config import Config, OptimizerConfig
+from dapo_jax.models import decoder, log_probs
+from dapo_jax.models.sharding import (
+    HeadLayout,
+    head_layout,
+    param_shardings,
+    replicated,
+    row_sharding,
+)
+from dapo_jax.training.optimizer import make_optimizer, moment_shardings, step
+from dapo_jax.types import Array, Rows
+from dapo_jax.utils.precision import sum_dtype
+
+
+class TrainState(NamedTuple):
+    """What an update changes."""
+
+    params: Any  # model.Params, or a critic's
+    moments: Any  # optax state
+    updates: Array  # int32, optimiser steps taken
+    skipped: Array  # int32, updates in a row that were skipped for a non-finite gradient
+
+
+class Sums(NamedTuple):
+    """Statistics of trained tokens, added up over micro-batches; the host divides."""
+
+    tokens: jax.Array
+    loss: jax.Array  # weighted numerator of the mini-batch's loss
+    entropy: jax.Array
+    token_prob: jax.Array
+    clip_high: jax.Array
+    clip_low: jax.Array
+    clip_dual: jax.Array
+    kl_old: jax.Array  # k3 estimate of KL(old || current), old the policy that anchors the ratio
+    kl_ref: jax.Array
+    gap: jax.Array  # |log-prob here - log-prob from the rollout| where lag is 0
+    gap_tokens: jax.Array
+
+
+class Extremes(NamedTuple):
+    """Largest values over trained tokens (ratio_min as its negative)."""
+
+    ratio_max: jax.Array
+    minus_ratio_min: jax.Array
+    gap_max: jax.Array
+
+
+class UpdateMetrics(NamedTuple):
+    sums: Sums
+    extremes: Extremes
+    grad_norm: jax.Array
+    skipped: jax.Array  # int32, see TrainState
+
+
+def init_state(config: Config, params: decoder.Params) -> TrainState:
+    """The state before the first update; jittable."""
+    # Two arrays, not one twice: the state is donated, and a buffer can be donated once.
+    zero = lambda: jnp.zeros((), jnp.int32)
+    return TrainState(params, make_optimizer(config.optimizer).init(params), zero(), zero())
+
+
+def state_shardings(config: Config, mesh: Mesh) -> TrainState:
+    """Where the state lies: see `optimizer.moment_shardings`."""
+    params = param_shardings(config.model, config.mesh, mesh)
+    shapes, everywhere = decoder.param_shapes(config.model), replicated(mesh)
+    moments = moment_shardings(config.optimizer, shapes, params, everywhere)
+    return TrainState(params, moments, everywhere, everywhere)
+
+
+def loss_and_sums(
+    config: Config,
+    params: decoder.Params,
+    rows: Rows,
+    reference: decoder.Params | None = None,
+    mesh: Mesh | None = None,
+) -> tuple[jax.Array, tuple[Sums, Extremes]]:
+    """Numerator of the loss of one micro-batch.
+
+        sum_t w_t (-c_t J_t + kl_coefficient KL_t - entropy_coefficient H_t)
+
+    with c the correction of the rollout.
+
+    Args:
+        reference: parameters of the reference, where the KL is over the whole vocabulary.
+        mesh: that the parameters and rows lie on; None: one device.
+    """
+    o, mask_BT = config.objective, rows.mask_BT
+    statistics = log_probs.row_statistics(
+        config.model,
+        params,
+        rows,
+        temperature=config.rollout.temperature,
+        reference=reference,
+        layout=_head_layout(config, mesh),
+        share_prompts=config.train.share_prompts,
+    )
+    log_prob_BT, entropy_BT = statistics.log_prob_BT, statistics.entropy_BT
+    method = losses.LOSSES[o.loss]
+    chosen = (rows.selected_BT,) if method.selects else ()
+    terms = method.function(
+        log_prob_BT,
+        rows.log_prob_old_BT,
+        rows.advantage_BT,
+        mask_BT,
+        rows.segments_BT,
+        *chosen,
+        **method.keywords(o),
+    )
+    loss_BT = -rows.correction_BT * terms.objective_BT
+    kl_ref_BT = jnp.zeros_like(loss_BT)
+    if o.kl_estimator == "full":
+        kl_ref_BT = jnp.where(mask_BT, statistics.kl_BT, 0.0)
+    elif o.kl_estimator is not None:
+        kl_ref_BT = surrogate.kl_estimate(
+            log_prob_BT, rows.log_prob_ref_BT, mask_BT, estimator=o.kl_estimator
+        )
+    loss_BT = loss_BT + o.kl_coefficient * kl_ref_BT
+    if o.entropy_coefficient > 0:
+        loss_BT = loss_BT - o.entropy_coefficient * jnp.where(mask_BT, entropy_BT, 0.0)
+    loss = jnp.sum(rows.weight_BT * loss_BT)
+
+    no_BT = jnp.zeros_like(mask_BT)
+    fresh_BT = mask_BT & (rows.lag_BT == 0)
+    gap_BT = jnp.where(fresh_BT, jnp.abs(log_prob_BT - rows.log_prob_old_BT), 0.0)
+    count = lambda x_BT: jnp.sum(jnp.where(mask_BT, x_BT.astype(jnp.float32), 0.0))
+    sums = Sums(
+        tokens=count(mask_BT),
+        loss=loss,
+        entropy=count(entropy_BT),
+        token_prob=count(jnp.exp(log_prob_BT)),
+        clip_high=count(terms.clipped_high_BT),
+        clip_low=count(terms.clipped_low_BT),
+        clip_dual=count(no_BT if terms.clipped_dual_BT is None else terms.clipped_dual_BT),
+        # In this order: the tokens are the old policy's.
+        kl_old=count(
+            surrogate.kl_estimate(rows.log_prob_old_BT, log_prob_BT, mask_BT, estimator="k3")
+        ),
+        kl_ref=count(kl_ref_BT),
+        gap=jnp.sum(gap_BT),
+        gap_tokens=jnp.sum(fresh_BT, dtype=jnp.float32),
+    )
+    extremes = Extremes(
+        ratio_max=jnp.max(jnp.where(mask_BT, terms.ratio_BT, -jnp.inf)),
+        minus_ratio_min=jnp.max(jnp.where(mask_BT, -terms.ratio_BT, -jnp.inf)),
+        gap_max=jnp.max(gap_BT),
+    )
+    statistics = jax.tree.map(lambda x: x.astype(jnp.float32), (sums, extremes))
+    return loss, jax.lax.stop_gradient(statistics)
+
+
+def _head_layout(config: Config, mesh: Mesh | None) -> HeadLayout | None:
+    return None if mesh is None else head_layout(config.model, config.mesh, mesh)
+
+
+def summed_gradient(
+    loss: Callable[[Any, Rows], tuple[jax.Array, Any]],
+    zero: Any,
+    join: Callable[[Any, Any], Any],
+    params: Any,
+    rows_MBT: Rows,
+    num_micro_batches: Array,
+) -> tuple[Any, Any]:
+    """(gradient, joined statistics) of a loss summed over micro-batches, one at a time.
+
+    Args:
+        loss: (params, rows [B, T]) -> (scalar, statistics).
+        zero: the statistics of nothing.
+        join: adds the statistics of a micro-batch to those before it.
+        rows_MBT: micro-batches [M, B, T]; those from `num_micro_batches` on are not computed, so
+            that one program serves every amount of data.
+    """
+    value_and_grad = jax.value_and_grad(loss, has_aux=True)
+
+    def add(m: jax.Array, carry: Any) -> Any:
+        grads, statistics = carry
+        rows = Rows(*(jax.lax.dynamic_index_in_dim(x, m, keepdims=False) for x in rows_MBT))
+        (_, more), more_grads = value_and_grad(params, rows)
+        grads = jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, more_grads)
+        return grads, join(statistics, more)
+
+    grads = jax.tree.map(lambda p: jnp.zeros(p.shape, sum_dtype(p)), params)
+    return jax.lax.fori_loop(0, num_micro_batches, add, (grads, zero))
+
+
+def gradient(
+    config: Config,
+    params: decoder.Params,
+    rows_MBT: Rows,
+    num_micro_batches: Array,
+    denominator: Array,
+    reference: decoder.Params | None = None,
+    mesh: Mesh | None = None,
+) -> tuple[decoder.Params, Sums, Extremes]:
+    """Gradient of the mini-batch loss and its statistics.
+
+    Args:
+        rows_MBT, num_micro_batches: see `summed_gradient`.
+        denominator: W of the mini-batch, see `aggregation`.
+        reference, mesh: see `loss_and_sums`.
+    """
+    zero = (
+        Sums(*(jnp.zeros((), jnp.float32) for _ in Sums._fields)),
+        Extremes(*(jnp.full((), -jnp.inf, jnp.float32) for _ in Extremes._fields)),
+    )
+
+    def join(a: tuple[Sums, Extremes], b: tuple[Sums, Extremes]) -> tuple[Sums, Extremes]:
+        return jax.tree.map(jnp.add, a[0], b[0]), jax.tree.map(jnp.maximum, a[1], b[1])
+
+    grads, (sums, extremes) = summed_gradient(
+        lambda params, rows: loss_and_sums(config, params, rows, reference, mesh),
+        zero,
+        join,
+        params,
+        rows_MBT,
+        num_micro_batches,
+    )
+    grads = jax.tree.map(lambda g: g / denominator, grads)
+    return grads, sums._replace(loss=sums.loss / denominator), extremes
+
+
+def optimizer_step(
+    config: OptimizerConfig, state: TrainState, grads: Any, loss: Array, learning_rate: Array
+) -> tuple[TrainState, jax.Array]:
+    """(state after one AdamW step, gradient norm). A loss or gradient that is not finite only
+    counts itself."""
+    grad_norm = optax.tree.norm(grads)
+    finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
+    params, moments = step(config, state.params, state.moments, grads, learning_rate, finite)
+    updates = state.updates + finite.astype(jnp.int32)
+    skipped = jnp.where(finite, 0, state.skipped + 1)
+    return TrainState(params, moments, updates, skipped), grad_norm
+
+
+def update(
+    config: Config,
+    state: TrainState,
+    rows_MBT: Rows,
+    num_micro_batches: Array,
+    denominator: Array,
+    learning_rate: Array,
+    reference: decoder.Params | None = None,
+    *,
+    mesh: Mesh | None = None,
+) -> tuple[TrainState, UpdateMetrics]:
+    """One optimiser step on one mini-batch: see `gradient`."""
+    grads, sums, extremes = gradient(
+        config, state.params, rows_MBT, num_micro_batches, denominator, reference, mesh
+    )
+    state, grad_norm = optimizer_step(config.optimizer, state, grads, sums.loss, learning_rate)
+    return state, UpdateMetrics(sums, extremes, grad_norm, state.skipped)
+
+
+def compile_update(config: Config, mesh: Mesh) -> Callable[..., tuple[TrainState, UpdateMetrics]]:
+    """`update` jitted for the mesh; the state is donated. `reference` is given where the KL is over
+    the whole vocabulary, and None elsewhere."""
+    state, rows = state_shardings(config, mesh), row_sharding(mesh, batch_dim=1)
+    reference = state.params if config.objective.kl_estimator == "full" else None
+    everywhere = replicated(mesh)
+    return jax.jit(
+        functools.partial(update, config, mesh=mesh),
+        in_shardings=(state, rows, everywhere, everywhere, everywhere, reference),
+        out_shardings=(state, everywhere),
+        donate_argnums=0,
+    )
+
+
+def compile_scoring(
+    config: Config, mesh: Mesh
+) -> Callable[[decoder.Params, Rows, Array], jax.Array]:
+    """(params, rows [M, B, T], micro-batches used) -> log-probs [M, B, T], jitted for the mesh.
+
+    Serves whatever needs the log-probs of whole mini-batches before a gradient is taken.
+    """
+
+    def log_prob(params: decoder.Params, rows: Rows) -> jax.Array:
+        return log_probs.row_statistics(
+            config.model,
+            params,
+            rows,
+            temperature=config.rollout.temperature,
+            layout=_head_layout(config, mesh),
+            share_prompts=config.train.share_prompts,
+        ).log_prob_BT
+
+    params = param_shardings(config.model, config.mesh, mesh)
+    return compile_map(log_prob, params, mesh)
+
+
+def compile_map(
+    function: Callable[[Any, Rows], jax.Array], param_at: Any, mesh: Mesh
+) -> Callable[[Any, Rows, Array], jax.Array]:
+    """(params, rows [M, B, T], micro-batches used) -> function of each micro-batch [M, B, T]."""
+
+    def every(params: Any, rows_MBT: Rows, num_micro_batches: Array) -> jax.Array:
+        def one(m: jax.Array, out_MBT: jax.Array) -> jax.Array:
+            rows = Rows(*(jax.lax.dynamic_index_in_dim(x, m, keepdims=False) for x in rows_MBT))
+            return out_MBT.at[m].set(function(params, rows))
+
+        zeros_MBT = jnp.zeros(rows_MBT.tokens_BT.shape, jnp.float32)
+        return jax.lax.fori_loop(0, num_micro_batches, one, zeros_MBT)
+
+    rows = row_sharding(mesh, batch_dim=1)
+    return jax.jit(every, in_shardings=(param_at, rows, replicated(mesh)), out_shardings=rows)
