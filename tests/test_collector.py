@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -211,7 +212,8 @@ class Waiting:
 
     def __init__(self, monkeypatch, *, told_every, last=10_000):
         monkeypatch.setattr(work_queue, "LOOK_SECONDS", 0.0)
-        monkeypatch.setattr(collector.time, "sleep", self.sleep)
+        clock = SimpleNamespace(sleep=self.sleep, monotonic=time.monotonic)
+        monkeypatch.setattr(collector, "time", clock)
         self.now, self.told_every, self.last = 0, told_every, last
         store = Store()
         self.prompts = open_queue(

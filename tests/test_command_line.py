@@ -158,10 +158,10 @@ def test_what_a_config_file_raises_is_told_with_its_traceback(capsys, tmp_path):
     assert "Traceback" in err and "in helper" in err and "command_line.py" not in err
 
 
-def test_the_config_file_that_the_readme_shows(capsys, tmp_path):
-    readme = (ROOT / "README.md").read_text()
+def test_the_config_file_that_the_docs_show(capsys, tmp_path):
+    page = (ROOT / "docs" / "config.md").read_text()
     found = re.search(
-        r"(?<=\n\n)( {6}from configs import tiny_dapo\n.*?return config\n)", readme, re.DOTALL
+        r"(?<=\n\n)( {4}from configs import tiny_dapo\n.*?return config\n)", page, re.DOTALL
     )
     assert found
     (tmp_path / "mine.py").write_text(textwrap.dedent(found[1]))
@@ -529,7 +529,7 @@ def test_grpo_is_dapo_without_its_techniques():
         (OSError(errno.EIO, "Input/output error"), 75),
         (OSError(errno.ESTALE, "Stale file handle"), 75),
         (FileNotFoundError(errno.ENOENT, "No such file"), 1),
-        (OSError(errno.ENOSPC, "No space left on device"), 1),
+        (OSError(errno.ENOSPC, "the disk is full"), 1),
         (RunError("the gradient was not finite"), 1),
         (CheckpointError("checkpoint 3 could not be written", restart=True), 75),
         (CheckpointError("the disk is full"), 1),

@@ -355,6 +355,7 @@ def test_recomputed_log_probs_reference_filter_and_stop_strings(tmp_path, home):
         "objective__kl_estimator": "k3",
         "objective__overlong_filter": True,
         "rollout__stop_strings": (" wait",),
+        "pretrain__share_ramble": 1.0,
         "train__num_steps": 3,
     }
     run(tmp_path / "run", home, **RUN | WITHOUT_FILTERS | switches)

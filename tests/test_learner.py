@@ -71,7 +71,9 @@ def test_a_head_start_of_the_critic_uses_up_none_of_the_policys_warm_up():
 def test_where_the_schedules_are_is_saved_with_the_run():
     from dapo_jax.rollout.dynamic_sampling import SamplingState
 
-    host = HostState({"a": 1}, SamplingState(), 0.1, 0.2, 0.3, 4.0, updated_steps=5)
+    host = HostState(
+        {"a": 1}, SamplingState(), 0.1, 0.2, 0.3, 4.0, updated_steps=5, base_seconds=6.0
+    )
     assert HostState.from_json(host.to_json()) == host
 
 

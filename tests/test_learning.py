@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dapo_jax.drawing import Drawing
 
 from dapo_jax.models import decoder
+from dapo_jax.rollout.collector import RolloutCollector
 from dapo_jax.train import train
 from dapo_jax.training.learner import Learner
 from tests.conftest import ROOT
@@ -72,17 +72,18 @@ def test_the_update_does_not_hold_the_rollouts_copy(tmp_path, cache_home, monkey
     )
     shape = decoder.param_shapes(config.model)["embed"].shape
     copies = lambda: sum((x.shape, x.dtype) == (shape, jnp.bfloat16) for x in jax.live_arrays())
-    draw, train_on, seen = Drawing.draw, Learner.train_on, []
+    groups, train_on, seen = RolloutCollector.groups, Learner.train_on, []
 
-    def drawing(*arguments):
-        seen.append(copies())
-        return draw(*arguments)
+    def generating(*arguments, **more):
+        if "step" in more:  # not an evaluation
+            seen.append(copies())
+        return groups(*arguments, **more)
 
     def training(*arguments, **more):
         seen.append(copies())
         return train_on(*arguments, **more)
 
-    monkeypatch.setattr(Drawing, "draw", drawing)
+    monkeypatch.setattr(RolloutCollector, "groups", generating)
     monkeypatch.setattr(Learner, "train_on", training)
     assert train(config, tmp_path / "run") is None
     assert seen == [1, 0]

@@ -263,7 +263,7 @@ def test_search_goes_on_until_enough_fit(monkeypatch, most):
         ([], "--topology is needed"),
         (
             ["--topology=v5p:4x4x4", "--program=sing"],
-            "--program must be one of train, old_logprobs, weights, decode, prefill, all; got ",
+            "--program must be one of train, old_logprobs, weights, decode, .*; got 'sing'",
         ),
         (["--topology=v9:1"], r"--topology=v9:1 is not known. Known are .*v5p:4x4x4.*local"),
         (["--topology=local"], r"config.mesh .*does not fit 8 device"),

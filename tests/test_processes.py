@@ -92,7 +92,6 @@ def test_what_is_gathered_has_the_numbers_of_the_devices(home, tmp_path):
         assert found["index"] == index and found["keeper"] == 1
         assert found["agreed"] == [0, 1]
         assert found["shared"] == [[0, 1], [1, 300_000]], "by index, neither cut nor permuted"
-        assert found["collected"] == ["a", "b", "c"]
         assert found["own"] == [index] * 2
 
 
@@ -103,14 +102,11 @@ if __name__ == "__main__":
     import json
     import jax
     from dapo_jax import processes
-    from dapo_jax.distributed.replica import Team
-    group = processes.start(sys.argv[1], 2, int(sys.argv[2]), 60)
+        group = processes.start(sys.argv[1], 2, int(sys.argv[2]), 60)
     big = group.share([group.index] * (1 if group.index == 0 else 300_000))
-    team = Team(group)
     print(json.dumps({
         "index": group.index, "keeper": group.keeper, "agreed": group.agree(group.index),
         "shared": [[row[0], len(row)] for row in big],
-        "collected": team.collect(team.deal(["a", "b", "c"])),
         "own": [d.process_index for d in jax.local_devices()],
     }))
     group.leave(0)

@@ -134,7 +134,8 @@ def segments_of(rows):
 def test_a_group_of_equal_rewards_has_no_gradient(name):
     """All but the two whose objective has a term beside the advantage. Where the old log-probs of a
     response make no difference, its policy term has no gradient."""
-    config = tiny_config(**configured(name), **MICRO)
+    # All of a step in one update, as a loss without a ratio asks for.
+    config = tiny_config(**configured(name), **MICRO, train__prompts_per_update=4)
     params, (samples, lengths_R, columns) = make_params(config), make_batch()
     # Without the tokens far off their old policy, in whose gradient all others would drown.
     columns["log_prob_old_BT"] = np.clip(columns["log_prob_old_BT"], -3.6, -3.3)

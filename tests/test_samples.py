@@ -155,7 +155,7 @@ def test_every_group_that_is_accepted_has_a_gradient(overlong_filter, in_baselin
 
 def test_a_fault_of_the_scorer_says_nothing_of_its_prompt():
     """15 right and a timeout: nothing to learn. With a wrong one, the mean is over 15."""
-    config = tiny_config(rollout__group_size=16, objective__normalise_std=False)
+    config = tiny_config(rollout__group_size=16, objective__advantage_args={"normalise_std": False})
     group = make_group([True] * 15 + [False])
     fault = group.verdicts[-1]._replace(note="timeout")
     faulty = group._replace(verdicts=(*group.verdicts[:-1], fault))

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from dapo_jax.rollout.dynamic_sampling import SamplingState, next_share
+from dapo_jax.rollout.dynamic_sampling import SamplingState, next_rate
 from dapo_jax.tools.plan import chips, estimate, many_hosts, simulation, workload
 from dapo_jax.tools.plan.many_hosts import Asked
 from dapo_jax.tools.plan.simulation import Setting
@@ -187,7 +187,7 @@ def saved_run(place, records, tried=2, step=1, seconds=8.0):
 
 def test_lengths_and_verdicts_of_a_run(tmp_path, capsys):
     records = [
-        {"step": 1, "length": 4 + i, "correct": i in (0, 5)} for i in range(2 * 8)
+        {"step": 1, "length": 4 + i % 8, "correct": i in (0, 5)} for i in range(2 * 8)
     ]  # two groups of the tiny config
     place = saved_run(tmp_path, records)
     arguments = [
@@ -197,7 +197,8 @@ def test_lengths_and_verdicts_of_a_run(tmp_path, capsys):
     ]  # fmt: skip
     assert main(["program", *arguments]) == 0
     found = json.loads(capsys.readouterr().out)["measured"]
-    # The first group suffices, 11 tokens of a tenth of a second each; it takes two calls of eight.
+    # A new run claims both prompts, side by side. The first group suffices: 11 tokens of a tenth of
+    # a second each, in two calls of eight.
     assert found["seconds"] == [8.0] and found["predicted_seconds"][0] == pytest.approx(
         1.1, abs=0.01
     )
@@ -214,7 +215,7 @@ def test_calls_take_as_long_as_in_another_run(tmp_path, capsys):
         return [{"step": step, "length": n, "correct": i in (0, 5)} for i, n in enumerate(lengths)]
 
     for step, seconds in enumerate((2.2, 2.2, 30.0), 1):
-        saved_run(tmp_path / "known", records(step, range(4, 20)), step=step, seconds=seconds)
+        saved_run(tmp_path / "known", records(step, [*range(4, 12)] * 2), step=step, seconds=seconds)
     saved_run(tmp_path / "asked", records(1, [3] * 16))
     arguments = [
         "--config=configs/tiny_dapo.py", "--simulate_hosts=1", f"--lengths_from={tmp_path}/asked",
@@ -247,7 +248,7 @@ def test_a_simulation_begins_as_a_run_begins():
     share = SamplingState().informative_rate
     for one in found:
         assert one.share == share
-        share = next_share(share, len(one.batch), one.tried)
+        share = next_rate(share, len(one.batch), one.tried)
     assert found[2].share != found[1].share != found[0].share
 
 

@@ -136,7 +136,7 @@ def test_the_first_update_compiles_no_program_of_the_updates(tmp_path, settings,
         return result
 
     monkeypatch.setattr(Learner, "train_on", train_on)
-    short = {"pretrain__num_steps": 2, "pretrain__warmup_steps": 1, "train__num_steps": 1}
+    short = {"pretrain__num_steps": 2, "train__num_steps": 1}
     everything = {"dynamic_sampling__enabled": False, "reward__workers": 1}
     train.train(tiny_config(**short, **everything, **settings), tmp_path / "run")
     assert "seen" in compiled

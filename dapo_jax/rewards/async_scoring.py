@@ -51,6 +51,11 @@ class GroupScoring:
         """Yields each group whose last verdict has arrived, with the number of its prompt."""
         if self.waiting:
             self._send()
+        if self.pending:
+            self.telemetry.waiting_for(
+                f"reward workers: {self.num_scored} of {self.num_submitted} verdicts there, "
+                f"{len(self.problems)} prompts"
+            )
         left = []
         for places, pending in self.pending:
             if not self.pool.ready(pending):
@@ -62,11 +67,6 @@ class GroupScoring:
             self.num_scored += len(places)
             self.telemetry.moved()
         self.pending = left
-        if left:
-            self.telemetry.waiting_for(
-                f"reward workers: {self.num_scored} of {self.num_submitted} verdicts there, "
-                f"{len(self.problems)} prompts"
-            )
         done = [n for n, verdicts in self.verdicts.items() if len(verdicts) == self.group_size]
         for number in done:
             responses, verdicts = self.responses.pop(number), self.verdicts.pop(number)

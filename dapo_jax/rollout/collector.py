@@ -32,7 +32,7 @@ class Turn(NamedTuple):
     generating: bool  # False: everything is generated, outcomes are awaited
     groups: list[tuple[int, Group]]  # completed in this process: (number of the prompt, group)
     outcomes: list[Outcome]  # resolved, in prompt order
-    idle: bool  # nothing to generate or to read in this iteration
+    idle: bool  # nothing happened in this iteration
 
 
 class RolloutCollector:
@@ -153,8 +153,9 @@ class RolloutCollector:
                     self.telemetry.moved()
                 if generated is None:
                     self.telemetry.waiting_for(f"the verdict on prompt {prompts.num_resolved}")
-                generating = generated is not None
-                yield Turn(generating, groups, outcomes, generated is None or generated.idle)
+                waits = generated is None or generated.idle
+                idle = waits and not groups and not outcomes
+                yield Turn(generated is not None, groups, outcomes, idle)
         finally:
             if leader:
                 self.stats += loop.stats

@@ -397,7 +397,10 @@ def restore_part(
     directory = place(directory)
     if not directory.is_dir():
         raise UserError(f"{directory}: there are no checkpoints.")
-    with ocp.CheckpointManager(directory, options=options, item_names=names) as manager:
+    with (
+        _without_tracebacks(),
+        ocp.CheckpointManager(directory, options=options, item_names=names) as manager,
+    ):
         steps = sorted(manager.all_steps())
         if not steps or (step is not None and step not in steps):
             raise UserError(
