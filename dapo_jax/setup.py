@@ -10,8 +10,8 @@ from dapo_jax.config import Config
 from dapo_jax.data.dataset import load, rubrics
 from dapo_jax.data.stream import ProblemStream
 from dapo_jax.data.tokenizer import load_tokenizer
-from dapo_jax.distributed.process_group import ALONE, Processes
-from dapo_jax.distributed.replica import Team
+from dapo_jax.distributed.process_group import ALONE, ProcessGroup
+from dapo_jax.distributed.replica import Replica
 from dapo_jax.models.attention import kernels
 from dapo_jax.models.sharding import (
     check_batch_shapes,
@@ -26,12 +26,14 @@ from dapo_jax.training.learner import Learner
 from dapo_jax.utils.progress import Progress
 
 
-class Trainer:
+class RunComponents:
     """The compiled programs and the host objects of a run."""
 
-    def __init__(self, config: Config, workdir: Path, progress: Progress, them: Processes = ALONE):
+    def __init__(
+        self, config: Config, workdir: Path, progress: Progress, process_group: ProcessGroup = ALONE
+    ):
         # The least that any process has, so that all lay their arrays out alike.
-        each = them.agree(memory_budget.device_bytes(jax.local_devices()))
+        each = process_group.all_gather(memory_budget.device_bytes(jax.local_devices()))
         least = min((size for size in each if size is not None), default=None)
         config = memory_budget.with_teams(config, jax.devices(), least, progress.say)
         self.config, self.progress = config, progress
@@ -40,7 +42,7 @@ class Trainer:
         layout = head_layout(config.model, config.mesh, self.mesh)
         share_prompts = config.train.share_prompts
         choice = kernels.choose(config.model, layout, share_prompts=share_prompts)
-        save_to = workdir / "tokenizer" if them.first else None
+        save_to = workdir / "tokenizer" if process_group.is_primary else None
         self.tokenizer = load_tokenizer(config.model, save_to=save_to)
         d = config.data
         sides = {"train": d.train, "heldout": d.heldout}
@@ -66,7 +68,7 @@ class Trainer:
             config, self.mesh, self.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens
         )
         progress.say(attention_line(choice, self.engine.spec))
-        self.team = Team(them, team_size(self.engine.mesh))
+        self.team = Replica(process_group, team_size(self.engine.mesh))
         self.learner = Learner(config, self.mesh, self.detokenize, progress.say, progress.doing)
 
     def detokenize(self, sequences: Sequence[np.ndarray]) -> list[str]:

@@ -16,7 +16,7 @@ import numpy as np
 from dapo_jax.config import Config
 from dapo_jax.data.dataset import rubrics
 from dapo_jax.distributed.preemption import StopSignals
-from dapo_jax.distributed.process_group import ALONE, Processes
+from dapo_jax.distributed.process_group import ALONE, ProcessGroup
 from dapo_jax.evaluation.evaluate import evaluate
 from dapo_jax.evaluation.majority_vote import equivalences
 from dapo_jax.rewards.pool import RewardPool
@@ -38,7 +38,7 @@ from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.runs import run_directory
 from dapo_jax.runs.checkpoint import Checkpoints
 from dapo_jax.runs.run_directory import RunDirectory
-from dapo_jax.setup import Trainer
+from dapo_jax.setup import RunComponents
 from dapo_jax.training import base_model, metrics
 from dapo_jax.training.batch import adapted_kl_coefficient, shaped_rewards
 from dapo_jax.training.learner import RunState, state_shapes
@@ -73,7 +73,7 @@ class HostState(NamedTuple):
         return cls(**values)._replace(sampling=state_from_json(values["sampling"]))
 
 
-def train(config: Config, workdir: Path, them: Processes = ALONE) -> int | None:
+def train(config: Config, workdir: Path, process_group: ProcessGroup = ALONE) -> int | None:
     """Runs the config in `workdir`, from the beginning or from its newest checkpoint.
 
     Args:
@@ -91,17 +91,17 @@ def train(config: Config, workdir: Path, them: Processes = ALONE) -> int | None:
     apart = config.checkpoint.directory is not None
     # The base model, if it is made, and checkpoints are all that other processes read there.
     if not apart or config.pretrain is not None:
-        them.check_place(workdir)
-    directory = RunDirectory(workdir, config, writes=them.first)
-    progress = Progress(config.train.num_steps, 0, quiet=not them.first)
+        process_group.check_place(workdir)
+    directory = RunDirectory(workdir, config, writes=process_group.is_primary)
+    progress = Progress(config.train.num_steps, 0, quiet=not process_group.is_primary)
     r = config.rollout
     with (
-        StopSignals(progress, them) as signals,
+        StopSignals(progress, process_group) as signals,
         Watchdog(
             r.watchdog_seconds,
             progress.say,
             most=r.watchdog_limit_seconds,
-            give_up=them.give_up,
+            give_up=process_group.give_up,
         ) as watch,
         _reward_pool(config) as pool,
         Checkpoints(
@@ -110,11 +110,13 @@ def train(config: Config, workdir: Path, them: Processes = ALONE) -> int | None:
             keep_best=config.checkpoint.keep_best,
             say=progress.say,
             num_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state_shapes(config))),
-            agree=them.agree,
+            all_gather=process_group.all_gather,
         ) as checkpoints,
     ):
         progress.watch = watch.moved
-        run = _Run(config, workdir, directory, progress, signals, pool, checkpoints, watch, begun)
+        run = TrainLoop(
+            config, workdir, directory, progress, signals, pool, checkpoints, watch, begun
+        )
         try:
             run.start()
             while run.step < config.train.num_steps:
@@ -122,7 +124,7 @@ def train(config: Config, workdir: Path, them: Processes = ALONE) -> int | None:
                 with traced(workdir, run.step + 1, steps, progress, run.writes_a_trace):
                     run.one_step()
                 if run.step in steps:  # or who is done first counts as idle in the next step
-                    them.agree(None, watch.waiting_for)
+                    process_group.all_gather(None, watch.waiting_for)
             run.finish()
         except StopRequested:
             run.save()
@@ -131,7 +133,10 @@ def train(config: Config, workdir: Path, them: Processes = ALONE) -> int | None:
             progress.say(f"stopped {done}; the same command goes on from there")
         finally:
             directory.close()
-    return next((number for number in them.agree(signals.received) if number is not None), None)
+    return next(
+        (number for number in process_group.all_gather(signals.received) if number is not None),
+        None,
+    )
 
 
 def _reward_pool(config: Config) -> RewardPool:
@@ -154,7 +159,7 @@ class _Counters(NamedTuple):
     pools_replaced: int
 
 
-class _Run:
+class TrainLoop:
     """The state of a run between steps, and what moves it."""
 
     def __init__(
@@ -171,7 +176,7 @@ class _Run:
     ):
         self.config, self.workdir, self.directory = config, workdir, directory
         self.progress, self.signals, self.pool = progress, signals, pool
-        self.them = signals.them
+        self.process_group = signals.process_group
         self.telemetry = Telemetry(progress, watch, signals.check)
         self.checkpoints, self.watch, self.begun = checkpoints, watch, begun
         self.started = begun  # of this start; `begun` is earlier by what was worked in those before
@@ -186,13 +191,15 @@ class _Run:
         """Restores the newest checkpoint, or makes the base model and evaluates it."""
         self.compilations = CompilationCounter()
         self.progress.doing("loading tokenizer and problems")
-        self.trainer = trainer = Trainer(self.config, self.workdir, self.progress, self.them)
+        self.trainer = trainer = RunComponents(
+            self.config, self.workdir, self.progress, self.process_group
+        )
         self.collector = self._collector(
             trainer.train_rubrics, self.config.rollout.group_size, self._samplings()[0]
         )
         devices = trainer.mesh.devices
-        if self.them.count > 1:
-            self.progress.say(self.them.described())
+        if self.process_group.count > 1:
+            self.progress.say(self.process_group.described())
         self.progress.say(
             f"{devices.size} {devices.flat[0].device_kind} device(s), mesh "
             + " x ".join(f"{name} {size}" for name, size in trainer.mesh.shape.items())
@@ -203,7 +210,7 @@ class _Run:
             trainer.learner.compile()
         except jax.errors.JaxRuntimeError as error:
             raise RunError(f"the programs of the update do not compile: {error}") from error
-        with self.them.loading():
+        with self.process_group.loading():
             resumed = self._restore()
             base_seconds = 0.0
             if not resumed or trainer.learner.needs_reference:
@@ -274,7 +281,7 @@ class _Run:
             self.workdir / "base",
             say=self.progress.say,
             check_stop=self.watch.moving(self.signals.check_together),
-            them=self.them,
+            process_group=self.process_group,
         )
         if learner.needs_reference:
             learner.reference = params
@@ -295,11 +302,13 @@ class _Run:
         config, run, telemetry, step = self.config, self.trainer, self.telemetry, self.step + 1
         counters = self._begin(step)
         key = self._key(ROLLOUT_KEY, step)
-        prompts = open_queue(config, self.host.sampling, run.stream, step=step, group=self.them)
+        prompts = open_queue(
+            config, self.host.sampling, run.stream, step=step, group=self.process_group
+        )
         params = self.state.policy.params
         with (
             run.engine.weights(params, telemetry) as weights,
-            self.them.stop_together(telemetry.waiting_for),
+            self.process_group.stop_together(telemetry.waiting_for),
         ):
             copied_bytes = weights.copied_bytes(params)
             outcomes = self.collector.groups(prompts, key, step=step)
@@ -348,7 +357,7 @@ class _Run:
         }
         self.directory.save_summary(summary)
         self.directory.close()
-        if not self.them.first:
+        if not self.process_group.is_primary:
             return
         from dapo_jax.runs.report import (
             page as report,  # here, because matplotlib takes a second to load

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
         from dapo_jax.distributed import process_group
         from dapo_jax.train import train
 
-        them = process_group.start(
+        process_group = process_group.start(
             flags.coordinator_address,
             flags.num_processes,
             flags.process_id,
@@ -54,11 +54,11 @@ def main(argv: list[str]) -> int:
     except Exception as error:
         return fail(error)
     try:
-        them.watch()
-        stopped_by = train(config, Path(flags.workdir).expanduser().resolve(), them)
+        process_group.watch()
+        stopped_by = train(config, Path(flags.workdir).expanduser().resolve(), process_group)
     except Exception as error:
-        return them.leave(fail(error), error)
-    return them.leave(0 if stopped_by is None else 128 + stopped_by)
+        return process_group.shutdown(fail(error), error)
+    return process_group.shutdown(0 if stopped_by is None else 128 + stopped_by)
 
 
 # Workers that score rewards import this file again; the guard keeps them from training.

@@ -19,7 +19,7 @@ from dapo_jax.models.attention.kernels import Choice
 from dapo_jax.models.attention.xla import SharedPrompts
 from dapo_jax.models.decoder import NO_WINDOW
 from dapo_jax.models.sharding import AXES, AXIS_TYPES, HeadLayout, row_sharding
-from dapo_jax.setup import Trainer
+from dapo_jax.setup import RunComponents
 from dapo_jax.types import UserError
 from dapo_jax.utils.progress import Progress
 from tests.helpers import replace_model, tiny_config
@@ -527,5 +527,5 @@ def test_tokens_over_devices_need_heads_on_one_axis():
 
 def test_a_run_refuses_it_before_it_begins(tmp_path):
     with pytest.raises(UserError, match="config.model.attention 'flash' is a kernel for another"):
-        Trainer(tiny_config(model__attention="flash"), tmp_path, Progress(0, 0))
+        RunComponents(tiny_config(model__attention="flash"), tmp_path, Progress(0, 0))
     assert not list(tmp_path.iterdir())

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from dapo_jax.distributed import work_queue
-from dapo_jax.distributed.process_group import Processes
-from dapo_jax.distributed.replica import Team
+from dapo_jax.distributed.process_group import ProcessGroup
+from dapo_jax.distributed.replica import Replica
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.types import Rubric, Task
 from dapo_jax.rollout import collector, metrics
@@ -211,15 +211,15 @@ class Waiting:
     """
 
     def __init__(self, monkeypatch, *, told_every, last=10_000):
-        monkeypatch.setattr(work_queue, "LOOK_SECONDS", 0.0)
+        monkeypatch.setattr(work_queue, "POLL_SECONDS", 0.0)
         clock = SimpleNamespace(sleep=self.sleep, monotonic=time.monotonic)
         monkeypatch.setattr(collector, "time", clock)
         self.now, self.told_every, self.last = 0, told_every, last
         store = Store()
         self.prompts = open_queue(
-            CONFIG, SamplingState(1.0), Data(0), step=1, group=Processes(0, 2, store)
+            CONFIG, SamplingState(1.0), Data(0), step=1, group=ProcessGroup(0, 2, store)
         )
-        self.others = Processes(1, 2, store).board()
+        self.others = ProcessGroup(1, 2, store).work_queue()
         self.numbers = [self.others.claim() for _ in range(4)]
         watchdog = Watchdog(0.0, print, lambda: float(self.now), most=30.0, give_up=self.give_up)
         watchdog.limited = True
@@ -231,7 +231,7 @@ class Waiting:
     def sleep(self, seconds):
         self.now += 1
         if self.numbers and self.now <= self.last and self.now % self.told_every == 0:
-            self.others.tell(self.numbers.pop(0), True)
+            self.others.report(self.numbers.pop(0), True)
         self.telemetry.watchdog.look()
 
     def run(self, engine, params, pool):
@@ -283,11 +283,11 @@ def test_all_of_a_replica_resolve_the_same_outcomes_in_the_same_turns(engine, po
     store = Store()
     turns = []
     for i in range(2):  # one after the other: what the leader broadcasts is kept in the store
-        group = Processes(i, 2, store)
+        group = ProcessGroup(i, 2, store)
         prompts = open_queue(CONFIG, SamplingState(), Data(0), step=1, group=group)
         rollouts = RolloutCollector(
             engine, pool if i == 0 else None, {"test": Rubric(((SCORER, 1.0),), 1.0, -1.0)}, spell,
-            GenerationRequest(4), replica=Team(group, 2),
+            GenerationRequest(4), replica=Replica(group, 2),
         )  # fmt: skip
         with engine.weights(policies[0]):
             found = list(rollouts.turns(prompts, jax.random.key(1), step=1))

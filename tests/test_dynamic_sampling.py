@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.distributed import work_queue
-from dapo_jax.distributed.process_group import Processes
+from dapo_jax.distributed.process_group import ProcessGroup
 from dapo_jax.rollout.dynamic_sampling import (
     PRIOR_OUTCOMES,
     SamplingState,
@@ -147,14 +147,14 @@ def test_the_end_of_a_first_batch_is_not_claimed_prompt_by_prompt(
 ):
     """A new run knows nothing of the share. In each wave all prompts are begun that may be, and all
     of them end: the waves are how often a whole response is waited for."""
-    monkeypatch.setattr(work_queue, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(work_queue, "POLL_SECONDS", 0.0)
     config = with_prompts(64, with_sampling(max_rounds=100, max_round_prompts=100))
     informative = np.random.default_rng(3).random(10_000) < informative_share
     store = Store()
     queues = [
         open_queue(
             config, SamplingState(), World("m"), step=1,
-            group=Processes(i, processes, store if processes > 1 else None),
+            group=ProcessGroup(i, processes, store if processes > 1 else None),
         )
         for i in range(processes)
     ]  # fmt: skip
@@ -165,7 +165,7 @@ def test_the_end_of_a_first_batch_is_not_claimed_prompt_by_prompt(
             claimed.append((i % processes, number))
             i += 1
         for i, number in claimed:
-            queues[i].work_queue.tell(number, bool(informative[number]))
+            queues[i].work_queue.report(number, bool(informative[number]))
         for queue in queues:
             queue.resolved()
         waves, begun = waves + 1, begun + len(claimed)
@@ -182,7 +182,7 @@ def test_the_rate_is_that_of_earlier_steps_until_there_are_outcomes():
     queue = open_queue(CONFIG, SamplingState(0.5), World("m"), step=1)
     assert queue.expected_rate == 0.5 and PRIOR_OUTCOMES == 16
     for number in range(2):
-        queue.work_queue.tell(number, True)
+        queue.work_queue.report(number, True)
     assert queue.expected_rate == pytest.approx(10 / 18)
 
 
@@ -192,6 +192,6 @@ def test_a_step_whose_prompts_are_all_useless_claims_on():
     for _ in range(queue.max_prompts):
         number = queue.claim()
         assert number is not None and number < queue.max_prompts
-        queue.work_queue.tell(number, False)
+        queue.work_queue.report(number, False)
     assert queue.claim() == queue.max_prompts
     assert len(queue.resolved()) == queue.max_prompts and queue.done

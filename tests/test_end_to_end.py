@@ -17,10 +17,10 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from dapo_jax.config import Config
 from dapo_jax.data.tokenizer import load_tokenizer
-from dapo_jax.distributed.process_group import START_AGAIN
+from dapo_jax.distributed.process_group import EXIT_RESTART
 from dapo_jax.models import hf_weights
 from dapo_jax.models.sharding import initial_params, make_mesh, param_shardings
-from dapo_jax.setup import Trainer
+from dapo_jax.setup import RunComponents
 from dapo_jax.utils.progress import Progress
 from tests import fuzz_configs
 from tests.conftest import ROOT
@@ -313,7 +313,7 @@ def test_a_run_in_which_nothing_moves_ends_and_can_be_started_again(tmp_path, ho
         "rollout__watchdog_limit_seconds": 3.0,
     }
     code, _, err = finish(start(tmp_path / "run", home, **settings))
-    assert code == START_AGAIN, err
+    assert code == EXIT_RESTART, err
     assert "waiting for reward workers" in err and "goes on from the last checkpoint" in err
     assert len(metrics_of(tmp_path / "run")) == 1
 
@@ -325,7 +325,7 @@ def test_each_update_is_a_movement(tmp_path, standard_promotion):
     config = tiny_config(**settings)
     progress = Progress(1, 0)
     progress.watch = shown.append
-    trainer = Trainer(config, tmp_path, progress)
+    trainer = RunComponents(config, tmp_path, progress)
     params = initial_params(config.model, config.mesh, trainer.mesh, seed=0)
     groups = [make_group([True, False, True, False], id=i) for i in range(4)]
     trainer.learner.train_on(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.config import Config
-from dapo_jax.setup import Trainer
+from dapo_jax.setup import RunComponents
 from dapo_jax.training import packing
 from dapo_jax.training.batch import make_samples
 from dapo_jax.types import Group, Response, UserError, Verdict
@@ -103,7 +103,7 @@ def test_a_run_that_shares_prompts_learns_the_same(tmp_path):
     found = []
     for share in (False, True):
         config = tiny_config(**SHORT | ways, train__share_prompts=share)
-        trainer = Trainer(config, tmp_path / str(share), Progress(1, 0))
+        trainer = RunComponents(config, tmp_path / str(share), Progress(1, 0))
         params, learner = make_params(config), trainer.learner
         learner.reference = params
         groups = on_policy_groups(trainer, params, np.random.default_rng(0))
@@ -128,7 +128,7 @@ def test_a_run_that_shares_prompts_learns_the_same(tmp_path):
 @pytest.mark.parametrize("way", WAYS)
 def test_two_steps_of_updates(way, tmp_path):
     config = tiny_config(**SHORT | WAYS[way])
-    trainer = Trainer(config, tmp_path, Progress(2, 0))
+    trainer = RunComponents(config, tmp_path, Progress(2, 0))
     params = make_params(config)
     learner = trainer.learner
     learner.reference = params if learner.needs_reference else None

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from dapo_jax.distributed.process_group import START_AGAIN
+from dapo_jax.distributed.process_group import EXIT_RESTART
 from tests.conftest import ROOT
 from tests.processes import RUN, begin, finish_all
 from tests.runs import finish
@@ -39,8 +39,8 @@ def test_a_process_that_is_lost_ends_the_others(home, tmp_path, lost, number):
     started[lost].kill()
     finish(started[lost])
     # Where the store is lost, JAX may be faster than we are, and aborts.
-    assert code == START_AGAIN or (lost == 0 and code == -signal.SIGABRT), err
-    if code == START_AGAIN:
+    assert code == EXIT_RESTART or (lost == 0 and code == -signal.SIGABRT), err
+    if code == EXIT_RESTART:
         assert f"process {lost}" in err and "goes on from the last checkpoint" in err
 
 
@@ -55,7 +55,7 @@ def test_a_process_that_hangs_ends_all(home, tmp_path):
     started = begin(workdir, home, 3, program=program, **settings)
     (code, _, err), (code_of_hung, _, err_of_hung) = finish_all(started)
     assert time.time() - program.with_suffix(".begun").stat().st_mtime < 60
-    assert (code, code_of_hung) == (START_AGAIN, START_AGAIN)
+    assert (code, code_of_hung) == (EXIT_RESTART, EXIT_RESTART)
     assert "nothing has moved for 30 s" in err and "nothing has moved for 30 s" in err_of_hung
     assert "hangs.py" in err_of_hung and "in hang" in err_of_hung
     assert "hangs.py" in err and "in hang" not in err and "in one_step" in err

@@ -20,7 +20,7 @@ from dapo_jax.models.sharding import (
 from dapo_jax.rollout import memory_budget
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.spec import engine_spec
-from dapo_jax.setup import Trainer
+from dapo_jax.setup import RunComponents
 from dapo_jax.tools.plan import chips, plan
 from dapo_jax.training import step
 from dapo_jax.types import UserError
@@ -190,7 +190,7 @@ def test_a_run_and_its_plan_take_as_many(monkeypatch, tmp_path):
     alone = memory_budget.held(config, sizes).drawing_bytes
     assert memory_budget.device_bytes(jax.devices()) is None, "a CPU does not say"
     monkeypatch.setattr(memory_budget, "device_bytes", lambda _: alone)
-    trainer = Trainer(config, tmp_path, Progress(0, 0, quiet=True))
+    trainer = RunComponents(config, tmp_path, Progress(0, 0, quiet=True))
     assert dict(trainer.engine.mesh.shape) == dict(data=4, fsdp=1, context=1, tensor=2)
     said, target = [], chips.target("local")
     there = [SimpleNamespace(platform="tpu", process_index=0)] * 8

@@ -16,8 +16,8 @@ import pytest
 
 from dapo_jax.distributed import process_group, work_queue
 from dapo_jax.distributed.preemption import StopSignals
-from dapo_jax.distributed.process_group import START_AGAIN, Processes
-from dapo_jax.distributed.work_queue import Board
+from dapo_jax.distributed.process_group import EXIT_RESTART, ProcessGroup
+from dapo_jax.distributed.work_queue import WorkQueue
 from dapo_jax.rollout.dynamic_sampling import SamplingState, open_queue
 from dapo_jax.rollout.prompt_queue import ProblemList
 from dapo_jax.types import Problem, StopRequested, UserError
@@ -103,13 +103,13 @@ if __name__ == "__main__":
     import jax
     from dapo_jax import processes
         group = processes.start(sys.argv[1], 2, int(sys.argv[2]), 60)
-    big = group.share([group.index] * (1 if group.index == 0 else 300_000))
+    big = group.all_gather_objects([group.index] * (1 if group.index == 0 else 300_000))
     print(json.dumps({
         "index": group.index, "keeper": group.keeper, "agreed": group.agree(group.index),
         "shared": [[row[0], len(row)] for row in big],
         "own": [d.process_index for d in jax.local_devices()],
     }))
-    group.leave(0)
+    group.shutdown(0)
 """
 
 
@@ -161,7 +161,7 @@ def test_a_run_is_stopped_goes_on_loses_a_process_and_goes_on_in_four(one, two, 
     begun = time.monotonic()
     (code, out, err), _ = finish_all(started)
     assert time.monotonic() - begun < 60
-    assert code == START_AGAIN and "process 1" in err and "from the last checkpoint" in err
+    assert code == EXIT_RESTART and "process 1" in err and "from the last checkpoint" in err
     assert any(line.startswith("resuming after step") for line in said(out))
     trained = lambda place: [
         {name: value for name, value in step.items() if not name.startswith("eval/")}
@@ -226,7 +226,7 @@ def test_who_never_comes_is_not_waited_for(home, tmp_path):
         ),
     )  # fmt: skip
     code, _, err = finish(process)
-    assert code == START_AGAIN
+    assert code == EXIT_RESTART
     assert "not all processes were there within 2 s" in err and "127.0.0.1:9" in err
 
 
@@ -261,7 +261,7 @@ def test_flags_that_do_not_fit(arguments, message):
 @pytest.mark.parametrize("seed", range(4))
 def test_which_process_generates_what_and_when_does_not_matter(number, seed, monkeypatch):
     """Processes take turns as chance has it; all see the batch that one alone would."""
-    monkeypatch.setattr(work_queue, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(work_queue, "POLL_SECONDS", 0.0)
     rng = np.random.default_rng(seed)
     right = np.random.default_rng(7).integers(0, 5, 400)  # of 4; 0 and 4 teach nothing
     config = tiny_config(train__prompts_per_step=8)
@@ -270,7 +270,7 @@ def test_which_process_generates_what_and_when_does_not_matter(number, seed, mon
     queues = [
         open_queue(
             config, SamplingState(0.6), ProblemList(problems), step=1,
-            group=Processes(i, number, store if number > 1 else None),
+            group=ProcessGroup(i, number, store if number > 1 else None),
         )
         for i in range(number)
     ]  # fmt: skip
@@ -295,7 +295,7 @@ def test_which_process_generates_what_and_when_does_not_matter(number, seed, mon
         assert queue.num_resolved == most and queue.num_kept == sum(i < most for i in informative)
         assert all(groups[n].problem.id == n for n in range(queue.num_resolved))
     # Hardly more is claimed than is needed.
-    assert queues[0].work_queue.begun <= informative[7] + 1 + 8 / 0.6 + number
+    assert queues[0].work_queue.claimed <= informative[7] + 1 + 8 / 0.6 + number
 
 
 def test_we_tell_of_a_lost_process_before_jax_aborts_the_others():
@@ -315,19 +315,19 @@ def test_a_process_that_loads_is_not_taken_for_dead(monkeypatch, loading):
     )
     store = Store()
     store.key_value_set("beat/1", json.dumps([1, loading]))
-    one = Processes(0, 2, store)
+    one = ProcessGroup(0, 2, store)
     thread = threading.Thread(target=one._watch)
     thread.start()
     time.sleep(0.5)
     one._gone.set()
     thread.join()
     assert bool(left) != loading
-    assert all("process 1 on" in message and status == START_AGAIN for message, status in left)
+    assert all("process 1 on" in message and status == EXIT_RESTART for message, status in left)
 
 
 def test_a_signal_to_one_is_seen_by_the_others():
     store = Store()
-    one, other = (Processes(i, 2, store) for i in range(2))
+    one, other = (ProcessGroup(i, 2, store) for i in range(2))
     assert other.stop_asked() is None
     other._looked = 0.0
     one.ask_to_stop(15)
@@ -338,7 +338,7 @@ def test_the_signal_that_all_processes_are_sent_does_not_end_one_that_was_told(c
     """A pod's shutdown sends SIGTERM to each; who hears of another's first is saving by then, or
     has saved and takes leave of the others. A second one that it is sent itself ends it."""
     store, before = Store(), [(s, signal.getsignal(s)) for s in (signal.SIGTERM, signal.SIGINT)]
-    first, second = (StopSignals(Progress(0, 0), Processes(i, 2, store)) for i in range(2))
+    first, second = (StopSignals(Progress(0, 0), ProcessGroup(i, 2, store)) for i in range(2))
     try:
         with first:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -357,7 +357,11 @@ def test_the_signal_that_all_processes_are_sent_does_not_end_one_that_was_told(c
 
 
 def test_a_process_alone_shares_with_itself():
-    them = Processes()
-    assert them.first and them.agree(3) == [3] and them.share("x") == ["x"]
-    assert them.stop_asked() is None
-    assert type(them.board()) is Board and them.leave(5) == 5
+    process_group = ProcessGroup()
+    assert (
+        process_group.is_primary
+        and process_group.all_gather(3) == [3]
+        and process_group.all_gather_objects("x") == ["x"]
+    )
+    assert process_group.stop_asked() is None
+    assert type(process_group.work_queue()) is WorkQueue and process_group.shutdown(5) == 5

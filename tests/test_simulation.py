@@ -215,7 +215,9 @@ def test_calls_take_as_long_as_in_another_run(tmp_path, capsys):
         return [{"step": step, "length": n, "correct": i in (0, 5)} for i, n in enumerate(lengths)]
 
     for step, seconds in enumerate((2.2, 2.2, 30.0), 1):
-        saved_run(tmp_path / "known", records(step, [*range(4, 12)] * 2), step=step, seconds=seconds)
+        saved_run(
+            tmp_path / "known", records(step, [*range(4, 12)] * 2), step=step, seconds=seconds
+        )
     saved_run(tmp_path / "asked", records(1, [3] * 16))
     arguments = [
         "--config=configs/tiny_dapo.py", "--simulate_hosts=1", f"--lengths_from={tmp_path}/asked",

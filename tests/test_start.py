@@ -80,8 +80,8 @@ def events(monkeypatch):
     told(base_model, "load_or_make", "read base", after=True)
     told(Checkpoints, "restore", "restore", after=True)
     told(Checkpoints, "save", "save")
-    told(train._Run, "_evaluate", "evaluate")
-    told(train._Run, "one_step", "step")
+    told(train.TrainLoop, "_evaluate", "evaluate")
+    told(train.TrainLoop, "one_step", "step")
     return found
 
 

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.distributed.process_group import Processes
-from dapo_jax.distributed.replica import ALONE, Team
+from dapo_jax.distributed.process_group import ProcessGroup
+from dapo_jax.distributed.replica import ALONE, Replica
 from dapo_jax.models.sharding import (
     check_batch_shapes,
     initial_params,
@@ -29,12 +29,12 @@ TOGETHER = RUN | {"mesh__rollout_tensor": 2}
 
 
 def of_two(store, number=4):
-    return [Team(Processes(i, number, store), 2) for i in range(number)]
+    return [Replica(ProcessGroup(i, number, store), 2) for i in range(number)]
 
 
 def test_the_first_asks_and_the_others_are_told():
     teams = of_two(Store())
-    assert [team.first for team in teams] == [True, False, True, False]
+    assert [team.is_leader for team in teams] == [True, False, True, False]
     assert [(team.index, team.count) for team in teams] == [(0, 2), (0, 2), (1, 2), (1, 2)]
 
     def never():

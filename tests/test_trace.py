@@ -27,7 +27,7 @@ def test_a_rollout_step_calls_what_readme_says_in_that_order(
     tmp_path, cache_home, monkeypatch, standard_promotion
 ):
     calls = []
-    step = train_module._Run.one_step
+    step = train_module.TrainLoop.one_step
     here = f"{ROOT}/"
 
     def record(frame, event, argument):
@@ -43,7 +43,7 @@ def test_a_rollout_step_calls_what_readme_says_in_that_order(
         finally:
             sys.setprofile(None)
 
-    monkeypatch.setattr(train_module._Run, "one_step", recorded)
+    monkeypatch.setattr(train_module.TrainLoop, "one_step", recorded)
     # Compiled at start, the update would be traced there.
     monkeypatch.setattr(Learner, "compile", lambda _: None)
     config = tiny_config(

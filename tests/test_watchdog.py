@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 
-from dapo_jax.distributed.process_group import START_AGAIN
+from dapo_jax.distributed.process_group import EXIT_RESTART
 from dapo_jax.utils.progress import Progress
 from dapo_jax.utils.watchdog import UNWATCHED, Watchdog
 from tests.conftest import ROOT
@@ -101,7 +101,7 @@ def test_a_process_that_hangs_ends_with_the_status_that_starts_it_again():
     ended = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
-    assert ended.returncode == START_AGAIN and ended.stdout == ""
+    assert ended.returncode == EXIT_RESTART and ended.stdout == ""
     stacks, error = ended.stderr.split("error: ")
     assert error == (
         "nothing has moved for 0 s; waiting for a pipe; this process ends. The same command goes "

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from dapo_jax.config import hf_config
 from dapo_jax.config.schema import Config, ModelConfig
-from dapo_jax.distributed.process_group import START_AGAIN
+from dapo_jax.distributed.process_group import EXIT_RESTART
 from dapo_jax.types import RunError, UserError
 from dapo_jax.utils import fields, hf_hub
 from dapo_jax.utils.fields import Text
@@ -243,9 +243,9 @@ def fail(error: Exception) -> int:
         return 1
     if isinstance(error, RunError):
         print(f"error: {error}", file=sys.stderr)
-        return START_AGAIN if error.restart else 1
+        return EXIT_RESTART if error.restart else 1
     traceback.print_exception(error)
-    return START_AGAIN if _may_pass(error) else 1
+    return EXIT_RESTART if _may_pass(error) else 1
 
 
 def _may_pass(error: Exception) -> bool:

@@ -4,7 +4,7 @@ import signal
 from collections.abc import Callable
 from types import FrameType
 
-from dapo_jax.distributed.process_group import ALONE, Processes
+from dapo_jax.distributed.process_group import ALONE, ProcessGroup
 from dapo_jax.types import StopRequested
 from dapo_jax.utils.progress import Progress
 
@@ -15,8 +15,8 @@ class StopSignals:
     another are often sent it too, while they save.
     """
 
-    def __init__(self, progress: Progress, them: Processes = ALONE):
-        self.progress, self.them = progress, them
+    def __init__(self, progress: Progress, process_group: ProcessGroup = ALONE):
+        self.progress, self.process_group = progress, process_group
         self.received: int | None = None
         self.sent = False  # a signal, to this process
         self.told = False  # the other processes
@@ -26,7 +26,7 @@ class StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.received is not None and self.them.count > 1:
+        if self.received is not None and self.process_group.count > 1:
             return  # a process that stops with others may be sent it while they take leave
         for number, handler in self.before.items():
             signal.signal(number, handler)
@@ -46,10 +46,10 @@ class StopSignals:
         raise before another: see `Processes.stop_together`."""
         if self.received is not None:
             if not self.told:
-                self.them.ask_to_stop(self.received)
+                self.process_group.ask_to_stop(self.received)
                 self.told = True
             raise StopRequested
-        self.received = self.them.stop_asked()
+        self.received = self.process_group.stop_asked()
         if self.received is not None:
             self.told = True
             raise StopRequested
@@ -60,5 +60,5 @@ class StopSignals:
         Args:
             waiting: is told who is waited for.
         """
-        with self.them.stop_together(waiting):
+        with self.process_group.stop_together(waiting):
             self.check()

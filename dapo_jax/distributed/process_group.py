@@ -1,11 +1,10 @@
-"""The processes of a run, and what they tell each other besides collectives.
+"""Process group: the processes of a run, and their communication besides XLA's collectives.
 
 Every process runs the same program (JAX's multi-controller model). `jax.distributed` finds the
-others, watches over them and keeps a small store of keys and values on process 0, which is enough
-for all that is small: who draws which prompt, which groups are informative, whether to stop. What
-is bulky, the responses that were drawn, travels by a collective.
+processes and keeps a key-value store on one of them. Small values travel through the store: claims
+of prompts, outcomes, stop requests. Responses are large and travel by a collective.
 
-A run of one process goes through the same code, with a store of its own.
+A run of one process goes through the same code, without a store.
 """
 
 import contextlib
@@ -25,24 +24,24 @@ import numpy as np
 from jax._src import distributed  # the store has no public name; orbax reads it from here too
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dapo_jax.distributed.work_queue import LOOK_SECONDS, Board, SharedBoard
+from dapo_jax.distributed.work_queue import POLL_SECONDS, SharedWorkQueue, WorkQueue
 from dapo_jax.types import StopRequested, UserError, causes
 
 T = TypeVar("T")
-# The exit status that says: nothing is wrong with the run, start it again.
-START_AGAIN = 75
+# Exit status of a fault that is not the run's: launch/restart.sh starts the run again.
+EXIT_RESTART = 75
 BEAT_SECONDS = 2.0
-DEAD_SECONDS = 20.0  # without a sign of life
-# JAX's own limit: it ends a process with a stack trace, so ours comes first. Its signs of life come
-# every half of the limit, so that it acts as early as half of it after a loss.
+DEAD_SECONDS = 20.0  # without a heartbeat
+# JAX's own limit. JAX ends a process with a stack trace, so ours is shorter. Its heartbeats come
+# every half of the limit, so that it may act half of it after a loss.
 HEARTBEAT_SECONDS = 58
 SHUTDOWN_SECONDS = 60
-TOLD_TOGETHER = 256  # what one process tells another is forgotten by so many at a time
-SHARED_AT_ONCE = 2**28  # bytes of all processes together
-LEAST_SHARED = 2**16  # bytes of each
+SENT_TOGETHER = 256  # sent values that are deleted at a time
+GATHERED_AT_ONCE = 2**28  # bytes, over all processes
+LEAST_GATHERED = 2**16  # bytes per process
 
 
-class Processes:
+class ProcessGroup:
     """The processes of a run, seen from one of them.
 
     There is one numbering, `jax.process_index()`: of devices, meshes, replicas, checkpoints and of
@@ -57,7 +56,7 @@ class Processes:
     def __init__(self, index: int = 0, count: int = 1, client: Any = None, keeper: int = 0):
         self.index, self.count, self._client, self.keeper = index, count, client, keeper
         self.hosts = [socket.gethostname()] * count
-        self._calls = self._boards = self._tellings = 0
+        self._calls = self._queues = self._sends = 0
         self._looked = 0.0
         self._leaving = False  # a connection that ends is no loss any more
         self._is_loading = False  # reads weights or a checkpoint
@@ -65,29 +64,28 @@ class Processes:
         self._unanswered = 0  # times that this process found nothing new from the store
 
     @property
-    def first(self) -> bool:
-        """Whether this is the one that writes and shows."""
+    def is_primary(self) -> bool:
+        """Whether this process writes files and prints."""
         return self.index == 0
 
     def described(self) -> str:
-        """Such as "4 processes on 2 hosts, 16 devices"."""
+        """Returns a description such as "4 processes on 2 hosts, 16 devices"."""
         hosts = len(set(self.hosts))
         return (
             f"{self.count} processes on {hosts} host{'s' * (hosts > 1)}, "
             f"{jax.device_count()} devices"
         )
 
-    def agree(self, value: T, waiting: Callable[[str], None] = lambda _: None) -> list[T]:
-        """What each process gave here, in their order; returns when all have. Every process must
-        call it as often as the others.
+    def all_gather(self, value: T, waiting: Callable[[str], None] = lambda _: None) -> list[T]:
+        """Returns the value of each process, by index. Every process must call it.
 
         Args:
-            value: anything small that JSON can hold.
-            waiting: is told who is waited for.
+            value: small, and JSON can hold it.
+            waiting: is called with the processes that are waited for.
         """
         if self.count == 1:
             return [value]
-        place, self._calls = f"agree/{self._calls}", self._calls + 1
+        place, self._calls = f"gather/{self._calls}", self._calls + 1
         self._client.key_value_set(f"{place}/{self.index}", json.dumps(value))
         pause = 0.0005
         while True:
@@ -98,9 +96,9 @@ class Processes:
             missing = [i for i in range(self.count) if i not in given]
             waiting("process " + ", ".join(map(str, missing[:8])))
             time.sleep(pause)
-            pause = min(2 * pause, LOOK_SECONDS)
+            pause = min(2 * pause, POLL_SECONDS)
         if self._calls >= 2:  # all have seen those of the call before, or they were not here
-            self._client.key_value_delete(f"agree/{self._calls - 2}/{self.index}")
+            self._client.key_value_delete(f"gather/{self._calls - 2}/{self.index}")
         return [json.loads(given[i]) for i in range(self.count)]
 
     @contextlib.contextmanager
@@ -112,19 +110,19 @@ class Processes:
             yield
         except StopRequested:
             stopped = True
-        if any(self.agree(stopped, waiting)):
+        if any(self.all_gather(stopped, waiting)):
             raise StopRequested
 
-    def share(self, value: T) -> list[T]:
-        """What each process gave here, in their order; for what is bulky. Every process must call
-        it as often as the others."""
+    def all_gather_objects(self, value: T) -> list[T]:
+        """Returns the value of each process, by index. For large values: they are pickled and
+        travel by a collective. Every process must call it."""
         if self.count == 1:
             return [value]
         data = np.frombuffer(pickle.dumps(value, protocol=5), np.uint8)
-        sizes = self.agree(len(data))
-        # Of a few sizes, as every one is a program of its own.
-        room = 1 << (max(*sizes, LEAST_SHARED) - 1).bit_length()
-        chunk = min(room, max(1, SHARED_AT_ONCE // self.count))
+        sizes = self.all_gather(len(data))
+        # Few sizes, since each one is a program of its own.
+        room = 1 << (max(*sizes, LEAST_GATHERED) - 1).bit_length()
+        chunk = min(room, max(1, GATHERED_AT_ONCE // self.count))
         parts = []
         for start in range(0, max(sizes), chunk):
             mine = np.zeros(chunk, np.uint8)
@@ -133,16 +131,16 @@ class Processes:
         whole = np.concatenate(parts, axis=1)
         return [pickle.loads(whole[i, :size].tobytes()) for i, size in enumerate(sizes)]
 
-    def tell(self, others: Sequence[int], value: Any) -> None:
-        """Gives other processes a small value that JSON can hold, for `hear`. One process may tell
-        another, and always the same ones."""
+    def send(self, others: Sequence[int], value: Any) -> None:
+        """Sends a small value that JSON can hold to other processes, which call `recv`. A process
+        sends to the same ones always, and receives from one."""
         for other in others:
-            self._client.key_value_set(self._told(other), json.dumps(value))
-        self._tellings += 1
+            self._client.key_value_set(self._sent_key(other), json.dumps(value))
+        self._sends += 1
 
-    def hear(self, from_whom: int, waiting: Callable[[str], None] = lambda _: None) -> Any:
-        """The next value that this process is told."""
-        key = self._told(self.index)
+    def recv(self, from_whom: int, waiting: Callable[[str], None] = lambda _: None) -> Any:
+        """Returns the next value that was sent to this process."""
+        key = self._sent_key(self.index)
         while True:
             try:
                 text = self._client.blocking_key_value_get(key, int(1000 * BEAT_SECONDS))
@@ -151,31 +149,31 @@ class Processes:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
                 waiting(f"process {from_whom}")
-        self._tellings += 1
-        if self._tellings % TOLD_TOGETHER == 0:
+        self._sends += 1
+        if self._sends % SENT_TOGETHER == 0:
             self._client.key_value_delete(key.rsplit("/", 1)[0])
         return json.loads(text)
 
-    def _told(self, whom: int) -> str:
-        """The key of what a process is told next."""
-        return f"told/{whom}/{self._tellings // TOLD_TOGETHER}/{self._tellings}"
+    def _sent_key(self, whom: int) -> str:
+        """Returns the key of the next value sent to a process."""
+        return f"sent/{whom}/{self._sends // SENT_TOGETHER}/{self._sends}"
 
-    def board(self) -> Board:
-        """A board for one step; every process must ask for as many as the others."""
-        self._boards += 1
+    def work_queue(self) -> WorkQueue:
+        """Returns a work queue for one step; every process must ask for as many as the others."""
+        self._queues += 1
         if self.count == 1:
-            return Board()
-        return SharedBoard(self._client, f"board/{self._boards}")
+            return WorkQueue()
+        return SharedWorkQueue(self._client, f"work_queue/{self._queues}")
 
     def ask_to_stop(self, signal_number: int) -> None:
-        """Has `stop_asked` tell all processes of a signal."""
+        """Makes `stop_asked` return a signal in every process."""
         if self.count > 1:
             self._client.key_value_set("stop/signal", str(signal_number), allow_overwrite=True)
 
     def stop_asked(self) -> int | None:
-        """The signal that some process was sent."""
+        """Returns the signal that some process received, or None."""
         now = time.monotonic()
-        if self.count == 1 or now - self._looked < 5 * LOOK_SECONDS:
+        if self.count == 1 or now - self._looked < 5 * POLL_SECONDS:
             return None
         self._looked = now
         found = dict(self._client.key_value_dir_get("stop"))
@@ -186,12 +184,12 @@ class Processes:
         if self.count == 1:
             return
         mark = directory / ".processes"
-        if self.first:
+        if self.is_primary:
             directory.mkdir(parents=True, exist_ok=True)
             mark.write_text(str(os.getpid()))
-        (written, *_) = self.agree(str(os.getpid()))
-        seen = self.agree(mark.exists() and mark.read_text() == written)
-        if self.first:
+        (written, *_) = self.all_gather(str(os.getpid()))
+        seen = self.all_gather(mark.exists() and mark.read_text() == written)
+        if self.is_primary:
             mark.unlink(missing_ok=True)
         if not all(seen):
             i = seen.index(False)
@@ -205,7 +203,7 @@ class Processes:
         """From now on, in a thread: gives signs of life, and ends this process where another gives
         none or has failed."""
         if self.count > 1:
-            self.hosts = self.agree(socket.gethostname())
+            self.hosts = self.all_gather(socket.gethostname())
             for what in (self._watch, self._watch_store):
                 threading.Thread(target=what, name="processes", daemon=True).start()
 
@@ -229,7 +227,7 @@ class Processes:
 
     def _leave_silent(self, i: int) -> None:
         where = f"process {i} on {self.hosts[i]}"
-        leave(f"{where} has given no sign of life for {DEAD_SECONDS:.0f} s", START_AGAIN)
+        leave(f"{where} has given no sign of life for {DEAD_SECONDS:.0f} s", EXIT_RESTART)
 
     def _watch(self) -> None:
         beats: dict[int, tuple[str, float]] = {}
@@ -244,7 +242,7 @@ class Processes:
             except Exception as error:  # whatever the connection raises when its end is gone
                 if not self._leaving:
                     where = f"process {self.keeper} on {self.hosts[self.keeper]}"
-                    leave(f"{where} is lost ({_line(error)})", START_AGAIN)
+                    leave(f"{where} is lost ({_line(error)})", EXIT_RESTART)
                 return
             self._unanswered = 0
             for key, text in failed:
@@ -263,7 +261,7 @@ class Processes:
                     # One that died while it loads is found by JAX, whose signs need no lock.
                     self._leave_silent(i)
 
-    def leave(self, status: int, error: Exception | None = None) -> int:
+    def shutdown(self, status: int, error: Exception | None = None) -> int:
         """The exit status of this process at its end; does not return where it has to be ended at
         once, for collectives that it was in would be waited for.
 
@@ -293,10 +291,10 @@ class Processes:
             message: why.
         """
         _show_stacks()
-        _say_end(message, START_AGAIN)
+        _say_end(message, EXIT_RESTART)
         if self.count > 1:
-            self._tell_failure(message, START_AGAIN, stacks=True)
-        _end(START_AGAIN)
+            self._tell_failure(message, EXIT_RESTART, stacks=True)
+        _end(EXIT_RESTART)
 
     def _tell_failure(self, message: str, status: int, *, stacks: bool = False) -> None:
         told = {"status": status, "message": message, "stacks": stacks}
@@ -310,7 +308,7 @@ class Processes:
             pass
 
 
-ALONE = Processes()
+ALONE = ProcessGroup()
 
 
 def start(
@@ -318,7 +316,7 @@ def start(
     num_processes: int | None,
     process_id: int | None,
     timeout_seconds: int,
-) -> Processes:
+) -> ProcessGroup:
     """The processes of this run. Without an address they are found by `jax.distributed`, on Cloud
     TPU, GKE, Slurm and under Open MPI; where it finds none this process is alone. Where the others
     are not there in time the process ends.
@@ -357,7 +355,7 @@ def start(
         lambda: leave(
             f"not all processes were there within {timeout_seconds} s. The coordinator, process 0, "
             f"was looked for{place}; --coordinator_timeout=SECONDS gives more time",
-            START_AGAIN,
+            EXIT_RESTART,
         ),
     )
     late.daemon = True
@@ -389,7 +387,7 @@ def start(
     return _numbered(state.process_id, state.num_processes, state.client, timeout_seconds)
 
 
-def _numbered(id: int, count: int, client: Any, timeout_seconds: float) -> Processes:
+def _numbered(id: int, count: int, client: Any, timeout_seconds: float) -> ProcessGroup:
     """The processes by the numbers that their devices have.
 
     Each tells which index belongs to its id; the table is the same in all of them.
@@ -413,7 +411,7 @@ def _numbered(id: int, count: int, client: Any, timeout_seconds: float) -> Proce
             "each process devices of its own, and start as many processes as the platform has "
             "hosts."
         )
-    return Processes(index, count, client, keeper=table[0][0])
+    return ProcessGroup(index, count, client, keeper=table[0][0])
 
 
 def _gather(mine: np.ndarray) -> np.ndarray:
@@ -448,7 +446,7 @@ def _show_stacks() -> None:
 
 
 def _say_end(message: str, status: int) -> None:
-    again = ". The same command goes on from the last checkpoint" if status == START_AGAIN else ""
+    again = ". The same command goes on from the last checkpoint" if status == EXIT_RESTART else ""
     print(f"error: {message}; this process ends{again}.", file=sys.stderr, flush=True)
 
 

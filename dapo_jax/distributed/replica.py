@@ -1,60 +1,61 @@
-"""Processes that draw together.
+"""Inference replica: the processes that share one engine because none of them holds the model.
 
-A model that the devices of one process do not hold is split over those of some: a team, with one
-engine between them. All of a team make the same calls of it, in the same order, as JAX wants it.
-What these depend on besides the problems is asked by the first alone, who tells the others: whether
-to stop, which prompt is next, whether enough is drawn. The rest follows from what the device
-returns, which all of them read. The first alone scores, and speaks for the team.
+All processes of a replica must issue the same engine calls in the same order (SPMD). The leader
+takes the host-side decisions that depend on time (stop, next prompt, outcomes) and broadcasts them;
+everything else follows from results that all of them read. The leader alone scores.
 
-Where each process holds the model it is a team of its own, and nothing is told.
+Where each process holds the model, it is a replica of its own and nothing is broadcast.
 """
 
 from collections.abc import Callable
 from typing import TypeVar
 
 from dapo_jax.distributed import process_group
-from dapo_jax.distributed.process_group import Processes
+from dapo_jax.distributed.process_group import ProcessGroup
 from dapo_jax.types import StopRequested
 
 T = TypeVar("T")
 
 
-class Team:
-    """The team that this process is in.
+class Replica:
+    """The replica that this process belongs to.
 
     Args:
-        them: all processes; a team is some with numbers in a row.
-        size: of every team.
+        process_group: all processes; those of a replica have consecutive ranks.
+        size: processes per replica.
     """
 
-    def __init__(self, them: Processes = process_group.ALONE, size: int = 1):
-        self.them, self.size = them, size
-        self.index, place = divmod(them.index, size)
-        self.count = them.count // size  # teams
-        self.first = place == 0
+    def __init__(self, process_group: ProcessGroup = process_group.ALONE, size: int = 1):
+        self.process_group, self.size = process_group, size
+        self.index, place = divmod(process_group.index, size)
+        self.count = process_group.count // size  # replicas
+        self.is_leader = place == 0
         self._others = [self.index * size + i for i in range(1, size)]
 
     def broadcast(self, ask: Callable[[], T], waiting: Callable[[str], None] = lambda _: None) -> T:
-        """What `ask` returns, or StopRequested, in the first of the team; the others do not ask.
+        """Evaluates `ask` on the leader and returns its result on every process of the replica.
 
         Args:
-            ask: returns something small that JSON can hold.
-            waiting: is told who is waited for.
+            ask: returns a small value that JSON can hold. Only the leader calls it.
+            waiting: is called with the process that is waited for.
+
+        Raises:
+            StopRequested: on every process, where `ask` raised it on the leader.
         """
         if self.size == 1:
             return ask()
-        if not self.first:
-            stop, value = self.them.hear(self.index * self.size, waiting)
+        if not self.is_leader:
+            stop, value = self.process_group.recv(self.index * self.size, waiting)
             if stop:
                 raise StopRequested
             return value
         try:
             value = ask()
         except StopRequested:
-            self.them.tell(self._others, (True, None))
+            self.process_group.send(self._others, (True, None))
             raise
-        self.them.tell(self._others, (False, value))
+        self.process_group.send(self._others, (False, value))
         return value
 
 
-ALONE = Team()
+ALONE = Replica()

@@ -1,62 +1,64 @@
-"""Who draws which prompt of a step, and what came of it: what processes tell each other of it."""
+"""Shared work queue: processes claim prompts and report whether each group was kept."""
 
 import time
 from typing import Any
 
-LOOK_SECONDS = 0.02  # between two looks at what others tell
+POLL_SECONDS = 0.02  # seconds between two polls of the shared queue
 
 
-class Board:
-    """Who draws which of the prompts of a step, and what came of them. Prompts have numbers, in the
-    order of the data; each is drawn by the process that claims it."""
+class WorkQueue:
+    """The claims and outcomes of one step's prompts, in a run of one process.
+
+    Prompts are numbered in data order. The process that claims a prompt generates its group.
+    """
 
     def __init__(self) -> None:
-        self.begun = 0  # prompts claimed, as far as is known
-        self.verdicts: dict[int, bool] = {}  # by number: whether the group is informative
+        self.claimed = 0  # prompts claimed, as far as this process knows
+        self.outcomes: dict[int, bool] = {}  # by number: whether the group is kept
 
     def claim(self) -> int:
-        """The number of the next prompt, which is the caller's to draw."""
-        self.begun += 1
-        return self.begun - 1
+        """Returns the number of the next prompt, which is the caller's to generate."""
+        self.claimed += 1
+        return self.claimed - 1
 
-    def tell(self, number: int, informative: bool) -> None:
-        """Tells what came of a prompt."""
-        self.verdicts[number] = informative
+    def report(self, number: int, kept: bool) -> None:
+        """Reports the outcome of a prompt."""
+        self.outcomes[number] = kept
 
-    def look(self) -> None:
-        """Takes in what others have told."""
+    def poll(self) -> None:
+        """Takes in what other processes have reported."""
 
-    def clear(self) -> None:
-        """Forgets everything, once nobody looks any more."""
+    def reset(self) -> None:
+        """Deletes everything, once no process polls any more."""
 
 
-class SharedBoard(Board):
-    """One that all processes see."""
+class SharedWorkQueue(WorkQueue):
+    """A work queue in the key-value store that all processes of a run share."""
 
     def __init__(self, client: Any, place: str):
         super().__init__()
-        self._client, self._place, self._looked = client, place, -LOOK_SECONDS
+        self._client, self._place, self._looked = client, place, -POLL_SECONDS
 
     def claim(self) -> int:
         number = self._client.key_value_increment(f"{self._place}/next", 1) - 1
-        self.begun = max(self.begun, number + 1)
+        self.claimed = max(self.claimed, number + 1)
         return number
 
-    def tell(self, number: int, informative: bool) -> None:
-        super().tell(number, informative)
-        self._client.key_value_set(f"{self._place}/of/{number}", str(int(informative)))
+    def report(self, number: int, kept: bool) -> None:
+        super().report(number, kept)
+        self._client.key_value_set(f"{self._place}/of/{number}", str(int(kept)))
 
-    def look(self) -> None:
+    def poll(self) -> None:
         now = time.monotonic()
-        if now - self._looked < LOOK_SECONDS:
+        if now - self._looked < POLL_SECONDS:
             return
         self._looked = now
         for key, value in self._client.key_value_dir_get(self._place):
             name = key.rsplit("/", 1)[1]
             if name == "next":
-                self.begun = max(self.begun, int(value))
+                self.claimed = max(self.claimed, int(value))
             else:
-                self.verdicts[int(name)] = value == "1"
+                self.outcomes[int(name)] = value == "1"
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         self._client.key_value_delete(self._place)

@@ -45,7 +45,7 @@ ALARM_EVERY_SECONDS = 0.1  # again and again: a scorer may swallow the first one
 REMEMBERED_SCORES = 100_000
 CHUNKS_PER_WORKER, MAX_CHUNK = 4, 64
 # How often it is looked whether the pool that is waited for is still there.
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 LOCK_SECONDS = 15.0
 LOST = "pool lost"  # what ended a chunk
 MAX_LOSSES = 2  # a response with which so many pools were lost is not tried again
@@ -175,7 +175,7 @@ class RewardPool:
         tasks, results = pending.tasks, pending.known
         while not self.ready(pending):
             # A pool that has given up forgets what it had not handed to a worker.
-            concurrent.futures.wait([pending.chunks[0].future], LOOK_SECONDS)
+            concurrent.futures.wait([pending.chunks[0].future], POLL_SECONDS)
         for i, task in enumerate(tasks):
             # What ran out of time or died may do better another day.
             if not isinstance(results[i].scores, str):

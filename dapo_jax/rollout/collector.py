@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import jax
 
-from dapo_jax.distributed.replica import ALONE, Team
-from dapo_jax.distributed.work_queue import LOOK_SECONDS
+from dapo_jax.distributed.replica import ALONE, Replica
+from dapo_jax.distributed.work_queue import POLL_SECONDS
 from dapo_jax.rewards.async_scoring import GroupScoring
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.types import Rubric
@@ -53,7 +53,7 @@ class RolloutCollector:
         detokenize: Detokenize,
         request: GenerationRequest,
         *,
-        replica: Team = ALONE,
+        replica: Replica = ALONE,
         telemetry: Telemetry = SILENT,
     ):
         self.engine, self.pool, self.rubrics = engine, pool, rubrics
@@ -82,7 +82,7 @@ class RolloutCollector:
             StopRequested: a stop was requested, in this process or in another of the replica.
         """
         # A replica of several processes polls less often: each poll is a broadcast.
-        idle_seconds = IDLE_SECONDS if self.replica.size == 1 else LOOK_SECONDS
+        idle_seconds = IDLE_SECONDS if self.replica.size == 1 else POLL_SECONDS
         start = time.monotonic()
         for turn in self.turns(prompts, key, step=step):
             now = time.monotonic()
@@ -95,7 +95,7 @@ class RolloutCollector:
 
     def collect(self, problems: Sequence[Problem], key: jax.Array, *, step: int = 0) -> list[Group]:
         """Returns the group of every problem, in order, in every process of the run."""
-        group = self.replica.them
+        group = self.replica.process_group
         prompts = PromptQueue.of_list(problems, group)
         with group.stop_together(self.telemetry.waiting_for):
             outcomes = list(self.groups(prompts, key, step=step))
@@ -104,7 +104,7 @@ class RolloutCollector:
     def take_stats(self) -> tuple[RolloutStats, dict[str, float]]:
         """Returns the stats of all processes together and this process's seconds, and begins anew.
         Every process must call it."""
-        each = self.replica.them.agree(tuple(self.stats), self.telemetry.waiting_for)
+        each = self.replica.process_group.all_gather(tuple(self.stats), self.telemetry.waiting_for)
         stats = sum(map(RolloutStats._make, each), RolloutStats())
         seconds, self.seconds = self.seconds, {"rollout": 0.0, "reward": 0.0}
         self.stats = RolloutStats()
@@ -132,7 +132,7 @@ class RolloutCollector:
             step=step,
             begun=prompts.begun,
         )
-        leader, generation, heard = self.replica.first, loop.turns(), 0
+        leader, generation, heard = self.replica.is_leader, loop.turns(), 0
         try:
             while not prompts.done:
                 generated = next(generation, None)

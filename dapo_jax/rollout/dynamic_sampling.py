@@ -11,7 +11,7 @@ from collections.abc import Generator
 from typing import Any, NamedTuple
 
 from dapo_jax.config import Config
-from dapo_jax.distributed.process_group import ALONE, Processes
+from dapo_jax.distributed.process_group import ALONE, ProcessGroup
 from dapo_jax.rollout import partial_rollouts, prompt_filter
 from dapo_jax.rollout.partial_rollouts import Begun
 from dapo_jax.rollout.prompt_filter import PrefilterState, PromptFilter
@@ -59,7 +59,7 @@ def open_queue(
     source: PromptSource,
     *,
     step: int,
-    group: Processes = ALONE,
+    group: ProcessGroup = ALONE,
 ) -> PromptQueue:
     """Returns the prompt queue of a rollout step; every process must ask for it.
 

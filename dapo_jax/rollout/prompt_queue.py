@@ -11,8 +11,8 @@ generated a group or when it was done.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from dapo_jax.distributed.process_group import ALONE, Processes
-from dapo_jax.distributed.work_queue import Board
+from dapo_jax.distributed.process_group import ALONE, ProcessGroup
+from dapo_jax.distributed.work_queue import WorkQueue
 from dapo_jax.rollout.partial_rollouts import Visit
 from dapo_jax.rollout.prompt_filter import GRESO, PromptFilter
 from dapo_jax.types import Group, Problem, Response
@@ -78,13 +78,13 @@ class PromptQueue:
         rate_weight: float = 1.0,
         prompt_filter: PromptFilter | None = None,
         begun: Mapping[Visit, Mapping[int, Response]] | None = None,
-        group: Processes = ALONE,
+        group: ProcessGroup = ALONE,
     ):
         self.source, self.num_prompts, self.max_prompts = source, num_prompts, max_prompts
         self.keeps, self.rate, self.rate_weight = keeps, rate, rate_weight
         self.filter = prompt_filter or PromptFilter(GRESO, None, 0)
         self.begun, self.group = begun, group
-        self.work_queue: Board = group.board()
+        self.work_queue: WorkQueue = group.work_queue()
         self.groups: dict[int, Group] = {}  # reported by this process, by number
         self.unfinished: dict[int, Mapping[int, Response]] = {}  # responses at the end, by number
         self.num_returned = 0  # prompts claimed that went back to the data; known after `commit`
@@ -96,7 +96,7 @@ class PromptQueue:
         self._after: list[tuple[Any, int]] = []
 
     @classmethod
-    def of_list(cls, problems: Sequence[Problem], group: Processes = ALONE) -> "PromptQueue":
+    def of_list(cls, problems: Sequence[Problem], group: ProcessGroup = ALONE) -> "PromptQueue":
         """A queue of these problems, all of them kept."""
         num = len(problems)
         return cls(ProblemList(problems), num_prompts=num, max_prompts=num, group=group)
@@ -115,12 +115,12 @@ class PromptQueue:
         """Returns the number of a prompt that is the caller's to generate; None: those claimed
         should do; `max_prompts` or more: there are no more."""
         queue = self.work_queue
-        queue.look()
-        if queue.begun >= self.max_prompts:
+        queue.poll()
+        if queue.claimed >= self.max_prompts:
             return self.max_prompts
         # Outcomes count as soon as they are known, whether it is their turn or not.
-        kept, known = sum(queue.verdicts.values()), len(queue.verdicts)
-        expected = kept + (queue.begun - known) * max(self.expected_rate, 1 / self.max_prompts)
+        kept, known = sum(queue.outcomes.values()), len(queue.outcomes)
+        expected = kept + (queue.claimed - known) * max(self.expected_rate, 1 / self.max_prompts)
         return None if expected >= self.num_prompts else queue.claim()
 
     @property
@@ -129,7 +129,7 @@ class PromptQueue:
 
         (kept + rate_weight rate) / (known + rate_weight)
         """
-        outcomes = self.work_queue.verdicts
+        outcomes = self.work_queue.outcomes
         kept, known = sum(outcomes.values()), len(outcomes)
         return (kept + self.rate_weight * self.rate) / max(1.0, known + self.rate_weight)
 
@@ -143,15 +143,15 @@ class PromptQueue:
     def report(self, number: int, group: Group) -> None:
         """Takes the scored group of a prompt that this process claimed."""
         self.groups[number] = group
-        self.work_queue.tell(number, self.keeps(group))
+        self.work_queue.report(number, self.keeps(group))
 
     def resolved(self) -> list[Outcome]:
         """Returns the outcomes that are known now and were not before, in prompt order. Those
         beyond a full batch are never returned."""
-        self.work_queue.look()
+        self.work_queue.poll()
         news = []
-        while self.num_resolved in self.work_queue.verdicts and not self.full:
-            kept = self.work_queue.verdicts[self.num_resolved]
+        while self.num_resolved in self.work_queue.outcomes and not self.full:
+            kept = self.work_queue.outcomes[self.num_resolved]
             news.append(Outcome(self.num_resolved, kept))
             self.num_resolved += 1
             self.num_kept += kept
@@ -160,7 +160,7 @@ class PromptQueue:
     @property
     def news(self) -> int:
         """Grows with every prompt that any process claims, and with every outcome."""
-        return self.work_queue.begun + len(self.work_queue.verdicts)
+        return self.work_queue.claimed + len(self.work_queue.outcomes)
 
     def follow(self, outcomes: Sequence[Outcome]) -> None:
         """Takes outcomes that the leader of this process's replica resolved."""
@@ -177,12 +177,12 @@ class PromptQueue:
             The groups of the prompts tried, in prompt order, from all processes.
         """
         mine = {number: g for number, g in self.groups.items() if number < num_tried}
-        for groups, unfinished in self.group.share((mine, self.unfinished)):
+        for groups, unfinished in self.group.all_gather_objects((mine, self.unfinished)):
             self.groups |= groups
             self.unfinished |= unfinished
-        self.num_returned = self.work_queue.begun - num_tried
-        if self.group.first:
-            self.work_queue.clear()
+        self.num_returned = self.work_queue.claimed - num_tried
+        if self.group.is_primary:
+            self.work_queue.reset()
         last = max([num_tried - 1, *self.unfinished])
         if last >= 0:
             self.problem(last)

@@ -121,9 +121,9 @@ class Checkpoints:
         keep_best: int,
         say: Callable[[str], None] = print,
         num_bytes: int = 0,
-        agree: Callable[[Any], list[Any]] = lambda value: [value],
+        all_gather: Callable[[Any], list[Any]] = lambda value: [value],
     ):
-        self.directory, self.say, self.agree = place(directory), say, agree
+        self.directory, self.say, self.all_gather = place(directory), say, all_gather
         self._pending: _Save | None = None  # not known to be on disk
         self._failed = False  # the save before the pending one
         latest = preservation_policy.LatestN(keep_newest)
@@ -239,7 +239,7 @@ class Checkpoints:
             raise
         except Exception as failure:  # an OSError here, a ValueError of tensorstore's there
             error = failure
-        each = self.agree(None if error is None else [_reason(error, -1), _is_disk_full(error)])
+        each = self.all_gather(None if error is None else [_reason(error, -1), _is_disk_full(error)])
         reasons = [told for told in each if told is not None]
         if not reasons:
             return True
@@ -279,7 +279,7 @@ class Checkpoints:
         """
         damaged: dict[int, str] = {}
         steps = self.steps
-        if any(seen != steps for seen in self.agree(steps)):
+        if any(seen != steps for seen in self.all_gather(steps)):
             raise CheckpointError(
                 f"the processes see different checkpoints in {self.directory}; here {steps}.",
                 restart=True,
@@ -338,7 +338,7 @@ class Checkpoints:
             damage = str(error)
         except CheckpointError as error:
             failure = str(error)
-        verdicts = self.agree([failure, damage])
+        verdicts = self.all_gather([failure, damage])
         if failures := [failure for failure, _ in verdicts if failure is not None]:
             raise CheckpointError(
                 f"checkpoint {step} in {self.directory} could not be read: {failures[0]}. It is "

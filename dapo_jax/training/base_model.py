@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from dapo_jax.config import Config
 from dapo_jax.data import arithmetic, tokenizer
-from dapo_jax.distributed.process_group import ALONE, Processes
+from dapo_jax.distributed.process_group import ALONE, ProcessGroup
 from dapo_jax.models import decoder, hf_weights, log_probs, rotary
 from dapo_jax.models.attention import kernels, xla
 from dapo_jax.models.sharding import initial_params, param_shardings
@@ -60,7 +60,7 @@ def load_or_make(
     *,
     say: Callable[[str], None],
     check_stop: Callable[[], None],
-    them: Processes = ALONE,
+    process_group: ProcessGroup = ALONE,
 ) -> tuple[decoder.Params, dict[str, Any]]:
     """(parameters laid out for the mesh, what is known of them: `seconds` it took to make).
 
@@ -87,17 +87,17 @@ def load_or_make(
         shardings,
     )
     cache = _cache_directory() / fingerprint(config)
-    if them.count > 1:
+    if process_group.count > 1:
         # The others may not see the cache, and must not find what the first is copying.
         assert directory is not None
-        if them.first and cache.is_dir() and not directory.is_dir():
+        if process_group.is_primary and cache.is_dir() and not directory.is_dir():
             _copy(cache, directory)
-        them.agree(None)
+        process_group.all_gather(None)
     restored = None if directory is None else _restore(directory, like)
     if restored is not None:
         say(f"base model: reusing {directory}")
         return restored
-    if them.count == 1:
+    if process_group.count == 1:
         try:
             restored = _restore(cache, like)
         except UserError as error:  # a cache is nobody's only copy: make the base again
@@ -124,11 +124,11 @@ def load_or_make(
     if directory is not None:
         _save(directory, params, about)
     try:
-        if them.count > 1:
-            if them.first:
+        if process_group.count > 1:
+            if process_group.is_primary:
                 assert directory is not None
                 _copy(directory, cache)
-            them.agree(None)
+            process_group.all_gather(None)
             return params, about
         temporary = _beside(cache)
         _save(temporary, params, about)

@@ -2,8 +2,8 @@
 
 Each host has a `RolloutCollector` and a `PromptQueue`: the code of a run. What is not real takes
 time and computes nothing (see `virtual`). All hosts see one work queue, and each sees at once what
-another reports; in a run they poll it every `board.LOOK_SECONDS`. The host whose clock is behind
-goes next.
+another reports; in a run they poll it every `POLL_SECONDS`. The host whose clock is behind goes
+next.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from dapo_jax.config import Config
-from dapo_jax.distributed.work_queue import Board
+from dapo_jax.distributed.work_queue import WorkQueue
 from dapo_jax.rewards.types import Rubric
 from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.collector import IDLE_SECONDS, RolloutCollector
@@ -102,12 +102,12 @@ class DealtQueue(PromptQueue):
         number = self.host + self._dealt * self.hosts
         if number >= self.max_prompts:
             return number
-        known = self.work_queue.verdicts
+        known = self.work_queue.outcomes
         before = (known.get(i, self.expected_rate) for i in range(self.num_resolved, number))
         if self.num_kept + sum(before) >= self.num_prompts:
             return None
         self._dealt += 1
-        self.work_queue.begun += 1
+        self.work_queue.claimed += 1
         return number
 
 
@@ -117,13 +117,13 @@ class EagerQueue(PromptQueue):
     expected_rate = 0.0  # type: ignore[reportAssignmentType]
 
 
-class OneBoard(Board):
-    """The board of all hosts; knows whether there is news."""
+class OneWorkQueue(WorkQueue):
+    """The work queue of all hosts; knows whether there is news."""
 
     news = False
 
-    def tell(self, number: int, informative: bool) -> None:
-        super().tell(number, informative)
+    def report(self, number: int, kept: bool) -> None:
+        super().report(number, kept)
         self.news = True
 
 
@@ -157,7 +157,7 @@ class Host:
         return min(self.pool.pending, default=math.inf)
 
 
-def play(hosts: list[Host], board: OneBoard) -> None:
+def play(hosts: list[Host], queue: OneWorkQueue) -> None:
     """Has each host take its turns until it is done; the one whose clock is behind goes next."""
     ready = [(0.0, i) for i in range(len(hosts))]  # a heap
     idle: dict[int, float] = {}  # hosts that have nothing to do, and until when
@@ -176,8 +176,8 @@ def play(hosts: list[Host], board: OneBoard) -> None:
             idle[i] = max(host.clock.now + IDLE_SECONDS, host.wait())
             if idle[i] < math.inf:
                 heapq.heappush(ready, (idle[i], i))
-        if board.news:
-            board.news = False
+        if queue.news:
+            queue.news = False
             # Nothing but a verdict changes whether more prompts are needed.
             for j in idle:
                 soon = max(hosts[j].clock.now + IDLE_SECONDS, at)
@@ -195,7 +195,7 @@ def rollout(
     Args:
         share: of the prompts that are informative, as the estimate has it.
     """
-    config, board = setting.config, OneBoard()
+    config, queue = setting.config, OneWorkQueue()
     d, num_prompts = config.dynamic_sampling, config.train.prompts_per_step
     spec, group_size = setting.spec, config.rollout.group_size
     max_prompts = d.max_rounds * d.max_round_prompts
@@ -216,17 +216,17 @@ def rollout(
             rate=share,
             rate_weight=PRIOR_OUTCOMES,
         )
-        prompts.work_queue = board
+        prompts.work_queue = queue
         if isinstance(prompts, DealtQueue):
             prompts.host, prompts.hosts = i, hosts
         each.append(Host(setting, prompts, work))
-    play(each, board)
+    play(each, queue)
     seconds = max(host.clock.now for host in each)
     done_H = np.array([min(host.clock.device, seconds) for host in each])
     over_H = np.array([max(0.0, host.clock.device - seconds) for host in each])
     busy_H = np.array([host.clock.busy for host in each]) - over_H
     decided = each[0].prompts.num_resolved
-    informative = [i for i in range(decided) if board.verdicts[i]]
+    informative = [i for i in range(decided) if queue.outcomes[i]]
     units = sum(host.engine.units for host in each)
     needed = sum(int(work(i).units_G.sum()) for i in range(decided))
     held = sum(host.engine.slot_seconds for host in each)
@@ -237,7 +237,7 @@ def rollout(
         seconds - done_H,
         informative,
         decided,
-        board.begun,
+        queue.claimed,
         held / (seconds * hosts * setting.slots),
         units * setting.unit_tokens,
         (units - needed) * setting.unit_tokens,
