@@ -445,6 +445,7 @@ class TrainLoop:
         assert self.host is not None
         self.telemetry.phase(f"step {step}: {len(batch.groups)} groups sampled")
         numbers: dict[str, Any] = rollout_metrics.sampling_metrics(batch)
+        rollout_metrics.check_finite(batch.sampled)
         if faults := rollout_metrics.scorer_faults(batch.sampled):
             self.telemetry.say(f"  warning: step {step}: {faults}")
         if self.host.sampling.prefilter is not None:

@@ -30,7 +30,12 @@ from jaxtyping import install_import_hook
 from tests import type_checker
 
 # Every test checks the shapes and types of their signatures. The hook precedes their first import.
-CHECKED = ("objective", "policy_losses", "aggregation", "advantage", "covariance", "corrections")
+CHECKED = tuple(
+    f"algorithms.{name}"
+    for name in (
+        "surrogate", "losses", "aggregation", "advantages", "covariance", "importance_correction",
+    )
+)  # fmt: skip
 install_import_hook([f"dapo_jax.{name}" for name in CHECKED], f"{type_checker.__name__}.checked")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")

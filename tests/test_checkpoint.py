@@ -340,8 +340,9 @@ PROCESS = """
 import errno, sys
 from pathlib import Path
 place, port, index, what = sys.argv[1:]
-from dapo_jax import checkpoint, processes
-them = processes.start(f"127.0.0.1:{port}", 2, int(index), 60)
+from dapo_jax.distributed import process_group
+from dapo_jax.runs import checkpoint
+group = process_group.start(f"127.0.0.1:{port}", 2, int(index), 60)
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 at = NamedSharding(Mesh(jax.devices(), "x"), PartitionSpec("x"))
@@ -353,7 +354,8 @@ def read(where):
         error = OSError(errno.EIO, "Input/output error")
         raise error if what == "io" else ValueError("DATA_LOSS: x")
     return real(where)
-with checkpoint.Checkpoints(place, keep_newest=9, keep_best=0, agree=them.agree) as checkpoints:
+options = dict(keep_newest=9, keep_best=0, all_gather=group.all_gather)
+with checkpoint.Checkpoints(place, **options) as checkpoints:
     for n in (1, 2):
         checkpoints.save(n, arrays(n), {}, accuracy=None)
     checkpoints.wait()
@@ -365,7 +367,7 @@ with checkpoint.Checkpoints(place, keep_newest=9, keep_best=0, agree=them.agree)
     except checkpoint.CheckpointError as error:
         print("error", error.restart, error)
     print("steps", checkpoints.steps)
-them.leave(0)
+group.shutdown(0)
 """
 
 

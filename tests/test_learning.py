@@ -75,7 +75,7 @@ def test_the_update_does_not_hold_the_rollouts_copy(tmp_path, cache_home, monkey
     groups, train_on, seen = RolloutCollector.groups, Learner.train_on, []
 
     def generating(*arguments, **more):
-        if "step" in more:  # not an evaluation
+        if more["step"]:  # not an evaluation
             seen.append(copies())
         return groups(*arguments, **more)
 

@@ -16,13 +16,13 @@ import pathlib, runpy, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 if __name__ == "__main__":
     from dapo_jax import train
-    ready = train._Run._groups_to_train
+    ready = train.TrainLoop._groups_to_train
     def hang(self, groups, step):
-        if step == 4 and self.them.index == 1:
+        if step == 4 and self.process_group.index == 1:
             pathlib.Path(__file__).with_suffix(".begun").touch()
             time.sleep(10_000)
         return ready(self, groups, step)
-    train._Run._groups_to_train = hang
+    train.TrainLoop._groups_to_train = hang
     runpy.run_path({str(ROOT / "launch" / "train.py")!r}, run_name="__main__")
 """
 

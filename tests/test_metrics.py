@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from dapo_jax.rollout import metrics
+from dapo_jax.rollout import metrics as rollout_metrics
+from dapo_jax.training import metrics
 from dapo_jax.training.step import Extremes, Sums, UpdateMetrics
 from dapo_jax.types import RunError
 from tests.helpers import make_group
@@ -35,9 +36,21 @@ def with_faults(number, of):
 
 
 def test_a_scorer_that_fails_is_told_and_one_that_always_does_ends_the_run():
-    assert metrics.scorer_faults(with_faults(0, 8)) == metrics.scorer_faults([]) == ""
-    assert metrics.scorer_faults(with_faults(1, 40)) == ""
-    told = metrics.scorer_faults(with_faults(2, 8))
+    assert (
+        rollout_metrics.scorer_faults(with_faults(0, 8)) == rollout_metrics.scorer_faults([]) == ""
+    )
+    assert rollout_metrics.scorer_faults(with_faults(1, 40)) == ""
+    told = rollout_metrics.scorer_faults(with_faults(2, 8))
     assert told == "2 of 8 responses could not be scored, such as: error: TypeError: None"
     with pytest.raises(RunError, match=r"8 of 8 .*TypeError.*config\.reward\.scorer"):
-        metrics.scorer_faults(with_faults(8, 8))
+        rollout_metrics.scorer_faults(with_faults(8, 8))
+
+
+def test_a_step_whose_responses_are_all_invalid_ends_the_run():
+    """Each is left out of the loss: a run would go on with parameters that are not numbers."""
+    group = make_group([True, False])
+    invalid = tuple(r._replace(finish_reason="invalid") for r in group.responses)
+    rollout_metrics.check_finite([group, group._replace(responses=invalid)])
+    rollout_metrics.check_finite([])
+    with pytest.raises(RunError, match=r"all 2 responses .*config\.optimizer\.learning_rate"):
+        rollout_metrics.check_finite([group._replace(responses=invalid)])

@@ -11,13 +11,13 @@ from tests.preparing import CHAT_TEMPLATE, character_tokenizer, prepare_rows, ro
 @pytest.fixture
 def reads(monkeypatch):
     """The files that were read, in order."""
-    found, read_rows = [], dataset.rows.read_rows
+    found, read_rows = [], dataset.records.read_rows
 
     def count(file, columns, field):
         found.append(file.name)
         return read_rows(file, columns, field)
 
-    monkeypatch.setattr(dataset.rows, "read_rows", count)
+    monkeypatch.setattr(dataset.records, "read_rows", count)
     return found
 
 
@@ -33,7 +33,7 @@ def test_what_was_prepared_is_not_made_again(tmp_path, monkeypatch):
     def fail(*_):
         raise AssertionError("read again")
 
-    monkeypatch.setattr(dataset.rows, "read_rows", fail)
+    monkeypatch.setattr(dataset.records, "read_rows", fail)
     assert prepare_rows(tmp_path, MESSY, max_prompt_tokens=20) == first
     # What the problems do not depend on: how often and how they are scored, where the file is.
     source = {"weight": 3.0, "scorer": "boxed"}

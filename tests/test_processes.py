@@ -101,11 +101,11 @@ if __name__ == "__main__":
     permute()
     import json
     import jax
-    from dapo_jax import processes
-        group = processes.start(sys.argv[1], 2, int(sys.argv[2]), 60)
+    from dapo_jax.distributed import process_group
+    group = process_group.start(sys.argv[1], 2, int(sys.argv[2]), 60)
     big = group.all_gather_objects([group.index] * (1 if group.index == 0 else 300_000))
     print(json.dumps({
-        "index": group.index, "keeper": group.keeper, "agreed": group.agree(group.index),
+        "index": group.index, "keeper": group.keeper, "agreed": group.all_gather(group.index),
         "shared": [[row[0], len(row)] for row in big],
         "own": [d.process_index for d in jax.local_devices()],
     }))

@@ -59,7 +59,7 @@ def test_models_in_float32_multiply_in_float32_on_accelerators(precision, dtype,
 
 def test_whoever_makes_the_programs_says_so(precision, monkeypatch):
     said = []
-    for module in ("learner", "rollout.programs"):
+    for module in ("training.learner", "rollout.programs"):
         monkeypatch.setattr(f"dapo_jax.{module}.multiply_in", lambda *given: said.append(given))
     Programs.cache_clear()
     make_engine()

@@ -88,7 +88,7 @@ def assert_same(a, b):
 def test_no_way_of_cutting_the_batch_matters(name):
     """Packing, padding, order and micro-batches; eight devices as one."""
     sizes = {"mesh__data": 2, "mesh__fsdp": 2, "mesh__context": 2}
-    config = tiny_config(**configured(name), **MICRO, **sizes)
+    config = tiny_config(**configured(name), **MICRO, **sizes, train__prompts_per_update=4)
     params, batch, order = make_params(config), make_batch(), np.arange(10)
     mesh = make_mesh(config, 8)
     spread = jax.device_put(params, param_shardings(config.model, config.mesh, mesh))

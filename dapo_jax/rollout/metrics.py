@@ -119,6 +119,21 @@ def _extras(groups: Sequence[Group]) -> dict[str, float]:
     return {f"scorer/{name}": float(np.mean(values)) for name, values in sorted(found.items())}
 
 
+def check_finite(sampled: Sequence[Group]) -> None:
+    """Checks that some response of a step ended with finite logits.
+
+    Raises:
+        RunError: none did: the parameters are not finite, and nothing can be trained on.
+    """
+    responses = [response for group in sampled for response in group.responses]
+    if responses and all(response.invalid for response in responses):
+        raise RunError(
+            f"the logits of all {len(responses)} responses were not finite. The checkpoints before "
+            "this step are intact. A lower config.optimizer.learning_rate, or float32 in "
+            "config.model.compute_dtype, is the usual remedy."
+        )
+
+
 def scorer_faults(sampled: Sequence[Group]) -> str:
     """What to tell of responses that no scorer could judge; "" where they are few.
 

@@ -392,14 +392,15 @@ def restore_part(
     Raises:
         UserError: there is no such checkpoint, it is damaged, or it is of another model.
     """
-    options = ocp.CheckpointManagerOptions(read_only=True)
     names = ("arrays", "host")
     directory = place(directory)
     if not directory.is_dir():
         raise UserError(f"{directory}: there are no checkpoints.")
     with (
         _without_tracebacks(),
-        ocp.CheckpointManager(directory, options=options, item_names=names) as manager,
+        ocp.CheckpointManager(
+            directory, options=ocp.CheckpointManagerOptions(read_only=True), item_names=names
+        ) as manager,
     ):
         steps = sorted(manager.all_steps())
         if not steps or (step is not None and step not in steps):
