@@ -56,6 +56,7 @@ def test_a_process_that_hangs_ends_all(home, tmp_path):
     (code, _, err), (code_of_hung, _, err_of_hung) = finish_all(started)
     assert time.time() - program.with_suffix(".begun").stat().st_mtime < 60
     assert (code, code_of_hung) == (EXIT_RESTART, EXIT_RESTART)
-    assert "nothing has moved for 30 s" in err and "nothing has moved for 30 s" in err_of_hung
+    told = "nothing has moved for 3"  # 30 s, and at most a look of 4 s more
+    assert told in err and told in err_of_hung
     assert "hangs.py" in err_of_hung and "in hang" in err_of_hung
     assert "hangs.py" in err and "in hang" not in err and "in one_step" in err
