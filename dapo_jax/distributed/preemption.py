@@ -43,7 +43,7 @@ class StopSignals:
 
     def check(self) -> None:
         """Raises StopRequested if a signal has come. Where there are several processes, one may
-        raise before another: see `Processes.stop_together`."""
+        raise before another: see `ProcessGroup.stop_together`."""
         if self.received is not None:
             if not self.told:
                 self.process_group.ask_to_stop(self.received)

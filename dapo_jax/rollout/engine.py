@@ -2,8 +2,8 @@
 
 JetStream brings the interface; model, cache and sampler are ours. What the scheduler calls is
 `prefill_many`, `enqueue` and `decode`: prompts are prefilled in batches and handed over with the
-number of samples wanted, and a call of `decode` draws several tokens in every slot, giving slots
-that become free to samples that wait (see `slots`). JetStream's own `prefill`, `insert` and
+number of samples wanted, and a call of `decode` samples several tokens in every slot and gives
+free slots to waiting samples (see `slots`). JetStream's own `prefill`, `insert` and
 `generate` work on the same state: one prompt, one slot, one token.
 """
 
@@ -230,7 +230,7 @@ class DecoderEngine(jetstream.Engine):
         if spec.num_pages is not None and spec.num_pages < need:
             raise UserError(
                 f"insert: num_pages ({spec.num_pages}) must be {need} for {spec.slots} slots of "
-                f"{spec.max_tokens} tokens: give more, or None, or draw with scheduler.generate"
+                f"{spec.max_tokens} tokens: give more, or None, or use scheduler.generate"
             )
         return self._programs.place(decode_state, prefix, np.int32(slot))
 

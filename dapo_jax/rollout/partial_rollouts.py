@@ -1,15 +1,13 @@
-"""What was drawn beyond a batch is kept, and gone on with in the next step.
+"""Partial rollouts: unfinished responses are kept and resumed in the next step.
 
-Sampling stops the moment the batch is full (`dynamic_sampling.stream_batch`), while responses to
-prompts beyond it are being drawn. Those prompts go back to the data and are the first of the next
-step. Here their responses are kept, those that have ended and those that have not, each token with
-its log-prob and with the rollout step whose parameters it was drawn with. In the next step those
-that have ended are scored again, the others go on under the new parameters, from the state that
-these have after the tokens there are.
+A rollout ends the moment the batch is full, while responses to prompts beyond it are being
+generated. Those prompts go back to the data and come first in the next step. Here their responses
+are kept, each token with its log-prob and the rollout step whose parameters sampled it. In the next
+step those that have ended are scored again; the others are resumed under the new parameters.
 
-Groups are accepted in prompt order all the same: nothing favours short responses. But how much has
-been drawn when sampling stops depends on when verdicts arrive. A step is a function of the state
-that it begins with; what it leaves to the next is not.
+Groups are still accepted in prompt order, which favours no short response. How much is kept depends
+on when verdicts arrive. A step is a function of the state that it begins with; its leftovers are
+not.
 """
 
 from collections.abc import Mapping, Sequence

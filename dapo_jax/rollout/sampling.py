@@ -1,4 +1,4 @@
-"""Drawing tokens, with the log-prob of each under the distribution it was drawn from."""
+"""Token sampling, with the log-prob of each token under the distribution it was sampled from."""
 
 import math
 from typing import Any, NamedTuple

@@ -107,7 +107,7 @@ class Checkpoints:
         keep_best: how many of those with the highest accuracy are kept besides.
         say: prints a line, for a damaged checkpoint and for a save that is tried again.
         num_bytes: of the arrays of one checkpoint, for the time limit of a save.
-        agree: gathers a small value from each process, see `Processes.agree`.
+        all_gather: gathers a small value from each process: `ProcessGroup.all_gather`.
 
     Raises:
         UserError: the directory cannot be written to.
