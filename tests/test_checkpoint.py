@@ -403,3 +403,15 @@ def test_nothing_global_changes_where_no_checkpoints_are_open(tmp_path):
     with open_again(tmp_path) as checkpoints:
         assert checkpoints.restore(like(make_arrays())) is None
     assert sys.unraisablehook is hook and logging.getLogger("absl").filters == filters
+
+
+@pytest.mark.parametrize(
+    "text, damaged",
+    [
+        ("DATA_LOSS: x", True),
+        ("Error opening driver: Error decoding b-tree node: End of data expected", True),
+        ("UNAVAILABLE: the storage does not answer", False),
+    ],
+)
+def test_what_cannot_be_decoded_is_damage_and_nothing_else(text, damaged):
+    assert checkpoint._is_damage(ValueError(text)) == damaged

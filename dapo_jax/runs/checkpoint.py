@@ -525,14 +525,18 @@ def _retried(read: Callable[[], T]) -> T:
 
 
 def _is_damage(error: Exception) -> bool:
-    """Whether a read failed by what it read. tensorstore says so by a code in the text of a
-    ValueError, from which orbax may raise its own."""
+    """Returns whether a read failed by what it read. tensorstore raises a ValueError whose text
+    begins with a code or holds "Error decoding"; orbax may raise its own from that."""
     decoding = (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError)
     return any(
         isinstance(cause, decoding)
-        or (isinstance(cause, ValueError) and str(cause).startswith(DECODE_ERRORS))
+        or (isinstance(cause, ValueError) and _is_decode_error(str(cause)))
         for cause in causes(error)
     )
+
+
+def _is_decode_error(text: str) -> bool:
+    return text.startswith(DECODE_ERRORS) or "Error decoding" in text
 
 
 def _reason(error: Exception, line: int) -> str:
