@@ -77,7 +77,7 @@ def train(config: Config, workdir: Path, process_group: ProcessGroup = ALONE) ->
     """Runs the config in `workdir`, from the beginning or from its newest checkpoint.
 
     Args:
-        them: the processes of the run, all of which call this; the first writes and shows.
+        process_group: the processes of the run. All call this; the primary writes and prints.
 
     Returns:
         The number of the signal that stopped the run, whichever process got it, or None when it

@@ -102,7 +102,7 @@ class RolloutCollector:
         return prompts.commit(len(outcomes))
 
     def take_stats(self) -> tuple[RolloutStats, dict[str, float]]:
-        """Returns the stats of all processes together and this process's seconds, and begins anew.
+        """Returns the stats of all processes together and this process's seconds, and resets both.
         Every process must call it."""
         each = self.replica.process_group.all_gather(tuple(self.stats), self.telemetry.waiting_for)
         stats = sum(map(RolloutStats._make, each), RolloutStats())
