@@ -27,7 +27,7 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
-from tests import type_checker
+from tests.support import type_checker
 
 # Every test checks the shapes and types of their signatures. The hook precedes their first import.
 CHECKED = tuple(
@@ -41,7 +41,7 @@ install_import_hook([f"dapo_jax.{name}" for name in CHECKED], f"{type_checker.__
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-from tests.helpers import tiny_config
+from tests.support.helpers import tiny_config
 
 
 @pytest.fixture
@@ -74,10 +74,10 @@ def standard_promotion():
 LONGEST = (
     "test_lost_processes",
     "test_processes",
-    "test_teams",
-    "test_end_to_end",
+    "test_replicas",
+    "test_runs",
     "test_learning",
-    "test_family",
+    "test_methods",
     "test_properties",
 )
 

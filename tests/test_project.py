@@ -9,7 +9,7 @@ import tomllib
 import pytest
 
 from tests.conftest import ROOT
-from tests.planted_defects import DEFECTS
+from tests.studies.planted_defects import DEFECTS
 
 
 def test_requirements_are_those_of_pyproject():

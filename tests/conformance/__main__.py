@@ -22,7 +22,7 @@ FAMILIES = losses.FAMILIES | host.FAMILIES
 
 NOT_OURS = {
     "balance": "a workload balancer of torch ranks",
-    "kl/full": "the reference raises; ours, the exact sum, is tested in tests/test_log_probs.py",
+    "kl/full": "the reference raises; our exact sum: tests/models/test_log_probs.py",
     "adv/optimal_token_baseline": "an advantage that this project does not offer",
     "adv/tir_optimal_token_baseline": "an advantage that this project does not offer",
     "sum_pi_squared": "the sum over the vocabulary that the optimal token baseline needs",

@@ -26,7 +26,7 @@ def write(place: Path) -> None:
     """A directory `in` as transformers wrote it and `out` as we do, for each family."""
     from dapo_jax.config import hf_config
     from dapo_jax.models import hf_weights
-    from tests import checkpoints
+    from tests.support import checkpoints
 
     for family in checkpoints.golden_families():
         golden = checkpoints.golden(family)

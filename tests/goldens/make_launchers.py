@@ -4,7 +4,7 @@ python -m tests.goldens.make_launchers, from the root of the repository. Read th
 are commands that cost money.
 """
 
-from tests.launchers import DRY_RUNS, GOLDENS, MANIFEST, call, golden
+from tests.support.launchers import DRY_RUNS, GOLDENS, MANIFEST, call, golden
 
 if __name__ == "__main__":
     GOLDENS.mkdir(exist_ok=True)

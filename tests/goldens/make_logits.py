@@ -8,7 +8,7 @@ Needs torch, which neither the trainer nor its tests do:
 
 Weights are drawn large, so that attention is sharp and a wrong angle, window or norm shows, and
 rounded to what float16 holds, so that the file is small and says the same to both libraries. Read
-by `tests/checkpoints.py`, which says what each entry is.
+by `tests/support/checkpoints.py`, which says what each entry is.
 """
 
 import json

@@ -1,0 +1,35 @@
+"""A tokenizer is what its tokenizer.json says, whatever model lies beside it."""
+
+import json
+
+import pytest
+
+from dapo_jax.data.tokenizer import arithmetic_tokenizer, load_tokenizer
+from dapo_jax.types import UserError
+from tests.support.helpers import tiny_config
+
+PROMPT = "Add: a=8 b=9 c=6\n"
+
+
+@pytest.mark.parametrize("family", [None, "qwen2", "qwen3", "llama", "mistral"])
+def test_a_prompt_has_the_same_tokens_in_the_directory_of_every_family(tmp_path, family):
+    """transformers gives a qwen2 directory Qwen's tokenizer, whatever the files of it say."""
+    ours = arithmetic_tokenizer()
+    ours.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    ours.save_pretrained(str(tmp_path))
+    if family:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    found = load_tokenizer(tiny_config(model__tokenizer=str(tmp_path), pretrain=None).model)
+    tokens = ours(PROMPT).input_ids
+    assert found(PROMPT).input_ids == tokens and len(tokens) == 8
+    assert found.decode(tokens) == PROMPT
+    assert (found.eos_token_id, found.pad_token_id) == (ours.eos_token_id, ours.pad_token_id)
+    assert found.chat_template == ours.chat_template
+
+
+def test_a_damaged_file_is_told(tmp_path):
+    arithmetic_tokenizer().save_pretrained(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text('{"version": ')
+    config = tiny_config(model__tokenizer=str(tmp_path), pretrain=None).model
+    with pytest.raises(UserError, match=r"the tokenizer of config.model.tokenizer .* not be lo"):
+        load_tokenizer(config)

@@ -1,0 +1,89 @@
+"""A small run learns: accuracy, held-out too, and reward rise well beyond noise."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dapo_jax.models import decoder
+from dapo_jax.rollout.collector import RolloutCollector
+from dapo_jax.train import train
+from dapo_jax.training.learner import Learner
+from tests.conftest import ROOT
+from tests.support.helpers import tiny_config
+from tests.support.runs import metrics_of, run
+
+LEARNING = {
+    "model__width": 64,
+    "model__ff_width": 128,
+    "model__head_dim": 16,
+    "data__train__sums__num_terms": (3,),
+    "data__train__sums__num_problems": 200,
+    "data__heldout__sums__num_terms": (3,),
+    "data__heldout__sums__num_problems": 16,
+    "pretrain__num_terms": (3,),
+    "pretrain__num_steps": 800,
+    "pretrain__rows_per_step": 12,
+    "pretrain__row_tokens": 64,
+    "pretrain__learning_rate": 5e-3,
+    "pretrain__share_guess": 0.7,
+    "pretrain__share_ramble": 0.2,
+    "pretrain__share_slip": 0.0,
+    "rollout__group_size": 8,
+    "rollout__slots": 64,
+    "rollout__max_response_tokens": 40,
+    "dynamic_sampling__max_round_prompts": 32,
+    "dynamic_sampling__max_rounds": 4,
+    "train__prompts_per_step": 16,
+    "train__prompts_per_update": 4,
+    "train__num_steps": 24,
+    "optimizer__learning_rate": 5e-4,
+    "evaluation__every_steps": 24,
+    "evaluation__num_samples": 8,
+    "checkpoint__every_steps": 24,
+}
+
+
+@pytest.mark.slow
+def test_reward_and_accuracy_rise(tmp_path):
+    run(tmp_path / "run", tmp_path, optimise=True, **LEARNING)
+    steps = metrics_of(tmp_path / "run")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    early = np.mean([numbers["accuracy/sampled"] for numbers in steps[1:4]])
+    late = np.mean([numbers["accuracy/sampled"] for numbers in steps[-3:]])
+    assert late > early + 0.25, (early, late)
+    assert summary["final_accuracy"] > summary["base_accuracy"] + 0.25, summary
+    rewards = [numbers["reward/mean"] for numbers in steps[1:]]
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.3, rewards
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_update_does_not_hold_the_rollouts_copy(tmp_path, cache_home, monkeypatch):
+    """The copy is the only thing in bfloat16 that is as large as the embedding."""
+    config = tiny_config(
+        model__compute_dtype="bfloat16",
+        pretrain__num_steps=2,
+        train__num_steps=1,
+        reward__scorer=f"{ROOT / 'tests' / 'scorers.py'}:even",
+        mesh__data=8,
+    )
+    shape = decoder.param_shapes(config.model)["embed"].shape
+    copies = lambda: sum((x.shape, x.dtype) == (shape, jnp.bfloat16) for x in jax.live_arrays())
+    groups, train_on, seen = RolloutCollector.groups, Learner.train_on, []
+
+    def generating(*arguments, **more):
+        if more["step"]:  # not an evaluation
+            seen.append(copies())
+        return groups(*arguments, **more)
+
+    def training(*arguments, **more):
+        seen.append(copies())
+        return train_on(*arguments, **more)
+
+    monkeypatch.setattr(RolloutCollector, "groups", generating)
+    monkeypatch.setattr(Learner, "train_on", training)
+    assert train(config, tmp_path / "run") is None
+    assert seen == [1, 0]

@@ -1,0 +1,62 @@
+"""A process of a run that dies, freezes or hangs ends the others."""
+
+import signal
+import time
+
+import pytest
+
+from dapo_jax.distributed.process_group import EXIT_RESTART
+from tests.conftest import ROOT
+from tests.support.processes import RUN, begin, finish_all
+from tests.support.runs import finish
+
+# launch/train.py, but the second process hangs in its fourth step.
+HANGS = f"""
+import pathlib, runpy, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+if __name__ == "__main__":
+    from dapo_jax import train
+    ready = train.TrainLoop._groups_to_train
+    def hang(self, groups, step):
+        if step == 4 and self.process_group.index == 1:
+            pathlib.Path(__file__).with_suffix(".begun").touch()
+            time.sleep(10_000)
+        return ready(self, groups, step)
+    train.TrainLoop._groups_to_train = hang
+    runpy.run_path({str(ROOT / "launch" / "train.py")!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost, number", [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
+def test_a_process_that_is_lost_ends_the_others(home, tmp_path, lost, number):
+    workdir = tmp_path / "run"
+    started = begin(workdir, home, 1, **RUN | {"train__num_steps": 1000})
+    started[lost].send_signal(number)
+    begun = time.monotonic()
+    code, _, err = finish(started[1 - lost])
+    assert time.monotonic() - begun < 60
+    started[lost].kill()
+    finish(started[lost])
+    # Where the store is lost, JAX may be faster than we are, and aborts.
+    assert code == EXIT_RESTART or (lost == 0 and code == -signal.SIGABRT), err
+    if code == EXIT_RESTART:
+        assert f"process {lost}" in err and "goes on from the last checkpoint" in err
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_ends_all(home, tmp_path):
+    """Its signs of life go on, as they come from another thread. Both show where they are: one in a
+    call that does not come back, the other in what waits for it."""
+    program = tmp_path / "hangs.py"
+    program.write_text(HANGS)
+    workdir = tmp_path / "run"
+    settings = RUN | {"train__num_steps": 1000, "rollout__watchdog_limit_seconds": 30.0}
+    started = begin(workdir, home, 3, program=program, **settings)
+    (code, _, err), (code_of_hung, _, err_of_hung) = finish_all(started)
+    assert time.time() - program.with_suffix(".begun").stat().st_mtime < 60
+    assert (code, code_of_hung) == (EXIT_RESTART, EXIT_RESTART)
+    told = "nothing has moved for 3"  # 30 s, and at most a look of 4 s more
+    assert told in err and told in err_of_hung
+    assert "hangs.py" in err_of_hung and "in hang" in err_of_hung
+    assert "hangs.py" in err and "in hang" not in err and "in one_step" in err

@@ -1,0 +1,269 @@
+"""Each way of training runs end to end, reports itself, and resumes bit for bit."""
+
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from dapo_jax.config import Config
+from dapo_jax.setup import RunComponents
+from dapo_jax.training import packing
+from dapo_jax.training.batch import make_samples
+from dapo_jax.types import Group, Response, UserError, Verdict
+from dapo_jax.utils.progress import Progress
+from tests.algorithms.test_policy_losses import configured
+from tests.end_to_end.test_runs import RUN, assert_documented
+from tests.support.helpers import make_params, tiny_config, tiny_dict
+from tests.support.runs import metrics_of, run
+
+SHORT = RUN | {
+    "dynamic_sampling__enabled": False,
+    "dynamic_sampling__prefilter": False,
+    "train__num_steps": 2,
+    "pretrain__num_steps": 20,
+    "evaluation__every_steps": 10,
+}
+NO_OVERLONG = {"reward__overlong_buffer_tokens": 0, "reward__overlong_penalty": 0.0}
+PPO = {
+    "objective__advantage": "gae",
+    "objective__advantage_args": {"gae_lambda": 0.95},
+    "objective__reward_kl_coefficient": 0.01,
+    "objective__reward_kl_estimator": "k1",
+    "objective__reward_kl_target": 0.1,
+    "objective__reward_kl_horizon": 100,
+    "critic": dict(learning_rate=1e-3, warmup_steps=1, value_clip=0.5, head_start_steps=1),
+    "rollout__group_size": 1,
+    "train__prompts_per_step": 8,
+    "train__prompts_per_update": 4,
+}
+CORRECTION = dict(policy="old")
+WAYS = {
+    "process": NO_OVERLONG
+    | {
+        "objective__advantage": "grpo-process",
+        "reward__scorer": "dapo_jax.data.arithmetic:score_steps",
+    },
+    "clip-cov": configured("clip-cov"),
+    "kl-cov": configured("kl-cov"),
+    "full-kl": {
+        "objective__kl_coefficient": 0.1,
+        "objective__kl_estimator": "full",
+        "objective__entropy_coefficient": 0.01,
+    },
+    "truncated-importance": {
+        "rollout__log_prob_source": "recompute",
+        "correction": CORRECTION | dict(importance="token", importance_cap=2.0, normalise=True),
+    },
+    "rejection": configured("policy-gradient")
+    | {
+        "correction": CORRECTION
+        | dict(
+            policy="current", importance="sequence", importance_cap=1.001, importance_floor=0.999,
+            reject=(("seq-mean-k1", 0.999, 1.001),), sequence_mask_delta=0.001,
+        ),
+        "optimizer__learning_rate": 1e-3,
+    },
+}  # fmt: skip
+
+
+def on_policy_groups(trainer, params, rng):
+    """Groups of random responses with their true log-probs, half of them right."""
+    config = trainer.config
+    problems = trainer.stream.take(config.train.prompts_per_step)
+    G, groups = config.rollout.group_size, []
+    for problem in problems:
+        lengths = rng.integers(2, 30, G)
+        tokens = [rng.integers(3, config.model.vocab_size, n).astype(np.int32) for n in lengths]
+        packed = packing.pack(
+            [problem.prompt_tokens] * G, np.concatenate(tokens), lengths, config.train.row_tokens
+        )
+        rows, n = trainer.learner._micro_batches(packed.rows)
+        log_probs = packing.take_columns(packed, trainer.learner.score(params, rows, n))
+        responses = tuple(
+            Response(t, logp, "stop", "")
+            for t, logp in zip(tokens, np.split(log_probs, np.cumsum(lengths)[:-1]))
+        )
+        verdicts = tuple(Verdict(i % 2 == 0, 1.0 - 2.0 * (i % 2)) for i in range(G))
+        groups.append(Group(problem, responses, verdicts, 1))
+    return groups
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_run_that_shares_prompts_learns_the_same(tmp_path):
+    """With all that is read off packed rows: old log-probs made anew, reference and critic. Policy
+    and critic agree, and so do the step's numbers."""
+    ways = PPO | {
+        "rollout__log_prob_source": "recompute",
+        "rollout__group_size": 4,
+        "correction": CORRECTION | dict(importance="token", importance_cap=2.0),
+        "objective__kl_coefficient": 0.1,
+        "objective__kl_estimator": "k3",
+    }
+    found = []
+    for share in (False, True):
+        config = tiny_config(**SHORT | ways, train__share_prompts=share)
+        trainer = RunComponents(config, tmp_path / str(share), Progress(1, 0))
+        params, learner = make_params(config), trainer.learner
+        learner.reference = params
+        groups = on_policy_groups(trainer, params, np.random.default_rng(0))
+        groups = [group._replace(step=2) for group in groups]
+        state, numbers = learner.train_on(
+            learner.init_state(params), groups, 2, updated_steps=1, kl_coefficient=0.01
+        )
+        mini_batches = learner._cut(make_samples(config, groups, 2, learner.detokenize))
+        tokens = sum((batch.packed.rows.segments_BT > 0).sum() for batch in mini_batches)
+        found.append((tokens, jax.device_get((state.policy.params, state.critic.params)), numbers))
+    (tokens, *alone), (fewer_tokens, *shared) = found
+    assert fewer_tokens < 0.9 * tokens
+    del alone[1]["batch/padding_share"], shared[1]["batch/padding_share"]
+    for a, b in zip(jax.tree.leaves(alone[0]), jax.tree.leaves(shared[0]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+    assert alone[1].keys() == shared[1].keys()
+    for name, value in alone[1].items():
+        np.testing.assert_allclose(value, shared[1][name], rtol=2e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("way", WAYS)
+def test_two_steps_of_updates(way, tmp_path):
+    config = tiny_config(**SHORT | WAYS[way])
+    trainer = RunComponents(config, tmp_path, Progress(2, 0))
+    params = make_params(config)
+    learner = trainer.learner
+    learner.reference = params if learner.needs_reference else None
+    state, rng, steps = learner.init_state(params), np.random.default_rng(0), []
+    before = jax.device_get(state.policy.params)
+    for step in (1, 2):
+        groups = on_policy_groups(trainer, state.policy.params, rng)
+        groups = [group._replace(step=step) for group in groups]
+        if way == "process":
+            steps_of = lambda v: v._replace(steps=((1, 1.0), (2, -1.0)))
+            groups = [g._replace(verdicts=tuple(map(steps_of, g.verdicts))) for g in groups]
+        state, numbers = learner.train_on(
+            state, groups, step, updated_steps=step - 1, kl_coefficient=0.0
+        )
+        steps.append(numbers)
+    for numbers in steps:  # a mini-batch of which all is rejected makes no update
+        empty = numbers["optimizer/empty_updates"]
+        assert numbers["optimizer/updates"] == 2 - empty and empty <= (way == "rejection")
+    assert_documented(steps)
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), before, state.policy.params)
+    assert max(jax.tree.leaves(moved)) > 0
+    first, last = steps
+    if way == "full-kl":
+        assert 0 <= first["policy/kl_ref"] < last["policy/kl_ref"]
+    if way == "truncated-importance":
+        # The same program on the same parameters: nothing to correct.
+        assert first["correction/rejected_share"] == 0
+        assert abs(first["mismatch/kl"]) < 1e-5 and first["mismatch/prob_gap_max"] < 1e-5
+    if way == "rejection":
+        # The second mini-batch meets parameters that have moved.
+        assert 0 < first["correction/rejected_share"] < 1
+
+
+@pytest.mark.slow
+def test_remax_runs_with_its_greedy_baselines(tmp_path, home):
+    changes = {"objective__advantage": "remax"}
+    run(tmp_path / "run", home, **SHORT | changes | {"train__num_steps": 1})
+    (numbers,) = metrics_of(tmp_path / "run")[1:]
+    assert numbers["optimizer/updates"] == 2
+    # Differences of two rewards between -2 and 1.
+    assert max(abs(numbers["advantage/max"]), abs(numbers["advantage/min"])) <= 3
+
+
+PPO_RUN = SHORT | PPO | {"train__num_steps": 3, "checkpoint__every_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def ppo(tmp_path_factory, home):
+    workdir = tmp_path_factory.mktemp("runs") / "ppo"
+    run(workdir, home, **PPO_RUN)
+    return workdir
+
+
+@pytest.mark.slow
+def test_ppo_trains_the_critic_first_and_adapts_its_kl(ppo):
+    steps = metrics_of(ppo)[1:]
+    assert_documented(steps)
+    assert "optimizer/grad_norm" not in steps[0] and steps[0]["critic/grad_norm"] > 0
+    assert steps[0]["critic/value_mean"] == 0  # the head starts at 0
+    assert all(numbers["optimizer/updates"] == 2 for numbers in steps[1:])
+    assert steps[-1]["critic/value_mean"] != 0
+    coefficients = [numbers["reward/kl_coefficient"] for numbers in steps]
+    kls = [numbers["reward/kl"] for numbers in steps]
+    for before, kl, after in zip(coefficients, kls, coefficients[1:]):
+        error = np.clip(kl / 0.1 - 1, -0.2, 0.2)
+        assert after == pytest.approx(before * (1 + error * 8 / 100), rel=1e-9)
+
+
+@pytest.mark.slow
+def test_ppo_resumes_bit_for_bit(ppo, home, tmp_path):
+    """From what a kill leaves before the second checkpoint is whole."""
+    workdir = tmp_path / "run"
+    shutil.copytree(ppo, workdir)
+    (workdir / "summary.json").unlink()
+    for step in (2, 3):
+        shutil.rmtree(workdir / "checkpoints" / str(step))
+    assert "resuming after step 1 of 3" in run(workdir, home, **PPO_RUN)
+    assert metrics_of(workdir) == metrics_of(ppo)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"objective__advantage": "rloo", "objective__advantage_args": {"std_ddof": 1}},
+         r"advantage_args\.std_ddof is not a field\. config\.objective\.advantage_args has: none"),
+        ({"objective__advantage_args": {"gamma": 0.9}}, r"gamma is not a field.* has: normalise_"),
+        ({"objective__advantage_args": {"std_ddof": 2}}, r"std_ddof must be one of 0, 1; got 2"),
+        ({"objective__advantage": "gae"}, "config.critic is needed"),
+        ({"objective__advantage": "nosuch"}, r"objective\.advantage must be one of grpo, rloo"),
+        ({"objective__advantage": "maxrl"}, "incorrect must be 0 or more"),
+        ({"objective__advantage": "maxrl", "reward__incorrect": 0.0},
+         "overlong_penalty must be 0"),
+        ({"objective__kl_coefficient": 0.1}, "kl_estimator is needed"),
+        ({"objective__reward_kl_target": 0.1}, "give both, or set both to None"),
+        ({"correction": CORRECTION | {"sequence_mask_delta": 0.1}}, "'recompute', or policy"),
+        ({"correction": CORRECTION, "rollout__log_prob_source": "recompute"}, "corrects nothing"),
+        ({"correction": CORRECTION | {"policy": "current", "importance": "token",
+                                      "importance_cap": 2.0}}, "would count it twice"),
+        ({"correction": CORRECTION | {"policy": "current", "reject": (("seq-k9", None, 1.0),)}},
+         r"reject\[0\]\[0\] must be one of 'token-k1'.*got 'seq-k9'"),
+        ({"correction": CORRECTION | {"policy": "current", "reject": (("seq-sum-k1", None, 2.0),)}},
+         "bounds of a ratio"),
+        ({"optimizer__decay": "cosine"}, "final_rate_share is needed"),
+        ({"objective__advantage": "gdpo"}, r"component_weights is missing and has no default"),
+        ({"objective__advantage": "gdpo",
+          "objective__advantage_args": {"component_weights": (1.0,)}}, "2 numbers"),
+        (configured("policy-gradient"), "2 updates of a step .*prompts_per_update to 4 "),
+        (configured("gspo") | {"model__compute_dtype": "bfloat16"},
+         "compute_dtype 'bfloat16' makes .*to 'recompute', or compute_dtype to 'float32'"),
+        (configured("gspo-token") | {"model__compute_dtype": "bfloat16"}, "bounds of .*gspo-token"),
+        (configured("gspo") | {"rollout__cache_dtype": "int8", "correction": CORRECTION | {
+            "policy": "current", "sequence_mask_delta": 0.1}},
+         "cache_dtype 'int8' makes .*to 'recompute', or cache_dtype to 'auto'"),
+        ({"objective__advantage": "grpo-process"},
+         "overlong_penalty must be 0 for .*outcome_as_step to True"),
+        (NO_OVERLONG | {"objective__advantage": "grpo-process",
+                        "objective__reward_kl_coefficient": 0.1,
+                        "objective__reward_kl_estimator": "k1"},
+         "reward_kl_coefficient must be 0 for .*outcome_as_step to True"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_told(changes, message):
+    with pytest.raises(UserError, match=message):
+        Config.from_dict(tiny_dict(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        configured("policy-gradient") | {"train__prompts_per_update": 4},
+        WAYS["rejection"],  # several updates, held to the sampling policy by importance weights
+        configured("gspo"),
+        configured("gspo")
+        | {"model__compute_dtype": "bfloat16", "rollout__log_prob_source": "recompute"},
+    ],
+)
+def test_losses_with_the_ratio_that_they_need_are_accepted(changes):
+    Config.from_dict(tiny_dict(**changes))

@@ -1,0 +1,401 @@
+"""Whole runs: they repeat, they resume bit for bit, devices do not matter, and they learn."""
+
+import dataclasses
+import gzip
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from transformers import AutoTokenizer, GenerationConfig
+
+from dapo_jax.config import Config
+from dapo_jax.data.tokenizer import load_tokenizer
+from dapo_jax.distributed.process_group import EXIT_RESTART
+from dapo_jax.models import hf_weights
+from dapo_jax.models.sharding import initial_params, make_mesh, param_shardings
+from dapo_jax.setup import RunComponents
+from dapo_jax.utils.progress import Progress
+from tests.conftest import ROOT
+from tests.models.test_hf_weights import config_of
+from tests.studies import fuzz_configs
+from tests.support.helpers import make_group, tiny_config
+from tests.support.runs import (
+    environment,
+    finish,
+    load_launcher,
+    metrics_of,
+    params_at,
+    rollouts_of,
+    run,
+    start,
+)
+
+STEPS = 12
+evaluation, exporting = load_launcher("evaluate"), load_launcher("export")
+RUN = {
+    "train__num_steps": STEPS,
+    "evaluation__every_steps": 4,
+    "checkpoint__every_steps": 3,
+    "checkpoint__keep_newest": 20,
+    # Few enough problems that most are visited again.
+    "data__train__sums__num_problems": 40,
+    "dynamic_sampling__prefilter": True,
+}
+PARTIAL = {
+    "dynamic_sampling__partial_rollouts": True,
+    "dynamic_sampling__prefilter": False,
+    "train__num_steps": 5,
+    # Steps far enough apart that tokens of the older policy would show in the gap.
+    "optimizer__learning_rate": 1e-3,
+    "optimizer__warmup_steps": 0,
+}
+WITHOUT_FILTERS = {
+    "dynamic_sampling__enabled": False,
+    "dynamic_sampling__prefilter": False,
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, home):
+    """A run that nothing disturbed, and what it printed."""
+    workdir = tmp_path_factory.mktemp("runs") / "undisturbed"
+    return workdir, run(workdir, home, **RUN)
+
+
+def test_a_run_leaves_what_it_promises(finished):
+    workdir, out = finished
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert summary["steps"] == STEPS and 0 <= summary["base_accuracy"] <= 1
+    steps = metrics_of(workdir)
+    assert [numbers["step"] for numbers in steps] == list(range(STEPS + 1))
+    assert summary["final_accuracy"] == steps[-1]["eval/avg@4"]
+    assert summary["base_accuracy"] == steps[0]["eval/avg@4"]
+    frozen = json.loads((workdir / "config.json").read_text())
+    assert Config.from_dict(frozen["config"]) == tiny_config(**RUN)
+    assert frozen["versions"]["jax"] == jax.__version__
+    for name in ("report.html", "report.png", "tokenizer/tokenizer.json", "tensorboard"):
+        assert (workdir / name).exists(), name
+    assert len(rollouts_of(workdir)) == STEPS
+    for word in ("base model", "reward", "left", "held-out accuracy", "report.html"):
+        assert word in out
+
+
+REQUIRED_METRICS = """
+    reward/mean accuracy/sampled accuracy/trained sampling/prompts_tried
+    sampling/prompts_kept sampling/prompts_all_right sampling/prompts_all_wrong
+    length/mean length/max length/truncated_share policy/entropy policy/token_prob
+    policy/clip_high_share policy/clip_low_share policy/ratio_max policy/ratio_min policy/kl_old
+    rollout/log_prob_gap_mean rollout/log_prob_gap_max optimizer/grad_norm optimizer/learning_rate
+    batch/tokens_trained batch/padding_share time/rollout time/reward time/update time/checkpoint
+    time/step perf/tokens_per_second
+""".split()
+
+
+def assert_documented(steps):
+    documented = (ROOT / "docs" / "metrics.md").read_text()
+    for name in set().union(*steps) - {"step"}:
+        known = name.replace("@4", "@k")
+        assert f"`{known}`" in documented, f"{known} is not in docs/metrics.md"
+
+
+def test_every_step_with_an_update_has_every_metric(finished):
+    steps = [
+        json.loads(line) for line in (finished[0] / "metrics.jsonl").read_text().splitlines()[1:]
+    ]
+    trained = [numbers for numbers in steps if numbers["sampling/prompts_kept"]]
+    assert trained
+    for numbers in trained:
+        assert not set(REQUIRED_METRICS) - set(numbers)
+        assert numbers["rollout/log_prob_gap_max"] < 1e-5
+    assert ["time/evaluation" in numbers for numbers in steps] == 3 * [False, False, False, True]
+    assert_documented(steps)
+
+
+def test_prompts_that_taught_nothing_are_left_out(finished):
+    """As many in a run that is stopped and goes on: see the next tests."""
+    steps = metrics_of(finished[0])[1:]
+    skipped = [numbers["prefilter/prompts_skipped"] for numbers in steps]
+    assert skipped[0] == 0 and sum(skipped[:8]) > 0 and sum(skipped[8:]) > 0
+    assert steps[0]["prefilter/p_hard"] == 0.5 != steps[-1]["prefilter/p_hard"]
+
+
+def test_all_compiles_before_the_first_step(finished):
+    steps = [json.loads(line) for line in (finished[0] / "metrics.jsonl").read_text().splitlines()]
+    counts = [numbers["perf/compilations"] for numbers in steps]
+    assert counts[0] > 0, "the counter counts nothing"
+    assert counts[1:] == [0] * STEPS
+
+
+def wait_for_step(process, workdir, step):
+    file = workdir / "metrics.jsonl"
+    while process.poll() is None:
+        if file.exists() and file.read_text().count("\n") > step:
+            return
+        time.sleep(0.005)
+    pytest.fail(f"the run ended by itself: {finish(process)}")
+
+
+@pytest.mark.slow
+def test_a_second_run_stopped_three_times_is_the_same_bit_for_bit(finished, tmp_path, home):
+    """Two runs of one seed are the same, and a run that goes on is one that was never stopped."""
+    workdir = tmp_path / "stopped"
+    for number, step, code in (
+        (signal.SIGTERM, 3, 143),
+        (signal.SIGKILL, 6, -9),
+        (signal.SIGINT, 8, 130),
+    ):
+        process = start(workdir, home, **RUN)
+        wait_for_step(process, workdir, step)
+        process.send_signal(number)
+        returncode, out, err = finish(process)
+        assert returncode == code, (out, err)
+        done = len(metrics_of(workdir)) - 1
+        assert step <= done < STEPS and not (workdir / "summary.json").exists()
+        assert metrics_of(workdir) == metrics_of(finished[0])[: done + 1]
+        assert ("resuming after step" in out) == (step > 3)
+        if number != signal.SIGKILL:
+            assert "the same command goes on from there" in out
+            assert (workdir / "checkpoints" / str(done)).exists(), "a signal saves first"
+    out = run(workdir, home, **RUN)
+    assert "resuming after step" in out
+    assert metrics_of(workdir) == metrics_of(finished[0])
+    assert rollouts_of(workdir) == rollouts_of(finished[0])
+    ours, theirs = params_at(workdir, STEPS, **RUN), params_at(finished[0], STEPS, **RUN)
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+@pytest.mark.slow
+def test_a_stop_while_the_base_is_made(tmp_path, home):
+    """Before the first step there is nothing to save: the same command starts again."""
+    overrides = RUN | {"pretrain__num_steps": 2000, "seed": 5}
+    process = start(tmp_path / "run", home, **overrides)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "  base " in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    code, out, _ = finish(process)
+    assert code == 143 and "stopped before the first step" in out
+
+
+@pytest.mark.slow
+def test_eight_devices_train_as_one(tmp_path, home, finished):
+    """The same rewards, and the same parameters to 1e-5 after 3 steps, sharded 2 x 2 x 2."""
+    eight = {"mesh__data": 2, "mesh__context": 2, "mesh__tensor": 2}
+    workdir = tmp_path / "eight"
+    shutil.copytree(finished[0] / "base", workdir / "base")  # the same base to the last bit
+    run(workdir, home, devices=8, **RUN | {"train__num_steps": 3} | eight)
+    one, many = metrics_of(finished[0])[:4], metrics_of(workdir)
+    for ours, theirs in zip(one[1:], many[1:], strict=True):
+        for name in ("reward/mean", "accuracy/sampled", "length/mean", "batch/tokens_trained"):
+            assert ours.get(name) == theirs.get(name), (ours["step"], name)
+    a, b = params_at(finished[0], 3, **RUN), params_at(workdir, 3, **RUN)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), a, b)
+    for name, text in rollouts_of(workdir).items():
+        assert text == rollouts_of(finished[0])[name]
+
+
+def evaluate(workdir, home, *arguments):
+    command = [sys.executable, str(ROOT / "launch" / "evaluate.py")]
+    config = workdir.with_name(workdir.name + "_config") / "a_config.py"
+    command += [f"--config={config}", f"--workdir={workdir}", "--num_samples=8", *arguments]
+    done = subprocess.run(command, env=environment(home), capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def test_an_evaluation_by_itself(finished, tmp_path, home):
+    """It repeats by its seed, and goes on where it was stopped, on the problems that are left."""
+    workdir, place = finished[0], tmp_path / "evaluation"
+    done = evaluate(workdir, home, f"--output={place}", "--step=3")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    results = json.loads((place / "results.json").read_text())["sums"]
+    assert results["problems"] == 8 and results["samples"] == 8
+    for name in ("avg@8", "cons@8", "pass@1", "pass@8", "no answer found"):
+        assert name in done.stdout
+    lines = (place / "sums.jsonl").read_text().splitlines(keepends=True)
+    assert len(lines) == 8
+    again = tmp_path / "again"
+    again.mkdir()
+    shutil.copy(place / "settings.json", again)
+    (again / "sums.jsonl").write_text(lines[6] + lines[1])
+    silent = "--config.rollout.watchdog_seconds=0.01"
+    done = evaluate(workdir, home, f"--output={again}", "--step=3", silent)
+    assert "sums: 2 of 8 problems were done before" in done.stdout
+    # While its programs are traced and compiled, whatever the machine does besides.
+    assert re.search("nothing has moved for .*; waiting for sums: the device", done.stdout)
+    assert (again / "sums.jsonl").read_text() == "".join(lines)
+    assert json.loads((again / "results.json").read_text())["sums"] == results
+
+
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ("--step=4", "has no checkpoint 4; it has 0, 3, 6, 9, 12"),
+        ("--step=6", "model was '.*, step 3' and is '.*, step 6' now. Choose another --output"),
+        ("--benchmarks=nope", "there is no file .*nope.* one of dapo-math-17k, aime24"),
+        ("--top_p=0", r"--top_p must be in \(0, 1\]; got 0"),
+        ("--model=x", "config.model.path: there is no directory .*x. Give a directory"),
+        ("--config.model.width=64", "config.model.width is 64, and 32 in"),
+        ("--scorer=5 * ", "--scorer=5 . : .* is not a scorer"),
+        ("--scorer=nosuch", "error: --scorer: 'nosuch' is not one of exact_match"),
+        ("--num_samples=0", "--num_samples must be above 0; got 0"),
+    ],
+)
+def test_a_wrong_evaluation_is_told(finished, tmp_path, capsys, argument, message):
+    workdir = finished[0]
+    config = workdir.with_name(workdir.name + "_config") / "a_config.py"
+    (tmp_path / "settings.json").write_text(json.dumps({"model": f"{workdir.name}, step 3"}))
+    arguments = [f"--config={config}", f"--workdir={workdir}", f"--output={tmp_path}", argument]
+    assert evaluation(["program", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" not in err and re.search(message, err), err
+
+
+def test_an_exported_checkpoint_is_read_again(finished, tmp_path, capsys):
+    """The run's own parameters, bit for bit, and what every tool needs beside them."""
+    out = tmp_path / "hf"
+    arguments = ["program", f"--workdir={finished[0]}", f"--output={out}", "--step=3"]
+    assert exporting(arguments) == 0
+    assert "step 3: 0.1 MB in float32" in capsys.readouterr().out
+    names = {file.name for file in out.iterdir()}
+    assert names >= {"config.json", "generation_config.json", "model.safetensors"}
+    assert AutoTokenizer.from_pretrained(out).eos_token == "<eos>"
+    said = GenerationConfig.from_pretrained(out)
+    assert said.do_sample and (said.temperature, said.top_p, said.top_k) == (1.0, 0.7, 0)
+    config = config_of(out)
+    ours, theirs = (
+        load_tokenizer(dataclasses.replace(config.model, tokenizer=str(place)))("Add: a=8 b=9\n")
+        for place in (finished[0] / "tokenizer", out)
+    )
+    assert ours.input_ids == theirs.input_ids
+    mesh = make_mesh(config.mesh, jax.devices()[:1])
+    loaded = hf_weights.load(config.model, param_shardings(config.model, config.mesh, mesh))
+    ours = params_at(finished[0], 3, **RUN)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(loaded), ours)
+    assert exporting(arguments) == 2 and "is not empty" in capsys.readouterr().err
+    arguments = ["program", f"--workdir={tmp_path}", f"--output={tmp_path / 'x'}"]
+    assert exporting(arguments) == 2 and "holds no run" in capsys.readouterr().err
+
+
+def test_a_damaged_newest_checkpoint_is_told_and_more_steps_go_on(finished, tmp_path, home):
+    """From the checkpoint before it. 12 steps, then 14, is a run of 14: num_steps may change."""
+    workdir = tmp_path / "longer"
+    shutil.copytree(finished[0], workdir)
+    for file in (workdir / "checkpoints" / str(STEPS) / "arrays").rglob("d/*"):
+        file.write_bytes(b"\0" * file.stat().st_size)
+    out = run(workdir, home, **RUN | {"train__num_steps": STEPS + 2, "log__profile_steps": (13,)})
+    assert f"checkpoint {STEPS}" in out and "is damaged" in out
+    assert f"resuming after step {STEPS - 3} of {STEPS + 2}" in out
+    assert metrics_of(workdir)[: STEPS + 1] == metrics_of(finished[0])
+    assert len(metrics_of(workdir)) == STEPS + 3
+    (trace,) = (workdir / "profile" / "step_000013").rglob("*.trace.json.gz")
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    spans = {event["name"]: event["dur"] for event in events if event.get("ph") == "X"}
+    assert spans["rollout step"] > spans["step 13: sampling"] > 0
+    assert not (workdir / "profile" / "step_000014").exists()
+
+
+@pytest.mark.slow
+def test_a_run_in_which_nothing_moves_ends_and_can_be_started_again(tmp_path, home):
+    """In a step: the base, evaluated before, takes as long as it takes."""
+    settings = RUN | {
+        "reward__scorer": f"{ROOT / 'tests' / 'scorers.py'}:hanging",
+        "reward__timeout_seconds": 100.0,
+        "data__heldout__sums__scorer": "exact_match",
+        "rollout__watchdog_limit_seconds": 3.0,
+    }
+    code, _, err = finish(start(tmp_path / "run", home, **settings))
+    assert code == EXIT_RESTART, err
+    assert "waiting for reward workers" in err and "goes on from the last checkpoint" in err
+    assert len(metrics_of(tmp_path / "run")) == 1
+
+
+def test_each_update_is_a_movement(tmp_path, standard_promotion):
+    """However long the updates of a step take together."""
+    settings = {"train__num_steps": 1, "rollout__log_prob_source": "recompute"}
+    shown = []
+    config = tiny_config(**settings)
+    progress = Progress(1, 0)
+    progress.watch = shown.append
+    trainer = RunComponents(config, tmp_path, progress)
+    params = initial_params(config.model, config.mesh, trainer.mesh, seed=0)
+    groups = [make_group([True, False, True, False], id=i) for i in range(4)]
+    trainer.learner.train_on(
+        trainer.learner.init_state(params), groups, 1, updated_steps=0, kl_coefficient=0.0
+    )
+    assert shown[-4:] == [
+        "1 of 2 mini-batches scored", "2 of 2 mini-batches scored",
+        "step 1: 1 of 2 updates made", "step 1: 2 of 2 updates made",
+    ]  # fmt: skip
+
+
+def test_another_config_is_refused_and_nothing_changes(finished, home):
+    before = (finished[0] / "metrics.jsonl").read_bytes()
+    process = start(finished[0], home, **RUN | {"optimizer__learning_rate": 0.5})
+    code, _, err = finish(process)
+    assert code == 2
+    assert "config.optimizer.learning_rate: 0.0001 there, 0.5 now" in err and "Traceback" not in err
+    assert (finished[0] / "metrics.jsonl").read_bytes() == before
+
+
+def test_recomputed_log_probs_reference_filter_and_stop_strings(tmp_path, home):
+    """The scoring program gives what the rollout gave, and the base model as reference; ramblers
+    end where they begin to ramble."""
+    switches = {
+        "rollout__log_prob_source": "recompute",
+        "objective__kl_coefficient": 0.1,
+        "objective__kl_estimator": "k3",
+        "objective__overlong_filter": True,
+        "rollout__stop_strings": (" wait",),
+        "pretrain__share_ramble": 0.95,
+        "train__num_steps": 3,
+    }
+    run(tmp_path / "run", home, **RUN | WITHOUT_FILTERS | switches)
+    steps = metrics_of(tmp_path / "run")[1:]
+    assert all(numbers["rollout/log_prob_gap_max"] < 1e-5 for numbers in steps)
+    assert all(numbers["policy/kl_ref"] > 0 for numbers in steps)
+    assert all(numbers["optimizer/updates"] == 2 for numbers in steps)
+    written = [
+        json.loads(line)
+        for text in rollouts_of(tmp_path / "run").values() for line in text.splitlines()
+    ]  # fmt: skip
+    stopped = [record for record in written if " wait" in record["response"]]
+    assert stopped and all(record["finish_reason"] == "stop" for record in stopped)
+    assert all(
+        record["response"].find(" wait") + 5 == len(record["response"]) for record in stopped
+    )
+
+
+@pytest.mark.slow
+def test_partial_rollouts_are_trained_on(tmp_path, home):
+    """Tokens of two policies in one update, and those of the older one are not in the gap."""
+    run(tmp_path / "run", home, **RUN | PARTIAL)
+    steps = metrics_of(tmp_path / "run")[1:]
+    assert sum(numbers["partial/tokens_continued"] for numbers in steps) > 0
+    assert sum(numbers["optimizer/updates"] for numbers in steps) >= 6
+    assert max(numbers.get("rollout/log_prob_gap_max", 0.0) for numbers in steps) < 1e-5
+    assert max(numbers["partial/staleness_max"] for numbers in steps) == 1
+    assert_documented(steps)
+
+
+@pytest.mark.slow
+def test_divergence_ends_the_run_and_keeps_what_was_saved(tmp_path, home):
+    overrides = RUN | WITHOUT_FILTERS | {"optimizer__learning_rate": 1e38}
+    code, _, err = finish(start(tmp_path / "run", home, **overrides))
+    assert code == 1 and "Traceback" not in err
+    assert "the logits of all 16 responses were not finite" in err and "learning_rate" in err
+    assert (tmp_path / "run" / "checkpoints" / "0").exists()
+
+
+@pytest.mark.slow
+def test_how_a_step_is_computed_does_not_matter(cache_home):
+    """For one random config; `python -m tests.studies.fuzz_configs` takes more."""
+    assert fuzz_configs.main(["--first=2", "--last=3"]) == 0

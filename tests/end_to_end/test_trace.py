@@ -1,0 +1,55 @@
+"""README's trace is what a rollout step really does, in that order."""
+
+import re
+import sys
+
+from dapo_jax import train as train_module
+from dapo_jax.train import train
+from dapo_jax.training.learner import Learner
+from tests.conftest import ROOT
+from tests.support.helpers import tiny_config
+
+
+def documented():
+    """(file, function) of each row of README's table."""
+    text = (ROOT / "README.md").read_text()
+    rows = re.findall(r"^\|[^|]*\|((?: ?`dapo_jax/[\w/]+\.py`,?)+) \| ([^|]*) \|", text, re.M)
+    assert len(rows) == 8
+    found = []
+    for files, names in rows:
+        found += zip(
+            re.findall(r"`([\w/]+\.py)`", files), re.findall(r"`(\w+)`", names), strict=True
+        )
+    return found
+
+
+def test_a_rollout_step_calls_what_readme_says_in_that_order(
+    tmp_path, cache_home, monkeypatch, standard_promotion
+):
+    calls = []
+    step = train_module.TrainLoop.one_step
+    here = f"{ROOT}/"
+
+    def record(frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(here):
+            call = (frame.f_code.co_filename.removeprefix(here), frame.f_code.co_name)
+            if call not in calls:
+                calls.append(call)
+
+    def recorded(run):
+        sys.setprofile(record)
+        try:
+            step(run)
+        finally:
+            sys.setprofile(None)
+
+    monkeypatch.setattr(train_module.TrainLoop, "one_step", recorded)
+    # Compiled at start, the update would be traced there.
+    monkeypatch.setattr(Learner, "compile", lambda _: None)
+    config = tiny_config(
+        pretrain__num_steps=2,
+        train__num_steps=1,
+        reward__scorer=f"{ROOT / 'tests' / 'scorers.py'}:even",
+    )
+    assert train(config, tmp_path / "run") is None
+    assert [call for call in calls if call in documented()] == documented()

@@ -1,0 +1,255 @@
+"""Benchmarks: figures of a policy whose answers are known, transcripts, what a stop costs."""
+
+import contextlib
+import itertools
+import json
+import random
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from dapo_jax.config import Config, SourceConfig
+from dapo_jax.data import dataset
+from dapo_jax.data.tokenizer import arithmetic_tokenizer
+from dapo_jax.evaluation import benchmark_page, benchmarks, cli
+from dapo_jax.evaluation.benchmarks import Benchmark
+from dapo_jax.rewards.async_scoring import GroupScoring
+from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.rewards.types import Rubric
+from dapo_jax.rollout.admission import GenerationRequest
+from dapo_jax.rollout.collector import RolloutCollector, Turn
+from dapo_jax.types import Problem, Response, StopRequested, UserError
+from dapo_jax.utils.progress import Progress
+from dapo_jax.utils.telemetry import SILENT, Telemetry
+from tests.support.helpers import SHARED, source_dict, tiny_config, tiny_dict
+
+SETTINGS = {"model": "a stub", "seed": 0}
+RUBRIC = Rubric((("math_dapo", 1.0),), 1.0, -1.0)
+
+
+class StubEngine:
+    @contextlib.contextmanager
+    def weights(self, params):
+        yield params
+
+
+def make_problems(num):
+    return [Problem(i, f"p{i}", (1, 2), str(100 + i), "stub") for i in range(num)]
+
+
+def answer(problem, sample, num_right):
+    """Right in the first `num_right` samples of a problem; wrong ones agree in pairs."""
+    if sample < num_right:
+        return f"so\nAnswer: {problem.answer}"
+    return "no idea" if sample % 5 == 0 else f"Answer: -{sample // 2}"
+
+
+class Policy(RolloutCollector):
+    """A policy whose answers are known, ended in a random order; stopped after `most` of them."""
+
+    def __init__(self, num_samples, num_right, *, seed=0, most=None, text=None):
+        self.request, self.text = GenerationRequest(num_samples), text
+        self.num_right, self.seed, self.most = num_right, seed, most
+        self.telemetry, self.problems = SILENT, []
+
+    def turns(self, prompts, key, *, step=0):
+        num = prompts.num_prompts
+        self.problems = [prompts.problem(number) for number in range(num)]
+        scoring = GroupScoring(
+            self.pool, self.rubrics, self.request.num_samples, step, self.telemetry
+        )
+        every = list(itertools.product(range(num), range(self.request.num_samples)))
+        random.Random(self.seed).shuffle(every)
+        num_done = 0
+        for i, (number, sample) in enumerate(every):
+            if i == self.most:
+                raise StopRequested
+            problem = self.problems[number]
+            text = self.text or answer(problem, sample, self.num_right(problem.id))
+            reason = "length" if sample == 1 else "stop"
+            response = Response(np.zeros(len(text), np.int32), np.zeros(0), reason, text)
+            scoring.submit([(number, problem, sample, response)])
+            groups = list(scoring.completed())
+            num_done += len(groups)
+            yield Turn(True, groups, [], False)
+        while num_done < num:
+            groups = list(scoring.completed())
+            num_done += len(groups)
+            yield Turn(False, groups, [], True)
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Evaluates a policy in a directory: run(place, policy, num=) -> figures."""
+    with RewardPool(RUBRIC.names, workers=1, timeout_seconds=5.0) as pool:
+
+        def run(place, policy, *, num, all_problems=None, rubric=RUBRIC):
+            benchmarks.open_directory(place, SETTINGS)
+            benchmark = Benchmark("stub", all_problems or make_problems(num), rubric)
+            policy.pool, policy.rubrics = pool, {"stub": rubric}
+            key = jax.random.key(0)
+            return benchmarks.run(benchmark, policy, key, place, progress=Progress(0, 0))
+
+        yield run
+
+
+def lines_of(place):
+    return (place / "stub.jsonl").read_text().splitlines()
+
+
+def by_enumeration(right_QN, k):
+    """pass@k as the mean over all subsets of k samples."""
+    subsets = list(itertools.combinations(range(right_QN.shape[1]), k))
+    return np.mean([[row[list(s)].any() for s in subsets] for row in right_QN])
+
+
+def test_figures_of_known_answers(run, tmp_path):
+    counts = [0, 1, 3, 6]
+    figures = run(tmp_path, Policy(6, lambda i: counts[i]), num=4)
+    right = np.arange(6) < np.array(counts)[:, None]
+    assert figures["avg@6"]["value"] == pytest.approx(10 / 24)
+    for k in (1, 2, 4, 6):
+        assert figures[f"pass@{k}"]["value"] == pytest.approx(by_enumeration(right, k))
+    # Votes. 0 right: nobody. 1 right: -0 (sample 1) abstain at 5 and 0 is right: -1, -1, -2 and
+    # one right lose to the pair -1. 3 right: three against -1 and -2. 6 right: all.
+    assert figures["cons@6"]["value"] == pytest.approx((0 + 0 + 1 + 1) / 4)
+    assert figures["truncated_share"] == pytest.approx(1 / 6)
+    assert figures["unparsed_share"] == pytest.approx((2 + 1 + 1 + 0) / 24)
+    low, high = figures["avg@6"]["interval"]
+    assert low <= 10 / 24 <= high and high - low > 0.3
+    assert figures["problems"] == 4 and figures["samples"] == 6 and figures["faults"] == 0
+
+
+def test_what_is_left_behind(run, tmp_path):
+    figures = run(tmp_path, Policy(4, lambda i: i), num=3)
+    assert json.loads((tmp_path / "results.json").read_text()) == {"stub": figures}
+    rows = [json.loads(line) for line in lines_of(tmp_path)]
+    assert [row["problem_id"] for row in rows] == [0, 1, 2]
+    assert [sum(s["correct"] for s in row["samples"]) for row in rows] == [0, 1, 2]
+    assert rows[2]["samples"][0]["extracted"] == "102" and rows[2]["samples"][1]["truncated"]
+    page = (tmp_path / "stub.html").read_text()
+    assert page.count("<details>") == 3 + 12 and "2 of 4 correct" in page
+    text = benchmark_page.table({"stub": figures, "other": {"avg@4": figures["avg@4"]}})
+    assert "25.0 %" in text and text.splitlines()[0].split() == ["stub", "other"]
+    assert len({len(line) for line in text.splitlines()}) == 1, "columns are aligned"
+
+
+@pytest.mark.parametrize("most", [1, 17, 39])
+def test_a_stop_costs_only_what_was_not_whole(run, tmp_path, most):
+    whole = run(tmp_path / "whole", Policy(4, lambda i: i % 5), num=10)
+    place = tmp_path / "stopped"
+    with pytest.raises(StopRequested):
+        run(place, Policy(4, lambda i: i % 5, most=most), num=10)
+    done = [json.loads(line)["problem_id"] for line in lines_of(place)]
+    assert len(done) == len(set(done)) and len(done) <= most // 4
+    with (place / "stub.jsonl").open("a") as file:
+        file.write('{"problem_id": 3, "samp')  # a kill in the middle of a line
+    policy = Policy(4, lambda i: i % 5, seed=1)
+    assert run(place, policy, num=10) == whole
+    again = [problem.id for problem in policy.problems]
+    assert sorted(again + done) == list(range(10)), "what is done is not drawn again"
+    for name in ("stub.jsonl", "results.json", "stub.html"):
+        assert (place / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_an_evaluation_that_is_done_draws_nothing(run, tmp_path):
+    first = run(tmp_path, Policy(4, lambda i: i), num=3)
+
+    policy = Policy(4, lambda i: pytest.fail("nothing is left to generate"))
+    assert run(tmp_path, policy, num=3) == first
+
+
+def test_samples_of_another_evaluation_are_refused(run, tmp_path):
+    run(tmp_path, Policy(4, lambda i: i), num=3)
+    with pytest.raises(UserError, match="seed was 0 and is 1 now. Choose another --output"):
+        benchmarks.open_directory(tmp_path, SETTINGS | {"seed": 1})
+    other = [problem._replace(answer="7") for problem in make_problems(3)]
+    with pytest.raises(UserError, match=r"stub\.jsonl, line 1: .* other problems"):
+        run(tmp_path, Policy(4, lambda i: i), num=3, all_problems=other)
+    with pytest.raises(UserError, match="number of samples"):
+        run(tmp_path, Policy(5, lambda i: i), num=3)
+    judged = RUBRIC._replace(incorrect=0.0)
+    with pytest.raises(UserError, match=r"line 1: .* judged by .*'incorrect': -1.0.*: 0.0"):
+        run(tmp_path, Policy(4, lambda i: i), num=3, rubric=judged)
+
+
+def test_what_stands_before_a_benchmark_does_not_number_its_problems(tmp_path, monkeypatch):
+    """The key of a sample is made from the number of its problem."""
+    for name, answers in (("a", (1, 2, 3)), ("b", (4, 5))):
+        lines = [f'{{"question": "Add: a={n}\\n", "answer": "{n}"}}\n' for n in answers]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    numbers = {}
+
+    def run(benchmark, *_, **__):
+        numbers[benchmark.name] = [(p.id, p.answer) for p in benchmark.problems]
+
+    monkeypatch.setattr(benchmarks, "run", run)
+    monkeypatch.setattr(cli, "load_params", lambda *_: ("a stub", {}))
+    monkeypatch.setattr(cli, "_collector", lambda *_: RolloutCollector.__new__(Policy))
+    monkeypatch.setattr(Policy, "engine", StubEngine(), raising=False)
+    monkeypatch.setattr(cli, "table", lambda _: "")
+    config = tiny_config()
+    request = cli.Request(
+        None, None, tuple(str(tmp_path / f"{name}.jsonl") for name in "ab"), 1, None, 1.0, 1.0, 0,
+        0.0, 0, None, tmp_path / "out",
+    )  # fmt: skip
+    assert cli.evaluate_model(config, request) is None
+    assert numbers == {"a": [(0, "1"), (1, "2"), (2, "3")], "b": [(0, "4"), (1, "5")]}
+
+
+def test_verdicts_that_are_waited_for_are_told_of(run, tmp_path):
+    """With the last problems, whose verdicts are not there when all is drawn."""
+    waited = []
+
+    class Listening(Telemetry):
+        def waiting_for(self, what):
+            waited.append(what)
+
+    policy = Policy(2, lambda i: i)
+    policy.telemetry = Listening()
+    run(tmp_path, policy, num=3)
+    assert any(re.match(r"reward workers: \d of 6 verdicts there, 3 prompts", w) for w in waited)
+
+
+def test_a_directory_that_cannot_be(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be used"):
+        benchmarks.open_directory(tmp_path / "file" / "below", SETTINGS)
+
+
+def test_the_page_leaves_out_what_a_browser_cannot_hold(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark_page, "PAGE_CHARACTERS", 80)
+    text = "<b>" + "x" * 500 + "\ud800 Answer: 100"
+
+    run(tmp_path, Policy(1, lambda i: i, text=text), num=2)
+    page = (tmp_path / "stub.html").read_text()
+    assert "characters left out" in page and "<b>x" not in page and "x" * 100 not in page
+    assert json.loads(lines_of(tmp_path)[0])["samples"][0]["text"] == text
+
+
+def test_avg_at_32_on_the_official_file(run, tmp_path):
+    """The published file repeats 30 problems 32 times; a policy right in i of 32 samples of the
+    i-th of them has an avg@32 of 29 / 64."""
+    file = SHARED / "data" / "aime" / "aime-2024.parquet"
+    if not file.exists():
+        pytest.skip(f"the official file is not there: {file}")
+    config = Config.from_dict(
+        tiny_dict(
+            data__max_prompt_tokens=2**20,
+            train__row_tokens=2**21,
+            pretrain=None,
+            model__tokenizer="not read",
+        )
+    )
+    source = SourceConfig(**source_dict(str(file)))
+    said = []
+    found = dataset.load(
+        config, {"stub": source}, arithmetic_tokenizer(), field="benchmark", say=said.append
+    )
+    assert len(found) == 30 and "30 distinct prompts, 32 rows of each" in said[0]
+    figures = run(tmp_path, Policy(32, lambda i: i), num=30, all_problems=found)
+    assert figures["avg@32"]["value"] == pytest.approx(np.mean(np.arange(30) / 32))
+    assert figures["pass@32"]["value"] == pytest.approx(29 / 30)
+    assert figures["pass@1"]["value"] == pytest.approx(figures["avg@32"]["value"])

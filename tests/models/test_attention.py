@@ -1,0 +1,531 @@
+"""Attention in training: each program against a loop over queries, in value and gradient."""
+
+import contextlib
+import functools
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dapo_jax.models import decoder
+from dapo_jax.models.attention import kernels as attention_kernels
+from dapo_jax.models.attention import xla, zigzag
+from dapo_jax.models.attention.kernels import Choice
+from dapo_jax.models.attention.xla import SharedPrompts
+from dapo_jax.models.decoder import NO_WINDOW
+from dapo_jax.models.sharding import AXES, AXIS_TYPES, HeadLayout, row_sharding
+from dapo_jax.setup import RunComponents
+from dapo_jax.types import UserError
+from dapo_jax.utils.progress import Progress
+from tests.support.helpers import replace_model, tiny_config
+from tests.support.tpu_interpreter import interpreted
+
+B, T, K, G, H = 2, 21, 2, 2, 8
+N, WINDOW = K * G, 4
+# Two sequences and padding; one of a single token, one, and no padding.
+SEGMENTS = np.repeat([[1, 2, 0], [1, 2, 2]], [8, 9, 4], axis=1).astype(np.int32)
+SEGMENTS[1, 1:8] = 2
+CONFIG = tiny_config()
+
+
+class Packed(NamedTuple):
+    """Rows, as nested tuples so that they can be cached by."""
+
+    segments: tuple
+    prefixes: tuple
+    positions: tuple
+
+    @property
+    def real(self):
+        return np.array(self.segments) > 0
+
+    @property
+    def shared(self):
+        return SharedPrompts(jnp.asarray(self.prefixes), jnp.asarray(self.positions))
+
+
+def nested(array):
+    return tuple(map(tuple, np.asarray(array).tolist()))
+
+
+ALONE = Packed(nested(SEGMENTS), nested(SEGMENTS), nested([range(T)] * B))
+# One prompt of two responses, and padding; prompts of one response each, the first with two.
+SIZES = [5, 6, 7, 3]
+SHARED = Packed(
+    nested(np.repeat([[1, 2, 3, 0], [1, 2, 3, 4]], SIZES, axis=1)),
+    nested(np.repeat([[1, 1, 1, 0], [1, 1, 3, 3]], SIZES, axis=1)),
+    nested(
+        [
+            [*range(5), *range(5, 11), *range(5, 12), *range(3)],
+            [*range(5), *range(5, 11), *range(7), *range(7, 10)],
+        ]
+    ),
+)
+
+
+def loop(q, k, v, window, rows):
+    """softmax(q k / sqrt(H)) v of every query by itself, in float64; zeros for padding."""
+    out = np.zeros(q.shape)
+    segments, prefixes, positions = rows
+    for b, t, n in np.ndindex(B, T, N):
+        own = segments[b][t], prefixes[b][t]
+        back = [positions[b][t] - positions[b][s] for s in range(T)]
+        see = [s for s in range(T) if segments[b][s] in own and 0 <= back[s] < window]
+        scores = np.array([q[b, t, n] @ k[b, s, n // G] for s in see]) / np.sqrt(H)
+        weights = np.exp(scores - scores.max())
+        out[b, t, n] = weights @ v[b, see, n // G] / weights.sum()
+    return out * rows.real[:, :, None, None]
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    rng = np.random.default_rng(0)
+    shapes = (B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H)
+    q, k, v, weights = (rng.standard_normal(shape) for shape in shapes)
+    return q, k, v, weights * (SEGMENTS > 0)[:, :, None, None]
+
+
+@pytest.fixture(scope="module")
+def expected(arrays):
+    """Of a window: values, and by central differences the derivative along a direction."""
+
+    @functools.cache
+    def of(window, rows=ALONE):
+        *inputs, weights = arrays
+        weights = weights * rows.real[:, :, None, None]
+        rng = np.random.default_rng(1)
+        directions = [rng.standard_normal(x.shape) for x in inputs]
+
+        def slope(i):
+            ends = []
+            for step in (1e-5, -1e-5):
+                moved = list(inputs)
+                moved[i] = moved[i] + step * directions[i]
+                ends.append(np.sum(weights * loop(*moved, window, rows)))
+            return (ends[0] - ends[1]) / 2e-5
+
+        return loop(*inputs, window, rows), directions, [slope(i) for i in range(3)]
+
+    return of
+
+
+def check(attend, arrays, expected, window, rows=ALONE, *, atol=2e-6):
+    """Value and gradient of `attend`, finite everywhere, and none by way of padding."""
+    real = rows.real
+    *inputs, weights = (jnp.asarray(x, jnp.float32) for x in arrays)
+    weights = jnp.where(real[:, :, None, None], weights, 0.0)
+    seen = NO_WINDOW if window is None else window
+
+    def total(*inputs):
+        out = attend(0, *inputs, None, window)[0]
+        return jnp.sum(weights * out), out
+
+    program = jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))
+    (_, out), grads = program(*inputs)
+    values, directions, slopes = expected(seen, rows)
+    assert np.isfinite(out).all()
+    np.testing.assert_allclose(out[real], values[real], rtol=0, atol=atol)
+    for grad, direction, slope in zip(grads, directions, slopes, strict=True):
+        assert np.isfinite(grad).all() and not np.asarray(grad)[~real].any()
+        got = np.sum(np.asarray(grad, np.float64) * direction)
+        np.testing.assert_allclose(got, slope, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize("rows", [ALONE, SHARED], ids=["alone", "shared"])
+def test_xla(monkeypatch, arrays, expected, window, long, rows):
+    monkeypatch.setattr(xla, "LEAST_PART", 1)  # four parts, of 6, 6, 6 and 3 tokens
+    if long:  # three parts, of 8, 8 and 5, in chunks of 4
+        monkeypatch.setattr(xla, "LONG_ROW", T - 1)
+        monkeypatch.setattr(xla, "QUERY_CHUNK", 4)
+    shared = rows.shared if rows is SHARED else None
+    attend = xla.packed(jnp.asarray(rows.segments), shared=shared)
+    check(attend, arrays, expected, window, rows)
+
+
+@pytest.mark.parametrize(
+    "choice, window",
+    [
+        (Choice("splash"), None),
+        (Choice("splash", window=WINDOW, every_layer=True), WINDOW),
+        (Choice("flash"), None),
+    ],
+)
+def test_kernels(arrays, expected, choice, window):
+    """Interpreted. Rows and heads are filled up to the kernels' blocks."""
+    check(xla.packed(jnp.asarray(SEGMENTS), choice), arrays, expected, window)
+
+
+def test_layers_that_slide_are_told_apart_on_a_mesh(arrays, expected):
+    """Which layer slides is an array inside the scan over layers; rows lie over four devices, heads
+    over two."""
+    layout = layout_over(2, 2, 1, 2)
+    choice = Choice("splash", window=WINDOW, layout=layout)
+    twice = lambda x: jnp.concatenate([x, x])  # four rows
+    *inputs, weights = (jnp.asarray(x, jnp.float32) for x in arrays)
+    at = NamedSharding(layout.mesh, PartitionSpec(*layout.rows, "tensor"))
+    segments = jax.device_put(twice(jnp.asarray(SEGMENTS)), row_sharding(layout.mesh))
+
+    @jax.jit
+    def program(window, *inputs):
+        def total(*inputs):
+            out = xla.packed(segments, choice)(0, *inputs, None, window)[0]
+            return jnp.sum(twice(weights) * out), out
+
+        return jax.value_and_grad(total, (0, 1, 2), has_aux=True)(*inputs)
+
+    real = SEGMENTS > 0
+    for window in (WINDOW, NO_WINDOW):
+        (_, out), grads = program(
+            jnp.int32(window), *(jax.device_put(twice(x), at) for x in inputs)
+        )
+        values, directions, slopes = expected(window)
+        np.testing.assert_allclose(out[:B][real], values[real], rtol=0, atol=2e-6)
+        np.testing.assert_array_equal(out[:B], out[B:])
+        for grad, direction, slope in zip(grads, directions, slopes, strict=True):
+            got = np.sum(np.asarray(grad[:B], np.float64) * direction)
+            np.testing.assert_allclose(got, slope, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("sliding", [False, True])
+def test_what_is_kept_of_attention_spares_the_kernel_a_second_pass_forward(arrays, sliding):
+    """Also where a branch decides whether the layer slides, with a kernel for each."""
+    layout = layout_over(1, 1, 1, 2)
+    choice = Choice("splash", window=WINDOW if sliding else None, layout=layout)
+    q, k, v, _ = (jnp.asarray(x, jnp.float32) for x in arrays)
+    attend = xla.packed(jnp.asarray(SEGMENTS), choice)
+
+    def layer(x, window):
+        return attend(0, x, k, v, None, window)[0], None
+
+    def passes(remat):
+        """Forward kernels, each a loop where they are interpreted, in a gradient through layers
+        that are scanned as `model.hidden_states` does."""
+        kept = decoder._rematerialised(layer, remat)
+        total = lambda q: jnp.sum(jax.lax.scan(kept, q, jnp.array([WINDOW, NO_WINDOW]))[0])
+        lines = jax.jit(jax.grad(total)).lower(q).compile().as_text().splitlines()
+        return sum(" while(" in line and "splash_mha_fwd" in line for line in lines)
+
+    kernels = 2 if sliding else 1
+    assert passes("attention") == passes("attention_mlp") == kernels
+    assert passes("full") == 2 * kernels
+
+
+@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.parametrize(
+    "kernel, long, rows",
+    [
+        ("xla", False, ALONE),
+        ("xla", True, ALONE),
+        ("xla", False, SHARED),
+        ("xla", True, SHARED),
+        ("splash", False, ALONE),
+    ],
+    ids=["xla", "xla-long", "xla-shared", "xla-long-shared", "splash"],
+)
+def test_tokens_of_a_row_on_several_devices(
+    monkeypatch, arrays, expected, kernel, long, rows, window, context=3
+):
+    """Each attends with its own queries."""
+    if long:  # in chunks of 3, of 8 tokens
+        monkeypatch.setattr(xla, "LONG_ROW", T - 1)
+        monkeypatch.setattr(xla, "QUERY_CHUNK", 3)
+    choice = Choice(kernel, window=window, every_layer=True, layout=layout_over(1, 1, context, 2))
+    filled = lambda x: jnp.pad(x, ((0, 0), (0, 24 - T), *[(0, 0)] * (x.ndim - 2)))
+    of_devices = lambda x: zigzag.to_devices(filled(x), context)
+
+    def attend(layer, q, k, v, cache, window):
+        shared = jax.tree.map(of_devices, rows.shared) if rows is SHARED else None
+        found = xla.packed(of_devices(jnp.asarray(rows.segments)), choice, shared)
+        out, cache = found(layer, *map(of_devices, (q, k, v)), cache, window)
+        return zigzag.to_rows(out, context)[:, :T], cache
+
+    check(attend, arrays, expected, window, rows)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_devices_see_as_much_of_a_row(parts):
+    order = zigzag.order(24, parts)
+    seen = (order + 1).reshape(parts, -1).sum(axis=1)
+    assert sorted(order.tolist()) == list(range(24)) and len(set(seen)) == 1
+    x = jnp.arange(2 * 24 * 3).reshape(2, 24, 3)
+    np.testing.assert_array_equal(zigzag.to_devices(x, parts), x[:, order])
+    np.testing.assert_array_equal(zigzag.to_rows(x[:, order], parts), x)
+
+
+def test_sliding_layers_of_rows_on_several_devices():
+    """Whole blocks, and which layer slides told by an array, as XLA on one device."""
+    rng = np.random.default_rng(0)
+    shapes = [(1, 256, heads, 8) for heads in (2, 1, 1, 2)]
+    *inputs, weights = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+    segments = jnp.asarray(np.repeat([[1, 2, 3, 0]], [100, 60, 90, 6], axis=1))
+    weights = jnp.where((segments > 0)[:, :, None, None], weights, 0.0)
+
+    def found(choice, window):
+        def total(*inputs):
+            of_devices = lambda x: zigzag.to_devices(x, choice.context)
+            attend = xla.packed(of_devices(segments), choice)
+            out = attend(0, *map(of_devices, inputs), None, window)[0]
+            return jnp.sum(of_devices(weights) * out)
+
+        return jax.jit(jax.value_and_grad(total, (0, 1, 2)))(*inputs)
+
+    over = Choice("splash", window=40, layout=layout_over(1, 1, 2, 1))
+    for window in (40, NO_WINDOW):
+        here, there = found(xla.XLA, window), found(over, jnp.int32(window))
+        for a, b in zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
+
+
+LONG = 768  # tokens of a row, in blocks of 128
+# Sequences that end within blocks and with one, of a token, within one block, and over several;
+# padding last: within a block, of three, and of all.
+LENGTHS = [[100, 1, 155, 60, 300, 122, 30], [1, 90, 231, 61, 7, 378], [768]]
+
+
+@pytest.fixture(scope="module")
+def long_segments():
+    of_row = lambda lengths: np.repeat([*range(1, len(lengths)), 0], lengths)
+    return np.array([of_row(lengths) for lengths in LENGTHS], np.int32)
+
+
+@pytest.mark.parametrize(
+    "context, platform",
+    # Blocks of parts of 192 tokens lie over two. For a TPU what is fetched meanwhile is done, too.
+    [(1, "cpu"), (2, "cpu"), pytest.param(1, "tpu", marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("window", [None, 150])
+def test_rows_of_many_blocks(monkeypatch, long_segments, window, context, platform):
+    """Rows with blocks of their own to pass over, as XLA attends."""
+    monkeypatch.setattr(attention_kernels, "SPLASH_BLOCK", 128)
+    rng = np.random.default_rng(0)
+    shapes = [(len(LENGTHS), LONG, heads, 8) for heads in (N, K, K, N)]
+    *inputs, weights = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+    real = jnp.asarray(long_segments > 0)
+    weights = jnp.where(real[:, :, None, None], weights, 0.0)
+
+    def found(choice):
+        def total(*inputs):
+            of_devices = lambda x: zigzag.to_devices(x, choice.context)
+            attend = xla.packed(of_devices(jnp.asarray(long_segments)), choice)
+            out = attend(0, *map(of_devices, inputs), None, window)[0]
+            out = zigzag.to_rows(out, choice.context)
+            return jnp.sum(weights * out), out
+
+        return jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(*inputs)
+
+    layout = layout_over(1, 1, context, 1)
+    (_, here), of_here = found(xla.XLA)
+    choice = Choice("splash", platform, window, window is not None, layout)
+    with interpreted() if platform == "tpu" else contextlib.nullcontext():
+        (_, there), of_there = jax.block_until_ready(found(choice))
+    assert np.isfinite(there).all()
+    np.testing.assert_allclose(here[real], there[real], rtol=0, atol=2e-6)
+    for a, b in zip(of_here, of_there, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_blocks_between_sequences_are_passed_over(monkeypatch, long_segments, row, window):
+    """Those run that hold a pair which attends, and forward, where there is none, the first that
+    could; the others name the next that runs."""
+    monkeypatch.setattr(attention_kernels, "SPLASH_BLOCK", 128)
+    segments = jnp.asarray(long_segments[row])
+    choice = Choice("splash", window=window, every_layer=window is not None)
+    (of_any_row,) = attention_kernels._splash_kernels(choice, LONG, 1)
+    kernel = attention_kernels._within_segments(of_any_row, SegmentIds(segments, segments))
+    places = xla.Places(segments[None], jnp.arange(LONG)[None], None)
+    of_blocks = lambda pairs: pairs.reshape(6, 128, 6, 128).any(axis=(1, 3))  # queries, keys
+    pairs = np.asarray(xla.seen(places, places, window)[0])
+    blocks = of_blocks(pairs & (long_segments[row] > 0))
+    for name, turn in (("fwd", False), ("dq", False), ("dkv", True)):
+        static, info = (getattr(of, f"{name}_mask_info") for of in (of_any_row, kernel))
+        arrays = static.block_mask, static.data_next, info.block_mask, info.data_next
+        arrays = (np.asarray(x)[0].T if turn else np.asarray(x)[0] for x in arrays)
+        could, could_name, mask, named = arrays
+        run = {(int(i), int(named[i, j])) for i, j in np.argwhere(mask > 0)}
+        wanted = set(map(tuple, np.argwhere(blocks.T if turn else blocks).tolist()))
+        if name == "fwd":
+            for i in set(range(6)) - {i for i, _ in wanted}:
+                wanted.add((i, int(could_name[i, np.argmax(could[i] > 0)])))
+        assert run == wanted
+        at = np.searchsorted(np.flatnonzero(mask.reshape(-1) > 0), np.arange(mask.size))
+        later = np.append(named[mask > 0], could_name[0, 0])
+        np.testing.assert_array_equal(named.reshape(-1), later[at])
+    assert (np.asarray(of_any_row.fwd_mask_info.block_mask) > 0).sum() > blocks.sum()
+
+
+def fewer_blocks(static, runs_in, *, forward):
+    """(block mask, data next) of a mask info, a block at a time in the kernel's order.
+
+    Args:
+        static: what any row computes, [i, j].
+        runs_in: (i, block of the other side) -> whether any of their segments may be the same.
+    """
+    mask, name = (np.array(x, np.int64) for x in static)
+    run = np.zeros(mask.shape, bool)
+    for i in range(len(mask)):
+        could = [j for j in range(mask.shape[1]) if mask[i, j] > 0]
+        own = [j for j in could if runs_in(i, name[i, j])]
+        if forward and not own:
+            own = could[:1]
+        run[i, own] = True
+    named, following = np.empty_like(name), name[0, 0]
+    for i, j in reversed(list(np.ndindex(mask.shape))):
+        if run[i, j]:
+            following = name[i, j]
+        named[i, j] = following
+    return np.where(run, mask, 0), named
+
+
+def random_segments(rng, tokens):
+    """A packed row: sequences of any length, some numbers without a token, padding or none."""
+    longest = rng.choice([3, 200, 2000])
+    lengths = rng.integers(0, longest, 2 * tokens // longest + 2)
+    lengths[rng.random(len(lengths)) < 0.2] = 0
+    row = np.repeat(np.arange(1, len(lengths) + 1), lengths)[:tokens]
+    return np.pad(row, (0, tokens - len(row))).astype(np.int32)
+
+
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize("blocks", [2, 5, 44])  # 44: of rows of 22,528 tokens, as the 32B packs
+def test_blocks_of_random_rows_are_those_of_a_loop_over_them(monkeypatch, blocks, window):
+    monkeypatch.setattr(attention_kernels, "SPLASH_BLOCK", 128)
+    rng = np.random.default_rng(blocks)
+    tokens = 128 * blocks
+    choice = Choice("splash", window=window, every_layer=window is not None)
+    (of_any_row,) = attention_kernels._splash_kernels(choice, tokens, 1)
+    infos = jax.jit(
+        lambda segments: [
+            (info.block_mask, info.data_next)
+            for kernel in [
+                attention_kernels._within_segments(of_any_row, SegmentIds(segments, segments))
+            ]
+            for info in (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
+        ]
+    )
+    for segments in [np.zeros(tokens, np.int32), *(random_segments(rng, tokens) for _ in range(8))]:
+        held = [block[block > 0] for block in segments.reshape(blocks, -1)]
+
+        def meet(i, j, held=held):
+            a, b = held[i], held[j]
+            return bool(len(a) and len(b) and a.min() <= b.max() and b.min() <= a.max())
+
+        for name, found in zip(("fwd", "dq", "dkv"), infos(segments), strict=True):
+            info = getattr(of_any_row, f"{name}_mask_info")
+            turned = (lambda x: np.asarray(x)[0].T) if name == "dkv" else lambda x: np.asarray(x)[0]
+            static = turned(info.block_mask), turned(info.data_next)
+            wanted = fewer_blocks(static, meet, forward=name == "fwd")
+            for is_, should in zip(found, wanted, strict=True):
+                np.testing.assert_array_equal(turned(is_), should)
+        assert [x.dtype for x in found] == [info.block_mask.dtype, info.data_next.dtype]
+
+
+def test_rows_of_more_blocks_than_int32_numbers_are_refused():
+    """1,300 x 1,300 blocks of 1,300 names are more than 2^31."""
+    blocks = np.ones((1, 1300, 1300), np.int8)
+    info = SimpleNamespace(block_mask=blocks, data_next=np.zeros(blocks.shape, np.int16))
+    sizes = SimpleNamespace(block_q=128, block_kv=128)
+    kernel = SimpleNamespace(kwargs={"block_sizes": sizes}, fwd_mask_info=info)
+    segments = jax.ShapeDtypeStruct((128 * 1300,), jnp.int32)
+    row = lambda segments: attention_kernels._within_segments(
+        kernel, SegmentIds(segments, segments)
+    )
+    with pytest.raises(UserError, match="1300 x 1300 blocks"):
+        jax.eval_shape(row, segments)
+
+
+def layout_over(*sizes):
+    """A layout over so many devices of each axis, heads over tensor."""
+    devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
+    mesh = Mesh(devices, AXES, axis_types=AXIS_TYPES)
+    return HeadLayout(mesh, row_sharding(mesh).spec, PartitionSpec(), "tensor", "tensor")
+
+
+def on(platform, heads="tensor", kv_heads="tensor", context=1):
+    """A layout over a device of a platform that is not there."""
+    device = SimpleNamespace(platform=platform)
+    shape = {"context": context}
+    mesh = SimpleNamespace(devices=np.array([device] * 2), size=2, shape=shape)
+    return HeadLayout(mesh, PartitionSpec(("data", "fsdp")), PartitionSpec(), heads, kv_heads)
+
+
+@pytest.mark.parametrize(
+    "platform, changes, chosen",
+    [
+        ("cpu", {}, "xla"),
+        ("tpu", {}, "splash"),
+        ("cuda", {"compute_dtype": "bfloat16", "head_dim": 64}, "flash"),
+        ("cuda", {"head_dim": 64}, "xla"),  # float32
+        ("cuda", {"compute_dtype": "bfloat16", "head_dim": 320}, "xla"),
+        ("tpu", {"attention": "xla"}, "xla"),
+    ],
+)
+def test_the_kernel_of_the_platform_is_chosen(platform, changes, chosen):
+    assert attention_kernels.choose(replace_model(CONFIG, **changes), on(platform)).kernel == chosen
+
+
+def test_a_fall_back_to_xla_says_why():
+    refused = lambda layout, **changes: (
+        attention_kernels.choose(replace_model(CONFIG, **changes), layout).refused
+    )
+    assert refused(on("cuda")).startswith("flash takes config.model.compute_dtype 'bfloat16' only")
+    assert refused(on("tpu", kv_heads=None)).startswith("splash needs config.mesh.rules")
+    assert refused(on("cpu")) is None and refused(on("tpu")) is None
+    assert refused(on("cuda"), attention="xla") is None, "asked for"
+
+
+def test_windows_are_those_of_the_layers_that_slide():
+    sliding = lambda *layers: replace_model(CONFIG, sliding_window=5, sliding_layers=layers)
+    of = lambda model: attention_kernels.choose(model, on("tpu"))[2:4]
+    assert of(sliding()) == (None, False)
+    assert of(sliding(1)) == (5, False) and of(sliding(0, 1)) == (5, True)
+    unaligned = on("tpu", kv_heads=None)
+    assert attention_kernels.choose(CONFIG.model, unaligned).kernel == "xla"
+
+
+@pytest.mark.parametrize(
+    "layout, changes, said",
+    [
+        (on("cpu"), {"attention": "splash"}, "config.model.attention 'splash' is a kernel for ano"),
+        (on("tpu"), {"attention": "flash"}, "the devices are 'tpu'. Set it to 'auto'"),
+        (on("cuda"), {"attention": "flash"}, "compute_dtype 'bfloat16' only; got 'float32'"),
+        (on("tpu", kv_heads=None), {"attention": "splash"}, "go to 'tensor' and None"),
+        (on("cuda", context=2), {"attention": "flash"}, "needs whole rows; got config.mesh.con"),
+        (
+            on("cuda"),
+            {"attention": "flash", "sliding_window": 5, "sliding_layers": (0,)},
+            "does not take config.model.sliding_layers. Set it to 'auto' or 'xla'",
+        ),
+    ],
+)
+def test_a_kernel_that_does_not_take_the_model_is_refused(layout, changes, said):
+    with pytest.raises(UserError, match=said):
+        attention_kernels.choose(replace_model(CONFIG, **changes), layout)
+
+
+def test_shared_prompts_are_for_xla():
+    kernel = lambda model: (
+        attention_kernels.choose(model, on("tpu"), share_prompts=True).kernel == "xla"
+    )
+    assert kernel(CONFIG.model)
+    with pytest.raises(UserError, match="'splash' knows .* which config.train.share_prompts needs"):
+        kernel(replace_model(CONFIG, attention="splash"))
+
+
+def test_tokens_over_devices_need_heads_on_one_axis():
+    with pytest.raises(UserError, match=r"config.mesh.context \(2\) needs .* to 'tensor' and None"):
+        attention_kernels.choose(CONFIG.model, on("cpu", kv_heads=None, context=2))
+
+
+def test_a_run_refuses_it_before_it_begins(tmp_path):
+    with pytest.raises(UserError, match="config.model.attention 'flash' is a kernel for another"):
+        RunComponents(tiny_config(model__attention="flash"), tmp_path, Progress(0, 0))
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,189 @@
+"""The scorers on cases by hand and on other graders' verdicts, and what hostile answers cost."""
+
+import json
+import time
+
+import pytest
+
+from dapo_jax.rewards import scorers
+from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.rewards.types import Task
+from tests.studies import fuzz_scorers
+from tests.support.helpers import SHARED
+
+CASES = SHARED / "data" / "grader_cases"
+
+
+def cases(name):
+    if not (CASES / name).exists():
+        pytest.skip(f"other graders' verdicts are not there: {CASES / name}")
+    text = (CASES / name).read_text()
+    return (
+        [json.loads(line) for line in text.splitlines()] if name.endswith("l") else json.loads(text)
+    )
+
+
+@pytest.mark.parametrize(
+    "text, content",
+    [
+        (r"so \boxed{42}.", "42"),
+        (r"\boxed{\frac{1}{2}} and then \boxed{\sqrt{3}}", r"\sqrt{3}"),
+        (r"\boxed 7$", "7"),
+        (r"\boxed{4", None),
+        ("42", None),
+        (r"\boxed{}", ""),
+        (r"so \boxed {42}. That is all", "42"),
+        (r"\boxed5 and {x}", None),
+        (r"\boxed{5} by the command \boxed", "5"),
+        (r"\boxed{\{1, 2\}} and {3}", r"\{1, 2\}"),
+    ],
+)
+def test_last_boxed(text, content):
+    assert scorers.last_boxed(text) == content
+
+
+@pytest.mark.parametrize(
+    "name, response, answer, correct, extracted",
+    [
+        ("boxed", r"thus \boxed{1,234}", "1234", True, "1234"),
+        ("boxed", r"thus \boxed{x = 5}" + "." * 500, "5", True, "5"),
+        ("boxed", "Answer: 5", "5", False, None),
+        ("math_dapo_strict_box", r"\boxed{5}" + "." * 100, "5", False, None),
+        ("math_dapo_strict_box", r"\boxed{5.0}", "5", False, "5.0"),
+        # The reference knows a box by its brace only.
+        ("math_dapo_strict_box", r"\boxed 5", "5", False, None),
+        ("math_dapo_strict_box", r"\boxed{5} and \boxed 6", "5", True, "5"),
+        ("math_dapo_strict_box", r"\boxed{5} and \boxed{6", "5", False, None),
+        ("math_dapo_boxed", r"\boxed 5", "5", False, None),
+        ("math_dapo_boxed", r"\boxed{5}", "5", True, "5"),
+        ("math_dapo_boxed", "Answer: 4\n" + r"\boxed{5}", "5", False, "4"),
+        ("gsm8k", "5 + 4 = 9\n#### 9", "So she has 9.\n#### 9", True, "9"),
+        ("gsm8k", "#### $1,234.", "1,234", True, "1234"),
+        ("gsm8k", "The answer is 9", "9", False, None),
+        ("gsm8k", "#### 9\n#### 8", "9", False, "8"),
+        ("gsm8k", "#### 9\n#### none", "9", True, "9"),
+        ("gsm8k", "#### 1234", "$1,234", True, "1234"),
+        ("gsm8k", "#### -$5", "-5", True, "-5"),
+        ("gsm8k", "#### $-5.", "-$5", True, "-5"),
+        ("gsm8k", "#### 9.0", "9", False, "9.0"),
+        ("gsm8k", "#### 9/2", "9", True, "9"),
+        ("gsm8k", "#### 9", "9/2", False, "9"),
+        ("gsm8k", "#### ,", "", False, None),
+        ("gsm8k", "9", "9", False, None),
+        ("answer_format", "so\nAnswer: 5", "", True, None),
+        ("answer_format", "Answer: 5\nor so", "", False, None),
+        ("answer_format", r"it is \boxed{5}.", "", True, None),
+        ("math_verify", r"it is $\frac12$", "0.5", True, r"\frac{1}{2}"),
+        ("math_verify", r"\boxed{\{2, 1\}}", r"\{1, 2\}", True, r"\{2, 1\}"),
+        ("math_verify", r"it is \boxed{6}", r"\$6", True, "6"),
+        ("math_verify", r"it is \boxed{7}", "6", False, "7"),
+        ("math_verify", "no idea", "6", False, None),
+    ],
+)
+def test_by_hand(name, response, answer, correct, extracted):
+    score = scorers.SCORERS[name](response, answer)
+    assert (score.correct, score.extracted) == (correct, extracted)
+
+
+@pytest.mark.parametrize(
+    "text, formula",
+    [
+        ("it is $5$ or $6$", "5"),
+        ("it is $5", "itis5"),
+        ("so $5$\nor $6$", "5\n6"),
+        ("one\n$5$ of\n$$", "one\n5"),
+    ],
+)
+def test_of_a_line_with_a_formula_the_formula_remains(text, formula):
+    assert scorers.normalise_minerva(text) == formula
+
+
+def test_a_long_answer_is_normalised_in_linear_time():
+    start = time.perf_counter()
+    assert not scorers.boxed("\\boxed{" + "x" * 100_000 + "}", "1").correct
+    assert time.perf_counter() - start < 2.0  # minutes by the published expression
+
+
+def test_strict_box_agrees_with_the_reference():
+    for case in cases("verl_math_dapo_oracle.json"):
+        score = scorers.math_dapo_strict_box(case["solution_str"], case["ground_truth"])
+        assert score.correct is case["strict_box"]["acc"], case
+
+
+@pytest.mark.parametrize(
+    "name, column, misses",
+    [
+        ("math_dapo", "math_dapo_pre_0.9.1", 0),
+        ("math_dapo_boxed", "math_dapo_0.9.1", 0),
+        ("math_dapo_strict_box", "math_dapo_strict_box", 0),
+        # \boxed{50\%} for 0.5 and a \boxed whose brace does not close are right here, not there.
+        ("math_verify", "math_verify", 2),
+    ],
+)
+def test_the_matrix_of_scorers_is_matched(name, column, misses):
+    missed = 0
+    for case in cases("scorer_matrix.json")["cases"]:
+        expected = case["expected"][column]
+        if expected is None:
+            continue
+        prediction = case["prediction"]
+        if case["kind"] == "answer":
+            answers_in_a_box = name in ("math_verify", "math_dapo_strict_box")
+            prediction = f"\\boxed{{{prediction}}}" if answers_in_a_box else f"Answer: {prediction}"
+        missed += scorers.SCORERS[name](prediction, case["ground_truth"]).correct != bool(expected)
+    assert missed == misses
+
+
+def test_math_verify_agrees_with_upstreams_own_expectations():
+    """All but the two that set an option of the library: LaTeX only, and not strict."""
+    missed = [
+        case["opts"]
+        for case in cases("math_verify_cases.json")
+        if scorers.math_verify(case["pred"], case["gold"]).correct != bool(case["expected"])
+    ]
+    assert missed == [
+        {"match_types": ["latex"]},
+        {"match_types": ["latex", "expr"], "strict": False},
+    ]
+
+
+def test_real_outputs_are_judged_as_their_labels():
+    rows = cases("qwen_math_real_outputs.jsonl")
+    for row in rows:
+        given = row["response"], row["ground_truth"]
+        assert scorers.math_dapo(*given).correct is row["verl_math_dapo"]["acc"]
+        assert (
+            scorers.math_dapo_strict_box(*given).correct is row["verl_math_dapo_strict_box"]["acc"]
+        )
+    for row in rows[::10]:  # a few milliseconds each
+        score = scorers.math_verify(row["response"], row["ground_truth"])
+        assert score.correct == bool(int(row["math_verify"]))
+
+
+def test_hostile_answers_cost_their_own_verdict():
+    deep = "\\sqrt{" * 5000 + "2" + "}" * 5000
+    texts = [
+        "$9**9**9**9$", "$9^{9^{9^{9}}}$", deep, "\\boxed{" + deep + "}", "x" * 5_000_000,
+        "$" + "1" * 1_000_000 + "$", "\x00", "\u202e\\boxed{1}", "\ud800", "$\\frac{1}{0}$",
+        "$99999!!!$", "\\boxed{1}",
+    ]  # fmt: skip
+    with RewardPool(["math_verify"], workers=2, timeout_seconds=1.0) as pool:
+        scored = pool.score([Task(("math_verify",), text, "1") for text in texts])
+    right = [not isinstance(s.scores, str) and s.scores[0].correct for s in scored]
+    assert right == [t.endswith("\\boxed{1}") for t in texts]
+    assert not any(s.scores == "worker died" for s in scored)
+
+
+def test_no_response_pays_for_the_import_of_math_verify():
+    """It takes longer than this limit, and once interrupted it found no answer ever after."""
+    tasks = [Task(("math_verify",), f"\\boxed{{{i}}}", str(i)) for i in range(10)]
+    with RewardPool(["math_verify"], workers=1, timeout_seconds=1.0) as pool:
+        scored = pool.score(tasks)
+    assert [s.scores for s in scored if isinstance(s.scores, str) or not s.scores[0].correct] == []
+
+
+def test_generated_strings_lose_no_worker_and_spoil_no_other_verdict(capsys):
+    assert fuzz_scorers.main(["--strings=60", "--timeout_seconds=0.2"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("60 strings") == len(scorers.SCORERS)
+    assert printed.count("right ones found wrong: 0 of 3") == len(scorers.SCORERS)

@@ -1,0 +1,454 @@
+"""Attention over pages: what it reads and writes, and what is handed to JAX's kernels."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import re
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic import tpu_info  # what lowering asks of the devices; no public name
+from jax.experimental.pallas import tpu as pltpu
+
+from dapo_jax.config.checks import check
+from dapo_jax.models import decoder
+from dapo_jax.models.attention import kernels as attention_kernels
+from dapo_jax.models.attention import xla
+from dapo_jax.rollout import kernels, paged
+from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.programs import Programs, rollout_dtypes
+from dapo_jax.rollout.sampling import SamplingParams
+from dapo_jax.rollout.spec import EngineSpec, engine_spec
+from dapo_jax.rollout.tiles import Tile
+from dapo_jax.setup import attention_line
+from dapo_jax.tools.bench.gap import Gap, bench_gap
+from dapo_jax.tools.bench.shapes import Shape
+from dapo_jax.types import Problem, RunError, UserError
+from tests.support.engines import generate
+from tests.support.helpers import make_mesh, make_params, replace_model, tiny_config
+from tests.support.tpu_interpreter import interpreted
+
+# H: the TPU's kernel takes no other; N: pages, of which the first is nobody's
+B, K, G, H, A, P, N = 3, 2, 3, 128, 4, 5, 16
+LENGTHS = np.array([0, 9, 18], np.int32)
+TILE = Tile(2, 2 * A)  # three sequences make two groups, five pages three tiles
+LAYOUTS = [("xla", "auto"), ("xla", "int8"), ("tpu", "auto"), ("gpu", "auto"), ("gpu", "int8")]
+CONFIG = tiny_config()
+
+
+@pytest.fixture
+def problem():
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    table = rng.permutation(np.arange(1, N))[: B * P].reshape(B, P).astype(np.int32)
+    k, v = draw(2, 1, (N - 1) * A, K, H), draw(2, 1, (N - 1) * A, K, H)
+    return k, v, jnp.asarray(table), draw(B, 1, K * G, H), draw(B, 1, K, H), draw(B, 1, K, H)
+
+
+def pages_of(layout, k, v):
+    return paged.from_dense(layout, layout.keep(k, v))
+
+
+def pool_of(layout, k, v):
+    return tuple(
+        jnp.concatenate([jnp.zeros_like(pages[:, :1]), pages], axis=1)
+        for pages in pages_of(layout, k, v)
+    )
+
+
+@pytest.mark.parametrize("kernel, cache_dtype", LAYOUTS)
+def test_pages_are_put_and_copied_one_by_one(problem, kernel, cache_dtype):
+    k, v, *_ = problem
+    layout = paged.Layout(kernel, A, "float32", cache_dtype)
+    pool = pool_of(layout, k, v)
+    shapes = layout.pool(dataclasses.replace(CONFIG.model, num_kv_heads=K, head_dim=H), N)
+    assert [(x.shape, x.dtype) for x in pool] == [(x.shape, x.dtype) for x in shapes]
+    new = tuple(x[:, :3] for x in pages_of(layout, v, k))
+    where, source = jnp.array([5, 0, 9]), jnp.array([2, 3, 1])
+    wanted = where > 0
+    got = paged.put(pool, where, new), paged.copied(pool, source, where, wanted)
+    for before, page, put, copied in zip(pool, new, *got, strict=True):
+        expected = np.array(before)
+        expected[:, [5, 0, 9]] = page
+        np.testing.assert_array_equal(put, expected)
+        expected = np.array(before)
+        expected[:, [5, 9]] = expected[:, [2, 1]]
+        np.testing.assert_array_equal(copied, expected)
+    # Either would make XLA lay the pool out another way on TPUs, see `paged.put`.
+    for program in (
+        jax.make_jaxpr(paged.put)(pool, where, new),
+        jax.make_jaxpr(paged.copied)(pool, source, where, wanted),
+    ):
+        assert not {"scatter", "gather"} & set(str(program).replace("[", " ").split())
+
+
+@pytest.mark.parametrize(
+    "kernel, cache_dtype, window",
+    [*((*layout, None) for layout in LAYOUTS), ("xla", "auto", 6), ("tpu", "auto", 6)],
+)
+def test_a_token_attends_to_its_own_pages_and_is_kept_there(problem, kernel, cache_dtype, window):
+    """Against attention over each sequence laid out whole, of what is kept. Kernels are
+    interpreted."""
+    k, v, table, q, k_new, v_new = problem
+    layout = paged.Layout(kernel, A, "float32", cache_dtype)
+    goes = jnp.array([True, True, False])
+    attend = paged.decoding(layout, table, jnp.asarray(LENGTHS), goes, TILE)
+    before = pool_of(layout, k, v)
+    with interpreted() if kernel == "tpu" else contextlib.nullcontext():
+        out, after = attend(1, q, k_new, v_new, before, window)
+    kept = lambda k, v: map(np.array, layout.read(layout.keep(k, v)))
+    (k, v), (k_new, v_new) = kept(k, v), kept(k_new, v_new)
+    for b in (0, 1):
+        own = (np.asarray(table)[b][:, None] - 1) * A + np.arange(A)
+        k_S, v_S = (x[1, 0, own.reshape(-1)] for x in (k, v))
+        k_S[LENGTHS[b]], v_S[LENGTHS[b]] = k_new[b, 0], v_new[b, 0]
+        back = LENGTHS[b] - np.arange(P * A)
+        seen = (back >= 0) & (back < (window or 10**6))
+        expected = xla.dot_product_attention(
+            q[b : b + 1],
+            jnp.asarray(k_S)[None],
+            jnp.asarray(v_S)[None],
+            jnp.asarray(seen)[None, None],
+        )
+        np.testing.assert_allclose(out[b], expected[0], rtol=0, atol=2e-6)
+    # Of what is in the pages only the new tokens of those that go on have changed, in their layer.
+    owners = {int(table[b, LENGTHS[b] // A]) for b in (0, 1)}
+    for old, new in zip(before, after, strict=True):
+        changed = np.asarray(old != new).any(axis=tuple(range(2, old.ndim)))
+        assert set(np.flatnonzero(changed[1])) == owners | {0} and not changed[0].any()
+
+
+@pytest.mark.parametrize("kernel", ["tpu", "gpu"])
+def test_a_kernel_does_not_read_what_was_last_in_an_empty_slot(monkeypatch, problem, kernel):
+    handed = []
+
+    def attention(q, pages, table, lengths, *_):
+        handed.append(lengths.tolist())
+        return q
+
+    monkeypatch.setattr(kernels, f"{kernel}_attention", attention)
+    k, v, table, q, k_new, v_new = problem
+    layout = paged.Layout(kernel, A, "float32", "auto")
+    goes = jnp.array([True, True, False])
+    attend = paged.decoding(layout, table, jnp.asarray(LENGTHS), goes, TILE)
+    attend(1, q, k_new, v_new, pool_of(layout, k, v), None)
+    assert handed == [[LENGTHS[0] + 1, LENGTHS[1] + 1, 1]]
+
+
+@pytest.mark.parametrize("kernel, cache_dtype", [("xla", "auto"), ("gpu", "auto"), ("xla", "int8")])
+def test_what_is_not_a_number_is_cached_nowhere(problem, kernel, cache_dtype):
+    """What comes out for that token is NaN, and nothing else is."""
+    k, v, table, q, k_new, v_new = problem
+    layout = paged.Layout(kernel, A, "float32", cache_dtype)
+    goes, lengths = jnp.array([True, True, False]), jnp.asarray(LENGTHS)
+    attend = paged.decoding(layout, table, lengths, goes, TILE)
+    expected, _ = attend(1, q, k_new, v_new, pool_of(layout, k, v), None)
+    k_new, v_new = k_new.at[0, 0, 0, 1].set(jnp.inf), v_new.at[2].set(jnp.nan)
+    out, after = attend(1, q, k_new, v_new, pool_of(layout, k, v), None)
+    assert all(np.isfinite(x).all() for x in after)
+    np.testing.assert_array_equal(out[1], expected[1])
+    heads = q.shape[2] // k_new.shape[2]
+    assert np.isnan(out[0, 0, :heads]).all() and np.isnan(out[2]).all()
+    np.testing.assert_array_equal(out[0, 0, heads:], expected[0, 0, heads:])
+
+
+@pytest.mark.parametrize("kernel, cache_dtype", [one for one in LAYOUTS if one[0] != "xla"])
+def test_at_the_last_page_of_a_pool_a_kernel_attends_as_xla_does(problem, kernel, cache_dtype):
+    k, v, table, *_ = problem
+    layout = paged.Layout(kernel, A, "float32", cache_dtype)
+    before = pool_of(layout, k, v)
+    last = jnp.array([1, N - 1], jnp.int32)
+    with interpreted() if kernel == "tpu" else contextlib.nullcontext():
+        difference, after = paged.last_page_difference(layout, before, last, K * G, table, TILE)
+    assert 0 < difference < 2e-6
+    for old, new in zip(before, after, strict=True):
+        changed = np.asarray(old != new).any(axis=tuple(range(2, old.ndim)))
+        np.testing.assert_array_equal(np.argwhere(changed[:, 1:]), [[1, N - 2]])
+
+
+def small_engine(**changes):
+    """Of one device, or of four with heads over two."""
+    spec = EngineSpec(
+        model=CONFIG.model,
+        layout=dataclasses.replace(CONFIG.mesh, **changes),
+        slots=12,
+        prefill_prompts=4,
+        max_prompt_tokens=16,
+        max_response_tokens=16,
+        stop_tokens=(1,),
+        params=SamplingParams(),
+        page_tokens=16,
+        kernel="gpu",
+    )
+    config = dataclasses.replace(CONFIG, mesh=spec.layout)
+    return DecoderEngine(spec, make_mesh(config, 4 if changes else 1))
+
+
+@pytest.mark.parametrize("mesh", [{}, dict(fsdp=2, tensor=2)])
+def test_an_engine_on_an_accelerator_looks_at_the_last_page_when_it_starts(mesh):
+    engine, lines = small_engine(**mesh), []
+    params = engine.load_params(make_params(CONFIG))
+    engine.warm_up(params, (), say=lines.append)
+    assert not lines, "on CPU"
+    engine._mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform="cuda")]))
+    engine.warm_up(params, (), say=lines.append)
+    (line,) = lines
+    assert re.match(r"paged attention \(gpu\) is that of XLA at the last page of the KV pool", line)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda q, pages, table, *more: (q, pages, table - 1, *more),  # the page before it
+        lambda q, pages, table, lengths, *more: (q, pages, table, lengths - 1, *more),
+        lambda q, *more: (q * jnp.nan, *more),
+    ],
+)
+def test_a_kernel_that_misses_the_last_page_ends_the_run(monkeypatch, wrong):
+    right = kernels.gpu_attention
+    monkeypatch.setattr(kernels, "gpu_attention", lambda *given: right(*wrong(*given)))
+    Programs.cache_clear()
+    engine = small_engine()
+    with pytest.raises(RunError, match=r"\(gpu\) differs by .*Set config\.rollout\.kernel='xla'"):
+        engine.check_pool(engine.init_decode_state())
+    Programs.cache_clear()
+
+
+def test_rounding_to_bfloat16_is_no_difference():
+    pages = jax.eval_shape(lambda: jnp.zeros((2, N, 2, 32, 64), jnp.bfloat16))
+    layout = paged.Layout("gpu", 32, "bfloat16")
+    pool = (jnp.zeros(pages.shape, pages.dtype),) * 2
+    table, last = jnp.zeros((4, 3), jnp.int32), jnp.array([1, N - 1], jnp.int32)
+    difference, _ = paged.last_page_difference(layout, pool, last, 16, table, TILE)
+    assert 1e-4 < difference < paged.MAX_DIFFERENCE / 2
+
+
+def test_int8_is_the_nearest_of_255_steps():
+    x = np.random.default_rng(0).standard_normal((4, 5, H)).astype(np.float32)
+    x[1, 2] = 0
+    x8, scale = map(np.asarray, paged.quantise(jnp.asarray(x)))
+    assert x8.dtype == np.int8 and scale.shape == (4, 5)
+    np.testing.assert_allclose(scale, np.abs(x).max(-1) / 127, rtol=1e-6)
+    assert (np.abs(x8 * scale[..., None] - x) <= 0.5001 * scale[..., None]).all()
+    assert (np.abs(x8).max(-1)[scale > 0] == 127).all() and (x8[1, 2] == 0).all()
+    layout = paged.Layout("xla", A, "float32", "int8")
+    wrong = layout.keep(jnp.full((1, H), jnp.nan), jnp.full((1, H), jnp.inf))
+    assert not any(np.isfinite(x).any() for x in layout.read(wrong)), "it stays so"
+
+
+def test_the_memory_of_a_page():
+    c = dataclasses.replace(CONFIG.model, num_layers=3, num_kv_heads=2, head_dim=8)
+    of = lambda kernel, dtype, cache: paged.page_bytes(c, paged.Layout(kernel, 4, dtype, cache))
+    values = 3 * 4 * 2 * 2 * 8  # layers, tokens, keys and values, heads, numbers of each
+    assert of("xla", "float32", "auto") == of("tpu", "float32", "auto") == 4 * values
+    assert of("gpu", "bfloat16", "auto") == 2 * values
+    assert of("xla", "bfloat16", "int8") == values + 4 * values // 8
+
+
+def tokens_of(num_devices=1, mesh=None, problems=20, config=CONFIG, **changes):
+    layout = dataclasses.replace(CONFIG.mesh, **(mesh or {}))
+    spec = EngineSpec(
+        model=config.model,
+        layout=layout,
+        slots=16,
+        prefill_prompts=8,
+        max_prompt_tokens=CONFIG.data.max_prompt_tokens,
+        max_response_tokens=CONFIG.rollout.max_response_tokens,
+        stop_tokens=(1,),
+        params=SamplingParams(),
+        samples=4,
+    )
+    engine = DecoderEngine(
+        dataclasses.replace(spec, **changes),
+        make_mesh(dataclasses.replace(CONFIG, mesh=layout), num_devices),
+    )
+    rng = np.random.default_rng(0)
+    asked = [
+        Problem(i, "", tuple(rng.integers(3, 32, rng.integers(1, 25)).tolist()), "", "test")
+        for i in range(problems)
+    ]
+    drawn, stats = generate(engine, make_params(config), asked, key=jax.random.key(7))
+    return [[r.tokens.tolist() for r in row] for row in drawn], stats
+
+
+@pytest.mark.slow
+def test_with_int8_a_sample_still_depends_on_nothing_but_itself():
+    """Slots, pages, prefill in chunks, preemption and devices."""
+    expected, _ = tokens_of(cache_dtype="int8")
+    least = 1 + 3 + 7 + 2
+    short, stats = tokens_of(
+        cache_dtype="int8", slots=5, page_tokens=8, num_pages=least + 3, prefill_chunk_tokens=8
+    )
+    assert short == expected and stats.preempted > 0
+    split, _ = tokens_of(2, dict(tensor=2), problems=6, cache_dtype="int8")
+    assert split == expected[:6]
+
+
+@pytest.mark.parametrize("num_devices, mesh", [(1, {}), (2, dict(tensor=2))])
+def test_the_gpus_kernel_draws_the_same_tokens(num_devices, mesh):
+    expected, _ = tokens_of(problems=3)
+    assert tokens_of(num_devices, mesh, problems=3, kernel="gpu", page_tokens=16)[0] == expected
+
+
+@pytest.mark.parametrize("num_devices, mesh", [(1, {}), (2, dict(tensor=2))])
+def test_the_tpus_kernel_draws_the_same_tokens(num_devices, mesh):
+    if num_devices > 1 and jax.__version_info__ > (0, 11):
+        pytest.skip("jax 0.12 partitions no interpreted kernel that is local to one axis of a mesh")
+    config = dataclasses.replace(CONFIG, model=replace_model(CONFIG, head_dim=128))
+    drawn = functools.partial(tokens_of, problems=1, config=config, slots=4, page_tokens=16)
+    expected, _ = drawn()
+    with interpreted():
+        assert drawn(num_devices, mesh, kernel="tpu")[0] == expected
+
+
+SHAPE = Shape(2, 32, 4, 2, 48, 64, "float32", 3, 4, 12, 20, "uniform", 0, 8, 8, 1.0, 1.0, 1)
+
+
+@pytest.mark.slow
+def test_the_gap_between_rollout_and_trainer():
+    exact, int8 = (bench_gap(Gap(SHAPE, cache)) for cache in ("auto", "int8"))
+    assert exact["gap_mean"] < 1e-6 and exact["gap_max"] < 1e-5
+    assert 1e-4 < int8["gap_mean"] < 0.03 and int8["gap_max"] < 0.2
+    for found in (exact, int8):
+        assert found["tokens"] == 3 * 4 * 20
+        assert 0 < found["gap_mean"] <= found["gap_p99"] <= found["gap_max"]
+
+
+def choose(wanted, platform, cache_dtype="auto", page_tokens=32, heads_parts=1, **model):
+    fields = {"compute_dtype": "bfloat16", "head_dim": 128} | model
+    c = dataclasses.replace(CONFIG.model, **fields)
+    given = dict(page_tokens=page_tokens, cache_dtype=cache_dtype, heads_parts=heads_parts)
+    return kernels.choose(wanted, platform, c, **given)
+
+
+def test_the_kernel_is_the_platforms_where_it_takes_the_model():
+    own = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "cpu": "xla"}
+    for platform, kernel in own.items():
+        assert choose("auto", platform) == kernel
+        assert choose("xla", platform) == "xla"
+        assert choose("auto", platform, sliding_layers=(0,), sliding_window=4) == "xla"
+    assert choose("auto", "tpu", "int8") == "xla" and choose("auto", "gpu", "int8") == "gpu"
+    assert choose("auto", "gpu", compute_dtype="float32") == "xla"
+    assert choose("auto", "gpu", head_dim=96) == choose("auto", "gpu", page_tokens=24) == "xla"
+
+
+@pytest.mark.parametrize(
+    "platform, wanted, model, why",
+    [
+        ("tpu", "auto", {}, None),
+        ("cpu", "auto", {"head_dim": 64}, None),  # has no kernel to fall back from
+        ("tpu", "xla", {"head_dim": 64}, None),  # asked for
+        ("tpu", "auto", {"head_dim": 64}, "the tpu kernel takes a config.model.head_dim of 128"),
+        ("cuda", "auto", {"compute_dtype": "float32"}, "the gpu kernel takes config.model.compute"),
+    ],
+)
+def test_a_fall_back_to_xla_has_a_reason(platform, wanted, model, why):
+    fields = {"compute_dtype": "bfloat16", "head_dim": 128} | model
+    c = dataclasses.replace(CONFIG.model, **fields)
+    said = kernels.fallback(wanted, platform, c, page_tokens=32, cache_dtype="auto")
+    assert (said or "").startswith(why or "") and (said is None) == (why is None)
+    if said is not None:
+        rollout = dataclasses.replace(CONFIG.rollout, kernel=wanted, page_tokens=32)
+        config = dataclasses.replace(CONFIG, model=c, rollout=rollout)
+        one = dict.fromkeys(("data", "fsdp", "context", "tensor"), 1)
+        spec = engine_spec(config, one, 16, (1,), platform=platform)
+        line = attention_line(attention_kernels.Choice("splash", platform), spec)
+        assert line == f"attention on {platform}: training splash, rollouts xla ({said})"
+
+
+@pytest.mark.parametrize(
+    "kernel, model",
+    [
+        ("xla", dict(head_dim=64)),
+        ("xla", dict(head_dim=192)),
+        ("xla", dict(head_dim=256)),
+        ("xla", dict(num_heads=12, num_kv_heads=6)),
+        ("tpu", dict(num_heads=12, num_kv_heads=6, heads_parts=3)),
+        ("tpu", dict(num_heads=16, num_kv_heads=8)),
+        ("tpu", dict(num_heads=16, num_kv_heads=8, compute_dtype="float32")),
+        ("xla", dict(num_heads=8, num_kv_heads=8, compute_dtype="float32")),
+        ("tpu", dict(num_heads=8, num_kv_heads=8, compute_dtype="float32", heads_parts=2)),
+        ("tpu", dict(num_heads=8, num_kv_heads=8)),
+        ("xla", dict(num_heads=48, num_kv_heads=12)),
+        ("tpu", dict(num_heads=48, num_kv_heads=12, heads_parts=12)),
+        ("tpu", dict(num_heads=32, num_kv_heads=8, page_tokens=512)),
+        ("xla", dict(num_heads=32, num_kv_heads=8, page_tokens=1024)),
+        ("tpu", dict(num_heads=32, num_kv_heads=8, page_tokens=1024, heads_parts=2)),
+        ("tpu", dict(num_heads=32, num_kv_heads=4, heads_parts=8)),  # the mesh is refused, later
+    ],
+)
+def test_the_tpus_kernel_takes_the_heads_that_it_was_compiled_with(kernel, model):
+    """As libtpu compiled it, or not, for v4, v5e, v5p and v6e."""
+    assert choose("auto", "tpu", **model) == kernel
+
+
+@pytest.mark.parametrize(
+    "arguments, fields, message",
+    [
+        (("gpu", "cpu"), {}, r"rollout\.kernel 'gpu' needs a gpu; the devices are 'cpu'.*'auto'"),
+        (("tpu", "gpu"), {}, r"rollout\.kernel 'tpu' needs a tpu; the devices are 'gpu'"),
+        (("tpu", "tpu", "int8"), {}, r"rollout\.kernel 'tpu' .*rollout\.cache_dtype 'int8'.*'xla'"),
+        (("tpu", "tpu"), {"sliding_layers": (0,)}, r"does not take config\.model\.sliding_layers"),
+        (("tpu", "tpu"), {"head_dim": 64}, r"config\.model\.head_dim of 128.*got 64.*'auto'"),
+        (
+            ("tpu", "tpu"),
+            {"num_heads": 12, "num_kv_heads": 6},
+            r"config\.model\.num_kv_heads on a device; got 6.*'auto'",
+        ),
+        (("gpu", "gpu"), {"head_dim": 96}, r"config\.model\.head_dim of 16.*got 96.*'auto'"),
+        (("gpu", "gpu"), {"compute_dtype": "float32"}, r"compute_dtype 'bfloat16' only; got 'flo"),
+        (("gpu", "gpu"), {"page_tokens": 24}, r"config\.rollout\.page_tokens; got 24"),
+        (("tpu", "tpu"), {"page_tokens": 2048}, r"rollout\.page_tokens of 1024 at most; got 2048"),
+    ],
+)
+def test_a_kernel_that_cannot_be_is_refused(arguments, fields, message):
+    with pytest.raises(UserError, match=message):
+        choose(*arguments, **fields)
+
+
+def test_int8_needs_log_probs_of_the_trainer():
+    with pytest.raises(UserError, match=r"cache_dtype 'int8'.*log_prob_source to 'recompute'"):
+        tiny_config(rollout__cache_dtype="int8")
+    config = tiny_config(rollout__cache_dtype="int8", rollout__log_prob_source="recompute")
+    check(config)
+    assert tiny_config().rollout.cache_dtype == tiny_config().rollout.kernel == "auto"
+
+
+@pytest.mark.parametrize("mesh", [{}, dict(tensor=2), dict(fsdp=2, tensor=2)])
+def test_decoding_with_the_tpus_kernel_is_lowered_on_every_mesh(mesh, monkeypatch):
+    """Its kernel leaves nothing to the compiler's partitioner, also not axes of one device. Nothing
+    is compiled: that takes libtpu, see `launch/plan.py`."""
+    v5p = functools.partial(pltpu.get_tpu_info_for_chip, pltpu.ChipVersion.TPU_V5P, 1)
+    monkeypatch.setitem(tpu_info.registry, "cpu", v5p)
+    wide = dict(head_dim=128, width=256, ff_width=256, compute_dtype="bfloat16")
+    c = dataclasses.replace(CONFIG.model, **wide)
+    layout = dataclasses.replace(CONFIG.mesh, **mesh)
+    spec = EngineSpec(
+        model=c,
+        layout=layout,
+        slots=8,
+        prefill_prompts=4,
+        max_prompt_tokens=128,
+        max_response_tokens=128,
+        stop_tokens=(1,),
+        params=SamplingParams(),
+        page_tokens=64,
+        kernel="tpu",
+    )
+    config = dataclasses.replace(CONFIG, mesh=layout)
+    programs = DecoderEngine(spec, make_mesh(config, math.prod(mesh.values())))._programs
+    params = jax.eval_shape(lambda p: rollout_dtypes(p, jnp.bfloat16), decoder.param_shapes(c))
+    params = programs.for_decoding(params, lambda x: jax.eval_shape(decoder.unstacked, x))
+    params, state = (
+        jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), *given)
+        for given in (
+            (params, programs.decode_params_at),
+            (jax.eval_shape(programs.init), programs.state_at),
+        )
+    )
+    traced = programs.decode(spec.params.mode, 2).trace(params, state)
+    assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()

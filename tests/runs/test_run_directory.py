@@ -1,0 +1,93 @@
+"""Which config a run directory goes on with."""
+
+import json
+
+import pytest
+
+from dapo_jax.config import Config
+from dapo_jax.runs.run_directory import RunDirectory, read_config
+from dapo_jax.types import UserError
+from tests.support.helpers import tiny_config
+
+COSINE = {"optimizer__decay": "cosine", "optimizer__final_rate_share": 0.1}
+
+
+def begun(path, *, steps=(0, 1, 2, 3), **overrides):
+    """The directory of a run with these lines of metrics."""
+    RunDirectory(path, tiny_config(**overrides)).close()
+    lines = [json.dumps({"step": step}) + "\n" for step in steps]
+    (path / "metrics.jsonl").write_text("".join(lines) + '{"step": 4, "rew')  # killed while writing
+    return path
+
+
+def files_of(path):
+    return {file.name: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def test_a_directory_in_which_nothing_ran_takes_a_mended_config(tmp_path):
+    RunDirectory(tmp_path, tiny_config(reward__scorer="nosuch"))
+    (tmp_path / "checkpoints").mkdir()
+    RunDirectory(tmp_path, tiny_config(reward__scorer="boxed"))
+    frozen = json.loads((tmp_path / "config.json").read_text())["config"]
+    assert frozen["reward"]["scorer"] == "boxed"
+
+
+@pytest.mark.parametrize("left", ["metrics.jsonl", "base/0/arrays", "checkpoints/0/arrays", "far"])
+def test_a_directory_in_which_something_ran_keeps_its_config(tmp_path, left):
+    """A base model, too, was made by the config."""
+    path, far = tmp_path / "run", str(tmp_path / "elsewhere")
+    elsewhere = {"checkpoint__directory": far} if left == "far" else {}
+    RunDirectory(path, tiny_config(**elsewhere))
+    file = tmp_path / "elsewhere" / "0" / "arrays" if left == "far" else path / left
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text('{"step": 0}\n')
+    before = files_of(path)
+    with pytest.raises(UserError, match=r"config\.seed: 0 there, 3 now"):
+        RunDirectory(path, tiny_config(seed=3, **elsewhere))
+    assert files_of(path) == before
+
+
+def test_the_place_of_the_cache_may_change(tmp_path):
+    begun(tmp_path)
+    RunDirectory(tmp_path, tiny_config(data__cache_dir=str(tmp_path / "cache")))
+
+
+def test_the_frozen_config_is_complete_and_gives_the_same_config_again(tmp_path):
+    """Method arguments that were left out among them."""
+    config = tiny_config(objective__loss="dppo-tv", objective__clip_dual=None)
+    RunDirectory(tmp_path, config)
+    frozen = read_config(tmp_path / "config.json")
+    assert frozen["objective"]["loss_args"] == {"ratio_cap": 20.0}
+    assert frozen["objective"]["advantage_args"] == {"normalise_std": True, "std_ddof": 1}
+    assert frozen["optimizer"]["eps"] == 1e-8 and frozen["critic"] is None
+    assert Config.from_dict(frozen) == config
+
+
+def test_more_steps_are_another_schedule_where_the_rate_decays(tmp_path):
+    begun(tmp_path / "constant")
+    RunDirectory(tmp_path / "constant", tiny_config(train__num_steps=9))
+    begun(tmp_path / "cosine", **COSINE)
+    RunDirectory(tmp_path / "cosine", tiny_config(**COSINE))
+    with pytest.raises(UserError, match=r"num_steps: 3 there, 9 now, and by .*decay 'cosine'"):
+        RunDirectory(tmp_path / "cosine", tiny_config(train__num_steps=9, **COSINE))
+
+
+@pytest.mark.parametrize("text", ['{"config": null}', '{"config": []}', "[]", '{"config": {}}'])
+def test_a_file_that_is_no_config_is_told(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match="cannot be read .*restore that file"):
+        RunDirectory(tmp_path, tiny_config())
+
+
+def test_a_run_past_the_last_step_is_left_as_it_is(tmp_path):
+    before = files_of(begun(tmp_path))
+    with pytest.raises(UserError, match=r"num_steps is 2, and the run in .* is past it, at step 3"):
+        RunDirectory(tmp_path, tiny_config(train__num_steps=2))
+    assert files_of(tmp_path) == before
+
+
+def test_steps_that_were_not_saved_are_not_in_the_way(tmp_path):
+    """A kill left metrics of steps that the run makes again."""
+    begun(tmp_path)
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+    RunDirectory(tmp_path, tiny_config(train__num_steps=2))

@@ -1,0 +1,215 @@
+"""Tests of the tests: plants known defects one by one in a copy and demands that a test fails.
+
+Command: python tests/studies/planted_defects.py [--passed]
+
+Each defect is one of those that other trainers shipped. The tests named with it must pass on the
+copy as it is and fail on the copy with the defect. --passed: they are known to pass as it is,
+because the whole suite has just been run.
+"""
+
+import concurrent.futures
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Defect(NamedTuple):
+    name: str
+    file: str
+    right: str
+    wrong: str
+    tests: str
+
+
+DEFECTS = (
+    Defect(
+        "mask off by one: the last prompt token is trained",
+        "dapo_jax/training/packing.py",
+        "row * row_tokens + start - n + np.arange(n)\n",
+        "row * row_tokens + start - n + np.arange(n)\n"
+        "            rows.mask_BT[row, start - n - 1] = True\n",
+        "tests/training/test_packing.py",
+    ),
+    Defect(
+        "responses that share their prompt begin at position 0",
+        "dapo_jax/training/packing.py",
+        "np.arange(first, end)",
+        "np.arange(end - first)",
+        "tests/training/test_step.py",
+    ),
+    Defect(
+        "log-probs off by one: those of the next token",
+        "dapo_jax/models/log_probs.py",
+        "return jnp.roll(x_BT, 1, axis=1).at[:, 0].set(0.0)",
+        "return x_BT",
+        "tests/training/test_step.py::test_row_log_probs_speak_of_their_own_token",
+    ),
+    Defect(
+        "end of sequence left out of the response",
+        "dapo_jax/rollout/scheduler.py",
+        "        tokens = [response.tokens for response in drawn]\n",
+        "        n = [len(r.tokens) - (r.tokens[-1] in stops) for r in drawn]\n"
+        "        drawn = [r._replace(tokens=r.tokens[:end]) for r, end in zip(drawn, n)]\n"
+        "        tokens = [response.tokens for response in drawn]\n",
+        "tests/rollout/test_engine.py::test_finish_reasons",
+    ),
+    Defect(
+        "mean per micro-batch",
+        "dapo_jax/training/step.py",
+        "loss = jnp.sum(rows.weight_BT * loss_BT)",
+        "loss = jnp.sum(rows.weight_BT * loss_BT) / jnp.maximum(jnp.sum(mask_BT), 1)",
+        "tests/training/test_step.py -k micro_batches_add_up",
+    ),
+    Defect(
+        "one clip bound for both sides",
+        "dapo_jax/algorithms/surrogate.py",
+        "clipped_BT = clamp(ratio_BT, 1 - clip_low, 1 + clip_high)",
+        "clipped_BT = clamp(ratio_BT, 1 - clip_low, 1 + clip_low)",
+        "tests/algorithms/test_surrogate.py",
+    ),
+    Defect(
+        "filter on the shaped reward",
+        "dapo_jax/types.py",
+        "return 0 < sum(correct) < len(correct)",
+        "return len({(v.reward, r.truncated) for v, r in zip(self.verdicts, self.responses)}) > 1",
+        "tests/rollout/test_dynamic_sampling.py",
+    ),
+    Defect(
+        "length in characters",
+        "dapo_jax/training/batch.py",
+        "np.array([len(response.tokens) for response in group.responses])",
+        "np.array([len(response.text) for response in group.responses])",
+        "tests/training/test_batch.py",
+    ),
+    Defect(
+        "one random key for all samples of a prompt",
+        "dapo_jax/rollout/slots.py",
+        "jax.random.fold_in(jax.random.wrap_key_data(key_2), sample)",
+        "jax.random.fold_in(jax.random.wrap_key_data(key_2), 0 * sample)",
+        "tests/rollout/test_engine.py -k draw_differently",
+    ),
+    Defect(
+        "samples of a prompt write into one page",
+        "dapo_jax/rollout/slots.py",
+        "table_BP = jnp.where(own_BP, page_B[:, None], table_BP)",
+        "table_BP = jnp.where(own_BP, table_BP, table_BP)",
+        "tests/rollout/test_engine.py -k log_probs_are_the_trainers",
+    ),
+    Defect(
+        "log-probs of the untempered distribution",
+        "dapo_jax/models/chunked_softmax.py",
+        "return logits_XV / temperature",
+        "return logits_XV",
+        "tests/training/test_step.py::test_row_log_probs_speak_of_their_own_token",
+    ),
+    Defect(
+        "untempered log-probs stored by the rollout",
+        "dapo_jax/rollout/programs.py",
+        "drawn.token_B, drawn.log_prob_B, drawn.model_log_prob_B, flags_B, entry_B,",
+        "drawn.token_B, drawn.model_log_prob_B, drawn.model_log_prob_B, flags_B, entry_B,",
+        "tests/rollout/test_engine.py -k log_probs_are_the_trainers",
+    ),
+    Defect(
+        "rejected tokens stay in the denominator",
+        "dapo_jax/training/batch.py",
+        'out["mask_BT"][mask_N] = correction.kept_N',
+        'out["correction_BT"][mask_N] *= correction.kept_N',
+        "tests/training/test_batch.py",
+    ),
+    Defect(
+        "whitening over a mini-batch instead of the batch",
+        "dapo_jax/algorithms/advantages.py",
+        "return Advantages(whiten(advantage_N), return_N)",
+        "half = len(advantage_N) // 2\n"
+        "        halves = [whiten(advantage_N[:half]), whiten(advantage_N[half:])]\n"
+        "        return Advantages(np.concatenate(halves), return_N)",
+        "tests/algorithms/test_advantages.py",
+    ),
+    Defect(
+        "the value of the next response bootstraps the last token",
+        "dapo_jax/algorithms/advantages.py",
+        "next_N[np.cumsum(lengths_R) - 1] = 0.0",
+        "next_N[-1] = 0.0",
+        "tests/algorithms/test_advantages.py",
+    ),
+    Defect(
+        "values off by one: those after the token",
+        "dapo_jax/training/critic.py",
+        "return log_probs.to_own_token(value_BT)",
+        "return value_BT",
+        "tests/training/test_critic.py",
+    ),
+    Defect(
+        "the loss forgets the correction",
+        "dapo_jax/training/step.py",
+        "loss_BT = -rows.correction_BT * terms.objective_BT",
+        "loss_BT = -terms.objective_BT",
+        "tests/training/test_step.py",
+    ),
+)
+
+
+def run(copy: Path, tests: str) -> int:
+    """pytest's exit status: 0 all passed, 1 some failed."""
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", *tests.split(" ", 2)]
+    # The libraries' byte code of the whole suite, see conftest.py, instead of one for each copy.
+    kept = {"PYTHONPYCACHEPREFIX": str(ROOT / ".pytest_cache" / "d" / "bytecode")}
+    env = os.environ | kept | {"PYTHONDONTWRITEBYTECODE": ""}
+    done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"pytest could not run {tests}:\n{done.stdout}{done.stderr}")
+    return done.returncode
+
+
+def plant(copy: Path, defect: Defect) -> None:
+    file = copy / defect.file
+    text = file.read_text()
+    if text.count(defect.right) != 1:
+        raise SystemExit(f"{defect.name}: its place in {defect.file} has changed; mend this script")
+    file.write_text(text.replace(defect.right, defect.wrong))
+
+
+def make_copy(directory: Path) -> Path:
+    """Of what the tests need."""
+    directory.mkdir(parents=True)
+    for part in ("dapo_jax", "configs", "tests", "launch", "pyproject.toml"):
+        source = ROOT / part
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, directory / part)
+    return directory
+
+
+def main() -> int:
+    """0 if every defect is found, 1 otherwise."""
+    missed = []
+    with tempfile.TemporaryDirectory() as temporary:
+        right = make_copy(Path(temporary) / "right")
+        passed = sys.argv[1:] == ["--passed"]
+        for tests in () if passed else sorted({defect.tests for defect in DEFECTS}):
+            if run(right, tests):
+                raise SystemExit(f"{tests} fails without any defect")
+
+        def found(numbered: tuple[int, Defect]) -> bool:
+            number, defect = numbered
+            copy = make_copy(Path(temporary) / str(number))
+            plant(copy, defect)
+            return run(copy, defect.tests) == 1
+
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+            verdicts = threads.map(found, enumerate(DEFECTS))
+            for number, (defect, seen) in enumerate(zip(DEFECTS, verdicts, strict=True), 1):
+                verdict = "found" if seen else "MISSED"
+                place = f"{number}/{len(DEFECTS)}"
+                print(f"{place} {verdict}: {defect.name} ({defect.tests})", flush=True)
+                if not seen:
+                    missed.append(defect.name)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

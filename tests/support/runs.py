@@ -1,0 +1,132 @@
+"""Whole runs in processes of their own, for the end-to-end tests."""
+
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
+import jax
+
+from dapo_jax.models import decoder
+from dapo_jax.models.sharding import AXES, make_mesh
+from dapo_jax.runs.checkpoint import Checkpoints
+from dapo_jax.training import step as train_step
+from dapo_jax.training.learner import RunState
+from tests.conftest import FAST_COMPILATION, ROOT
+from tests.support.helpers import tiny_config, tiny_dict
+
+
+def load_launcher(name):
+    spec = importlib.util.spec_from_file_location(f"launch_{name}", ROOT / "launch" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+def write_config(directory, **overrides):
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / "a_config.py"
+    file.write_text(
+        "import ml_collections\n"
+        f"def get_config():\n    return ml_collections.ConfigDict({tiny_dict(**overrides)!r})\n"
+    )
+    return file
+
+
+TRAIN = ROOT / "launch" / "train.py"
+
+
+def start(workdir, home, *, devices=1, optimise=False, flags=(), program=TRAIN, **overrides):
+    """launch/train.py, or what is to run in its place, in a process of its own."""
+    command = [
+        sys.executable,
+        str(program),
+        f"--config={write_config(workdir.with_name(workdir.name + '_config'), **overrides)}",
+        f"--workdir={workdir}",
+        *flags,
+    ]
+    env = environment(home, devices=devices, optimise=optimise)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=env, cwd="/", stdout=pipe, stderr=pipe, text=True)
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def start_all(workdir, home, *, processes, devices, **settings):
+    """One run in several processes with so many devices each."""
+    common = (f"--coordinator_address=127.0.0.1:{free_port()}", f"--num_processes={processes}")
+    return [
+        start(workdir, home, devices=devices, flags=(*common, f"--process_id={i}"), **settings)
+        for i in range(processes)
+    ]
+
+
+def environment(home, *, devices=1, optimise=False):
+    """Of a process that keeps its caches in `home`."""
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    if not optimise:
+        flags += f" {FAST_COMPILATION}"
+    return os.environ | {
+        "XDG_CACHE_HOME": str(home),
+        "XLA_FLAGS": flags,
+        "JAX_COMPILATION_CACHE_DIR": str(home / "programs"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+
+def finish(process):
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+def run(workdir, home, **settings):
+    code, out, err = finish(start(workdir, home, **settings))
+    assert code == 0, err
+    assert err == "", err  # a run that goes well warns of nothing
+    return out
+
+
+def metrics_of(workdir):
+    """metrics.jsonl without what may vary."""
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    varies = ("time/", "perf/")
+    return [
+        {name: value for name, value in json.loads(line).items() if not name.startswith(varies)}
+        for line in lines
+    ]
+
+
+def rollouts_of(workdir):
+    return {file.name: file.read_text() for file in (workdir / "rollouts").iterdir()}
+
+
+def params_at(workdir, step, **overrides):
+    """The parameters of a checkpoint, on one device."""
+    config = tiny_config(**overrides | {f"mesh__{axis}": 1 for axis in AXES})
+    mesh = make_mesh(config.mesh, jax.devices()[:1])
+    state = RunState(train_step.state_shardings(config, mesh), None)
+    shapes = jax.eval_shape(
+        lambda key: RunState(
+            train_step.init_state(config, decoder.init_params(config.model, key)), None
+        ),
+        jax.random.key(0),
+    )
+    with jax.numpy_dtype_promotion("standard"):
+        like = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, state
+        )
+    copy = workdir.with_name(f"{workdir.name}_upto_{step}")
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(workdir / "checkpoints" / str(step), copy / str(step))
+    with Checkpoints(copy, keep_newest=20, keep_best=0) as checkpoints:
+        restored = checkpoints.restore(like)
+    assert restored is not None and restored[0] == step
+    return jax.device_get(restored[1].policy.params)

@@ -1,0 +1,175 @@
+"""launch/bench.py: what it prints, and what it says of a wrong command."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from dapo_jax.tools.bench.memory import peaks
+from dapo_jax.tools.bench.packing import PackingShape, bench_packing
+from dapo_jax.tools.bench.rollout import memory_tokens_per_second
+from dapo_jax.tools.bench.shapes import Shape, draw_lengths
+from dapo_jax.tools.bench.train import TrainShape, make_rows
+from tests.support.helpers import tiny_config
+from tests.support.runs import load_launcher
+
+bench = load_launcher("bench")
+MODEL = ("--layers=1", "--width=16", "--heads=2", "--kv_heads=1", "--d_ff=16", "--vocab=40")
+SMALL = (*MODEL, "--prompts=5", "--group=4", "--prompt_len=5", "--gen_len=12", "--runs=1")
+
+
+def test_the_rollout_bench(capsys):
+    arguments = ["program", "rollout", *SMALL, "--slots=8", "--lengths=longtail", "--json"]
+    assert bench(arguments) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["compilations"] == 0 and found["tokens_per_second"] > 0
+    assert found["occupancy"] > 0.95, "slots are refilled on the device"
+    assert 0 < found["fraction_of_limit"] and found["peak_rss_mb"] > 100
+    assert found["peak_device_mb"] is None, "a CPU does not say"
+    assert 20 <= found["tokens"] <= 20 * 12 and found["slots"] == 8
+    phases = found["seconds_by_phase"]
+    assert set(phases) == {"prefill", "enqueue", "decode", "host"} and min(phases.values()) > 0
+
+
+def test_the_limit_by_memory_counts_weights_and_cache(monkeypatch):
+    """At 1 byte a second and float32 weights: the seconds of a step are its bytes."""
+    c = tiny_config().model
+    params = {"embed": np.zeros((40, 16), np.float32), "layers": {"q": np.zeros(100, np.float32)}}
+    lengths = np.array([[2, 4]])
+    of = lambda params, slots, **over: memory_tokens_per_second(
+        c, params, lengths, 10, slots, words=1024, **over
+    )
+    # Ten copies of 4,096 bytes, read and written, in that many seconds.
+    clock = iter(np.tile([0.0, 10 * 2 * 4096], 10).tolist())
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * 4
+    context = (2 * 11 + 4 * 12) / 6
+    weights = 4 * (40 * 16 + 100)
+    assert of(params, 8) == pytest.approx(8 / (weights + 8 * context * token))
+    over = of(params, 8, devices=4, shards=2)  # each shard's two devices read all weights
+    assert over == pytest.approx(4 * 8 / (2 * weights + 8 * context * token))
+    apart = params | {"unembed": params["embed"]}
+    assert of(apart, 8) == of(params, 8), "of an embedding by itself a row a slot is read"
+
+
+def test_the_most_that_any_device_held(monkeypatch):
+    each = [SimpleNamespace(memory_stats=lambda n=n: {"peak_bytes_in_use": n}) for n in (2e6, 3e6)]
+    monkeypatch.setattr(jax, "local_devices", lambda: each)
+    assert peaks()["peak_device_mb"] == 3.0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+    "packing", [("--micro_batch=0",), ("--packed", "--micro_batch=8", "--remat=full")]
+)
+def test_the_bench_of_an_update(capsys, packing):
+    rows = ("--batch=16", "--row_len=40", "--lengths=longtail", "--runs=1")
+    arguments = ["program", "train", *MODEL, *rows, "--prompt_len=5", *packing, "--json"]
+    assert bench(arguments) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tokens_per_second"] > 0 and found["peak_rss_mb"] > 100
+    assert found["fraction_of_limit"] > 0 and found["compile_seconds"] > 0
+    assert found["shape"]["remat"] == ("full" if "--remat=full" in packing else "dots")
+    places = 16 * 40
+    assert found["padding_fraction"] == pytest.approx(1 - found["tokens"] / places, abs=1e-4)
+    if "--packed" in packing:
+        assert found["responses"] > 24 and found["padding_fraction"] < 0.1
+    else:
+        assert found["responses"] == 16 and found["padding_fraction"] > 0.4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharing", [(), ("--share_prompts",)])
+def test_the_step_bench(capsys, standard_promotion, sharing):
+    arguments = ["program", "step", *SMALL, "--slots=8", "--lengths=longtail", *sharing, "--json"]
+    assert bench(arguments) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["share_prompts"] == bool(sharing)
+    phases = found["seconds_by_phase"]
+    assert set(phases) == {"rollout", "update"} and min(phases.values()) > 0
+    assert sum(phases.values()) == pytest.approx(found["seconds_per_step"], abs=2e-4)
+    assert found["compilations"] == 0 and 0 < found["padding_fraction"] < 0.5
+
+
+def test_packed_long_tailed_rows_are_full():
+    shape = TrainShape(4, 256, 4, 2, 1024, 512, "float32", 32, 160, 32, "longtail", True, 0, 1)
+    rows = make_rows(shape)
+    assert rows.tokens_BT.shape == (32, 160)
+    assert (rows.segments_BT == 0).mean() <= 0.05
+
+
+def test_packing_is_as_docs_update_says():
+    shape = PackingShape(512, 22_528, 512, "longtail", 64, 16)
+    found = bench_packing(shape)
+    assert (found["rows"], found["padding_fraction"]) == (138, 0.0092)
+    assert (found["imbalance_first_fit"], found["imbalance"]) == (1.585, 1.061)
+    assert (found["splash_blocks"], found["splash_blocks_of_whole_rows"]) == (69_023, 136_620)
+    assert 1 < found["splash_blocks"] * 512**2 / found["pairs_within_sequences"] < 1.12
+    alone = bench_packing(shape._replace(lengths="uniform", micro_batch=16))
+    assert alone["imbalance"] == alone["imbalance_first_fit"] == 1
+
+
+@pytest.mark.parametrize("gen_len", [8, 128, 4096])
+def test_long_tailed_lengths_are_as_stated(gen_len):
+    shape = Shape(1, 16, 2, 1, 16, 40, "float32", 64, 16, 5, gen_len, "longtail", 0, 8, 32, 1, 1, 1)
+    lengths = draw_lengths(shape)
+    assert lengths.shape == (64, 16) and 1 <= lengths.min() and lengths.max() == gen_len
+    assert abs(lengths.mean() / gen_len - 0.25) < 0.02
+    assert np.median(lengths) < 0.8 * lengths.mean(), "a tail"
+    assert (draw_lengths(shape._replace(lengths="uniform")) == gen_len).all()
+
+
+@pytest.mark.parametrize(
+    "main, arguments, message",
+    [
+        (bench, [], "what is to be measured. Known are rollout, gap, train, step, packing, load"),
+        (bench, ["walk"], "got 'walk'"),
+        (bench, ["rollout", "--lengths=short"], "--lengths must be uniform or longtail"),
+        (bench, ["rollout", "--heads=3"], r"--heads \(3\) must divide --width \(256\)"),
+        (bench, ["rollout", "--runs=0"], "--runs must be above 0; got 0"),
+        (bench, ["rollout", "--slots=-1"], "--slots must be 0 or more; got -1"),
+        (bench, ["rollout", "--vocab=1"], "--vocab must be 2 or more.*got 1"),
+        (bench, ["rollout", "--top_p=0"], "--top_p must be above 0 and at most 1; got 0"),
+        (bench, ["rollout", "--top_p=1.5"], "--top_p must be above 0 and at most 1; got 1.5"),
+        (bench, ["gap", "--temperature=0"], "--temperature must be above 0: a greedy token"),
+        (bench, ["gap", "--temperature=-1"], "--temperature must be 0 or more; got -1"),
+        (
+            bench,
+            ["train", "--heads=256", "--kv_heads=256"],
+            r"--width \(256\) over --heads \(256\) must be even \(rotary pairs\); got 1",
+        ),
+        (
+            bench,
+            ["rollout", "--lengths=longtail", "--gen_len=1"],
+            "--lengths=longtail needs .* 4 tokens or more.*got 1 .*--gen_len",
+        ),
+        (bench, ["packing", "--row_len=515"], "--lengths=longtail needs .*got 3 .*--row_len"),
+        (bench, ["step", "--group=1"], "--group must be 2 or more.*got 1"),
+        (bench, ["step", "--temperature=2"], "temperature.*Flags: --dtype"),
+        (bench, ["step", "--top_p=0.5"], "top_p.*Flags: --dtype"),
+        (bench, ["rollout", "--gigabytes=1"], "gigabytes.*Flags: --dtype"),
+        (bench, ["gap", "--cache_dtype=int4"], "--cache_dtype must be auto or int8; got 'int4'"),
+        (bench, ["train", "--row_len=32"], r"--row_len \(32\) must be above --prompt_len \(32\)"),
+        (bench, ["train", "--micro_batch=5"], r"a divisor of --batch \(32\); got 5"),
+        (
+            bench,
+            ["train", "--batch=6", "--micro_batch=0"],
+            r"--batch \(6\) must be a multiple of 4",
+        ),
+        (bench, ["train", "--batch=0"], "--batch must be above 0; got 0"),
+        (bench, ["train", "--remat=all"], "--remat must be one of none, dots, .*; got 'all'"),
+        (bench, ["packing", "--micro_batch=40"], r"must be a multiple of --shards \(16\)"),
+        (bench, ["packing", "--shards=0"], "--shards must be above 0; got 0"),
+        (bench, ["packing", "--row_len=512"], r"--row_len \(512\) must be above --prompt_len"),
+        (bench, ["packing", "--lengths=short"], "--lengths must be uniform or longtail"),
+        (bench, ["load", "--gigabytes=0"], "--gigabytes must be above 0"),
+    ],
+)
+def test_a_wrong_command_is_told(capsys, main, arguments, message):
+    assert main(["program", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "Traceback" not in err and re.search(message, err), err

@@ -1,0 +1,210 @@
+"""Operations and bytes by arithmetic: by hand, against XLA's own analysis, and against the field's
+rules of thumb."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from configs import qwen32b_dapo
+from dapo_jax.config import Config
+from dapo_jax.models import decoder
+from dapo_jax.models.sharding import AXES, make_mesh
+from dapo_jax.tools.plan import chips, estimate, programs
+from dapo_jax.training import packing
+from tests.support.helpers import replace_model, tiny_config
+
+V5P = chips.CHIPS["TPU v5"]
+ONE = dict.fromkeys(AXES, 1)
+QWEN = Config.from_dict(qwen32b_dapo.get_config().to_dict())
+POD = {"data": 1, "fsdp": 16, "context": 1, "tensor": 4}
+# By hand, of one layer: q and o are 4 x 2 x 2 = 16 each, k and v 4 x 1 x 2 = 8 each: 48. gate and
+# up are 4 x 3 = 12 each, down 12, the unembedding 5 x 4 = 20.
+HAND = dict(
+    width=4, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=2, ff_width=3, vocab_size=5,
+    tie_embeddings=False,
+)  # fmt: skip
+
+
+def by_hand(**model_changes):
+    config = tiny_config()
+    train = dataclasses.replace(config.train, row_tokens=32, rows_per_micro_batch=1)
+    sizes = replace_model(config, **HAND, **model_changes)
+    return dataclasses.replace(config, model=sizes, train=train)
+
+
+def batch(config, program, *, micro_batches=1, sequence_tokens=16.0, platform="cpu", sizes=None):
+    return estimate.batch_work(
+        config, sizes or ONE, platform, program,
+        micro_batches=micro_batches, sequence_tokens=sequence_tokens,
+    )  # fmt: skip
+
+
+def test_a_tiny_model_by_hand():
+    config = by_hand(remat="none")
+    assert tuple(estimate.matrices(config.model)) == (48, 24, 12, 20)
+    # 32 tokens, 2 operations an element; each sees 32 keys, in 2 heads of 2, scores and values.
+    matrices, attention = 32 * 2 * (48 + 24 + 12 + 20), 32 * 32 * 2 * 2 * 2 * 2
+    assert batch(config, "old_logprobs").flops == matrices + attention
+    # Gradients of inputs and of matrices, and the logits once more.
+    logits = 32 * 2 * 20
+    assert batch(config, "train").flops == 3 * matrices + logits + 3 * attention
+    # Everything again but the product with `down`.
+    again = 32 * 2 * (48 + 24) + attention
+    assert (
+        batch(by_hand(remat="full"), "train").flops == 3 * matrices + logits + 3 * attention + again
+    )
+    # A critic has no logits.
+    assert batch(config, "critic_values").flops == matrices - logits + attention
+    token = estimate.decode_token(config, 1, slots=3, live=2, cached_tokens=7)
+    assert token.flops == 3 * 2 * 104 + 7 * 2 * 2 * 2 * 2
+    prompt = estimate.prefill_call(config, 1, prompts=2, prompt_tokens=5)
+    assert prompt.flops == 2 * 5 * 2 * 84 + 2 * 5 * 5 * 2 * 2 * 2 * 2
+
+
+def test_training_needs_six_operations_a_parameter():
+    """6 N D, with N the parameters of all matrices but the embedding."""
+    shapes = decoder.param_shapes(QWEN.model)
+    matrices = sum(x.size for name, x in shapes["layers"].items() if len(x.shape) > 2
+                   and not name.endswith(("bias", "norm"))) + shapes["unembed"].size  # fmt: skip
+    assert matrices == pytest.approx(32.0e9, rel=0.01), "a 32B without its embedding"
+    assert estimate.model_flops(QWEN, 0) == 6 * matrices
+    # Causal attention: token t of S sees t keys, 2 products forward and 4 backward.
+    c, S = QWEN.model, 1000
+    seen = sum(range(S)) / S
+    attention = 6 * 2 * c.num_layers * c.num_heads * c.head_dim * seen
+    assert estimate.model_flops(QWEN, S) - 6 * matrices == pytest.approx(attention, rel=0.01)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "dots_no_batch", "attention_mlp", "full"])
+def test_operations_are_those_that_xla_counts(remat):
+    """Of programs in which nothing is looped over: one layer, micro-batch, chunk and token."""
+    config = tiny_config(
+        model__width=256, model__num_layers=1, model__num_heads=4, model__num_kv_heads=2,
+        model__head_dim=32, model__ff_width=512, model__vocab_size=512, model__remat=remat,
+        train__prompts_per_update=1, train__prompts_per_step=2, rollout__group_size=2,
+        train__row_tokens=256, pretrain__row_tokens=256, train__rows_per_micro_batch=2,
+        rollout__decode_steps=1, rollout__slots=8, rollout__prefill_prompts=2,
+        data__max_prompt_tokens=64, rollout__max_response_tokens=64,
+        model__log_prob_chunk_tokens=4096,
+    )  # fmt: skip
+    assert packing.max_micro_batches(config) == 1
+    with jax.numpy_dtype_promotion("standard"):
+        known = programs.programs(config, make_mesh(config.mesh, jax.devices()[:1]))
+        counted = lambda name: known[name].lower().compile().cost_analysis()["flops"]
+        assert batch(config, "train").flops == pytest.approx(counted("train"), rel=0.1)
+        if remat != "none":
+            return
+        scored = batch(config, "old_logprobs").flops
+        assert scored == pytest.approx(counted("old_logprobs"), rel=0.1)
+        token = estimate.decode_token(config, 1, slots=8, live=8, cached_tokens=8 * 128)
+        assert token.flops == pytest.approx(counted("decode"), rel=0.1)
+        prompts = estimate.prefill_call(config, 1, prompts=2, prompt_tokens=64)
+        assert prompts.flops == pytest.approx(counted("prefill"), rel=0.1)
+
+
+def test_the_32b_on_its_pod():
+    """Published sizes: 64 layers of 8 KV heads of 128 are 256 KiB a token in bfloat16, 32.8 billion
+    parameters less an embedding of 0.78 are 64 GB."""
+    assert estimate.token_bytes(QWEN.model, QWEN.rollout) == 64 * 2 * 8 * 128 * 2 == 262_144
+    assert estimate.weight_bytes(QWEN.model) == pytest.approx(64.0e9, rel=0.01)
+    token = estimate.decode_token(QWEN, 4, slots=44, live=40, cached_tokens=40 * 2816)
+    assert token.memory_bytes == pytest.approx((64.0e9 + 40 * 2816 * 262_144) / 4, rel=0.01)
+    assert token.flops == pytest.approx(44 * 2 * 32.0e9 / 4, rel=0.1)
+    # An update of 32 micro-batches of 16 rows. With `full` three quarters of the layers twice.
+    tokens = 32 * 16 * 22_528
+    work = batch(QWEN, "train", micro_batches=32, sequence_tokens=5376.0, platform="tpu", sizes=POD)
+    assert work.flops * 64 == pytest.approx(tokens * 7.5 * 32.0e9, rel=0.15)
+    # Each device gathers its quarter of the matrices twice, and gives away their gradients.
+    assert work.received_bytes > 32 * 3 * 64.0e9 / 4 * 15 / 16
+
+
+def test_devices_share_what_one_would_do():
+    config = dataclasses.replace(
+        QWEN, mesh=dataclasses.replace(QWEN.mesh, data=1, fsdp=1, context=1, tensor=1)
+    )
+    alone, pod = (batch(config, "train", sizes=sizes, platform="tpu") for sizes in (ONE, POD))
+    assert pod.flops == pytest.approx(alone.flops / 64)
+    assert alone.received_bytes == 0 < pod.received_bytes
+
+
+@pytest.mark.parametrize(
+    "remat, attention, passes",
+    [
+        ("none", "splash", 4.5),
+        ("dots", "splash", 5.5),
+        ("dots_no_batch", "splash", 5.5),
+        ("attention_mlp", "splash", 4.5),
+        ("attention", "auto", 4.5),
+        ("attention", "flash", 5.5),
+        ("full", "splash", 5.5),
+    ],
+)
+def test_a_kernel_runs_again_unless_remat_keeps_what_it_gives(remat, attention, passes):
+    """As docs/update.md says. In longer sequences only attention computes more."""
+    config = by_hand(remat=remat, attention=attention)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, row_tokens=8192))
+    platform = "gpu" if attention == "flash" else "tpu"
+
+    def more(program):
+        if attention == "flash":  # computes whole rows: of a longer row
+            long = dataclasses.replace(
+                config, train=dataclasses.replace(config.train, row_tokens=16_384)
+            )
+            of = lambda c: batch(c, program, platform=platform).flops / c.train.row_tokens
+            return of(long) - of(config)
+        of = lambda length: batch(config, program, platform=platform, sequence_tokens=length).flops
+        return of(4000.0) - of(2000.0)
+
+    assert more("train") == pytest.approx(more("critic_train")) and more("train") == pytest.approx(
+        passes * more("old_logprobs")
+    )
+
+
+@pytest.mark.parametrize("length", [700, 1300, 2900, 8192])
+def test_blocks_that_sequences_touch_are_counted_in_training(length):
+    """As many as splash attention computes of a long row, to a twentieth."""
+    row = 8192 if length == 8192 else 512 * length  # as many sequences as begin in all ways
+    config = by_hand()
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, row_tokens=row))
+    first, last = np.arange(0, row, length) // 512, np.arange(length - 1, row, length) // 512
+    # Blocks of queries and keys below the diagonal, from the first of the first sequence in them.
+    block = np.arange(row // 512)
+    pairs = np.sum(block - first[np.searchsorted(last, block)] + 1) * 512**2 / row
+    assert estimate.keys_per_query(config, "tpu", length) == pytest.approx(pairs, rel=0.05)
+
+
+def test_time_is_the_longest_of_three():
+    chip = V5P._replace(flops=100.0, memory_rate=10.0, link_rate=1.0, products_share=0.5)
+    best = estimate.at_best(estimate.Work(1000, 50, 2), chip)
+    assert best == (10, 5, 2) and best.longest == 10 and best.bound == "compute"
+    likely = estimate.expected(estimate.Work(1000, 200, 2), chip)
+    assert likely.compute == 20 and likely.memory == pytest.approx(20 / 0.47)
+    assert likely.bound == "memory"
+    assert estimate.expected(estimate.Work(1, 1), chip._replace(flops=None)) is None
+
+
+def test_weights_are_received_once():
+    """Trained over fsdp 8, generated by 2: each receives what it lacks of half the parameters."""
+    sizes = {"data": 1, "fsdp": 8, "context": 1, "tensor": 1}
+    config = dataclasses.replace(QWEN, mesh=dataclasses.replace(QWEN.mesh, rollout_tensor=2))
+    number = sum(math.prod(x.shape) for x in jax.tree.leaves(decoder.param_shapes(QWEN.model)))
+    found = estimate.weights_call(config, sizes)
+    assert found.received_bytes == pytest.approx(2 * number * (1 / 2 - 1 / 8), rel=0.01)
+    assert found.memory_bytes == pytest.approx(4 * number / 8 + 2 * number / 2, rel=0.01)
+
+
+def test_a_recompute_pass_is_in_the_step():
+    lengths = dict(response_tokens=5120, prompt_tokens=256)
+
+    def of(source):
+        rollout = dataclasses.replace(QWEN.rollout, log_prob_source=source)
+        return estimate.step(dataclasses.replace(QWEN, rollout=rollout), POD, V5P, **lengths)
+
+    without, with_it = of("rollout"), of("recompute")
+    more = with_it["parts"]["old_logprobs"]
+    assert with_it["seconds"] == pytest.approx(without["seconds"] + more["seconds"])
+    # Forward only: a quarter of what an update with remat "full" does.
+    assert more["flops"] == pytest.approx(with_it["parts"]["train"]["flops"] / 4, rel=0.15)

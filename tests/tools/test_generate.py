@@ -1,0 +1,319 @@
+"""launch/generate.py: what is printed is what was drawn, and from the distribution it says."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from dapo_jax.config import hf_config
+from dapo_jax.models import hf_weights
+from dapo_jax.rollout import scheduler
+from dapo_jax.tools import generate
+from tests.conftest import ROOT
+from tests.models.test_hf_weights import BASE, data
+from tests.models.test_logits import training_logits
+from tests.support import checkpoints
+from tests.support.hub import Hub
+from tests.support.problems import CHAT_TEMPLATE, character_tokenizer
+from tests.support.runs import load_launcher
+
+main = load_launcher("generate")
+VOCAB = 127  # of the tokenizer: a token for every character
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A random model that writes characters, peaked enough for a nucleus to leave tokens out."""
+    place = tmp_path_factory.mktemp("model")
+    values = BASE | {"vocab_size": VOCAB, "eos_token_id": 126}
+    (place / "config.json").write_text(json.dumps(values))
+    rng = np.random.default_rng(0)
+    shapes = hf_weights.expected_shapes(checkpoints.config_of(place).model)
+    tensors = {name: rng.standard_normal(s, np.float32) * 0.4 for name, s in shapes.items()}
+    checkpoints.write(place, values, tensors)
+    character_tokenizer(CHAT_TEMPLATE).save_pretrained(str(place))
+    return place
+
+
+def call(capsys, place, *arguments):
+    status = main(["program", f"--model={place}", "--max_new_tokens=12", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err, err
+    return status, out, err
+
+
+def drawn(capsys, place, *arguments):
+    status, out, err = call(capsys, place, "--json", *arguments)
+    assert status == 0, err
+    return json.loads(out)
+
+
+def kept_log_probs(logits_V, temperature, top_p=1.0, top_k=None, min_p=0.0):
+    """log-probs [V] of the top k, of these the nucleus, of these min-p, written from their
+    definitions; -inf outside."""
+    logits_V = logits_V.astype(np.float64) / temperature
+    order = np.argsort(-logits_V)[:top_k]
+    p_X = np.exp(logits_V[order] - logits_V.max())
+    p_X /= p_X.sum()
+    number = 1 + int(np.searchsorted(np.cumsum(p_X), top_p)) if top_p < 1 else len(p_X)
+    number = sum(p >= min_p * p_X[0] for p in p_X[:number])
+    found_V = np.full(len(logits_V), -np.inf)
+    found_V[order[:number]] = np.log(p_X[:number] / p_X[:number].sum())
+    return found_V
+
+
+@pytest.mark.parametrize("temperature, kept", [
+    (1.0, dict(top_p=0.7)),
+    (0.7, dict(top_p=1.0)),
+    (1.3, dict(top_p=0.9, top_k=20, min_p=0.2)),
+])  # fmt: skip
+def test_samples_come_from_the_distribution_that_their_log_probs_say(
+    capsys, place, temperature, kept
+):
+    said = [f"--{name}={value}" for name, value in kept.items()]
+    flags = ("--prompt=What?", f"--temperature={temperature}", *said, "--seed=3")
+    said = drawn(capsys, place, *flags)
+    assert said["prompt_token_ids"] == [ord(c) for c in "^What?"] and len(said["samples"]) == 4
+    config = checkpoints.config_of(place)
+    params = checkpoints.load(config)
+    for one in said["samples"]:
+        tokens = said["prompt_token_ids"] + one["token_ids"]
+        tokens += [0] * (40 - len(tokens))  # one length, compiled once; what follows is not seen
+        logits_TV = training_logits(config.model, params, np.array(tokens, np.int32))
+        first = len(said["prompt_token_ids"])
+        columns = (one["token_ids"], one["log_probs"], one["model_log_probs"])
+        for t, (token, log_prob, of_model) in enumerate(zip(*columns, strict=True)):
+            expected_V = kept_log_probs(logits_TV[first + t - 1], temperature, **kept)
+            assert abs(log_prob - expected_V[token]) < 1e-5
+            assert abs(of_model - kept_log_probs(logits_TV[first + t - 1], 1.0)[token]) < 1e-5
+        # The tokenizer has no other characters, and leaves "!" and "~", pad and end, out.
+        printed = [10, *range(32, 33), *range(34, 126)]
+        text = "".join(chr(token) for token in one["token_ids"] if token in printed)
+        assert one["text"] == text
+        ended = one["token_ids"][-1] == 126
+        assert one["finish_reason"] == ("stop" if ended else "length")
+        assert ended or len(one["token_ids"]) == 12
+    texts = [one["text"] for one in said["samples"]]
+    assert len(set(texts)) == 4
+    assert drawn(capsys, place, *flags) == said, "the seed decides"
+    other = drawn(capsys, place, *flags[:-1], "--seed=4")
+    assert not {one["text"] for one in other["samples"]} & set(texts)
+    status, out, _ = call(capsys, place, *flags)
+    expected = "".join(f"--- {n} of 4\n{text}\n" for n, text in enumerate(texts, 1))
+    assert status == 0 and out == expected, "streamed is the same"
+
+
+def test_a_long_silence_is_told_of(capsys, place, monkeypatch):
+    """What is waited for, beside the samples and not among them."""
+    expected = call(capsys, place, "--prompt=What?", "--num_samples=1")[1]
+    monkeypatch.setattr(generate, "WATCHDOG_SECONDS", 0.001)
+    status, out, err = call(capsys, place, "--prompt=What?", "--num_samples=1")
+    assert status == 0 and out == expected
+    assert re.search("nothing has moved for .*; waiting for the device", err)
+
+
+def test_text_is_streamed_as_it_comes():
+    class Out(list):
+        write, flush = list.append, lambda self: self.append("|")
+
+    out = Out()
+    streams = generate._Streams(2, lambda: chr, out)
+    streams.show([(0, 0, [65], False), (0, 1, [97], False)])
+    streams.show([(0, 0, [66], True), (0, 1, [98], False)])
+    streams.show([(0, 1, [99], True)])
+    assert "".join(out) == "--- 1 of 2\nA|B\n--- 2 of 2\nab|c\n|"
+
+
+def test_characters_of_several_tokens_are_held_until_they_are_whole():
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    from dapo_jax.data.tokenizer import text_stream
+
+    byte_of = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    backend = Tokenizer(models.BPE(byte_of, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    step = text_stream(PreTrainedTokenizerFast(tokenizer_object=backend))
+    pieces = [step(byte) for byte in "aé答b".encode()]
+    assert pieces == ["a", "", "é", "", "", "答", "b"]
+
+
+def test_stop_tokens_are_those_of_the_generation_config(capsys, place, tmp_path):
+    flags = ("--prompt=What?", "--num_samples=1", "--seed=1")
+    (before,) = drawn(capsys, place, *flags)["samples"]
+    third = before["token_ids"][2]
+    other = tmp_path / "model"
+    shutil.copytree(place, other)
+    for eos in ([126, third], third):
+        (other / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+        (after,) = drawn(capsys, other, *flags)["samples"]
+        end = before["token_ids"].index(third) + 1
+        assert after["token_ids"] == before["token_ids"][:end]
+        assert after["finish_reason"] == "stop"
+    for eos, message in (
+        ("x", "generation_config.json has eos_token_id = 'x'"),
+        ([VOCAB], r"stop_token_ids must be in the vocabulary: from 0 to 126"),
+    ):
+        (other / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+        status, _, err = call(capsys, other, *flags)
+        assert status == 2 and re.search(message, err), err
+
+
+def test_strings_end_a_sample(capsys, place):
+    flags = ("--prompt=What?", "--num_samples=4", "--seed=1")
+    before = drawn(capsys, place, *flags)["samples"]
+    string = before[0]["text"][3:5]
+    assert len(string) == 2
+    for stop in (json.dumps(["never", string]), string):
+        after = drawn(capsys, place, *flags, f"--stop={stop}")["samples"]
+        for old, new in zip(before, after, strict=True):
+            place_in_text = old["text"].find(string)
+            if place_in_text < 0:
+                assert new == old
+                continue
+            assert new["text"] == old["text"][: place_in_text + 2]
+            assert new["token_ids"] == old["token_ids"][: len(new["token_ids"])]
+            assert new["log_probs"] == old["log_probs"][: len(new["token_ids"])]
+            assert new["finish_reason"] == "stop"
+        assert len(after[0]["token_ids"]) < len(before[0]["token_ids"])
+
+
+def test_chat_and_greedy(capsys, place):
+    said = drawn(capsys, place, "--prompt=1+1?", "--chat", "--temperature=0", "--num_samples=2")
+    assert said["prompt"] == "[system]default[user]1+1?[assistant]~"
+    first, second = said["samples"]
+    assert first == second
+
+
+def test_a_file_of_prompts_goes_on_where_it_was_stopped(capsys, place, tmp_path, monkeypatch):
+    prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [{"prompt": "a", "id": 7}, {"prompt_token_ids": [65, 66]},
+             {"prompt": [{"role": "user", "content": "hm"}]},
+             *({"prompt": f"p{i}"} for i in range(9))]  # fmt: skip
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = (f"--prompts={prompts}", f"--output={out}", "--num_samples=3", "--chat", "--slots=4")
+    status, _, err = call(capsys, place, *flags)
+    assert status == 0 and "36 of 36 samples" in err
+    whole = out.read_text()
+    found = [json.loads(line) for line in whole.splitlines()]
+    assert [{k: v for k, v in line.items() if k in given} for line, given in zip(found, lines)] == (
+        lines
+    )
+    assert all(len(line["samples"]) == 3 for line in found)
+    assert found[1]["prompt_token_ids"] == [65, 66]
+
+    out.write_text(whole[: int(len(whole) * 0.4)])  # killed in the middle of a line
+    turns = scheduler.GenerationLoop.turns
+
+    def interrupted(loop):
+        for turn in turns(loop):
+            if turn.ended:
+                signal.raise_signal(signal.SIGTERM)
+            yield turn
+
+    monkeypatch.setattr(scheduler.GenerationLoop, "turns", interrupted)
+    status, _, err = call(capsys, place, *flags)
+    assert status == 128 + signal.SIGTERM and "of 12 prompts were done before" in err
+    monkeypatch.undo()
+    assert whole.startswith(out.read_text()) and out.read_text() != whole
+    status, _, _ = call(capsys, place, *flags)
+    assert status == 0 and out.read_text() == whole
+    status, _, err = call(capsys, place, *flags)
+    assert status == 0 and "12 of 12 prompts were done before" in err
+    status, _, err = call(capsys, place, *flags, "--seed=1")
+    assert status == 2 and "holds other results than this command's" in err
+    assert out.read_text() == whole
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((), "one of --prompt, --prompt_token_ids and --prompts is needed"),
+        (("--prompt=a", "--prompt_token_ids=1"), "one of --prompt"),
+        (("--prompt_token_ids=1,b",), "--prompt_token_ids=1,b must be integers"),
+        (("--prompt_token_ids=127",), "token 127 is not in the vocabulary"),
+        (("--prompts=x.jsonl",), "--prompts=FILE.jsonl and --output=FILE.jsonl are given together"),
+        (("--prompts=none.jsonl", "--output=o"), "--prompts=none.jsonl cannot be read"),
+        (("--prompt=a", "--top_p=0"), r"--top_p must be in \(0, 1\]; got 0"),
+        (("--prompt=a", "--top_k=-1"), r"--top_k must be 0 \(all\) or more; got -1"),
+        (("--prompt=a", "--min_p=2"), r"--min_p must be from 0 \(all\) to 1; got 2"),
+        (("--prompt=a", "--temperature=-1"), "--temperature must be 0"),
+        (("--prompt=a", "--num_samples=0"), "--num_samples must be above 0; got 0"),
+        (("--prompt=a", "--max_new_tokens=0"), "--max_new_tokens must be above 0; got 0"),
+        (("--prompt=a", "--dtype=float16"), "--dtype must be float32 or bfloat16; got 'float16'"),
+        (("--prompt=a", "--samples=3"), "samples.*Flags: --model"),
+        (("--prompt=a", '--stop=["a", ""]'), "--stop must be a text, or a JSON list of texts"),
+    ],
+)
+def test_a_wrong_command_is_told(capsys, place, arguments, message):
+    status, out, err = call(capsys, place, *arguments)
+    assert status == 2 and out == "" and re.search(message, err), err
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "3", "{}", '{"prompt": 3}', '{"prompt": []}', '{"prompt_token_ids": [1.5]}',
+             '{"prompt_token_ids": []}', '{"prompt": [{"role": "user"}]}'],
+)  # fmt: skip
+def test_a_wrong_line_is_named(capsys, place, tmp_path, line):
+    file = tmp_path / "in.jsonl"
+    file.write_text('{"prompt": "a"}\n' + line)
+    status, _, err = call(capsys, place, f"--prompts={file}", f"--output={tmp_path / 'out.jsonl'}")
+    assert status == 2 and "line 2: an object with" in err
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_stories260k_by_the_engine_and_after_export(capsys, tmp_path):
+    """A trained model: every token that its own program drew, here and from what we write of it."""
+    place = data("weights", "stories260K")
+    expected = json.loads((place / "expected_greedy.json").read_text())
+    prompt, greedy = expected["prompt_ids"], expected["greedy_ids"]
+    assert greedy[: len(prompt)] == prompt and len(greedy) > 100
+    config = checkpoints.config_of(place)
+    written = tmp_path / "exported"
+    written.mkdir()
+    hf_weights.save(config.model, checkpoints.load(config), written, "float32")
+    values = hf_config.to_hf(config.model, eos=[2], bos=1, dtype="float32")
+    (written / "config.json").write_text(json.dumps(values))
+    flags = [f"--prompt_token_ids={','.join(map(str, prompt))}", "--temperature=0", "--json"]
+    flags += ["--num_samples=1", f"--max_new_tokens={len(greedy) - len(prompt)}"]
+    for model in (place, written):
+        assert main(["program", f"--model={model}", *flags]) == 0
+        (sample,) = json.loads(capsys.readouterr().out)["samples"]
+        assert sample["token_ids"] == greedy[len(prompt) :]
+
+
+@pytest.mark.slow
+def test_a_model_of_the_hub_is_fetched_once(place, tmp_path):
+    """config.json, weights, generation config and tokenizer, and nothing else; then the cache."""
+    files = {file.name: file.read_bytes() for file in place.iterdir()}
+    files |= {"generation_config.json": b'{"eos_token_id": [126, 125]}', "README.md": b"about"}
+    files |= {"pytorch_model.bin": b"not ours", "original/consolidated.pth": b"nor this"}
+
+    def ask(url, model):
+        kept = {k: v for k, v in os.environ.items() if not k.upper().startswith(("HF_", "HTTP"))}
+        hub = {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path), "NO_PROXY": "*"}
+        command = [sys.executable, str(ROOT / "launch" / "generate.py"), f"--model={model}",
+                   "--prompt=a", "--json", "--max_new_tokens=2", "--num_samples=1"]  # fmt: skip
+        return subprocess.run(command, env=kept | hub, capture_output=True, text=True)
+
+    with Hub({}, models={"own/model": files, "own/private": files}, private="own/private") as hub:
+        first = ask(hub.url, "own/model")
+        assert first.returncode == 0, first.stderr
+        wanted = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+                  "tokenizer_config.json", "chat_template.jinja"}  # fmt: skip
+        fetched = [name for name in hub.downloads if name.startswith("own/model:")]
+        assert {name.removeprefix("own/model:") for name in fetched} <= wanted
+        assert len(set(fetched)) == len(fetched) >= 5
+        refused = ask(hub.url, "own/private")
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    assert re.search(r"own/private could not be fetched .*401.*HF_TOKEN", refused.stderr)
+    down = ask(hub.url, "own/model")
+    assert down.stdout == first.stdout, "from the cache, where the hub is down"
+    assert "Retry" not in down.stderr, "nor is it waited for"

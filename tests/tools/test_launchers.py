@@ -1,0 +1,400 @@
+"""The launchers of pods: what they would run, what starts a run again, and the JobSet they fill."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import ROOT
+from tests.support.launchers import (
+    CLUSTER,
+    DRY_RUNS,
+    GOLDENS,
+    GPUS,
+    IMAGE,
+    MANIFEST,
+    NFS,
+    NODES,
+    PLACE,
+    SLICE,
+    TRAIN,
+    call,
+    calls,
+    golden,
+    stand_in,
+    statuses,
+)
+
+SCRIPTS = sorted((ROOT / "launch").glob("*.sh"))
+QUICK = "--most=9 --pause_seconds=0"
+
+
+@pytest.mark.parametrize("name", DRY_RUNS)
+def test_dry_runs_print_what_they_would_run(name):
+    """Where a difference is meant: python -m tests.goldens.make_launchers."""
+    assert golden(name) == (GOLDENS / f"{name}.txt").read_text()
+
+
+def test_a_dry_run_runs_nothing(tmp_path):
+    names = ("gcloud", "git", "xpk", "docker", "kubectl", "sbatch", "srun", "scontrol", "python")
+    for name in names:
+        stand_in(tmp_path, name, "exit 1")
+    for line in (line for lines in DRY_RUNS.values() for line in lines):
+        head, dashes, rest = line.partition(" -- ")
+        assert call(f"{head} --dry_run{dashes}{rest}", path=tmp_path)[0] == 0
+    assert calls(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", [name for name in DRY_RUNS if name != "restart"])
+def test_the_documentation_shows_what_is_printed(name):
+    """docs/pods.md has every command of the goldens, and all that it prints, as it is."""
+    text = (ROOT / "docs" / "pods.md").read_text()
+    lines = [line.strip() for line in text.splitlines() if line.startswith("    ")]
+    shown = {line.removeprefix("$ ") for line in lines}
+    for line in (GOLDENS / f"{name}.txt").read_text().splitlines():
+        assert line.removeprefix("$ ") in shown
+
+
+@pytest.mark.parametrize(
+    "script", [s for s in SCRIPTS if s.name != "common.sh"], ids=lambda s: s.stem
+)
+def test_help_names_every_flag(script):
+    status, out, err = call(f"launch/{script.name} --help")
+    assert status == 0 and err == "" and f"launch/{script.name}" in out
+    parsed = re.findall(r'^parse "([^"]*)" \\?\s*"([^"]*)"', script.read_text(), re.M)
+    assert len(parsed) == 1
+    for flag in " ".join(parsed[0]).replace("\\\n", "").split():
+        assert re.search(rf"^--{flag}(=\S+)? +\w", out, re.M), flag
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("tpu_vm.sh", "a command is needed: create, setup, start"),
+        ("tpu_vm.sh create", "--project is needed: the Google Cloud project"),
+        ("tpu_vm.sh delete --project=p", "--zone is needed: the zone of the slice"),
+        ("tpu_vm.sh stop --project=p --zone=z", "--name is needed: of the slice"),
+        ("tpu_vm.sh stop --project=p --zone=z --name=A_b", "--name must be .* got 'A_b'"),
+        (f"tpu_vm.sh create {PLACE}", "--accelerator_type is needed: the kind and size"),
+        (f"tpu_vm.sh create {PLACE} --accelerator_type=v5p-128", "--runtime_version is needed"),
+        (f"tpu_vm.sh create {PLACE} {SLICE} --reserved", "--spot and --reserved exclude"),
+        (f"tpu_vm.sh setup {PLACE}", "--nfs is needed: what is mounted as /shared"),
+        (f"tpu_vm.sh run {PLACE} {SLICE} {TRAIN}", "--nfs is needed"),
+        (f"tpu_vm.sh start {PLACE}", "--config is needed after --, for example: -- --config="),
+        (f"tpu_vm.sh start {PLACE} -- --config=c.py", "--workdir is needed after --"),
+        (
+            f"tpu_vm.sh start {PLACE} -- --config=c.py --workdir=/tmp/a",
+            "--workdir must begin with /shared/, .* got /tmp/a",
+        ),
+        (f"tpu_vm.sh start {PLACE} --env=A {TRAIN}", "--env must be --env=NAME=VALUE; got"),
+        (f"tpu_vm.sh stop {PLACE} --workdri=x", r"'--workdri=x' is not a flag. Flags: --project"),
+        (f"tpu_vm.sh stop {PLACE} stray", "'stray' is not a flag"),
+        ("tpu_vm.sh stop --project", "--project needs a value"),
+        ("tpu_vm.sh stop --project=", "--project is empty: the Google Cloud project"),
+        ("xpk.sh create --project=p --zone=z", "--cluster is needed: of the cluster"),
+        (f"xpk.sh create {CLUSTER}", "--tpu_type is needed"),
+        (
+            f"xpk.sh create {CLUSTER} --tpu_type=v5p-128 --storage=s --storage_gb=1",
+            "one of --spot, --on_demand and --reservation=NAME is needed",
+        ),
+        ("xpk.sh setup", "--image is needed: the image with its registry"),
+        (f"xpk.sh start {CLUSTER} {IMAGE} {TRAIN}", "--accelerator is needed"),
+        (
+            f"xpk.sh start {CLUSTER} {IMAGE} {NODES} --topology=64 {TRAIN}",
+            "--topology must be a shape such as 4x4x4; got '64'",
+        ),
+        (
+            f"xpk.sh manifest {IMAGE} --name=a {NODES} --topology=2x2x1 --chips_per_host=8 {TRAIN}",
+            "--chips_per_host=8 does not divide the 4 chips of --topology=2x2x1",
+        ),
+        (
+            f"xpk.sh manifest {IMAGE} --name=a {NODES} --topology=0x2 {TRAIN}",
+            "--topology must be a shape such as 4x4x4; got '0x2'",
+        ),
+        (
+            f"xpk.sh setup {IMAGE} --storage_gb=foo",
+            "--storage_gb must be a whole number; got",
+        ),
+        (f"xpk.sh setup {IMAGE} --max_restarts=-1", "--max_restarts must be a whole number; got"),
+        (f"xpk.sh setup {IMAGE} --chips_per_host=0", "--chips_per_host .* at least 1 is wanted"),
+        (
+            f"tpu_vm.sh run {PLACE} {SLICE} {NFS} --poll_seconds=abc {TRAIN}",
+            "--poll_seconds must be a whole number; got 'abc'",
+        ),
+        (f"slurm.sh --nodes=4 {TRAIN}", "--gpus_per_node is needed: GPUs of a node"),
+        (f"slurm.sh {GPUS} --nodes=none {TRAIN}", "--nodes must be a whole number; got 'none'"),
+        (f"slurm.sh {GPUS} --processes_per_node=3 {TRAIN}", "must be 1 or --gpus_per_node"),
+        (f"slurm.sh {GPUS}", "--config is needed after --"),
+        ("restart.sh", "the command is missing"),
+        ("restart.sh --most=many -- true", "--most must be a whole number; got 'many'"),
+    ],
+)
+def test_a_wrong_command_is_told(tmp_path, line, message):
+    for name in ("gcloud", "xpk", "docker", "kubectl", "sbatch", "srun"):
+        stand_in(tmp_path, name, "exit 1")
+    status, out, err = call(f"launch/{line}", path=tmp_path)
+    assert status == 2 and out == ""
+    assert err.startswith("error: ") and re.search(message, err), err
+    assert calls(tmp_path) == []
+
+
+# What starts a run again.
+
+
+@pytest.mark.parametrize(
+    "given, status, starts",
+    [
+        ((0,), 0, 1),
+        ((143, 0), 0, 2),
+        ((75, 134, 137, 139, 143, 0), 0, 6),
+        ((2,), 2, 1),
+        ((1,), 1, 1),
+        ((130,), 130, 1),
+        ((127,), 127, 1),
+        ((75, 2), 2, 2),
+        ((75, 1), 1, 2),
+    ],
+)
+def test_the_status_says_whether_it_starts_again(tmp_path, given, status, starts):
+    program = statuses(tmp_path, *given)
+    assert call(f"launch/restart.sh {QUICK} -- {program} 'a b' c")[0] == status
+    assert calls(tmp_path) == ["train a b c"] * starts
+
+
+def test_starts_without_a_new_step_come_to_an_end(tmp_path):
+    """However long each lasts."""
+    program = statuses(tmp_path, *[75] * 20)
+    status, _, err = call(f"launch/restart.sh --pause_seconds=0 -- {program}")
+    assert status == 1, "a failure, or what runs this would start it again"
+    assert len(calls(tmp_path)) == 5
+    assert re.search(r"status 75 after \d+ s: gives up after 5 starts in a row without a new", err)
+
+
+def test_a_step_counts_once(tmp_path):
+    """A run that completes the same step in each start makes no progress."""
+    steps = 'set -- "" 0 1 1 2 2 2\nshift "$(wc -l < "$(dirname "$0")/log")"\n'
+    program = stand_in(tmp_path, "train", steps + 'echo "$1" > "$DAPO_PROGRESS"\nexit 134')
+    line = f"launch/restart.sh --most=2 --pause_seconds=0 -- {program}"
+    assert call(line, TMPDIR=str(tmp_path))[0] == 1
+    assert len(calls(tmp_path)) == 6, "0, 1, again 1, 2, and two more that repeat 2"
+    assert not list(tmp_path.glob("dapo_progress*"))
+
+
+SLEEPER = 'trap \'exit {}\' {}\ntouch "$(dirname "$0")/ready"\nwhile :; do sleep 0.1; done'
+
+
+def started(line, tmp_path, **variables):
+    """A command in a process of its own, once its stand-in has come to `ready`."""
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"} | variables
+    # What runs in the background of a shell ignores SIGINT, and so would all that it starts.
+    command = ["env", "--default-signal=INT", "bash", *line.split()]
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "ready").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    return process
+
+
+@pytest.mark.parametrize(
+    "sent, handled, status", [("TERM", 143, 143), ("TERM", 0, 0), ("INT", 130, 130)]
+)
+def test_signals_go_on_to_the_command_and_nothing_starts_again(tmp_path, sent, handled, status):
+    program = stand_in(tmp_path, "train", SLEEPER.format(handled, sent))
+    process = started(f"launch/restart.sh {QUICK} -- {program}", tmp_path)
+    process.send_signal(getattr(signal, f"SIG{sent}"))
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == status and len(calls(tmp_path)) == 1
+    assert b"starts again" not in err
+
+
+def test_a_signal_between_two_starts_ends_it(tmp_path):
+    program = stand_in(tmp_path, "train", 'touch "$(dirname "$0")/ready"\nexit 75')
+    process = started(f"launch/restart.sh --pause_seconds=60 -- {program}", tmp_path)
+    assert process.stderr is not None
+    assert b"starts again in 60 s" in process.stderr.readline()
+    process.terminate()
+    process.communicate(timeout=30)
+    assert process.returncode == 143 and len(calls(tmp_path)) == 1
+
+
+# The slice that is asked for again, and the job that goes into the queue again.
+
+
+def cloud(tmp_path, *looks):
+    """gcloud, whose looks at the slice and, after a slash, at the run on two workers are these."""
+    (tmp_path / "looks").write_text("".join(f"{look}\n" for look in looks))
+    looks = f'"{tmp_path}/looks"'
+    script = f"""
+    look=$(head -n 1 {looks})
+    case "$*" in
+      *list*) echo "${{look%%/*}}"; [[ "$look" == */* ]] || sed -i.old 1d {looks} ;;
+      *"echo status"*) printf 'status %s\\n' "${{look#*/}}" "${{look#*/}}"; sed -i.old 1d {looks} ;;
+    esac"""
+    stand_in(tmp_path, "gcloud", script)
+    stand_in(tmp_path, "git", "")
+
+
+def done_by(tmp_path):
+    """What was done to the slice, without the looks at it."""
+    words = {
+        "resources create": "create",
+        "git archive": "setup",
+        "systemd-run": "start",
+        "systemctl stop": "stop",
+        "resources delete": "delete",
+    }
+    lines = [next((w for k, w in words.items() if k in line), "") for line in calls(tmp_path)]
+    return [line for line in lines if line]
+
+
+BEGUN = ["stop", "setup", "start"]
+NONE, FRESH, RUNS = "", "ACTIVE/inactive dead 0", "ACTIVE/active running 0"
+
+
+@pytest.mark.parametrize(
+    "looks, status, done",
+    [
+        (
+            [NONE, "WAITING_FOR_RESOURCES", FRESH, RUNS, "ACTIVE/active exited 0"],
+            0,
+            ["create", *BEGUN, "stop", "delete"],
+        ),
+        (
+            [NONE, FRESH, RUNS, "SUSPENDED", NONE, FRESH, RUNS, "ACTIVE/active exited 0"],
+            0,
+            ["create", *BEGUN, "delete", "create", *BEGUN, "stop", "delete"],
+        ),
+        ([RUNS, "ACTIVE/failed failed 2"], 2, ["stop"]),
+        ([FRESH, RUNS, "ACTIVE/failed failed 1"], 1, [*BEGUN, "stop"]),
+    ],
+)
+def test_a_slice_is_asked_for_again_and_kept_after_a_failure(tmp_path, looks, status, done):
+    cloud(tmp_path, *looks)
+    flags = f"{PLACE} {SLICE} {NFS} --poll_seconds=0"
+    assert call(f"launch/tpu_vm.sh run {flags} {TRAIN}", path=tmp_path)[0] == status
+    assert done_by(tmp_path) == done
+
+
+@pytest.mark.parametrize("flag, deleted", [("", []), ("--delete_on_failure", ["delete"])])
+def test_a_slice_that_cannot_be_set_up_is_deleted_if_asked(tmp_path, flag, deleted):
+    cloud(tmp_path, *[FRESH] * 9)
+    stand_in(tmp_path, "git", "exit 1")
+    flags = f"{PLACE} {SLICE} {NFS} --poll_seconds=0 {flag}"
+    status, _, err = call(f"launch/tpu_vm.sh run {flags} {TRAIN}", path=tmp_path)
+    assert status == 1 and "begin failed, 5 times in a row" in err
+    assert ("the slice is kept, and costs until: launch/tpu_vm.sh delete" in err) != bool(deleted)
+    assert done_by(tmp_path) == [*["stop", "setup"] * 5, "stop", *deleted]
+
+
+@pytest.mark.parametrize("sent, again", [("USR1", True), ("TERM", False)])
+def test_a_job_asks_for_more_time(tmp_path, sent, again):
+    stand_in(tmp_path, "srun", SLEEPER.format(143, "TERM"))
+    stand_in(tmp_path, "scontrol", "")
+    process = started(f"launch/slurm.sh {GPUS} {TRAIN}", tmp_path, SLURM_JOB_ID="7")
+    process.send_signal(getattr(signal, f"SIG{sent}"))
+    process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert calls(tmp_path)[1:] == ["scontrol requeue 7"] * again
+
+
+# The files themselves.
+
+
+def program(name):
+    """A program on the path or beside this Python."""
+    return shutil.which(name) or shutil.which(name, path=Path(sys.executable).parent)
+
+
+@pytest.mark.skipif(program("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck_finds_nothing():
+    command = [program("shellcheck"), "--external-sources", *map(str, SCRIPTS)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_no_bash_that_macos_lacks():
+    """Its bash is 3.2: no associative arrays, no @Q, no ${x^^}, no mapfile, no wait -n."""
+    for script in SCRIPTS:
+        found = re.search(r"declare -A|@Q\}|\^\^|mapfile|readarray|wait -n|&>>", script.read_text())
+        assert not found, (script.name, found)
+
+
+@pytest.fixture(scope="module")
+def manifest():
+    status, out, err = call(MANIFEST)
+    assert status == 0, err
+    assert out == (GOLDENS / "jobset.yaml").read_text()
+    return yaml.safe_load(out)
+
+
+def test_the_manifest_has_the_fields_of_a_jobset(manifest):
+    """Those that are used, as the API of JobSet v1alpha2 and of Kubernetes has them."""
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
+    schema = json.loads((ROOT / "tests" / "goldens" / "jobset_schema.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(manifest, schema)
+    misspelt = json.loads(json.dumps(manifest).replace('"containers"', '"container"'))
+    with pytest.raises(jsonschema.ValidationError, match="containers?'"):
+        jsonschema.validate(misspelt, schema)
+
+
+def test_the_manifest_starts_again_what_restart_does(manifest):
+    """A status that ends launch/restart.sh ends the JobSet; any other makes its pods anew."""
+    (job,) = manifest["spec"]["replicatedJobs"]
+    pods = job["template"]["spec"]
+    (container,) = pods["template"]["spec"]["containers"]
+    disrupted, failed = pods["podFailurePolicy"]["rules"]
+    assert pods["parallelism"] == pods["completions"] == 64 // 4
+    assert pods["template"]["spec"]["restartPolicy"] == "Never", "as podFailurePolicy requires"
+    assert disrupted["action"] == "Count" and failed["action"] == "FailJob"
+    assert failed["onExitCodes"]["containerName"] == container["name"]
+    codes = failed["onExitCodes"]["values"]
+    assert codes == sorted(codes), "as Kubernetes requires"
+    again = re.search(r"^    (75.*)\) ;;", (ROOT / "launch" / "restart.sh").read_text(), re.M)
+    assert again and not set(map(int, again[1].split(" | "))) & set(codes)
+    assert {1, 2, 130} <= set(codes)
+    assert manifest["spec"]["failurePolicy"]["rules"][0]["onJobFailureReasons"] == [
+        "PodFailurePolicy"
+    ]
+    assert container["args"] == TRAIN.split()[1:]
+    assert {"name": "LIBTPU_INIT_ARGS", "value": "--x=1"} in container["env"]
+
+
+def test_values_stay_as_they_are_in_the_manifest():
+    value = r"""a "b" 'c' \d & $e"""
+    quoted = "'" + value.replace("'", r"'\''") + "'"
+    line = MANIFEST.replace("--env=LIBTPU_INIT_ARGS=--x=1", f"--env=X={quoted}")
+    _, out, _ = call(f"{line} --config.x={quoted}")
+    spec = yaml.safe_load(out)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert spec["containers"][0]["env"][-1] == {"name": "X", "value": value}
+    assert spec["containers"][0]["args"][-1] == f"--config.x={value}"
+
+
+def test_values_stay_as_they_are_through_ssh(tmp_path):
+    """Two shells read the command of start: the one here and the one of the worker."""
+    value = r"""a "b" 'c' \d & $e"""
+    quoted = "'" + value.replace("'", r"'\''") + "'"
+    line = f"launch/tpu_vm.sh start {PLACE} --dry_run {TRAIN} --config.x={quoted}"
+    _, printed, _ = call(line)
+    stand_in(tmp_path, "gcloud", 'for a in "$@"; do :; done; bash -c "${a#--command=}"')
+    stand_in(tmp_path, "sudo", 'printf "%s\\n" "$@"')
+    stand_in(tmp_path, "mkdir", "")
+    status, out, err = call(printed, path=tmp_path)
+    assert status == 0, err
+    assert out.splitlines()[-1] == f"--config.x={value}"
+
+
+def test_what_the_image_holds():
+    """The image gets what it needs to train, and no environment of this machine."""
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert {".git", ".venv", ".uv", "runs"} <= set(ignored)
+    assert not {"configs", "dapo_jax", "launch", "pyproject.toml"} & set(ignored)
+    assert 'ENTRYPOINT ["launch/restart.sh", "--"' in (ROOT / "Dockerfile").read_text()

@@ -1,0 +1,171 @@
+"""One pass of training over a batch: what is recomputed, charged, skipped, and at which rate."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from dapo_jax.train import HostState
+from dapo_jax.training import metrics
+from dapo_jax.training.batch import make_samples, reward_kl
+from dapo_jax.training.learner import Learner
+from dapo_jax.utils.compilations import CompilationCounter
+from dapo_jax.utils.random_streams import named_generator
+from tests.support.helpers import make_group, make_mesh, make_params, tiny_config
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+KL_IN_REWARD = {
+    "objective__reward_kl_coefficient": 0.1,
+    "objective__reward_kl_estimator": "k3",
+    "objective__advantage_args": {"normalise_std": False},
+    "reward__overlong_buffer_tokens": 0,
+    "reward__overlong_penalty": 0.0,
+}
+CRITIC = {
+    "objective__advantage": "gae",
+    "dynamic_sampling__enabled": False,
+    "critic": dict(learning_rate=1e-3, warmup_steps=4, value_clip=0.5, head_start_steps=2),
+}
+
+
+def make_learner(**overrides):
+    """(learner, its state, with a reference that is another model)."""
+    config = tiny_config(**overrides)
+    learner = Learner(config, make_mesh(config, 1), lambda s: [""] * len(s), print)
+    if learner.needs_reference:
+        learner.reference = make_params(config, seed=1)
+    return learner, learner.init_state(make_params(config))
+
+
+def make_groups(seed=0, **changes):
+    """Four groups, half right, their lengths another for each seed."""
+    lengths = np.random.default_rng(seed).integers(1, 30, (4, 4)).tolist()
+    right = [True, False, False, True]
+    return [make_group(right, lengths=n, id=i, **changes) for i, n in enumerate(lengths)]
+
+
+def train_on(learner, state, groups, step=1, updated_steps=0):
+    return learner.train_on(state, groups, step, updated_steps=updated_steps, kl_coefficient=0.1)
+
+
+def test_a_head_start_of_the_critic_uses_up_none_of_the_policys_warm_up():
+    """And a step that made no update uses up nothing: the third and fifth of these are such."""
+    learner, state = make_learner(**CRITIC, optimizer__warmup_steps=2, optimizer__learning_rate=0.1)
+    cut = make_groups(truncated=4)
+    filtered = dataclasses.replace(learner.config.objective, overlong_filter=True)
+    learner.config = dataclasses.replace(learner.config, objective=filtered)
+    updated, rates = 0, []
+    for step, groups in enumerate([make_groups()] * 2 + [cut] + [make_groups(), cut] * 3, 1):
+        state, numbers = train_on(learner, state, groups, step, updated)
+        assert metrics.made_an_update(numbers) == (groups is not cut)
+        updated += metrics.made_an_update(numbers)
+        if groups is not cut:
+            rates.append(numbers["optimizer/learning_rate"])
+    assert rates == pytest.approx([0.0, 0.0, 0.05, 0.1, 0.1])
+    assert updated == 5 and state.critic is not None and state.critic.updates == 10
+    assert state.policy.updates == 6
+
+
+def test_where_the_schedules_are_is_saved_with_the_run():
+    from dapo_jax.rollout.dynamic_sampling import SamplingState
+
+    host = HostState(
+        {"a": 1}, SamplingState(), 0.1, 0.2, 0.3, 4.0, updated_steps=5, base_seconds=6.0
+    )
+    assert HostState.from_json(host.to_json()) == host
+
+
+def test_an_update_without_a_trained_token_moves_nothing():
+    """Momentum and weight decay alone would move every parameter."""
+    learner, state = make_learner(objective__overlong_filter=True)
+    state, numbers = train_on(learner, state, make_groups())
+    assert numbers["optimizer/updates"] == 2 and numbers["optimizer/empty_updates"] == 0
+    before = jax.device_get(state)
+    state, numbers = train_on(learner, state, make_groups(truncated=4), 2, 1)
+    assert numbers["optimizer/updates"] == 0 and numbers["optimizer/empty_updates"] == 2
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state))
+
+
+def test_recomputed_log_probs_are_those_of_tokens_that_the_policy_itself_sampled():
+    """A stale token's ratio is to the policy that sampled it."""
+    learner, state = make_learner(rollout__log_prob_source="recompute")
+    first, *others = make_groups()
+    versions = np.full(len(first.responses[0].tokens), 3, np.int32)
+    versions[: len(versions) // 2] = 2
+    mixed = (first.responses[0]._replace(versions=versions), *first.responses[1:])
+    groups = [group._replace(step=3) for group in (first._replace(responses=mixed), *others[:2])]
+    groups.append(others[2]._replace(step=1))  # carried from an earlier step
+    samples = make_samples(learner.config, groups, 3, learner.detokenize)
+    columns, numbers = learner._score(state, samples, learner._cut(samples))
+    stale_N = samples.lag_N > 0
+    old_N = columns["log_prob_old_BT"]
+    assert 0 < stale_N[: len(versions)].sum() < len(versions) and stale_N[-1]
+    assert (old_N[stale_N] == -1.0).all(), "what the rollout stored"
+    assert not (old_N[~stale_N] == -1.0).any()
+    gap = np.abs(old_N[~stale_N] + 1.0)
+    assert numbers["rollout/log_prob_gap_mean"] == pytest.approx(gap.mean(), rel=1e-5)
+    found = metrics.staleness_metrics(samples)
+    assert found == {"batch/stale_share": stale_N.mean(), "batch/staleness_max": 2}
+
+
+@pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3"])
+def test_the_kl_of_the_reward_is_the_estimators_equation(estimator):
+    policy = np.array([-1.0, -2.0, -0.5, -40.0, -0.1], np.float32)
+    reference = np.array([-1.0, -1.5, -2.5, -0.1, -40.0], np.float32)
+    got = reward_kl(policy, reference, estimator=estimator)
+    assert got.dtype == np.float64
+    for value, p, q in zip(got, policy.tolist(), reference.tolist(), strict=True):
+        d = p - q
+        expected = {
+            "k1": d,
+            "abs": abs(d),
+            "k2": d * d / 2,
+            # Schulman's, bounded as in the reference.
+            "k3": min(10.0, math.exp(-max(-20.0, min(20.0, d))) - 1 + max(-20.0, min(20.0, d))),
+        }[estimator]
+        assert value == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+def test_filtered_responses_that_count_are_charged_the_kl_as_all_are():
+    """Else their rewards and those of the rest, all in one mean, would be of two kinds."""
+    learner, _ = make_learner(**KL_IN_REWARD, objective__overlong_filter=True)
+    group = make_group([True, False, False], lengths=[1, 2, 2], truncated=1)
+    samples = make_samples(learner.config, [group], 1, learner.detokenize)
+    # k3 of d = 0, and of d = -log 2: 2 - 1 - log 2.
+    off = -math.log(2.0)
+    columns = {
+        "mask_BT": np.repeat(samples.trained_R, samples.lengths_R),
+        "log_prob_old_BT": np.array([0.0, 0.0, off, off, off], np.float32),
+        "log_prob_ref_BT": np.zeros(5, np.float32),
+    }
+    numbers = learner._add_advantages(samples, columns, 0.1, None)
+    kl = 1.0 - math.log(2.0)
+    rewards = np.array([1.0, -1.0 - 0.1 * kl, -1.0 - 0.2 * kl])
+    expected = np.repeat(rewards - rewards.mean(), [1, 2, 2]) * [1, 1, 1, 0, 0]
+    np.testing.assert_allclose(columns["advantage_BT"], expected, rtol=1e-6)
+    assert numbers["reward/kl"] == pytest.approx(kl / 3, rel=1e-6), "of trained tokens"
+
+
+def test_a_kl_in_the_reward_compiles_nothing_after_the_first_step():
+    learner, state = make_learner(**KL_IN_REWARD)
+    state, _ = train_on(learner, state, make_groups())
+    counter = CompilationCounter()
+    for step in (2, 3, 4):
+        state, _ = train_on(learner, state, make_groups(seed=step), step, step - 1)
+    assert counter.count == 0
+    jax.jit(lambda x: 3 * x + 2)(1.0)
+    assert counter.count == 1, "the counter counts nothing"
+
+
+def test_named_streams_share_their_numbers_with_no_other():
+    streams = [
+        np.random.default_rng([0, 1]),
+        named_generator("a", 0, 1),
+        named_generator("b", 0, 1),
+        named_generator("a", 0, 2),
+        named_generator("a", 1, 0),
+    ]
+    assert len({generator.random() for generator in streams}) == len(streams)
+    assert named_generator("a", 0, 1).random() == named_generator("a", 0, 1).random()

@@ -1,0 +1,56 @@
+"""Numbers of a step where there is little to count, or where counting is not enough."""
+
+import jax
+import numpy as np
+import pytest
+
+from dapo_jax.rollout import metrics as rollout_metrics
+from dapo_jax.training import metrics
+from dapo_jax.training.step import Extremes, Sums, UpdateMetrics
+from dapo_jax.types import RunError
+from tests.support.helpers import make_group
+
+
+def update(tokens, ratio):
+    zero, below = np.float32(0), np.float32(-np.inf)
+    sums = Sums(*[zero] * len(Sums._fields))._replace(tokens=np.float32(tokens))
+    extremes = Extremes(ratio, -ratio if tokens else below, zero)
+    return UpdateMetrics(sums, extremes, zero, np.int32(0))
+
+
+def test_a_step_without_a_token_to_train_has_no_extremes():
+    """All responses were cut, say. Anything infinite would end the run."""
+    nothing = update(0, np.float32(-np.inf))
+    numbers = metrics.update_metrics([nothing, nothing])
+    assert numbers["batch/tokens_trained"] == 0 and "policy/ratio_max" not in numbers
+    assert np.isfinite(list(numbers.values())).all()
+    numbers = metrics.update_metrics([nothing, update(5, np.float32(1.25))])
+    assert numbers["policy/ratio_max"] == numbers["policy/ratio_min"] == 1.25
+    assert jax.tree.all(jax.tree.map(np.isfinite, numbers))
+
+
+def with_faults(number, of):
+    group = make_group([False] * of)
+    failed = [v._replace(note="error: TypeError: None") for v in group.verdicts[:number]]
+    return [group._replace(verdicts=(*failed, *group.verdicts[number:]))]
+
+
+def test_a_scorer_that_fails_is_told_and_one_that_always_does_ends_the_run():
+    assert (
+        rollout_metrics.scorer_faults(with_faults(0, 8)) == rollout_metrics.scorer_faults([]) == ""
+    )
+    assert rollout_metrics.scorer_faults(with_faults(1, 40)) == ""
+    told = rollout_metrics.scorer_faults(with_faults(2, 8))
+    assert told == "2 of 8 responses could not be scored, such as: error: TypeError: None"
+    with pytest.raises(RunError, match=r"8 of 8 .*TypeError.*config\.reward\.scorer"):
+        rollout_metrics.scorer_faults(with_faults(8, 8))
+
+
+def test_a_step_whose_responses_are_all_invalid_ends_the_run():
+    """Each is left out of the loss: a run would go on with parameters that are not numbers."""
+    group = make_group([True, False])
+    invalid = tuple(r._replace(finish_reason="invalid") for r in group.responses)
+    rollout_metrics.check_finite([group, group._replace(responses=invalid)])
+    rollout_metrics.check_finite([])
+    with pytest.raises(RunError, match=r"all 2 responses .*config\.optimizer\.learning_rate"):
+        rollout_metrics.check_finite([group._replace(responses=invalid)])

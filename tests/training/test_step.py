@@ -1,0 +1,319 @@
+"""The update: what it computes, and that no way of cutting the batch changes it."""
+
+import dataclasses
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dapo_jax.config import ModelConfig
+from dapo_jax.models import decoder, log_probs, sharding
+from dapo_jax.models.attention import xla
+from dapo_jax.training import packing
+from dapo_jax.training import step as train_step
+from tests.algorithms.test_surrogate import surrogate_by_hand
+from tests.support.helpers import (
+    in_float64,
+    in_groups,
+    make_mesh,
+    make_params,
+    random_samples,
+    replace_model,
+    rows_of,
+    tiny_config,
+)
+
+CONFIG = tiny_config(
+    objective__kl_coefficient=0.1,
+    objective__kl_estimator="k3",
+    objective__entropy_coefficient=0.05,
+    rollout__temperature=0.8,
+)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return make_params(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def samples():
+    return random_samples(np.random.default_rng(0), 12)
+
+
+def log_probs_by_hand(config, params, sample):
+    """(log p(token), entropy) of each response token, from the whole sequence alone in a batch."""
+    tokens = np.array([*sample.prompt_tokens, *sample.response_tokens])
+    padded = np.zeros((1, 48), np.int32)  # causal: what follows a token cannot change it
+    padded[0, : len(tokens)] = tokens
+    logits = np.asarray(all_logits(config.model, params, padded), np.float64)[0]
+    logits = logits / config.rollout.temperature
+    out = []
+    for t in range(len(sample.prompt_tokens), len(tokens)):
+        before = logits[t - 1]
+        total = np.log(np.exp(before - before.max()).sum()) + before.max()
+        p = np.exp(before - total)
+        out.append((before[tokens[t]] - total, -(p * np.log(p)).sum()))
+    return np.array(out).T
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def all_logits(config, params, tokens_BT):
+    positions_BT = jnp.broadcast_to(jnp.arange(48)[None], tokens_BT.shape)
+    attend = xla.packed(jnp.ones_like(tokens_BT))
+    hidden_BTD, _ = decoder.hidden_states(config, params, tokens_BT, positions_BT, attend)
+    return hidden_BTD @ decoder.unembedding(params).T
+
+
+def stack(samples, *, rows_per_micro_batch, num_micro_batches, row_tokens=64, share_prompts=False):
+    """(rows, micro-batches used, denominator): the weights of the samples times 3, over 3."""
+    rows = rows_of(samples, row_tokens, share_prompts=share_prompts)
+    rows = rows._replace(weight_BT=3 * rows.weight_BT)
+    return (
+        packing.to_micro_batches(
+            rows, rows_per_micro_batch=rows_per_micro_batch, num_micro_batches=num_micro_batches
+        ),
+        np.int32(packing.used_micro_batches(len(rows.tokens_BT), rows_per_micro_batch)),
+        np.float32(3),
+    )
+
+
+gradient = jax.jit(train_step.gradient, static_argnums=0)  # compiled once per config and shape
+
+
+def assert_close(a, b, tolerance):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        scale = max(1e-3, float(np.abs(x).max()))
+        np.testing.assert_allclose(np.asarray(x) / scale, np.asarray(y) / scale, atol=tolerance)
+
+
+def test_row_log_probs_speak_of_their_own_token(params, samples):
+    """Packed and shifted, against each sequence alone: an off-by-one cannot pass."""
+    rows = rows_of(samples, 64)
+    score = functools.partial(log_probs.row_statistics, CONFIG.model, temperature=0.8)
+    got = jax.jit(score)(params, rows).log_prob_BT
+    expected = {
+        tuple(s.response_tokens.tolist()): log_probs_by_hand(CONFIG, params, s)[0] for s in samples
+    }
+    found = 0
+    segments = [(r, s) for r in range(len(got)) for s in range(1, rows.segments_BT[r].max() + 1)]
+    for row, segment in segments:
+        at = rows.mask_BT[row] & (rows.segments_BT[row] == segment)
+        hand = expected[tuple(rows.tokens_BT[row, at].tolist())]
+        np.testing.assert_allclose(got[row, at], hand, atol=1e-5)
+        found += 1
+    assert found == len(samples)
+
+
+def test_loss_is_the_weighted_sum_over_response_tokens(params, samples):
+    o = CONFIG.objective
+    total = 0.0
+    for sample in samples:
+        (logp, entropy), old = log_probs_by_hand(CONFIG, params, sample), sample.log_prob_old
+        adv = np.full(len(logp), sample.advantage)
+        value = surrogate_by_hand(
+            logp, old, adv, np.ones(len(logp), bool), o.clip_low, o.clip_high, o.clip_dual
+        )
+        # k3 against a reference of log-prob 0, bounded by 10.
+        kl = np.minimum(np.exp(-logp) - 1 + logp, 10)
+        each = -sample.correction * value + o.kl_coefficient * kl - 0.05 * entropy
+        total += (sample.weight * each).sum()
+    rows, n, W = stack(samples, rows_per_micro_batch=8, num_micro_batches=2)
+    _, sums, _ = gradient(CONFIG, params, rows, n, W)
+    np.testing.assert_allclose(sums.loss, total, rtol=1e-4)
+    # KL(old || current) of tokens that the old policy drew: exp(d) - 1 - d.
+    d = [log_probs_by_hand(CONFIG, params, s)[0] - s.log_prob_old for s in samples]
+    kl_old = sum((np.minimum(np.exp(x) - 1 - x, 10)).sum() for x in d)
+    np.testing.assert_allclose(sums.kl_old, kl_old, rtol=1e-4)
+    assert sums.tokens == sum(len(s.response_tokens) for s in samples)
+
+
+@pytest.mark.parametrize("B, M", [(1, 12), (2, 6), (3, 5), (12, 1)])
+def test_micro_batches_add_up(params, samples, B, M):
+    """In float64: in float32 each is 2e-6 or more from the true gradient (docs/log.md)."""
+    wide = replace_model(CONFIG, param_dtype="float64", compute_dtype="float64")
+    config = dataclasses.replace(CONFIG, model=wide)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        whole, cut = (
+            gradient(
+                config,
+                *in_float64(
+                    (params, *stack(samples, rows_per_micro_batch=rows, num_micro_batches=num))
+                ),
+            )
+            for rows, num in ((8, 1), (B, M))
+        )
+    assert_close(whole[0], cut[0], 1e-13)
+    assert_close(whole[1:], cut[1:], 2e-6)
+
+
+def test_micro_batches_beyond_the_used_are_not_computed(params, samples):
+    rows, n, W = stack(samples, rows_per_micro_batch=4, num_micro_batches=8)
+    broken = rows._replace(advantage_BT=rows.advantage_BT.copy())
+    broken.advantage_BT[n:] = np.nan
+    broken.mask_BT[n:] = True
+    assert n < 8
+    grads, sums, _ = gradient(CONFIG, params, broken, n, W)
+    assert np.isfinite(sums.loss) and all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize("loss", ["ppo-clip", "gspo"])
+def test_shared_prompts_change_nothing(params, samples, loss):
+    """Fewer rows, the same gradient and statistics; where a loss is of whole responses too."""
+    samples = [s._replace(prompt_tokens=2 * s.prompt_tokens) for s in in_groups(samples, 4)]
+    objective = dataclasses.replace(CONFIG.objective, loss=loss, clip_dual=None)
+    found = []
+    for share in (False, True):
+        train = dataclasses.replace(CONFIG.train, share_prompts=share)
+        config = dataclasses.replace(CONFIG, objective=objective, train=train)
+        rows, n, W = stack(
+            samples, rows_per_micro_batch=1, num_micro_batches=8, share_prompts=share
+        )
+        found.append((n, gradient(config, params, rows, n, W)))
+    (rows_alone, alone), (rows_shared, shared) = found
+    assert rows_shared < rows_alone
+    assert_close(alone, shared, 2e-6)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+    "sizes, vocab, share_prompts",
+    [
+        ((8, 1, 1, 1), None, False),
+        ((2, 2, 1, 2), "tensor", False),
+        ((1, 4, 1, 2), None, False),
+        ((1, 2, 2, 2), "tensor", False),
+        ((1, 1, 8, 1), None, False),
+        ((1, 2, 2, 2), "tensor", True),
+    ],
+)
+def test_eight_devices_give_what_one_gives(params, samples, sizes, vocab, share_prompts):
+    samples = in_groups(samples, 4) if share_prompts else samples
+    results = []
+    for shape in ((1, 1, 1, 1), sizes):
+        # With shared prompts, held against one device and rows that share nothing.
+        share = share_prompts and np.prod(shape) > 1
+        rows, n, W = stack(
+            samples, rows_per_micro_batch=8, num_micro_batches=2, share_prompts=share
+        )
+        layout = dataclasses.replace(
+            CONFIG.mesh,
+            **dict(zip(sharding.AXES, shape, strict=True)),
+            rules=(("vocab", vocab), *CONFIG.mesh.rules[1:]),
+        )
+        train = dataclasses.replace(CONFIG.train, share_prompts=share)
+        config = dataclasses.replace(CONFIG, mesh=layout, train=train)
+        if share:  # and log-probs of trained tokens alone, in chunks
+            chunked = dataclasses.replace(config.model, log_prob_chunk_tokens=32)
+            config = dataclasses.replace(config, model=chunked)
+        mesh = make_mesh(config, int(np.prod(shape)))
+        host = jax.device_get(train_step.init_state(config, params))  # the update donates its state
+        state = jax.device_put(host, train_step.state_shardings(config, mesh))
+        state, result = train_step.compile_update(config, mesh)(
+            state, rows, n, W, np.float32(1e-3), None
+        )
+        results.append(jax.device_get((state, result)))
+        q, (_, *split) = state.params["layers"]["q"], shape
+        assert q.addressable_shards[0].data.size == q.size // np.prod(split)
+    (one, one_result), (many, many_result) = results
+    assert_close(one_result.sums, many_result.sums, 2e-5)
+    np.testing.assert_allclose(one_result.grad_norm, many_result.grad_norm, rtol=1e-5)
+    assert_close(one.moments, many.moments, 1e-5)  # that is, the clipped gradients
+    for a, b in zip(jax.tree.leaves(one.params), jax.tree.leaves(many.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 64, 130, 10**6])
+def test_chunks_of_log_probs_change_nothing(chunk_tokens):
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.standard_normal((4, 16, 8)), jnp.float32)
+    unembed = jnp.asarray(rng.standard_normal((37, 8)), jnp.float32)
+    targets = jnp.asarray(rng.integers(0, 37, (4, 16)))
+
+    def total(hidden, unembed, chunk):
+        logp, entropy, _ = log_probs.token_statistics(
+            hidden, unembed, targets, temperature=0.7, chunk_tokens=chunk
+        )
+        return jnp.sum(logp * jnp.arange(16.0)[None] + 0.1 * entropy), (logp, entropy)
+
+    run = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)
+    (_, (logp, entropy)), grads = run(hidden, unembed, chunk_tokens)
+    z = np.einsum("btd,vd->btv", hidden, unembed).astype(np.float64) / 0.7
+    p = np.exp(z - z.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    taken = np.take_along_axis(p, np.asarray(targets)[..., None], -1)[..., 0]
+    np.testing.assert_allclose(logp, np.log(taken), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(entropy, -(p * np.log(p)).sum(-1), rtol=1e-4, atol=1e-5)
+    assert_close(run(hidden, unembed, 64)[1], grads, 1e-6)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_adamw_step_by_hand(params, samples):
+    """One update against AdamW written out, clipping included."""
+    rows, n, W = stack(samples, rows_per_micro_batch=8, num_micro_batches=1)
+    grads, _, _ = gradient(CONFIG, params, rows, n, W)
+    o, rate = CONFIG.optimizer, 3e-3
+    norm = np.sqrt(sum((np.asarray(g, np.float64) ** 2).sum() for g in jax.tree.leaves(grads)))
+    update = jax.jit(functools.partial(train_step.update, CONFIG))
+    new, result = update(train_step.init_state(CONFIG, params), rows, n, W, np.float32(rate))
+    np.testing.assert_allclose(result.grad_norm, norm, rtol=1e-5)
+    for p, g, q in zip(*map(jax.tree.leaves, (params, grads, new.params)), strict=True):
+        p, g = np.asarray(p, np.float64), np.asarray(g, np.float64)
+        g = g * min(1.0, o.max_grad_norm / norm)
+        step = g / (np.sqrt(g**2) + o.eps) + o.weight_decay * p
+        expected = p - rate * step
+        clear = np.abs(g) > 1e-5  # where the sign of the gradient is not rounding
+        np.testing.assert_allclose(np.asarray(q)[clear], expected[clear], atol=2e-6)
+    assert new.updates == 1
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_non_finite_gradient_changes_nothing_and_is_counted(params, samples):
+    rows, n, W = stack(samples, rows_per_micro_batch=8, num_micro_batches=1)
+    rows.advantage_BT[0, 0, np.flatnonzero(rows.mask_BT[0, 0])[0]] = np.inf
+    state = train_step.init_state(CONFIG, params)
+    update = jax.jit(functools.partial(train_step.update, CONFIG))
+    for skipped in (1, 2):
+        state, result = update(state, rows, n, W, np.float32(1e-3))
+        assert result.skipped == skipped and state.updates == 0
+    jax.tree.map(np.testing.assert_array_equal, state.params, params)
+    rows, n, W = stack(samples, rows_per_micro_batch=8, num_micro_batches=1)
+    state, result = update(state, rows, n, W, np.float32(1e-3))
+    assert result.skipped == 0 and state.updates == 1
+
+
+def test_rematerialisation_keeps_less_and_changes_nothing():
+    """The gradient through the layers with each policy, and the temporaries of its program, which
+    config.py lists from most to least."""
+    kinds = typing.get_args(typing.get_type_hints(ModelConfig)["remat"])
+    # Sizes at which what is kept outweighs all else.
+    sizes = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 8, "ff_width": 64, "num_layers": 6}
+    configs = [replace_model(CONFIG, width=16, remat=kind, **sizes) for kind in kinds]
+    params = decoder.init_params(configs[0], jax.random.key(0))
+    rows = rows_of(random_samples(np.random.default_rng(0), 24), 64)
+
+    def total(params, config):
+        attend = xla.packed(jnp.asarray(rows.segments_BT))
+        hidden_BTD, _ = decoder.hidden_states(
+            config, params, rows.tokens_BT, rows.positions_BT, attend
+        )
+        return jnp.sum(hidden_BTD * jnp.sin(jnp.arange(16.0))[None, None])
+
+    needed, found = [], []
+    for config in configs:
+        program = jax.jit(jax.grad(total), static_argnums=1).lower(params, config).compile()
+        needed.append(program.memory_analysis().temp_size_in_bytes)
+        found.append(program(params))
+    for other in found[1:]:
+        assert_close(found[0], other, 1e-6)
+    assert needed == sorted(set(needed), reverse=True), dict(zip(kinds, needed))
+
+
+def test_two_axes_on_one_mesh_axis_are_refused():
+    rules = (*CONFIG.mesh.rules[:-2], ("ff", "fsdp"), ("layers", None))
+    layout = dataclasses.replace(CONFIG.mesh, rules=rules)
+    with pytest.raises(sharding.UserError, match="one mesh axis"):
+        sharding.param_specs(CONFIG.model, layout)
