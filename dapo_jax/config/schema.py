@@ -314,7 +314,6 @@ class OptimizerConfig:
     max_grad_norm: Positive = 1.0
     # As kept; bfloat16 is rounded to at random.
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
-    offload: bool = False  # moments lie in the host's memory between steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

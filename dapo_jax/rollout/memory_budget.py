@@ -41,7 +41,6 @@ class Held(NamedTuple):
     always: dict[str, int]
     drawing: dict[str, int]  # beside that, while responses are drawn
     updating: dict[str, int]  # beside that, while the policy is updated; without activations
-    host: int  # bytes of the host's memory, for each device
 
     @property
     def drawing_bytes(self) -> int:
@@ -67,19 +66,17 @@ def held(config: Config, sizes: Mapping[str, int], *, training: bool = True) -> 
     like = lambda dtype: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
     parameters = of_device(shapes)
     moments = 2 * of_device(like(jnp.dtype(config.optimizer.moments_dtype)))
-    here = 0 if config.optimizer.offload else moments
     copy, cache = rollout_bytes(config, sizes)
-    always, updating, host = {"parameters": parameters}, {}, 0
+    always, updating = {"parameters": parameters}, {}
     if training:
         o = config.objective
-        always["optimiser state"] = here
+        always["optimiser state"] = moments
         always["reference"] = parameters * bool(o.kl_coefficient or o.reward_kl_coefficient)
-        always["critic with optimiser"] = (parameters + here) * (config.critic is not None)
+        always["critic with optimiser"] = (parameters + moments) * (config.critic is not None)
         updating["gradients"] = of_device(like(jnp.float32))
-        host = (moments - here) * (1 + (config.critic is not None))
     drawing = {"parameters as drawn from": copy, "KV cache": cache}
     there = lambda parts: {name: size for name, size in parts.items() if size}
-    return Held(there(always), there(drawing), updating, host)
+    return Held(there(always), there(drawing), updating)
 
 
 def rollout_bytes(config: Config, sizes: Mapping[str, int]) -> tuple[int, int]:

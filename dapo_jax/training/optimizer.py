@@ -1,11 +1,9 @@
-"""AdamW: its rate, its step, and how and where its two moments are kept.
+"""AdamW: its learning rate, its step, and the dtype and sharding of its two moments.
 
-The step itself is optax's, in float32. Moments may be kept in bfloat16 between the steps, rounded
-at random, and in the memory of the host.
+The step is optax's, in float32. Moments may be kept in bfloat16, rounded stochastically.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -92,8 +90,7 @@ def _cast(state: Any, dtype: str) -> Any:
 def moment_shardings(
     config: OptimizerConfig, param_shapes: Any, params_at: Any, everywhere: NamedSharding
 ) -> Any:
-    """Where the optimiser's state lies: moments split as their parameters, in the memory of the
-    host if `offload`; counters everywhere.
+    """Shardings of the optimiser's state: moments as their parameters, counters everywhere.
 
     Args:
         param_shapes: of the parameters.
@@ -101,13 +98,9 @@ def moment_shardings(
         everywhere: the sharding of what is not split.
     """
     optimizer = make_optimizer(config)
-
-    def beside(_: Any, param_at: NamedSharding) -> NamedSharding:
-        return param_at.with_memory_kind("pinned_host") if config.offload else param_at
-
     return optax.tree_map_params(
         optimizer,
-        beside,
+        lambda _, param_at: param_at,
         jax.eval_shape(optimizer.init, param_shapes),
         params_at,
         transform_non_params=lambda _: everywhere,
@@ -118,39 +111,7 @@ def step(
     config: OptimizerConfig, params: Any, moments: Any, grads: Any, learning_rate: Any, finite: Any
 ) -> tuple[Any, Any]:
     """(parameters, moments) after a step, or as they were where not `finite`."""
-
-    def stepped(moments: Any) -> tuple[Any, Any]:
-        changes, new = make_optimizer(config).update(grads, moments, params)
-        moved = jax.tree.map(lambda p, u: (p + learning_rate * u).astype(p.dtype), params, changes)
-        keep = lambda new, old: jnp.where(finite, new, old)
-        return jax.tree.map(keep, (moved, new), (params, moments))
-
-    return by_array(stepped, params, moments) if config.offload else stepped(moments)
-
-
-def by_array(
-    stepped: Callable[[Any], tuple[Any, Any]], params: Any, moments: Any
-) -> tuple[Any, Any]:
-    """What `stepped` gives, with moments that come from the host's memory and go back array by
-    array: all on the device at once, old and new, they would need more of it than if they had
-    never left (docs/update.md)."""
-    names, structure = ("mu", "nu"), jax.tree.structure(params)
-    host = {name: jax.tree.leaves(optax.tree.get(moments, name)) for name in names}
-    done: list[tuple[jax.Array, ...]] = []
-    new: Any = None
-    for i in range(structure.num_leaves):
-        own = tuple(host[name][i] for name in names)
-        if done:  # they come when those of the array before this one have left
-            done[-1], own = jax.lax.optimization_barrier((done[-1], own))
-        near = {}
-        for name, x in zip(names, own):
-            # Nothing is computed of the others: what follows from them is not read.
-            leaves = [jnp.zeros(other.shape, other.dtype) for other in host[name]]
-            leaves[i] = jax.device_put(x, jax.memory.Space.Device)
-            near[name] = structure.unflatten(leaves)
-        moved, new = stepped(optax.tree.set(moments, **near))
-        back = [jax.tree.leaves(optax.tree.get(new, name))[i] for name in names]
-        back = jax.device_put(back, jax.memory.Space.Host)
-        done.append((jax.tree.leaves(moved)[i], *back))
-    moved, *left = map(structure.unflatten, zip(*done))
-    return moved, optax.tree.set(new, **dict(zip(names, left)))
+    changes, new = make_optimizer(config).update(grads, moments, params)
+    moved = jax.tree.map(lambda p, u: (p + learning_rate * u).astype(p.dtype), params, changes)
+    keep = lambda new, old: jnp.where(finite, new, old)
+    return jax.tree.map(keep, (moved, new), (params, moments))

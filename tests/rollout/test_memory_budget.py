@@ -109,16 +109,6 @@ def test_what_is_held_is_what_there_is(changes):
     assert found.updating["gradients"] == bytes_of(params), "both are float32"
 
 
-def test_moments_that_the_host_keeps():
-    sizes = dict(data=8, fsdp=1, context=1, tensor=1)
-    here, there = (
-        memory_budget.held(tiny_config(optimizer__offload=offload), sizes)
-        for offload in (False, True)
-    )
-    assert here.host == 0 and there.host == here.always["optimiser state"] > 0
-    assert "optimiser state" not in there.always
-
-
 def devices(number, of_a_process):
     return [SimpleNamespace(process_index=i // of_a_process) for i in range(number)]
 

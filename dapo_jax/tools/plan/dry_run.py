@@ -169,8 +169,7 @@ def _objective_lines(config: Config) -> list[tuple[str, str]]:
             f"rate {p.learning_rate:g} after {p.warmup_steps} steps of warm-up, then {p.decay}"
             + ("" if p.final_rate_share is None else f" to {p.final_rate_share:g} of it")
             + f", weight decay {p.weight_decay:g}, betas {p.beta1:g} {p.beta2:g}"
-            + f", norm {p.max_grad_norm:g}, moments in {p.moments_dtype}"
-            + (", kept by the host" if p.offload else ""),
+            + f", norm {p.max_grad_norm:g}, moments in {p.moments_dtype}",
         ),
     ]
 
@@ -206,9 +205,6 @@ def _memory_lines(config: Config, axis_sizes: dict[str, int]) -> list[tuple[str,
     lines += [line(*item) for item in held.updating.items()]
     note = "without what is drawn with; activations not counted"
     lines.append(("together, updating", f"{_size(held.updating_bytes)}   {note}"))
-    if held.host:
-        note = "optimiser state, for each device; the device has it too while it takes a step"
-        lines.append(("memory of the host", f"{_size(held.host)}   {note}"))
     return lines
 
 

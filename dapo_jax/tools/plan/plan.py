@@ -121,8 +121,8 @@ def remedy(config: Config, result: Mapping[str, Any]) -> str:
     ways = []
     if training and config.model.remat != "full":
         ways.append("config.model.remat='full' (layers computed again in the backward pass)")
-    if (training or name == "weights") and not config.optimizer.offload:
-        ways.append("config.optimizer.offload or moments_dtype='bfloat16'")
+    if (training or name == "weights") and config.optimizer.moments_dtype != "bfloat16":
+        ways.append("config.optimizer.moments_dtype='bfloat16'")
     if training and t.rows_per_micro_batch > shards:
         ways.append(f"config.train.rows_per_micro_batch={shards} (one row a shard)")
     if name == "decode":

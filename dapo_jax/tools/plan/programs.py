@@ -218,11 +218,9 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
 
 
 def device_bytes(shapes: Any, shardings: Any) -> int:
-    """Bytes that a device holds of arrays; those in the host's memory are not in it."""
+    """Bytes that a device holds of arrays."""
 
     def size(x: jax.ShapeDtypeStruct, at: jax.sharding.NamedSharding) -> int:
-        if at.memory_kind == "pinned_host":
-            return 0
         return int(np.prod(at.shard_shape(x.shape), dtype=np.int64)) * x.dtype.itemsize
 
     return sum(jax.tree.leaves(jax.tree.map(size, shapes, shardings)))

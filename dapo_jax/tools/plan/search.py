@@ -244,8 +244,7 @@ def _by_arithmetic(config: Config, target: chips.Target, sequence_tokens: int) -
     like = lambda dtype: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
     held = lambda tree: bytes_per_device(tree, specs, sizes)
     state = held(shapes) + held(like(jnp.float32))
-    if not config.optimizer.offload:
-        state += 2 * held(like(jnp.dtype(config.optimizer.moments_dtype)))
+    state += 2 * held(like(jnp.dtype(config.optimizer.moments_dtype)))
     width = jnp.dtype(c.compute_dtype).itemsize
     number = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
     copy = number * width / (m.rollout_tensor or m.tensor)
