@@ -13,7 +13,6 @@ rollout  random weights, tied embeddings: tokens per second, occupancy of the de
   --decode_steps 8 --page_tokens 32 --temperature 1 --top_p 1 --runs 7
 gap      how far the log-probs that such rollouts store are from the trainer's, in nats; flags as of
          rollout, but for --runs and --lengths
-  --cache_dtype auto|int8   of keys and values
 train    one update, objective and optimiser of configs/tiny_dapo.py, random weights and tokens:
          tokens per second, share of what the matrix products with weights allow on this machine,
          peak memory, compile time, share of padding
@@ -76,7 +75,7 @@ def measure(argv: list[str]) -> dict:
             "text": text,
             "numbers": {**numbers, "top_p": 1.0, "runs": 7, "prefill_prompts": 0},
         },
-        "gap": {"text": {"dtype": "float32", "cache_dtype": "auto"}, "numbers": numbers},
+        "gap": {"text": {"dtype": "float32"}, "numbers": numbers},
         "train": {
             "text": {**text, "remat": "dots"},
             "numbers": sizes | {
@@ -137,11 +136,9 @@ def measure(argv: list[str]) -> dict:
         micro_batch, remat = flags.pop("micro_batch"), flags.pop("remat")
         return bench_step(Shape(**flags, temperature=1.0, top_p=1.0), micro_batch, remat, base)
     if kind == "gap":
-        from dapo_jax.tools.bench.gap import Gap, bench_gap
+        from dapo_jax.tools.bench.gap import bench_gap
 
-        cache_dtype = flags.pop("cache_dtype")
-        shape = Shape(**flags, lengths="uniform", top_p=1.0, runs=1)
-        return bench_gap(Gap(shape, cache_dtype))
+        return bench_gap(Shape(**flags, lengths="uniform", top_p=1.0, runs=1))
     from dapo_jax.tools.bench.rollout import bench_rollout
 
     return bench_rollout(Shape(**flags))

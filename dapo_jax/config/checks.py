@@ -108,13 +108,6 @@ def _check_rollout(config: "Config") -> None:
                 "log-probs those among the rest, which the trained policy does not have: set "
                 f"config.rollout.log_prob_source to 'recompute', or {name} to {everything}."
             )
-    if rollout.cache_dtype == "int8" and config.correction is None:
-        raise UserError(
-            "config.rollout.cache_dtype 'int8' makes the rollout's log-probs those of rounded keys "
-            "and values, which the trained policy does not have: set "
-            "config.rollout.log_prob_source to 'recompute', or config.correction, or cache_dtype "
-            "to 'auto'."
-        )
 
 
 def _check_sampling(config: "Config") -> None:

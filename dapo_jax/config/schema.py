@@ -181,8 +181,6 @@ class RolloutConfig:
     cache_gib: Positive | None = None
     # Texts after which a response ends, beside the stop tokens; of training and evaluation.
     stop_strings: Annotated[tuple[str, ...], fields.Range(all, "texts that are not empty")] = ()
-    # Of cached keys and values; auto: model.compute_dtype. int8: one scale a token and head.
-    cache_dtype: Literal["auto", "int8"] = "auto"
     # Who attends to the cache: XLA, or JAX's kernel for the platform. auto: the kernel where there
     # is one that takes the model.
     kernel: Literal["auto", "xla", "tpu", "gpu"] = "auto"

@@ -26,8 +26,6 @@ from dapo_jax.rewards.types import Rubric, parse_scorers
 from dapo_jax.types import Problem, UserError
 
 TOKENISED_TOGETHER = 1000
-CHECK_MEMORY_EVERY_ROWS = 20_000
-LEAST_FREE_SHARE = 0.05  # of memory, while rows are read
 CODE = (
     arithmetic,
     prompts,
@@ -269,8 +267,6 @@ def _distinct(
                 counts["repeated"] += 1
                 entry.rows += 1
                 entry.conflict |= entry.answer != row.answer
-            if counts["rows"] % CHECK_MEMORY_EVERY_ROWS == 0 and free_share() < LEAST_FREE_SHARE:
-                raise MemoryError
     except MemoryError:
         fewer = max(1, len(distinct) // 2)
         raise UserError(
@@ -285,26 +281,6 @@ def _without_spacing(prompt: str | tuple[Message, ...]) -> str | tuple[Message, 
     if isinstance(prompt, str):
         return "".join(prompt.split())
     return tuple((role, "".join(content.split())) for role, content in prompt)
-
-
-def free_share(root: Path = Path("/")) -> float:
-    """Share of the memory that is free, of the machine or of the container, whichever is less; 1
-    where the system does not say. Files that the system keeps in memory count as free."""
-    shares = [1.0]
-    with contextlib.suppress(OSError, ValueError, LookupError):
-        sizes = _sizes(root / "proc/meminfo")
-        shares.append(sizes["MemAvailable:"] / sizes["MemTotal:"])
-    with contextlib.suppress(OSError, ValueError, LookupError):  # "max" is no number: no limit
-        group = root / "sys/fs/cgroup"
-        limit, used = (int((group / f"memory.{x}").read_text()) for x in ("max", "current"))
-        sizes = _sizes(group / "memory.stat")
-        shares.append(1 - (used - sizes["active_file"] - sizes["inactive_file"]) / limit)
-    return min(shares)
-
-
-def _sizes(file: Path) -> dict[str, int]:
-    """The numbers of a file of the kernel whose lines are a name and a number."""
-    return {words[0]: int(words[1]) for words in map(str.split, file.read_text().splitlines())}
 
 
 def _cache_directory(data: DataConfig) -> Path:

@@ -29,7 +29,6 @@ def choose(
     c: ModelConfig,
     *,
     page_tokens: int,
-    cache_dtype: str,
     heads_parts: int = 1,
 ) -> Kernel:
     """What `config.rollout.kernel` means on a platform: "auto" is the platform's kernel where that
@@ -37,7 +36,6 @@ def choose(
 
     Args:
         platform: of the devices, as JAX calls it.
-        cache_dtype: `config.rollout.cache_dtype`.
         heads_parts: devices that the heads of a sequence lie over.
 
     Raises:
@@ -51,7 +49,7 @@ def choose(
             f"config.rollout.kernel {wanted!r} needs a {wanted}; the devices are {platform!r}. Set "
             "it to 'auto'."
         )
-    refused = _refusal(kernel, c, page_tokens, cache_dtype, heads_parts)
+    refused = _refusal(kernel, c, page_tokens, heads_parts)
     if refused is None:
         return kernel  # pyright: ignore[reportReturnType]
     if wanted != "auto":
@@ -68,24 +66,19 @@ def fallback(
     c: ModelConfig,
     *,
     page_tokens: int,
-    cache_dtype: str,
     heads_parts: int = 1,
 ) -> str | None:
     """Why `choose`, with the same arguments, falls back to XLA on a platform that has a kernel; or
     None."""
     kernel = PLATFORMS.get(platform, "xla")
-    refused = _refusal(kernel, c, page_tokens, cache_dtype, heads_parts)
+    refused = _refusal(kernel, c, page_tokens, heads_parts)
     return f"the {kernel} kernel {refused}" if wanted == "auto" and refused else None
 
 
-def _refusal(
-    kernel: str, c: ModelConfig, page_tokens: int, cache_dtype: str, heads_parts: int
-) -> str | None:
+def _refusal(kernel: str, c: ModelConfig, page_tokens: int, heads_parts: int) -> str | None:
     """Why a kernel does not take a model, or None."""
     if kernel != "xla" and c.sliding_layers:
         return "does not take config.model.sliding_layers: windows that differ by layer"
-    if kernel == "tpu" and cache_dtype == "int8":
-        return "does not take config.rollout.cache_dtype 'int8': it has one scale for all tokens"
     if kernel == "tpu":
         if c.num_kv_heads % heads_parts:
             return None  # the mesh is refused for it
@@ -191,7 +184,7 @@ def gpu_attention(
     heads_axis: str | None,
 ) -> jax.Array:
     """A query a sequence over the first `lengths_B` tokens of its pages: keys and values
-    [pages, K, page, H] each and, where they are int8, their scales [pages, K, page].
+    [pages, K, page, H] each.
 
     To the kernel every kv head is a sequence of its own, whose pages are those of one head: so the
     pool is handed over as it lies. On CPUs it is interpreted."""
@@ -209,14 +202,13 @@ def gpu_attention(
     def local(q: jax.Array, table: jax.Array, lengths: jax.Array, *pages: jax.Array) -> jax.Array:
         K = pages[0].shape[1]
         own = table[:, None] * K + jnp.arange(K, dtype=table.dtype)[None, :, None]
-        k, v, *scales = (x.reshape(1, -1, *x.shape[2:]) for x in pages)
+        k, v = (x.reshape(1, -1, *x.shape[2:]) for x in pages)
         out = paged_attention(
             (q * H**-0.5).astype(q.dtype).reshape(B * K, -1, H),
             k,
             v,
             own.reshape(B * K, -1),
             jnp.repeat(lengths, K),
-            *scales,
             pages_per_compute_block=block,
             k_splits=splits,
             interpret=jax.default_backend() == "cpu",

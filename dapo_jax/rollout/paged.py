@@ -8,18 +8,11 @@ values [L, pages, K, page, H] each, for XLA, which gathers some at a time (`tile
 for JAX's GPU kernel; one array [L, pages, page, 2 K, H], keys and values in turn, for JAX's TPU
 kernel. Kernels fetch the pages themselves (see `kernels`).
 
-With `cache_dtype` int8 keys and values lie beside their scales, float32 [L, pages, K, page]:
-
-    x8 = round(x / s),  s = max_h |x_h| / 127,  one s for every token, head, and key or value
-
-Prefill attends to what is kept, not to what it was made of, so that a token sees the same of those
-before it however they came into the cache.
-
 No page ever holds what is not a number: page 0, and those given out again, are read by sequences
 whose weight for them is 0, and 0 * NaN is NaN. See `sound`.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +21,8 @@ from dapo_jax.config import ModelConfig
 from dapo_jax.models.attention import xla
 from dapo_jax.models.decoder import Attend
 from dapo_jax.rollout import kernels
-from dapo_jax.rollout.tiles import Tile, Tiles
+from dapo_jax.rollout.tiles import Arrays, Tile, Tiles
 
-Arrays = tuple[jax.Array, ...]
 # Between two programs for attention to values around 1: bfloat16 makes it 0.008, one key that is
 # left out 0.05, those of another page 0.5.
 MAX_DIFFERENCE = 2.0**-5
@@ -41,8 +33,7 @@ class Layout(NamedTuple):
 
     kernel: kernels.Kernel
     page_tokens: int
-    dtype: str  # of the model's activations
-    cache_dtype: Literal["auto", "int8"] = "auto"  # auto: `dtype`
+    dtype: str  # of the model's activations, and of what is cached
     heads_axis: str | None = None  # mesh axis over which the kv heads lie
 
     def pool(self, c: ModelConfig, num_pages: int) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -51,41 +42,12 @@ class Layout(NamedTuple):
         if self.kernel == "tpu":
             return (jax.ShapeDtypeStruct((L, num_pages, A, 2 * K, H), jnp.dtype(self.dtype)),)
         kept = jax.ShapeDtypeStruct((L, num_pages, K, A, H), jnp.dtype(self.dtype))
-        return jax.eval_shape(self.keep, kept, kept)
+        return kept, kept
 
     @property
     def kv_axis(self) -> int:
         """The axis of the pool's arrays over which the kv heads lie."""
         return 3 if self.kernel == "tpu" else 2
-
-    def keep(self, k: jax.Array, v: jax.Array) -> Arrays:
-        """Keys and values [..., H] as they are cached; with them scales [...], if int8."""
-        if self.cache_dtype == "int8":
-            (k, k_scale), (v, v_scale) = quantise(k), quantise(v)
-            return k, v, k_scale, v_scale
-        return k.astype(self.dtype), v.astype(self.dtype)
-
-    def unscaled(self, kept: Arrays) -> Arrays:
-        """Keys and values in the dtype that the model computes in; and if int8, which that holds
-        exactly, what they are to be multiplied by."""
-        k, v, *scales = kept
-        return k.astype(self.dtype), v.astype(self.dtype), *scales
-
-    def read(self, kept: Arrays) -> tuple[jax.Array, jax.Array]:
-        """Keys and values as the model computes with them, from `keep`."""
-        k, v, *scales = kept
-        if scales:
-            k, v = (x.astype(jnp.float32) * s[..., None] for x, s in zip((k, v), scales))
-        return k.astype(self.dtype), v.astype(self.dtype)
-
-
-def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(int8 [..., H], float32 scale [...]): see the module. What is not finite gets a scale that is
-    not, and stays so."""
-    x = x.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(x), axis=-1) / 127
-    divisor = jnp.where(scale == 0, 1, scale)[..., None]
-    return jnp.round(x / divisor).astype(jnp.int8), scale
 
 
 def page_bytes(c: ModelConfig, layout: Layout) -> int:
@@ -94,11 +56,11 @@ def page_bytes(c: ModelConfig, layout: Layout) -> int:
 
 
 def from_dense(layout: Layout, dense: Arrays) -> Arrays:
-    """What is kept of prompts, [L, P, T, K, ...] each, T a multiple of the page, as pages of the
+    """Keys and values of prompts, [L, P, T, K, H] each, T a multiple of the page, as pages of the
     pool."""
-    L, P, T, K = dense[0].shape[:4]
+    L, P, T, K, H = dense[0].shape
     A = layout.page_tokens
-    paged = [x.reshape(L, P * T // A, A, K, *x.shape[4:]) for x in dense]
+    paged = [x.reshape(L, P * T // A, A, K, H) for x in dense]
     if layout.kernel == "tpu":
         return (jnp.stack(paged, axis=4).reshape(L, P * T // A, A, 2 * K, -1),)
     return tuple(x.swapaxes(2, 3) for x in paged)
@@ -195,7 +157,7 @@ def decoding(
         window: jax.Array | int | None,
     ) -> tuple[jax.Array, Arrays]:
         B, _, K, H = k.shape
-        kept = layout.keep(k[:, 0], v[:, 0])
+        kept = k[:, 0].astype(layout.dtype), v[:, 0].astype(layout.dtype)
         # To a kernel: the pages of all layers, and the table says which. A layer's own would have
         # to be copied out.
         own_BP = table_BP + layer * cache[0].shape[1]
@@ -214,7 +176,7 @@ def decoding(
             out_BNH = kernels.gpu_attention(q[:, 0], pages, own_BP, seen_B, layout.heads_axis)
             return out_BNH[:, None], cache
         q_BKGH = q.reshape(B, K, -1, H)
-        out_BKGH, cache = tiles.attend(layer, q_BKGH, cache, layout.unscaled, window)
+        out_BKGH, cache = tiles.attend(layer, q_BKGH, cache, window)
         return out_BKGH.reshape(q.shape), cache
 
     return sound(attend)
@@ -239,11 +201,10 @@ def last_page_difference(
     normal = lambda key, *shape: jax.random.normal(key, (*shape, pool[0].shape[-1]), layout.dtype)
     q_BTNH = normal(key_q, B, 1, heads)
     k_PAKH, v_PAKH = normal(key_k, 1, A, kv_heads), normal(key_v, 1, A, kv_heads)
-    kept = layout.keep(k_PAKH, v_PAKH)
     at = lambda into: (layer, page, *[jnp.int32(0)] * (into.ndim - 2))
     pool = tuple(
         jax.lax.dynamic_update_slice(into, new, at(into))
-        for into, new in zip(pool, from_dense(layout, tuple(x[None] for x in kept)))
+        for into, new in zip(pool, from_dense(layout, (k_PAKH[None], v_PAKH[None])))
     )
     first_B = jnp.arange(B) == 0
     attend = decoding(
@@ -256,6 +217,6 @@ def last_page_difference(
     newest = lambda x: jnp.broadcast_to(x[:, -1:], (B, 1, *x.shape[2:]))
     out_BTNH, pool = attend(layer, q_BTNH, newest(k_PAKH), newest(v_PAKH), pool, None)
     everything = jnp.ones((1, 1, A), bool)
-    expected = xla.dot_product_attention(q_BTNH[:1], *layout.read(kept), everything)
+    expected = xla.dot_product_attention(q_BTNH[:1], k_PAKH, v_PAKH, everything)
     difference = out_BTNH[:1].astype(jnp.float32) - expected.astype(jnp.float32)
     return jnp.max(jnp.abs(difference)), pool

@@ -246,8 +246,7 @@ class Programs:
         chunk = A * -(-T // (A * num))
         S = num * chunk
         tokens_PS = jnp.pad(tokens_PT, ((0, 0), (0, S - T)))
-        kv = jax.ShapeDtypeStruct((c.num_layers, P, S, c.num_kv_heads, c.head_dim), dtype)
-        dense = jax.tree.map(jnp.zeros_like, jax.eval_shape(layout.keep, kv, kv))
+        dense = (jnp.zeros((c.num_layers, P, S, c.num_kv_heads, c.head_dim), dtype),) * 2
 
         def one(carry: Any, start: jax.Array) -> tuple[Any, None]:
             cache, last_PD, finite_P = carry
@@ -257,7 +256,7 @@ class Programs:
                 params,
                 jax.lax.dynamic_slice_in_dim(tokens_PS, start, chunk, axis=1),
                 position_PC,
-                paged.sound(xla.prefilling(start, chunk, layout.keep, layout.read)),
+                paged.sound(xla.prefilling(start, chunk)),
                 cache,
             )
             at_P = jnp.clip(length_P - 1 - start, 0, chunk - 1)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from dapo_jax.config import Config, MeshConfig, ModelConfig
 from dapo_jax.models.sharding import BATCH_AXES, parts_of
@@ -33,7 +33,6 @@ class EngineSpec:
     prefill_chunk_tokens: int = PREFILL_CHUNK_TOKENS
     kernel: kernels.Kernel = "xla"
     kernel_refused: str | None = None  # why "auto" is XLA on a platform that has a kernel
-    cache_dtype: Literal["auto", "int8"] = "auto"  # of keys and values; auto: the compute dtype
     continued: bool = False  # whether many samples come one by one, with what was drawn of them
 
     @property
@@ -84,9 +83,7 @@ class EngineSpec:
     @property
     def pool_layout(self) -> paged.Layout:
         heads_axis = dict(self.layout.rules)["kv_heads"]
-        return paged.Layout(
-            self.kernel, self.page_tokens, self.model.compute_dtype, self.cache_dtype, heads_axis
-        )
+        return paged.Layout(self.kernel, self.page_tokens, self.model.compute_dtype, heads_axis)
 
     def pages_bytes(self, number: int) -> int:
         """What so many pages take of a device, in all layers."""
@@ -118,7 +115,6 @@ def engine_spec(
     parts = parts_of(BATCH_AXES, run_sizes or sizes) // parts_of(BATCH_AXES, sizes)
     pages: Any = {
         "page_tokens": r.page_tokens,
-        "cache_dtype": r.cache_dtype,
         "heads_parts": parts_of(dict(config.mesh.rules)["kv_heads"], sizes),
     }
     spec = EngineSpec(
@@ -135,7 +131,6 @@ def engine_spec(
         decode_steps=r.decode_steps,
         kernel=kernels.choose(r.kernel, platform, config.model, **pages),
         kernel_refused=kernels.fallback(r.kernel, platform, config.model, **pages),
-        cache_dtype=r.cache_dtype,
     )
     if r.cache_gib is not None:
         spec = dataclasses.replace(spec, num_pages=_num_pages(spec, r.cache_gib))

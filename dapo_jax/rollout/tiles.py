@@ -13,13 +13,13 @@ and summed in one order, and one that lies beyond the sequence adds zeros to wha
 alone.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 BELOW_ALL = -1e30
+Arrays = tuple[jax.Array, ...]
 
 
 class Tile(NamedTuple):
@@ -67,24 +67,21 @@ class Tiles(NamedTuple):
         self,
         layer: jax.Array | int,
         q_BKGH: jax.Array,
-        cache: Any,
-        read: Callable[[Any], tuple[jax.Array, ...]],
+        cache: Arrays,
         window: jax.Array | int | None,
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[jax.Array, Arrays]:
         """(what the last token of each sequence sees [B, K, G, H] in the dtype of the values, the
         cache).
 
         Args:
-            cache: arrays [L, pages, K, page, ...].
-            read: keys and values [..., K, page, H] from what is cached of them, and, if they are to
-                be multiplied by any, the scales of each [..., K, page].
+            cache: keys and values [L, pages, K, page, H].
             window: a token sees the last so many; None: all.
         """
         B, K, G, H = q_BKGH.shape
         A = cache[0].shape[3]
         q_SKGH = q_BKGH[jnp.minimum(self.from_S, B - 1)]
         S, n, c = len(self.from_S), self.group, self.pages
-        dtype = jax.eval_shape(read, cache)[1].dtype
+        dtype = cache[1].dtype
 
         def one(carry: Any) -> Any:
             # The cache goes through: a loop that only read it would get a copy of it.
@@ -93,8 +90,7 @@ class Tiles(NamedTuple):
             column = (i - self.first_n[at]) * c
             own = lambda x: jax.lax.dynamic_slice_in_dim(x, at * n, n)
             page_nc = jax.lax.dynamic_slice_in_dim(own(self.table_SP), column, c, axis=1)
-            # [n, c, K, A, H], and scales [n, c, K, A]
-            k, v, *scales = read(tuple(x[layer, page_nc] for x in cache))
+            k, v = (x[layer, page_nc] for x in cache)  # [n, c, K, A, H]
             position_cA = (column + jnp.arange(c)[:, None]) * A + jnp.arange(A)[None]
             back_ncA = own(self.length_S)[:, None, None] - 1 - position_cA[None]
             seen_ncA = back_ncA >= 0
@@ -103,14 +99,11 @@ class Tiles(NamedTuple):
             q, m, z, o = map(own, (q_SKGH, m_SKG, z_SKG, o_SKGH))
             # Page by page: products of one shape, which XLA's CPU backend runs as fast.
             s = jnp.einsum("nKGH,ncKAH->ncKGA", q, k, preferred_element_type=jnp.float32)
-            # Of scores and weights, which are fewer than what the scales are of.
-            s = s * scales[0][:, :, :, None] if scales else s
             s = jnp.where(seen_ncA[:, :, None, None], s * H**-0.5, BELOW_ALL)
             most = jnp.maximum(m, jnp.max(s, axis=(1, 4)))
             e = jnp.exp(s - most[:, None, :, :, None])
             less = jnp.exp(m - most)
             z = z * less + jnp.sum(jnp.sum(e, axis=4), axis=1)
-            e = e * scales[1][:, :, :, None] if scales else e
             seen = jnp.einsum(
                 "ncKGA,ncKAH->ncKGH", e.astype(dtype), v, preferred_element_type=jnp.float32
             )

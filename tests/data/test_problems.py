@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import random
-from pathlib import Path
 
 import pytest
 
@@ -280,59 +279,24 @@ def test_an_overlong_prompt_is_an_error_left_out_or_cut(tmp_path):
 
 
 def test_memory_that_runs_full_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(problems, "CHECK_MEMORY_EVERY_ROWS", 10)
-    asked = []
+    def full_after(num_rows):
+        keys = iter(range(num_rows - 1))
 
-    def shrinking():
-        asked.append(None)
-        return 0.2 - 0.08 * len(asked)
+        def key(prompt):
+            if next(keys, None) is None:
+                raise MemoryError
+            return prompt
 
-    monkeypatch.setattr(problems, "free_share", shrinking)
+        monkeypatch.setattr(problems, "_without_spacing", key)
+
     rows = [row(f"p{i}") for i in range(15)] * 3
+    full_after(20)
     message = r"sums: memory is full after row 20 with 15 distinct prompts.*sums\.num_problems=7,"
     with pytest.raises(UserError, match=message):
         prepare_rows(tmp_path, rows)
-    assert len(asked) == 2, "once every ten rows"
-    monkeypatch.setattr(problems, "free_share", lambda: problems.LEAST_FREE_SHARE)
-    assert len(prepare_rows(tmp_path, rows).problems) == 15
-    monkeypatch.setattr(problems, "free_share", lambda: 0.0)
-    with pytest.raises(UserError, match=r"row 10 with 1 distinct .*num_problems=1,"):
+    full_after(2)
+    with pytest.raises(UserError, match=r"row 2 with 1 distinct .*num_problems=1,"):
         prepare_rows(tmp_path, [row("a")] * 10)
-
-
-def kernel_files(root, available, limit, current, cached):
-    """What Linux says of a machine of 1000 kB and of a container, in bytes."""
-    (root / "proc").mkdir()
-    (root / "sys/fs/cgroup").mkdir(parents=True)
-    meminfo = (
-        f"MemTotal:  1000 kB\nMemFree:  5 kB\nMemAvailable:  {available} kB\nHugePages_Total:   0\n"
-    )
-    (root / "proc/meminfo").write_text(meminfo)
-    group = root / "sys/fs/cgroup"
-    (group / "memory.max").write_text(f"{limit}\n")
-    (group / "memory.current").write_text(f"{current}\n")
-    stat = f"anon 7\nfile 9\ninactive_file {cached - 1}\nactive_file 1\n"
-    (group / "memory.stat").write_text(stat)
-
-
-@pytest.mark.parametrize(
-    "available, limit, current, cached, share",
-    [
-        (300, "max", 500, 100, 0.3),
-        (300, 1000, 900, 100, 0.2),  # of the container, less than of the machine
-        (100, 1000, 900, 100, 0.1),
-        (900, 1000, 1000, 700, 0.7),  # what is cached of files is free when it is needed
-    ],
-)
-def test_free_memory(tmp_path, available, limit, current, cached, share):
-    kernel_files(tmp_path, available, limit, current, cached)
-    assert problems.free_share(tmp_path) == pytest.approx(share)
-    (tmp_path / "sys/fs/cgroup/memory.stat").unlink()
-    assert problems.free_share(tmp_path) == available / 1000, "a system that does not say"
-    (tmp_path / "proc/meminfo").unlink()
-    assert problems.free_share(tmp_path) == 1
-    says = Path("/proc/meminfo").exists()
-    assert 0 < problems.free_share() < 1 if says else problems.free_share() == 1
 
 
 @pytest.fixture

@@ -239,9 +239,6 @@ def test_ppo_resumes_bit_for_bit(ppo, home, tmp_path):
         (configured("gspo") | {"model__compute_dtype": "bfloat16"},
          "compute_dtype 'bfloat16' makes .*to 'recompute', or compute_dtype to 'float32'"),
         (configured("gspo-token") | {"model__compute_dtype": "bfloat16"}, "bounds of .*gspo-token"),
-        (configured("gspo") | {"rollout__cache_dtype": "int8", "correction": CORRECTION | {
-            "policy": "current", "sequence_mask_delta": 0.1}},
-         "cache_dtype 'int8' makes .*to 'recompute', or cache_dtype to 'auto'"),
         ({"objective__advantage": "grpo-process"},
          "overlong_penalty must be 0 for .*outcome_as_step to True"),
         (NO_OVERLONG | {"objective__advantage": "grpo-process",

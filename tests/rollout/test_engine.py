@@ -368,9 +368,9 @@ def test_chunks_are_no_smaller_where_they_do_not_divide_the_prompt(
     """Prompts of 3 pages and 5; the last chunk reaches beyond."""
     sizes, prefilling = set(), xla.prefilling
 
-    def told(start, num, *arguments):
+    def told(start, num):
         sizes.add(num // 5)
-        return prefilling(start, num, *arguments)
+        return prefilling(start, num)
 
     monkeypatch.setattr(xla, "prefilling", told)
     chunked = make_engine(page_tokens=5, prefill_chunk_tokens=5 * chunk_pages, slots=12)

@@ -85,8 +85,7 @@ def test_what_a_run_holds_besides():
         dict(mesh__fsdp=8, mesh__rollout_tensor=2),
         dict(mesh__fsdp=2, mesh__context=2, mesh__tensor=2, rollout__cache_gib=0.001),
         dict(mesh__data=8, model__compute_dtype="bfloat16", optimizer__moments_dtype="bfloat16"),
-        dict(mesh__data=4, mesh__tensor=2, rollout__cache_dtype="int8",
-             rollout__log_prob_source="recompute"),
+        dict(mesh__data=4, mesh__tensor=2),
         dict(mesh__data=4, mesh__fsdp=2, dynamic_sampling__partial_rollouts=True),
     ],
 )  # fmt: skip

@@ -14,7 +14,6 @@ import pytest
 from jax._src.pallas.mosaic import tpu_info  # what lowering asks of the devices; no public name
 from jax.experimental.pallas import tpu as pltpu
 
-from dapo_jax.config.checks import check
 from dapo_jax.models import decoder
 from dapo_jax.models.attention import kernels as attention_kernels
 from dapo_jax.models.attention import xla
@@ -25,7 +24,7 @@ from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.rollout.spec import EngineSpec, engine_spec
 from dapo_jax.rollout.tiles import Tile
 from dapo_jax.setup import attention_line
-from dapo_jax.tools.bench.gap import Gap, bench_gap
+from dapo_jax.tools.bench.gap import bench_gap
 from dapo_jax.tools.bench.shapes import Shape
 from dapo_jax.types import Problem, RunError, UserError
 from tests.support.engines import generate
@@ -36,7 +35,7 @@ from tests.support.tpu_interpreter import interpreted
 B, K, G, H, A, P, N = 3, 2, 3, 128, 4, 5, 16
 LENGTHS = np.array([0, 9, 18], np.int32)
 TILE = Tile(2, 2 * A)  # three sequences make two groups, five pages three tiles
-LAYOUTS = [("xla", "auto"), ("xla", "int8"), ("tpu", "auto"), ("gpu", "auto"), ("gpu", "int8")]
+KERNELS = ("xla", "tpu", "gpu")
 CONFIG = tiny_config()
 
 
@@ -50,7 +49,7 @@ def problem():
 
 
 def pages_of(layout, k, v):
-    return paged.from_dense(layout, layout.keep(k, v))
+    return paged.from_dense(layout, (k, v))
 
 
 def pool_of(layout, k, v):
@@ -60,10 +59,10 @@ def pool_of(layout, k, v):
     )
 
 
-@pytest.mark.parametrize("kernel, cache_dtype", LAYOUTS)
-def test_pages_are_put_and_copied_one_by_one(problem, kernel, cache_dtype):
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_pages_are_put_and_copied_one_by_one(problem, kernel):
     k, v, *_ = problem
-    layout = paged.Layout(kernel, A, "float32", cache_dtype)
+    layout = paged.Layout(kernel, A, "float32")
     pool = pool_of(layout, k, v)
     shapes = layout.pool(dataclasses.replace(CONFIG.model, num_kv_heads=K, head_dim=H), N)
     assert [(x.shape, x.dtype) for x in pool] == [(x.shape, x.dtype) for x in shapes]
@@ -87,21 +86,19 @@ def test_pages_are_put_and_copied_one_by_one(problem, kernel, cache_dtype):
 
 
 @pytest.mark.parametrize(
-    "kernel, cache_dtype, window",
-    [*((*layout, None) for layout in LAYOUTS), ("xla", "auto", 6), ("tpu", "auto", 6)],
+    "kernel, window", [*((kernel, None) for kernel in KERNELS), ("xla", 6), ("tpu", 6)]
 )
-def test_a_token_attends_to_its_own_pages_and_is_kept_there(problem, kernel, cache_dtype, window):
+def test_a_token_attends_to_its_own_pages_and_is_kept_there(problem, kernel, window):
     """Against attention over each sequence laid out whole, of what is kept. Kernels are
     interpreted."""
     k, v, table, q, k_new, v_new = problem
-    layout = paged.Layout(kernel, A, "float32", cache_dtype)
+    layout = paged.Layout(kernel, A, "float32")
     goes = jnp.array([True, True, False])
     attend = paged.decoding(layout, table, jnp.asarray(LENGTHS), goes, TILE)
     before = pool_of(layout, k, v)
     with interpreted() if kernel == "tpu" else contextlib.nullcontext():
         out, after = attend(1, q, k_new, v_new, before, window)
-    kept = lambda k, v: map(np.array, layout.read(layout.keep(k, v)))
-    (k, v), (k_new, v_new) = kept(k, v), kept(k_new, v_new)
+    k, v, k_new, v_new = map(np.array, (k, v, k_new, v_new))
     for b in (0, 1):
         own = (np.asarray(table)[b][:, None] - 1) * A + np.arange(A)
         k_S, v_S = (x[1, 0, own.reshape(-1)] for x in (k, v))
@@ -132,18 +129,18 @@ def test_a_kernel_does_not_read_what_was_last_in_an_empty_slot(monkeypatch, prob
 
     monkeypatch.setattr(kernels, f"{kernel}_attention", attention)
     k, v, table, q, k_new, v_new = problem
-    layout = paged.Layout(kernel, A, "float32", "auto")
+    layout = paged.Layout(kernel, A, "float32")
     goes = jnp.array([True, True, False])
     attend = paged.decoding(layout, table, jnp.asarray(LENGTHS), goes, TILE)
     attend(1, q, k_new, v_new, pool_of(layout, k, v), None)
     assert handed == [[LENGTHS[0] + 1, LENGTHS[1] + 1, 1]]
 
 
-@pytest.mark.parametrize("kernel, cache_dtype", [("xla", "auto"), ("gpu", "auto"), ("xla", "int8")])
-def test_what_is_not_a_number_is_cached_nowhere(problem, kernel, cache_dtype):
+@pytest.mark.parametrize("kernel", ["xla", "gpu"])
+def test_what_is_not_a_number_is_cached_nowhere(problem, kernel):
     """What comes out for that token is NaN, and nothing else is."""
     k, v, table, q, k_new, v_new = problem
-    layout = paged.Layout(kernel, A, "float32", cache_dtype)
+    layout = paged.Layout(kernel, A, "float32")
     goes, lengths = jnp.array([True, True, False]), jnp.asarray(LENGTHS)
     attend = paged.decoding(layout, table, lengths, goes, TILE)
     expected, _ = attend(1, q, k_new, v_new, pool_of(layout, k, v), None)
@@ -156,10 +153,10 @@ def test_what_is_not_a_number_is_cached_nowhere(problem, kernel, cache_dtype):
     np.testing.assert_array_equal(out[0, 0, heads:], expected[0, 0, heads:])
 
 
-@pytest.mark.parametrize("kernel, cache_dtype", [one for one in LAYOUTS if one[0] != "xla"])
-def test_at_the_last_page_of_a_pool_a_kernel_attends_as_xla_does(problem, kernel, cache_dtype):
+@pytest.mark.parametrize("kernel", ["tpu", "gpu"])
+def test_at_the_last_page_of_a_pool_a_kernel_attends_as_xla_does(problem, kernel):
     k, v, table, *_ = problem
-    layout = paged.Layout(kernel, A, "float32", cache_dtype)
+    layout = paged.Layout(kernel, A, "float32")
     before = pool_of(layout, k, v)
     last = jnp.array([1, N - 1], jnp.int32)
     with interpreted() if kernel == "tpu" else contextlib.nullcontext():
@@ -227,26 +224,12 @@ def test_rounding_to_bfloat16_is_no_difference():
     assert 1e-4 < difference < paged.MAX_DIFFERENCE / 2
 
 
-def test_int8_is_the_nearest_of_255_steps():
-    x = np.random.default_rng(0).standard_normal((4, 5, H)).astype(np.float32)
-    x[1, 2] = 0
-    x8, scale = map(np.asarray, paged.quantise(jnp.asarray(x)))
-    assert x8.dtype == np.int8 and scale.shape == (4, 5)
-    np.testing.assert_allclose(scale, np.abs(x).max(-1) / 127, rtol=1e-6)
-    assert (np.abs(x8 * scale[..., None] - x) <= 0.5001 * scale[..., None]).all()
-    assert (np.abs(x8).max(-1)[scale > 0] == 127).all() and (x8[1, 2] == 0).all()
-    layout = paged.Layout("xla", A, "float32", "int8")
-    wrong = layout.keep(jnp.full((1, H), jnp.nan), jnp.full((1, H), jnp.inf))
-    assert not any(np.isfinite(x).any() for x in layout.read(wrong)), "it stays so"
-
-
 def test_the_memory_of_a_page():
     c = dataclasses.replace(CONFIG.model, num_layers=3, num_kv_heads=2, head_dim=8)
-    of = lambda kernel, dtype, cache: paged.page_bytes(c, paged.Layout(kernel, 4, dtype, cache))
+    of = lambda kernel, dtype: paged.page_bytes(c, paged.Layout(kernel, 4, dtype))
     values = 3 * 4 * 2 * 2 * 8  # layers, tokens, keys and values, heads, numbers of each
-    assert of("xla", "float32", "auto") == of("tpu", "float32", "auto") == 4 * values
-    assert of("gpu", "bfloat16", "auto") == 2 * values
-    assert of("xla", "bfloat16", "int8") == values + 4 * values // 8
+    assert of("xla", "float32") == of("tpu", "float32") == 4 * values
+    assert of("gpu", "bfloat16") == 2 * values
 
 
 def tokens_of(num_devices=1, mesh=None, problems=20, config=CONFIG, **changes):
@@ -275,19 +258,6 @@ def tokens_of(num_devices=1, mesh=None, problems=20, config=CONFIG, **changes):
     return [[r.tokens.tolist() for r in row] for row in drawn], stats
 
 
-@pytest.mark.slow
-def test_with_int8_a_sample_still_depends_on_nothing_but_itself():
-    """Slots, pages, prefill in chunks, preemption and devices."""
-    expected, _ = tokens_of(cache_dtype="int8")
-    least = 1 + 3 + 7 + 2
-    short, stats = tokens_of(
-        cache_dtype="int8", slots=5, page_tokens=8, num_pages=least + 3, prefill_chunk_tokens=8
-    )
-    assert short == expected and stats.preempted > 0
-    split, _ = tokens_of(2, dict(tensor=2), problems=6, cache_dtype="int8")
-    assert split == expected[:6]
-
-
 @pytest.mark.parametrize("num_devices, mesh", [(1, {}), (2, dict(tensor=2))])
 def test_the_gpus_kernel_draws_the_same_tokens(num_devices, mesh):
     expected, _ = tokens_of(problems=3)
@@ -310,19 +280,16 @@ SHAPE = Shape(2, 32, 4, 2, 48, 64, "float32", 3, 4, 12, 20, "uniform", 0, 8, 8, 
 
 @pytest.mark.slow
 def test_the_gap_between_rollout_and_trainer():
-    exact, int8 = (bench_gap(Gap(SHAPE, cache)) for cache in ("auto", "int8"))
-    assert exact["gap_mean"] < 1e-6 and exact["gap_max"] < 1e-5
-    assert 1e-4 < int8["gap_mean"] < 0.03 and int8["gap_max"] < 0.2
-    for found in (exact, int8):
-        assert found["tokens"] == 3 * 4 * 20
-        assert 0 < found["gap_mean"] <= found["gap_p99"] <= found["gap_max"]
+    found = bench_gap(SHAPE)
+    assert found["gap_mean"] < 1e-6 and found["gap_max"] < 1e-5
+    assert found["tokens"] == 3 * 4 * 20
+    assert 0 < found["gap_mean"] <= found["gap_p99"] <= found["gap_max"]
 
 
-def choose(wanted, platform, cache_dtype="auto", page_tokens=32, heads_parts=1, **model):
+def choose(wanted, platform, page_tokens=32, heads_parts=1, **model):
     fields = {"compute_dtype": "bfloat16", "head_dim": 128} | model
     c = dataclasses.replace(CONFIG.model, **fields)
-    given = dict(page_tokens=page_tokens, cache_dtype=cache_dtype, heads_parts=heads_parts)
-    return kernels.choose(wanted, platform, c, **given)
+    return kernels.choose(wanted, platform, c, page_tokens=page_tokens, heads_parts=heads_parts)
 
 
 def test_the_kernel_is_the_platforms_where_it_takes_the_model():
@@ -331,7 +298,6 @@ def test_the_kernel_is_the_platforms_where_it_takes_the_model():
         assert choose("auto", platform) == kernel
         assert choose("xla", platform) == "xla"
         assert choose("auto", platform, sliding_layers=(0,), sliding_window=4) == "xla"
-    assert choose("auto", "tpu", "int8") == "xla" and choose("auto", "gpu", "int8") == "gpu"
     assert choose("auto", "gpu", compute_dtype="float32") == "xla"
     assert choose("auto", "gpu", head_dim=96) == choose("auto", "gpu", page_tokens=24) == "xla"
 
@@ -349,7 +315,7 @@ def test_the_kernel_is_the_platforms_where_it_takes_the_model():
 def test_a_fall_back_to_xla_has_a_reason(platform, wanted, model, why):
     fields = {"compute_dtype": "bfloat16", "head_dim": 128} | model
     c = dataclasses.replace(CONFIG.model, **fields)
-    said = kernels.fallback(wanted, platform, c, page_tokens=32, cache_dtype="auto")
+    said = kernels.fallback(wanted, platform, c, page_tokens=32)
     assert (said or "").startswith(why or "") and (said is None) == (why is None)
     if said is not None:
         rollout = dataclasses.replace(CONFIG.rollout, kernel=wanted, page_tokens=32)
@@ -391,7 +357,6 @@ def test_the_tpus_kernel_takes_the_heads_that_it_was_compiled_with(kernel, model
     [
         (("gpu", "cpu"), {}, r"rollout\.kernel 'gpu' needs a gpu; the devices are 'cpu'.*'auto'"),
         (("tpu", "gpu"), {}, r"rollout\.kernel 'tpu' needs a tpu; the devices are 'gpu'"),
-        (("tpu", "tpu", "int8"), {}, r"rollout\.kernel 'tpu' .*rollout\.cache_dtype 'int8'.*'xla'"),
         (("tpu", "tpu"), {"sliding_layers": (0,)}, r"does not take config\.model\.sliding_layers"),
         (("tpu", "tpu"), {"head_dim": 64}, r"config\.model\.head_dim of 128.*got 64.*'auto'"),
         (
@@ -408,14 +373,6 @@ def test_the_tpus_kernel_takes_the_heads_that_it_was_compiled_with(kernel, model
 def test_a_kernel_that_cannot_be_is_refused(arguments, fields, message):
     with pytest.raises(UserError, match=message):
         choose(*arguments, **fields)
-
-
-def test_int8_needs_log_probs_of_the_trainer():
-    with pytest.raises(UserError, match=r"cache_dtype 'int8'.*log_prob_source to 'recompute'"):
-        tiny_config(rollout__cache_dtype="int8")
-    config = tiny_config(rollout__cache_dtype="int8", rollout__log_prob_source="recompute")
-    check(config)
-    assert tiny_config().rollout.cache_dtype == tiny_config().rollout.kernel == "auto"
 
 
 @pytest.mark.parametrize("mesh", [{}, dict(tensor=2), dict(fsdp=2, tensor=2)])

@@ -152,7 +152,6 @@ def test_long_tailed_lengths_are_as_stated(gen_len):
         (bench, ["step", "--temperature=2"], "temperature.*Flags: --dtype"),
         (bench, ["step", "--top_p=0.5"], "top_p.*Flags: --dtype"),
         (bench, ["rollout", "--gigabytes=1"], "gigabytes.*Flags: --dtype"),
-        (bench, ["gap", "--cache_dtype=int4"], "--cache_dtype must be auto or int8; got 'int4'"),
         (bench, ["train", "--row_len=32"], r"--row_len \(32\) must be above --prompt_len \(32\)"),
         (bench, ["train", "--micro_batch=5"], r"a divisor of --batch \(32\); got 5"),
         (

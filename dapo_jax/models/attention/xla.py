@@ -6,7 +6,6 @@ Softmax and its sum are float32 whatever the compute dtype (float64 where that i
 attended values [B, T, N, H] and the cache.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -211,19 +210,9 @@ def by_query_chunks(
     return out.swapaxes(0, 1).reshape(B, -1, N, H)[:, :T]
 
 
-def prefilling(
-    start: jax.Array,
-    num: int,
-    keep: Callable[[jax.Array, jax.Array], Arrays],
-    read: Callable[[Arrays], tuple[jax.Array, jax.Array]],
-) -> Attend:
-    """Part of prompts, tokens `start` to `start + num`: its keys and values enter the cache, arrays
-    of [L, B, T, K, ...], then it attends to everything up to itself.
-
-    Args:
-        keep: keys and values [..., H] as the cache holds them.
-        read: the other way round.
-    """
+def prefilling(start: jax.Array, num: int) -> Attend:
+    """Part of prompts, tokens `start` to `start + num`: its keys and values enter the cache,
+    [L, B, T, K, H] each, then it attends to everything up to itself."""
 
     def attend(
         layer: jax.Array | int,
@@ -236,10 +225,10 @@ def prefilling(
         B, T = q.shape[0], cache[0].shape[2]
         zero = jnp.int32(0)
         at = (jnp.asarray(layer, jnp.int32), zero, start.astype(jnp.int32), zero, zero)
-        put = lambda x, new: jax.lax.dynamic_update_slice(x, new[None], at[: x.ndim])
-        cache = tuple(map(put, cache, keep(k, v)))
-        own = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in cache)
-        k_BTKH, v_BTKH = read(tuple(own))
+        put = lambda x, new: jax.lax.dynamic_update_slice(x, new[None].astype(x.dtype), at)
+        cache = tuple(map(put, cache, (k, v)))
+        own = lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
+        k_BTKH, v_BTKH = map(own, cache)
         back_CT = start + jnp.arange(num)[:, None] - jnp.arange(T)[None]
         mask_CT = back_CT >= 0 if window is None else (back_CT >= 0) & (back_CT < window)
         mask_BCT = jnp.broadcast_to(mask_CT[None], (B, num, T))

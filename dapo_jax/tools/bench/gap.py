@@ -1,7 +1,7 @@
 """How far the rollout's log-probs are from the trainer's, for the same parameters and tokens."""
 
 import functools
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,26 +9,17 @@ import numpy as np
 
 from dapo_jax.models import decoder, log_probs
 from dapo_jax.models.sharding import fitting, initial_params, make_mesh
-from dapo_jax.rollout import kernels, scheduler
+from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.tools.bench.shapes import Shape, bench_model, bench_spec, random_problems
 from dapo_jax.training import packing
 from dapo_jax.types import UserError
 
-CACHE_DTYPES = ("auto", "int8")
 GSPO_LOW, GSPO_HIGH = 3e-4, 4e-4  # clip bounds of arXiv:2507.18071, section 5.1
 
 
-class Gap(NamedTuple):
-    """What is compared besides the shape."""
-
-    shape: Shape
-    cache_dtype: str
-    kernel: kernels.Kernel = "xla"
-
-
-def bench_gap(of: Gap) -> dict[str, Any]:
+def bench_gap(shape: Shape) -> dict[str, Any]:
     """|log p_rollout - log p_trainer| over all response tokens: mean, 99th percentile, max; and the
     mean of the difference with its sign, in nats; and the share of responses that GSPO would clip.
 
@@ -39,20 +30,16 @@ def bench_gap(of: Gap) -> dict[str, Any]:
     The model is as `model.init_params` makes it. Responses are drawn as in training and scored in
     packed rows of two sequences each, as in training.
     """
-    shape = of.shape
     shape.check()
     if shape.temperature == 0:
         raise UserError(
             "--temperature must be above 0: a greedy token is drawn from no distribution; got 0."
         )
-    if of.cache_dtype not in CACHE_DTYPES:
-        raise UserError(f"--cache_dtype must be auto or int8; got {of.cache_dtype!r}.")
     c = bench_model(shape)
     layout = fitting(c, jax.device_count())
     mesh = make_mesh(layout)
     params = initial_params(c, layout, mesh, seed=0)
-    cache_dtype = cast(Literal["auto", "int8"], of.cache_dtype)
-    spec = bench_spec(shape, layout, kernel=of.kernel, cache_dtype=cache_dtype)
+    spec = bench_spec(shape, layout, kernel="xla")
     engine = DecoderEngine(spec, mesh)
     problems = random_problems(shape)
     with engine.weights(params):
@@ -90,7 +77,6 @@ def bench_gap(of: Gap) -> dict[str, Any]:
         "log_prob_mean": float(rollouts_N.mean()),
         "tokens": len(gap_N),
         "device": jax.devices()[0].device_kind,
-        "cache_dtype": of.cache_dtype,
         "shape": shape._asdict(),
     }
 

@@ -31,9 +31,7 @@ def bench_rollout(shape: Shape) -> dict[str, Any]:
     c = bench_model(shape)
     layout = fitting(c, jax.device_count())
     mesh = make_mesh(layout)
-    kernel = kernels.choose(
-        "auto", jax.default_backend(), c, page_tokens=shape.page_tokens, cache_dtype="auto"
-    )
+    kernel = kernels.choose("auto", jax.default_backend(), c, page_tokens=shape.page_tokens)
     spec = bench_spec(shape, layout, kernel=kernel)
     engine = DecoderEngine(spec, mesh)
     # Small, so that no token is much more probable than another.

@@ -1,7 +1,7 @@
 """What the benchmarks share: the shape of model and work, and random parameters and prompts."""
 
 import math
-from typing import Literal, NamedTuple, get_args, get_type_hints
+from typing import NamedTuple, get_args, get_type_hints
 
 import numpy as np
 
@@ -123,13 +123,7 @@ def on_shards(shape: Shape, layout: MeshConfig) -> dict[str, int]:
     return {name: n + -n % shards for name, n in wanted.items()}
 
 
-def bench_spec(
-    shape: Shape,
-    layout: MeshConfig,
-    *,
-    kernel: kernels.Kernel,
-    cache_dtype: Literal["auto", "int8"] = "auto",
-) -> EngineSpec:
+def bench_spec(shape: Shape, layout: MeshConfig, *, kernel: kernels.Kernel) -> EngineSpec:
     """An engine for the work, whose responses end at their limits alone."""
     sizes = on_shards(shape, layout)
     return EngineSpec(
@@ -145,7 +139,6 @@ def bench_spec(
         decode_steps=shape.decode_steps,
         page_tokens=shape.page_tokens,
         kernel=kernel,
-        cache_dtype=cache_dtype,
     )
 
 

@@ -322,7 +322,7 @@ def weight_bytes(c: ModelConfig) -> int:
 @functools.cache
 def token_bytes(c: ModelConfig, r: RolloutConfig) -> float:
     """Bytes of keys and values of one token in all layers."""
-    layout = paged.Layout("xla", r.page_tokens, c.compute_dtype, r.cache_dtype, None)
+    layout = paged.Layout("xla", r.page_tokens, c.compute_dtype)
     return paged.page_bytes(c, layout) / r.page_tokens
 
 

@@ -125,14 +125,11 @@ def remedy(config: Config, result: Mapping[str, Any]) -> str:
         ways.append("config.optimizer.moments_dtype='bfloat16'")
     if training and t.rows_per_micro_batch > shards:
         ways.append(f"config.train.rows_per_micro_batch={shards} (one row a shard)")
-    if name == "decode":
-        slots = result.get("slots_that_fit", 0)
-        ways.append(
-            f"config.rollout.slots={slots} or a config.rollout.cache_gib"
-            if slots
-            else "config.rollout.cache_dtype='int8'"
-        )
-    if largest == "temporaries" or name in ("weights", "prefill", "prefill_preempted"):
+    slots = result.get("slots_that_fit", 0) if name == "decode" else None
+    if slots:
+        ways.append(f"config.rollout.slots={slots} or a config.rollout.cache_gib")
+    by_heads = slots == 0 or name in ("weights", "prefill", "prefill_preempted")
+    if largest == "temporaries" or by_heads:
         ways.append(
             "a larger config.mesh.tensor (heads, feed-forward)"
             if training
