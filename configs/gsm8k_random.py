@@ -19,8 +19,10 @@ PROMPT_TEMPLATE = '{prompt} Let\'s think step by step and output the final answe
 def get_config() -> ConfigDict:
     """tiny_dapo on GSM8K with a vocabulary of 152k tokens."""
     config = tiny_dapo.get_config()
-    config.model.update(tokenizer="Qwen/Qwen2.5-0.5B", vocab_size=151_936, width=64, head_dim=16)
-    config.model.update(ff_width=192, rope_theta=1_000_000.0, log_prob_chunk_tokens=512)
+    config.model.update(
+        tokenizer="Qwen/Qwen2.5-0.5B", vocab_size=151_936, hidden_size=64, head_dim=16
+    )
+    config.model.update(intermediate_size=192, rope_theta=1_000_000.0, log_prob_chunk_tokens=512)
     config.pretrain = None
     config.data = dict(
         train=dict(gsm8k=dict(path="gsm8k", split="train", weight=1.0, num_problems=1000)),

@@ -17,8 +17,10 @@ def get_config() -> ConfigDict:
     """qwen32b_dapo with a model of 0.5 billion parameters, 512-token responses and GSM8K."""
     config = qwen32b_dapo.get_config()
     name = "Qwen/Qwen2.5-0.5B-Instruct"  # sizes: its config.json and generation_config.json
-    config.model.update(path=name, tokenizer=name, vocab_size=151_936, num_layers=24, width=896)
-    config.model.update(num_heads=14, num_kv_heads=2, head_dim=64, ff_width=4864)
+    config.model.update(
+        path=name, tokenizer=name, vocab_size=151_936, num_layers=24, hidden_size=896
+    )
+    config.model.update(num_heads=14, num_kv_heads=2, head_dim=64, intermediate_size=4864)
     config.model.update(rms_norm_eps=1e-6, tie_embeddings=True)
     config.model.stop_token_ids = (151_645, 151_643)
     config.mesh.update(fsdp=-1, tensor=1)

@@ -22,8 +22,8 @@ def get_config() -> ConfigDict:
         dict(
             model=dict(  # config.json and generation_config.json of the base model
                 path="Qwen/Qwen2.5-32B", tokenizer="Qwen/Qwen2.5-32B", vocab_size=152_064,
-                num_layers=64, width=5120, num_heads=40, num_kv_heads=8, head_dim=128,
-                ff_width=27_648, rope_theta=1_000_000.0, rms_norm_eps=1e-5, qkv_bias=True,
+                num_layers=64, hidden_size=5120, num_heads=40, num_kv_heads=8, head_dim=128,
+                intermediate_size=27_648, rope_theta=1_000_000.0, rms_norm_eps=1e-5, qkv_bias=True,
                 stop_token_ids=(151_643,), param_dtype="float32", compute_dtype="bfloat16",
             ),
             mesh=dict(fsdp=16, tensor=4),

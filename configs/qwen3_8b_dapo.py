@@ -16,8 +16,10 @@ def get_config() -> ConfigDict:
     """qwen7b_dapo with norms on queries and keys in the place of biases."""
     config = qwen32b_dapo.get_config()
     name = "Qwen/Qwen3-8B-Base"  # sizes: its config.json
-    config.model.update(path=name, tokenizer=name, vocab_size=151_936, num_layers=36, width=4096)
-    config.model.update(num_heads=32, num_kv_heads=8, ff_width=12_288, rms_norm_eps=1e-6)
+    config.model.update(
+        path=name, tokenizer=name, vocab_size=151_936, num_layers=36, hidden_size=4096
+    )
+    config.model.update(num_heads=32, num_kv_heads=8, intermediate_size=12_288, rms_norm_eps=1e-6)
     config.model.update(qkv_bias=False, qk_norm=True)
     config.rollout.slots = 288  # twice the heads of keys and values, and more layers
     qwen7b_dapo.smaller(config)

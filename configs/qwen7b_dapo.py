@@ -17,8 +17,8 @@ def get_config() -> ConfigDict:
     """qwen32b_dapo with a model of 7.6 billion parameters and 8,192-token responses."""
     config = qwen32b_dapo.get_config()
     name = "Qwen/Qwen2.5-7B"  # sizes: its config.json
-    config.model.update(path=name, tokenizer=name, num_layers=28, width=3584, num_heads=28)
-    config.model.update(num_kv_heads=4, ff_width=18_944, rms_norm_eps=1e-6)
+    config.model.update(path=name, tokenizer=name, num_layers=28, hidden_size=3584, num_heads=28)
+    config.model.update(num_kv_heads=4, intermediate_size=18_944, rms_norm_eps=1e-6)
     config.rollout.slots = 512
     smaller(config)
     return config

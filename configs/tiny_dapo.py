@@ -22,8 +22,8 @@ def get_config() -> ConfigDict:
     return ConfigDict(
         dict(
             model=dict(
-                vocab_size=32, num_layers=2, width=128, num_heads=4, num_kv_heads=2, head_dim=32,
-                ff_width=384, qkv_bias=True, tie_embeddings=True, compute_dtype="float32",
+                vocab_size=32, num_layers=2, hidden_size=128, num_heads=4, num_kv_heads=2, head_dim=32,
+                intermediate_size=384, qkv_bias=True, tie_embeddings=True, compute_dtype="float32",
                 remat="none", log_prob_chunk_tokens=16_384,
             ),
             mesh=dict(data=-1, fsdp=1, rules=(("vocab", None), *MeshConfig.rules[1:])),

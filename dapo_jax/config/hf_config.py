@@ -18,14 +18,11 @@ from dapo_jax.types import UserError
 from dapo_jax.utils import hf_hub
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-# Of our fields: the key of each that is named otherwise than here.
-SIZES = {
-    "vocab_size": "vocab_size",
+# Of our fields: the key of each.
+SAME = ("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps")
+SIZES = {name: name for name in SAME} | {
     "num_layers": "num_hidden_layers",
-    "width": "hidden_size",
     "num_heads": "num_attention_heads",
-    "ff_width": "intermediate_size",
-    "rms_norm_eps": "rms_norm_eps",
 }
 FIELDS = (
     *SIZES, "num_kv_heads", "head_dim", "rope_theta", "rope_scaling", "qkv_bias", "qk_norm",
@@ -257,7 +254,7 @@ def model_fields(values: Mapping[str, Any], path: str) -> dict[str, Any]:
     fields = {name: values[key] for name, key in SIZES.items()}
     heads = fields["num_heads"]
     fields["num_kv_heads"] = values.get("num_key_value_heads") or heads
-    fields["head_dim"] = values.get("head_dim") or fields["width"] // heads
+    fields["head_dim"] = values.get("head_dim") or fields["hidden_size"] // heads
     fields["tie_embeddings"] = bool(values.get("tie_word_embeddings", False))
     fields |= {"qkv_bias": family["qkv_bias"], "qk_norm": family["qk_norm"]}
     fields["rms_norm_eps"] = float(fields["rms_norm_eps"])

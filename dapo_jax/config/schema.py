@@ -52,11 +52,11 @@ class ModelConfig:
     tokenizer: str | None = None
     vocab_size: PositiveInt
     num_layers: PositiveInt
-    width: PositiveInt
+    hidden_size: PositiveInt
     num_heads: PositiveInt
     num_kv_heads: PositiveInt
     head_dim: Annotated[int, fields.Range(lambda x: x > 0 and x % 2 == 0, "even and above 0")]
-    ff_width: PositiveInt
+    intermediate_size: PositiveInt
     rope_theta: Positive = 10_000.0
     rope_scaling: RopeScalingConfig | None = None
     rms_norm_eps: Positive = 1e-6

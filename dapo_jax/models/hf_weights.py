@@ -54,7 +54,14 @@ class Tensor(NamedTuple):
 
 def tensors(c: ModelConfig) -> dict[str, Tensor]:
     """Where each of our arrays comes from, by its name; those of layers as `layers.name`."""
-    D, N, K, H, F, V = c.width, c.num_heads, c.num_kv_heads, c.head_dim, c.ff_width, c.vocab_size
+    D, N, K, H, F, V = (
+        c.hidden_size,
+        c.num_heads,
+        c.num_kv_heads,
+        c.head_dim,
+        c.intermediate_size,
+        c.vocab_size,
+    )
     layer, attention, mlp = "model.layers.{i}.", "self_attn.", "mlp."
 
     def linear(name: str, out: int, into: int, ours: tuple[int, int]) -> Tensor:

@@ -55,8 +55,8 @@ def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, ...]:
 def fitting(model: ModelConfig, num_devices: int) -> MeshConfig:
     """A layout of the model over the devices that always divides, for programs that have no config
     to say: as many as possible over the heads, then over the width, the rest replicated."""
-    tensor = math.gcd(num_devices, model.num_kv_heads, model.ff_width, model.vocab_size)
-    fsdp = math.gcd(num_devices // tensor, model.width)
+    tensor = math.gcd(num_devices, model.num_kv_heads, model.intermediate_size, model.vocab_size)
+    fsdp = math.gcd(num_devices // tensor, model.hidden_size)
     return MeshConfig(data=num_devices // tensor // fsdp, fsdp=fsdp, tensor=tensor)
 
 

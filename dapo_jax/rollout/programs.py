@@ -230,7 +230,7 @@ class Programs:
             samples=spec.samples,
             pages=spec.shard_pages,
             table=spec.table_pages,
-            width=c.width,
+            width=c.hidden_size,
             dtype=dtype,
         )
 
@@ -268,7 +268,7 @@ class Programs:
             finite_P = finite_P & jnp.all(finite_PC | padding_PC, axis=1)
             return (cache, jnp.where(inside_P[:, None], here_PD, last_PD), finite_P), None
 
-        first = dense, jnp.zeros((P, c.width), dtype), jnp.ones(P, bool)
+        first = dense, jnp.zeros((P, c.hidden_size), dtype), jnp.ones(P, bool)
         starts = jnp.arange(0, S, chunk, dtype=jnp.int32)
         (dense, last_PD, finite_P), _ = jax.lax.scan(one, first, starts)
         last_PD = jnp.where(finite_P[:, None], last_PD, jnp.nan)

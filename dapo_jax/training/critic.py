@@ -111,7 +111,7 @@ def optimizer_config(config: Config) -> OptimizerConfig:
 def init_state(config: Config, params: model.Params) -> TrainState:
     """The critic before the first update, from the parameters of the base model; jittable."""
     copied = jax.tree.map(jnp.copy, params)
-    head_D = jnp.zeros(config.model.width, jnp.dtype(config.model.param_dtype))
+    head_D = jnp.zeros(config.model.hidden_size, jnp.dtype(config.model.param_dtype))
     critic = CriticParams(copied, head_D)
     moments = make_optimizer(optimizer_config(config)).init(critic)
     return TrainState(critic, moments, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
@@ -124,7 +124,7 @@ def state_shardings(config: Config, mesh: Mesh) -> TrainState:
     critic = CriticParams(params, everywhere)
     shapes = CriticParams(
         model.param_shapes(config.model),
-        jax.ShapeDtypeStruct((config.model.width,), jnp.dtype(config.model.param_dtype)),
+        jax.ShapeDtypeStruct((config.model.hidden_size,), jnp.dtype(config.model.param_dtype)),
     )
     moments = moment_shardings(optimizer_config(config), shapes, critic, everywhere)
     return TrainState(critic, moments, everywhere, everywhere)

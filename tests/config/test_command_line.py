@@ -225,11 +225,13 @@ def test_overrides_hold_beside_a_model(tmp_path):
     chosen, _ = of("--config.model.tokenizer=mine", "--config.model.remat=full")
     found = chosen.model
     assert (found.path, found.tokenizer, found.remat) == (str(tmp_path), "mine", "full")
-    assert found.width == tiny_config().model.width
+    assert found.hidden_size == tiny_config().model.hidden_size
     with pytest.raises(UserError, match=r"--model and --config\.model\.path both say which model"):
         of("--config.model.path=x")
-    with pytest.raises(UserError, match=r"config\.model\.width is 48, and 32 in the config\.json"):
-        of("--config.model.width=48")
+    with pytest.raises(
+        UserError, match=r"config\.model\.hidden_size is 48, and 32 in the config\.json"
+    ):
+        of("--config.model.hidden_size=48")
 
 
 def tokenizer_directory(tmp_path):

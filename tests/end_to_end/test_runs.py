@@ -243,7 +243,7 @@ def test_an_evaluation_by_itself(finished, tmp_path, home):
         ("--benchmarks=nope", "there is no file .*nope.* one of dapo-math-17k, aime24"),
         ("--top_p=0", r"--top_p must be in \(0, 1\]; got 0"),
         ("--model=x", "config.model.path: there is no directory .*x. Give a directory"),
-        ("--config.model.width=64", "config.model.width is 64, and 32 in"),
+        ("--config.model.hidden_size=64", "config.model.hidden_size is 64, and 32 in"),
         ("--scorer=5 * ", "--scorer=5 . : .* is not a scorer"),
         ("--scorer=nosuch", "error: --scorer: 'nosuch' is not one of exact_match"),
         ("--num_samples=0", "--num_samples must be above 0; got 0"),

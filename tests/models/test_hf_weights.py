@@ -267,8 +267,10 @@ def test_a_key_that_is_left_out_is_what_transformers_takes(family, given, expect
 
 def test_a_field_that_contradicts_the_checkpoint_is_told(tmp_path):
     checkpoint(tmp_path / "in", "qwen2")
-    fields = dict.fromkeys(hf_config.FIELDS) | {"path": str(tmp_path / "in"), "width": 25}
-    with pytest.raises(UserError, match=r"config\.model\.width is 25, and 24 in the config\.json"):
+    fields = dict.fromkeys(hf_config.FIELDS) | {"path": str(tmp_path / "in"), "hidden_size": 25}
+    with pytest.raises(
+        UserError, match=r"config\.model\.hidden_size is 25, and 24 in the config\.json"
+    ):
         hf_config.filled(fields)
 
 

@@ -165,7 +165,7 @@ def test_weights_stay_where_they_are_or_come_by_one_program(monkeypatch, dtype, 
 def test_a_call_copies_no_weights():
     """Layers written out are taken out of the stacked ones when parameters are loaded, not at every
     call of decode: with a batch of 1 that would be most of what it reads."""
-    engine = make_engine(model=dict(ff_width=4096), slots=1, prefill=1)
+    engine = make_engine(model=dict(intermediate_size=4096), slots=1, prefill=1)
     shapes = decoder.param_shapes(engine.spec.model)
     compiled = engine.lower(shapes, "decode", engine.spec.params.mode).compile()
     matrix = shapes["layers"]["gate"].size * 4 // engine.spec.model.num_layers

@@ -381,7 +381,7 @@ def test_decoding_with_the_tpus_kernel_is_lowered_on_every_mesh(mesh, monkeypatc
     is compiled: that takes libtpu, see `launch/plan.py`."""
     v5p = functools.partial(pltpu.get_tpu_info_for_chip, pltpu.ChipVersion.TPU_V5P, 1)
     monkeypatch.setitem(tpu_info.registry, "cpu", v5p)
-    wide = dict(head_dim=128, width=256, ff_width=256, compute_dtype="bfloat16")
+    wide = dict(head_dim=128, hidden_size=256, intermediate_size=256, compute_dtype="bfloat16")
     c = dataclasses.replace(CONFIG.model, **wide)
     layout = dataclasses.replace(CONFIG.mesh, **mesh)
     spec = EngineSpec(

@@ -18,12 +18,12 @@ SHARED = Path(__file__).resolve().parents[3] / "shared"
 
 # Sizes chosen so that the whole loop runs in seconds and every axis divides over eight devices.
 SMALL: dict[str, Any] = {
-    "model.width": 32,
+    "model.hidden_size": 32,
     "model.num_layers": 2,
     "model.num_heads": 4,
     "model.num_kv_heads": 2,
     "model.head_dim": 8,
-    "model.ff_width": 48,
+    "model.intermediate_size": 48,
     "data.train.sums.num_problems": 64,
     "data.train.sums.num_terms": (3, 4),
     "data.heldout.sums.num_problems": 8,

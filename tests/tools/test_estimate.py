@@ -23,7 +23,7 @@ POD = {"data": 1, "fsdp": 16, "context": 1, "tensor": 4}
 # By hand, of one layer: q and o are 4 x 2 x 2 = 16 each, k and v 4 x 1 x 2 = 8 each: 48. gate and
 # up are 4 x 3 = 12 each, down 12, the unembedding 5 x 4 = 20.
 HAND = dict(
-    width=4, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=2, ff_width=3, vocab_size=5,
+    hidden_size=4, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=2, intermediate_size=3, vocab_size=5,
     tie_embeddings=False,
 )  # fmt: skip
 

@@ -21,7 +21,13 @@ main = load_launcher("plan")
 V5P = chips.CHIPS["TPU v5"]
 QWEN = "--config=configs/qwen32b_dapo.py"
 MODEL = dict(
-    width=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, ff_width=160, remat="full"
+    hidden_size=64,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=160,
+    remat="full",
 )
 CONFIG = tiny_config(
     **{f"model__{name}": value for name, value in MODEL.items()},

@@ -116,7 +116,7 @@ def test_bfloat16_values_are_computed_in_float32():
 @pytest.fixture(scope="module")
 def params():
     """A critic whose head is not 0 any more."""
-    head = np.random.default_rng(5).standard_normal(CONFIG.model.width).astype(np.float32)
+    head = np.random.default_rng(5).standard_normal(CONFIG.model.hidden_size).astype(np.float32)
     return critic.CriticParams(make_params(CONFIG), jnp.asarray(head))
 
 
@@ -181,7 +181,9 @@ def test_values_of_packed_rows_are_those_of_each_sequence_alone(params, sequence
 def test_a_critic_starts_as_a_copy_with_a_head_of_zero(params, sequences):
     state = jax.jit(critic.init_state, static_argnums=0)(CONFIG, params.decoder)
     jax.tree.map(np.testing.assert_array_equal, state.params.decoder, params.decoder)
-    assert state.params.head_D.shape == (CONFIG.model.width,) and not state.params.head_D.any()
+    assert (
+        state.params.head_D.shape == (CONFIG.model.hidden_size,) and not state.params.head_D.any()
+    )
     assert state.updates == state.skipped == 0
     assert not row_values(CONFIG, state.params, packed_rows(sequences).rows).any()
     # A copy in memory too: the critic's update gives its own buffers away, not the policy's.
@@ -220,7 +222,7 @@ def test_first_update_by_hand(params, sequences):
     assert result.sums.clipped == sum(worse for _, worse in by_hand) > 3
 
     states = [h for sequence in sequences for h in states_before(params.decoder, *sequence)]
-    gradient = np.zeros(CONFIG.model.width)
+    gradient = np.zeros(CONFIG.model.hidden_size)
     for h, w, r, (_, worse) in zip(states, weight, target, by_hand):
         gradient -= 0.0 if worse else w * r * h / W
     np.testing.assert_allclose(result.grad_norm, np.linalg.norm(gradient), rtol=1e-4)

@@ -120,7 +120,7 @@ def test_no_device_ever_holds_all_of_a_matrix(compiled):
         for axes in ((), ("tensor",), ("fsdp",)):
             assert sizes(cut(axes)) not in held, f"{name}: every layer, split over {axes} alone"
         assert sizes(shape[1:]) not in held, f"{name}: a layer that is not split"
-    assert sizes((CONFIG.model.vocab_size, CONFIG.model.width)) not in held
+    assert sizes((CONFIG.model.vocab_size, CONFIG.model.hidden_size)) not in held
 
 
 def test_what_an_update_exchanges(compiled):

@@ -290,8 +290,14 @@ def test_rematerialisation_keeps_less_and_changes_nothing():
     config.py lists from most to least."""
     kinds = typing.get_args(typing.get_type_hints(ModelConfig)["remat"])
     # Sizes at which what is kept outweighs all else.
-    sizes = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 8, "ff_width": 64, "num_layers": 6}
-    configs = [replace_model(CONFIG, width=16, remat=kind, **sizes) for kind in kinds]
+    sizes = {
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "head_dim": 8,
+        "intermediate_size": 64,
+        "num_layers": 6,
+    }
+    configs = [replace_model(CONFIG, hidden_size=16, remat=kind, **sizes) for kind in kinds]
     params = decoder.init_params(configs[0], jax.random.key(0))
     rows = rows_of(random_samples(np.random.default_rng(0), 24), 64)
 

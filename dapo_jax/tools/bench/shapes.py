@@ -88,8 +88,8 @@ def bench_model(shape: Shape, remat: str = "none", masters: str | None = None) -
     return model_config(
         dict(
             path=None, tokenizer=None, vocab_size=shape.vocab, num_layers=shape.layers,
-            width=shape.width, num_heads=shape.heads, num_kv_heads=shape.kv_heads,
-            head_dim=shape.width // shape.heads, ff_width=shape.d_ff, rope_theta=1e6,
+            hidden_size=shape.width, num_heads=shape.heads, num_kv_heads=shape.kv_heads,
+            head_dim=shape.width // shape.heads, intermediate_size=shape.d_ff, rope_theta=1e6,
             rope_scaling=None, rms_norm_eps=1e-6, qkv_bias=True, qk_norm=False,
             tie_embeddings=True, sliding_window=None, sliding_layers=(), stop_token_ids=(),
             param_dtype=masters or shape.dtype, compute_dtype=shape.dtype, remat=remat,

@@ -207,7 +207,7 @@ def products_seconds(c: ModelConfig, tokens: int) -> float:
 
     Attention's products are left out, and so is everything that is computed a second time.
     """
-    D, N, K, H, F = c.width, c.num_heads, c.num_kv_heads, c.head_dim, c.ff_width
+    D, N, K, H, F = c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size
     layer = [(D, N * H), (D, K * H), (D, K * H), (N * H, D), (D, F), (D, F), (F, D)]
     # A wide vocabulary in parts, as its products take no less time a column than a part's.
     part = next(v for v in range(min(c.vocab_size, 4096), 0, -1) if c.vocab_size % v == 0)

@@ -62,7 +62,10 @@ def _model_lines(config: Config) -> list[tuple[str, str]]:
     return [
         ("weights", m.path or ("random" if config.pretrain is None else "made by this run")),
         ("parameters", f"{num_params(config):,}"),
-        ("layers x width", f"{m.num_layers} x {m.width}, feed-forward {m.ff_width}"),
+        (
+            "layers x hidden size",
+            f"{m.num_layers} x {m.hidden_size}, feed-forward {m.intermediate_size}",
+        ),
         ("heads", f"{m.num_heads} query, {m.num_kv_heads} key-value, of {m.head_dim}"),
         ("vocabulary", f"{m.vocab_size:,}" + (", tied" if m.tie_embeddings else "")),
         ("dtypes", f"{m.param_dtype} parameters, {m.compute_dtype} compute"),

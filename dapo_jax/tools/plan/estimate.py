@@ -99,10 +99,10 @@ class Matrices(NamedTuple):
 def matrices(c: ModelConfig) -> Matrices:
     """Matrix sizes of a model."""
     return Matrices(
-        c.num_layers * c.width * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads),
-        2 * c.num_layers * c.width * c.ff_width,
-        c.num_layers * c.width * c.ff_width,
-        c.vocab_size * c.width,
+        c.num_layers * c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads),
+        2 * c.num_layers * c.hidden_size * c.intermediate_size,
+        c.num_layers * c.hidden_size * c.intermediate_size,
+        c.vocab_size * c.hidden_size,
     )
 
 
@@ -235,8 +235,8 @@ def batch_work(
         flops += tokens * (2 * (m.layers + 2 * head) + attention_flops(c, pairs))
 
     passes = (3 if update else 1) + remade / m.layers
-    heads, kv, ff = (n / tensor for n in (c.num_heads, c.num_kv_heads, c.ff_width))
-    ends = 4 * c.width + (2 * heads + 2 * kv) * c.head_dim + 3 * ff
+    heads, kv, ff = (n / tensor for n in (c.num_heads, c.num_kv_heads, c.intermediate_size))
+    ends = 4 * c.hidden_size + (2 * heads + 2 * kv) * c.head_dim + 3 * ff
     moved = width * passes * ((m.layers + head) / tensor + own_tokens * c.num_layers * ends)
     own = (m.layers + head) / tensor / apart
     if update:
@@ -245,7 +245,7 @@ def batch_work(
     stage = 2 if update else 1
     gathered = (stage + (1 if update else 0)) * (m.layers + head) / tensor * (1 - 1 / apart)
     sums = 2 * stage + (1 if again.attention else 0)
-    summed = sums * c.num_layers * own_tokens * c.width * 2 * (1 - 1 / tensor)
+    summed = sums * c.num_layers * own_tokens * c.hidden_size * 2 * (1 - 1 / tensor)
     rows = own_tokens * sizes["context"] * 2 * kv * c.head_dim * (1 - 1 / sizes["context"])
     received = width * (gathered + summed + (stage + bool(again.attention)) * c.num_layers * rows)
     received += 4 * c.num_layers * rows if update else 0

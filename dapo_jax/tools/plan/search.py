@@ -250,23 +250,25 @@ def _by_arithmetic(config: Config, target: chips.Target, sequence_tokens: int) -
     copy = number * width / (m.rollout_tensor or m.tensor)
     rows = t.rows_per_micro_batch / (m.data * m.fsdp)
     tokens, T = rows * t.row_tokens / m.context, t.row_tokens
-    attended, ff = c.num_heads * c.head_dim / m.tensor, c.ff_width / m.tensor
-    products = 2 * attended + 2 * c.num_kv_heads * c.head_dim / m.tensor + 2 * ff + 2 * c.width
+    attended, ff = c.num_heads * c.head_dim / m.tensor, c.intermediate_size / m.tensor
+    products = (
+        2 * attended + 2 * c.num_kv_heads * c.head_dim / m.tensor + 2 * ff + 2 * c.hidden_size
+    )
     kept = {
-        "none": products + 2 * c.width + ff,
+        "none": products + 2 * c.hidden_size + ff,
         "dots": products,
         "dots_no_batch": products - attended,
         "attention_mlp": attended + 2 * ff,
         "attention": attended,
         "full": 0.0,
-    }[c.remat] + c.width
+    }[c.remat] + c.hidden_size
     platform = target.devices[0].platform
     queries = T / m.context if T <= attention.LONG_ROW else attention.QUERY_CHUNK
     xla = estimate.kernel(config, platform) == "xla" or platform == "cpu"
     scores = rows * c.num_heads / m.tensor * queries * T * (4 + width) if xla else 0.0
     of_scores = c.num_layers if c.remat in ("none", "dots") else 1
     layers = c.num_layers * tokens * kept * width + of_scores * scores
-    layers += tokens * (products + c.width) * width  # of the one that is computed
+    layers += tokens * (products + c.hidden_size) * width  # of the one that is computed
     work = estimate.batch_work(
         config, sizes, platform, "train",
         micro_batches=max_micro_batches(config), sequence_tokens=sequence_tokens,
