@@ -16,8 +16,8 @@ from tests.support.helpers import tiny_config
 from tests.support.runs import metrics_of, run
 
 LEARNING = {
-    "model__width": 64,
-    "model__ff_width": 128,
+    "model__hidden_size": 64,
+    "model__intermediate_size": 128,
     "model__head_dim": 16,
     "data__train__sums__num_terms": (3,),
     "data__train__sums__num_problems": 200,
@@ -67,7 +67,7 @@ def test_the_update_does_not_hold_the_rollouts_copy(tmp_path, cache_home, monkey
         model__compute_dtype="bfloat16",
         pretrain__num_steps=2,
         train__num_steps=1,
-        reward__scorer=f"{ROOT / 'tests' / 'scorers.py'}:even",
+        reward__scorer=f"{ROOT / 'tests' / 'support' / 'scorers.py'}:even",
         mesh__data=8,
     )
     shape = decoder.param_shapes(config.model)["embed"].shape
