@@ -38,10 +38,25 @@ LEARNING = {
     "checkpoint__every_steps": 24,
 }
 
+# launch/train.py with a base model from texts that are shorter, and right where they derive.
+PROGRAM = f"""
+import runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
+from dapo_jax.data import arithmetic
+from dapo_jax.training import pretrain
+
+if __name__ == "__main__":
+    arithmetic.SHARE_GUESS, arithmetic.SHARE_RAMBLE, arithmetic.SHARE_SLIP = 0.7, 0.2, 0.0
+    pretrain.LEARNING_RATE = 5e-3
+    runpy.run_path({str(ROOT / "launch" / "train.py")!r}, run_name="__main__")
+"""
+
 
 @pytest.mark.slow
 def test_reward_and_accuracy_rise(tmp_path):
-    run(tmp_path / "run", tmp_path, optimise=True, **LEARNING)
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAM)
+    run(tmp_path / "run", tmp_path, optimise=True, program=program, **LEARNING)
     steps = metrics_of(tmp_path / "run")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     early = np.mean([numbers["accuracy/sampled"] for numbers in steps[1:4]])
