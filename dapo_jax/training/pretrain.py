@@ -27,6 +27,12 @@ from dapo_jax.types import Rows
 LEARNING_RATE = 3e-3
 
 
+def levels(config: Config) -> tuple[int, ...]:
+    """Terms of a sum: those of the training sources."""
+    sources = config.data.train.values()
+    return tuple(dict.fromkeys(n for source in sources for n in source.num_terms or ()))
+
+
 def text_rows(config: Config, tokenizer: Any) -> Iterator[Rows]:
     """Endless batches of packed rows [rows_per_step, row_tokens] of prompts with written responses.
 
@@ -34,8 +40,7 @@ def text_rows(config: Config, tokenizer: Any) -> Iterator[Rows]:
     """
     p, row_tokens = config.pretrain, config.train.row_tokens
     assert p is not None
-    sources = config.data.train.values()
-    num_terms = tuple(dict.fromkeys(n for source in sources for n in source.num_terms or ()))
+    num_terms = levels(config)
     rng = np.random.default_rng([config.seed, 1])
     waiting: list[tuple[list[int], np.ndarray]] = []  # prompts with their responses
     length = lambda text: len(text[0]) + len(text[1])
