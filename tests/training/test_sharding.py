@@ -151,11 +151,9 @@ def test_what_rows_over_devices_exchange_besides():
 
 
 def with_shapes(layout, rows, row_tokens, slots):
-    assert CONFIG.pretrain is not None
     return dataclasses.replace(
         CONFIG,
         mesh=layout,
-        pretrain=dataclasses.replace(CONFIG.pretrain, row_tokens=row_tokens),
         train=dataclasses.replace(CONFIG.train, rows_per_micro_batch=rows, row_tokens=row_tokens),
         rollout=dataclasses.replace(CONFIG.rollout, slots=slots, prefill_prompts=slots),
     )
