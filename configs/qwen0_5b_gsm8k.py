@@ -33,7 +33,7 @@ def get_config() -> ConfigDict:
     config.rollout.update(group_size=8, max_response_tokens=512, cache_gib=None)
     config.rollout.slots = 128  # XLA's attention for heads of 64 has a copy of the cache
     config.reward.update(scorer="gsm8k", overlong_buffer_tokens=128, workers=8)
-    config.dynamic_sampling.max_round_prompts = 256
+    config.dynamic_sampling.max_prompts = 2560
     config.optimizer.warmup_steps = 5
     config.train.update(num_steps=100, prompts_per_step=128)
     config.train.update(row_tokens=2048, rows_per_micro_batch=8)

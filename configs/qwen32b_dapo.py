@@ -47,12 +47,12 @@ def get_config() -> ConfigDict:
                 log_prob_source="recompute",
             ),
             reward=dict(  # workers are ours
-                scorer="math_dapo", correct=1.0, incorrect=-1.0, overlong_buffer_tokens=4096,
+                scorer="math_dapo", incorrect=-1.0, overlong_buffer_tokens=4096,
                 overlong_penalty=1.0, workers=64,
             ),
             # Script: 10 rounds of three batches, what is beyond the batch dropped; the run ends
             # with an error where they do not fill it. Here the rest goes back to the data.
-            dynamic_sampling=dict(enabled=True, max_rounds=10, max_round_prompts=1536),
+            dynamic_sampling=dict(enabled=True, max_prompts=15_360),
             # Script: clip_dual, std_ddof (torch.std); its mean over tokens is of a micro-batch,
             # then over micro-batches, here of the mini-batch.
             objective=dict(
@@ -63,7 +63,7 @@ def get_config() -> ConfigDict:
             optimizer=dict(  # the paper gives the rate and the warm-up
                 learning_rate=1e-6,
                 warmup_steps=20,  # script: 10, the first of them at rate 0
-                decay="constant", weight_decay=0.1, beta1=0.9, beta2=0.999, max_grad_norm=1.0,
+                weight_decay=0.1, beta1=0.9, beta2=0.999, max_grad_norm=1.0,
             ),
             train=dict(
                 num_steps=625,  # ours: the 10,000 updates of the paper's figure 1, 16 to a step

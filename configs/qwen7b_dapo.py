@@ -29,6 +29,6 @@ def smaller(config: ConfigDict) -> None:
     config.mesh.update(fsdp=8, tensor=1)
     config.rollout.update(max_response_tokens=8192, cache_gib=None)
     config.reward.update(overlong_buffer_tokens=2048, workers=32)
-    config.dynamic_sampling.max_round_prompts = 384
+    config.dynamic_sampling.max_prompts = 3840
     config.train.update(num_steps=400, prompts_per_step=128)
     config.train.update(row_tokens=10_240, rows_per_micro_batch=8)

@@ -22,9 +22,9 @@ def get_config() -> ConfigDict:
     return ConfigDict(
         dict(
             model=dict(
-                vocab_size=32, num_layers=2, hidden_size=128, num_heads=4, num_kv_heads=2, head_dim=32,
-                intermediate_size=384, qkv_bias=True, tie_embeddings=True, compute_dtype="float32",
-                remat="none", log_prob_chunk_tokens=16_384,
+                vocab_size=32, num_layers=2, hidden_size=128, num_heads=4, num_kv_heads=2,
+                head_dim=32, intermediate_size=384, qkv_bias=True, tie_embeddings=True,
+                compute_dtype="float32", remat="none", log_prob_chunk_tokens=16_384,
             ),
             mesh=dict(data=-1, fsdp=1, rules=(("vocab", None), *MeshConfig.rules[1:])),
             data=dict(
@@ -42,7 +42,7 @@ def get_config() -> ConfigDict:
                 scorer="exact_match", overlong_buffer_tokens=16, overlong_penalty=1.0, workers=1,
                 timeout_seconds=5.0,
             ),
-            dynamic_sampling=dict(enabled=True, max_round_prompts=96),
+            dynamic_sampling=dict(enabled=True, max_prompts=960),
             # Clip-Higher and the token-level loss; clip_dual is the published script's.
             objective=dict(
                 clip_low=0.2, clip_high=0.28, clip_dual=10.0, aggregation="token-mean"

@@ -47,7 +47,9 @@ from dapo_jax.utils.compilations import CompilationCounter
 from dapo_jax.utils.profiling import traced
 from dapo_jax.utils.progress import Progress, duration
 from dapo_jax.utils.telemetry import Telemetry
-from dapo_jax.utils.watchdog import Watchdog
+from dapo_jax.utils.watchdog import WATCHDOG_SECONDS, Watchdog
+
+KEEP_BEST = 1  # checkpoint, by held-out avg@k, beside the newest
 
 # Names of the streams of randomness, folded into the seed's key.
 ROLLOUT_KEY, EVALUATION_KEY, BASELINE_KEY = 1, 2, 3
@@ -98,7 +100,7 @@ def train(config: Config, workdir: Path, process_group: ProcessGroup = ALONE) ->
     with (
         StopSignals(progress, process_group) as signals,
         Watchdog(
-            r.watchdog_seconds,
+            WATCHDOG_SECONDS,
             progress.say,
             most=r.watchdog_limit_seconds,
             give_up=process_group.give_up,
@@ -107,7 +109,7 @@ def train(config: Config, workdir: Path, process_group: ProcessGroup = ALONE) ->
         Checkpoints(
             run_directory.checkpoints(workdir, run_directory.frozen(config)),
             keep_newest=config.checkpoint.keep_newest,
-            keep_best=config.checkpoint.keep_best,
+            keep_best=KEEP_BEST,
             say=progress.say,
             num_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state_shapes(config))),
             all_gather=process_group.all_gather,
@@ -256,9 +258,7 @@ class TrainLoop:
         if restored is None:
             return False
         self.step, self.state, values = restored
-        config = values.pop("config", None)  # older ones have none
-        if config is not None:
-            run_directory.check_same(config, self.config, self.checkpoints.directory)
+        run_directory.check_same(values.pop("config"), self.config, self.checkpoints.directory)
         run_directory.check_not_past(self.step, self.config, self.checkpoints.directory)
         self.host = HostState.from_json(values)
         self.begun -= self.host.seconds
@@ -519,21 +519,14 @@ class TrainLoop:
         )
 
     def _groups_to_train(self, groups: list[Group], step: int) -> list[Group]:
-        """The groups, or none of them, when dynamic sampling ran out of prompts."""
+        """The groups; where dynamic sampling ran out of prompts it is said how many."""
         wanted = self.config.train.prompts_per_step
         if len(groups) == wanted:
             return groups
-        d = self.config.dynamic_sampling
-        tried = d.max_rounds * d.max_round_prompts
+        tried = self.config.dynamic_sampling.max_prompts
         what = f"step {step}: {len(groups)} of {wanted} groups from {tried} prompts"
-        if d.exhausted == "stop":
-            raise RunError(
-                f"{what}, and config.dynamic_sampling.exhausted is 'stop'. Raise max_rounds, add "
-                "harder or easier problems, or set it to 'train' or 'skip'."
-            )
-        train = bool(groups) and d.exhausted == "train"
-        self.progress.say(f"  warning: {what}; {'training on those' if train else 'no update'}")
-        return groups if train else []
+        self.progress.say(f"  warning: {what}; {'training on those' if groups else 'no update'}")
+        return groups
 
     def _is_evaluated(self, step: int) -> bool:
         last = step == self.config.train.num_steps

@@ -16,7 +16,6 @@ from dapo_jax.config.schema import (
     PretrainConfig,
     RewardConfig,
     RolloutConfig,
-    RopeScalingConfig,
     SourceConfig,
     Statistic,
     TrainConfig,
@@ -27,5 +26,5 @@ __all__ = [
     "CheckpointConfig", "Config", "CorrectionConfig", "CriticConfig", "DataConfig",
     "DynamicSamplingConfig", "EvaluationConfig", "LogConfig", "MeshConfig", "ModelConfig",
     "ObjectiveConfig", "OptimizerConfig", "PretrainConfig", "RewardConfig", "RolloutConfig",
-    "RopeScalingConfig", "SourceConfig", "Statistic", "TrainConfig", "model_config",
+    "SourceConfig", "Statistic", "TrainConfig", "model_config",
 ]  # fmt: skip

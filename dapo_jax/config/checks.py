@@ -7,7 +7,7 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from dapo_jax.rewards.types import parse_scorers
+from dapo_jax.rewards.types import CORRECT, parse_scorers
 from dapo_jax.types import UserError
 
 if TYPE_CHECKING:  # dapo_jax.config.schema calls these checks
@@ -57,12 +57,6 @@ def check(config: "Config") -> None:
     _check_sampling(config)
     _check_pretrain(config)
     _check_mesh(config.mesh)
-    decay, final = config.optimizer.decay, config.optimizer.final_rate_share
-    if (decay == "cosine") != (final is not None):
-        raise UserError(
-            "config.optimizer.final_rate_share is needed with decay 'cosine' and must be None "
-            f"otherwise; got {final!r} with {decay!r}."
-        )
     t = config.train
     check_divides(
         "train.prompts_per_update", t.prompts_per_update, "train.prompts_per_step",
@@ -92,8 +86,8 @@ def _check_lengths(config: "Config") -> None:
             f"(no soft overlong punishment) or both positive; got {reward.overlong_buffer_tokens} "
             f"and {reward.overlong_penalty}."
         )
-    wanted = f"greater than config.reward.incorrect ({reward.incorrect})"
-    require(reward.correct > reward.incorrect, "reward.correct", reward.correct, wanted)
+    wanted = f"less than {CORRECT:g}, the reward of a correct response"
+    require(reward.incorrect < CORRECT, "reward.incorrect", reward.incorrect, wanted)
 
 
 def _check_rollout(config: "Config") -> None:
@@ -164,7 +158,7 @@ def _check_source(source: "SourceConfig", side: str, name: object) -> None:
         _check_num_terms(source.num_terms, f"{field}.num_terms")
         sides = ("train", "heldout")
         require(source.split in sides, f"{field}.split", source.split, "'train' or 'heldout'")
-        unread = ("prompt_key", "answer_key", "answer_in")
+        unread = ("prompt_key", "answer_key")
     else:
         unread = ("num_terms",)
     for unread_name in unread:
@@ -210,10 +204,12 @@ def _check_pretrain(config: "Config") -> None:
             "config.pretrain fits the base model on generated arithmetic: it needs "
             f"config.model.tokenizer = None; got {model.tokenizer!r}."
         )
-    _check_num_terms(pretrain.num_terms, "pretrain.num_terms")
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    wanted = f"at least {longest}, a prompt with its response"
-    require(pretrain.row_tokens >= longest, "pretrain.row_tokens", pretrain.row_tokens, wanted)
+    if all(source.num_terms is None for source in config.data.train.values()):
+        raise UserError(
+            "config.pretrain fits the base model on sums as long as those of config.data.train, "
+            f"which has none: {', '.join(config.data.train)}. Set it to None, or add a source with "
+            "path 'arithmetic'."
+        )
 
 
 def _check_mesh(mesh: "MeshConfig") -> None:

@@ -7,13 +7,13 @@ and named in one warning.
 
 import functools
 import json
-import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from dapo_jax.config.schema import ModelConfig, RopeScalingConfig
+from dapo_jax.config import rope_scaling
+from dapo_jax.config.schema import ModelConfig
 from dapo_jax.types import UserError
 from dapo_jax.utils import hf_hub
 
@@ -144,6 +144,8 @@ def filled(fields: Mapping[str, Any]) -> dict[str, Any]:
         _check_stops(fields["stop_token_ids"], path)
     for name, value in found.items():
         given = fields.get(name)
+        if name == "rope_scaling" and given is not None:
+            given = rope_scaling.of_field(given)
         if given is not None and _plain(given) != _plain(value):
             raise UserError(
                 f"config.model.{name} is {given!r}, and {value!r} in the config.json of {path}. "
@@ -213,8 +215,6 @@ def check(config: ModelConfig) -> None:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, RopeScalingConfig):
-        value = vars(value)
     if isinstance(value, Mapping):
         return dict(value)
     return tuple(value) if isinstance(value, list) else value
@@ -274,41 +274,8 @@ def _rope(values: Mapping[str, Any], refuse: Any) -> dict[str, Any]:
     key = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
     scaling = dict(values.get(key) or {})
     theta = float(scaling.pop("rope_theta", None) or values.get("rope_theta") or 10_000.0)
-    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
-    scaling.pop("type", None)
-    if kind == "default":
-        return {"rope_theta": theta, "rope_scaling": None}
-    if kind not in ("linear", "llama3", "yarn"):
-        raise refuse(key, "its rope type must be default, linear, llama3 or yarn")
     longest = values.get("max_position_embeddings") or 0
-    original = scaling.pop("original_max_position_embeddings", None) or longest
-    factor = scaling.pop("factor", None)
-    if factor is None:
-        if kind != "yarn":
-            raise refuse(key, "its factor is needed")
-        factor = longest / original
-    factor = float(factor)
-    yarn, llama3 = kind == "yarn", kind == "llama3"
-    truncate = scaling.pop("truncate", True)
-    attention_factor = scaling.pop("attention_factor", None)
-    mscale, all_dim = scaling.pop("mscale", None), scaling.pop("mscale_all_dim", None)
-    if yarn and attention_factor is None and mscale and all_dim:
-        by = lambda m: 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
-        attention_factor = by(mscale) / by(all_dim)
-    found = {
-        "kind": kind,
-        "factor": factor,
-        "original_max_positions": None if kind == "linear" else original,
-        "low_freq_factor": float(scaling.pop("low_freq_factor")) if llama3 else None,
-        "high_freq_factor": float(scaling.pop("high_freq_factor")) if llama3 else None,
-        "beta_fast": float(scaling.pop("beta_fast", None) or 32) if yarn else None,
-        "beta_slow": float(scaling.pop("beta_slow", None) or 1) if yarn else None,
-        "attention_factor": None if attention_factor is None else float(attention_factor),
-        "truncate": bool(truncate) if yarn else None,
-    }
-    left = {name for name, value in scaling.items() if value is not None}
-    if left - {"finetuned"}:
-        raise refuse(key, f"{', '.join(sorted(left))} is not known here")
+    found = rope_scaling.bound(scaling, lambda why: refuse(key, why), longest)
     return {"rope_theta": theta, "rope_scaling": found}
 
 
@@ -358,7 +325,11 @@ def to_hf(config: ModelConfig, *, eos: list[int], bos: int | None, dtype: str) -
             f"{config.qk_norm} and sliding_layers {config.sliding_layers}; it cannot be exported."
         )
     s = config.rope_scaling
-    longest = 131_072 if s is None else int((s.original_max_positions or 32_768) * s.factor)
+    longest = (
+        131_072
+        if s is None
+        else int(s.get("original_max_position_embeddings", 32_768) * s["factor"])
+    )
     values: dict[str, Any] = {
         "architectures": [family["class"]],
         "model_type": name,
@@ -370,7 +341,7 @@ def to_hf(config: ModelConfig, *, eos: list[int], bos: int | None, dtype: str) -
         "attention_dropout": 0.0,
         "max_position_embeddings": longest,
         "rope_theta": config.rope_theta,
-        "rope_scaling": None if s is None else _scaling_to_hf(s),
+        "rope_scaling": None if s is None else {k: v for k, v in s.items() if v is not None},
         "tie_word_embeddings": config.tie_embeddings,
         "torch_dtype": dtype,
         "bos_token_id": bos,
@@ -387,8 +358,3 @@ def to_hf(config: ModelConfig, *, eos: list[int], bos: int | None, dtype: str) -
             values["layer_types"] = [kinds[i in sliding] for i in range(config.num_layers)]
             values |= {"use_sliding_window": True, "max_window_layers": min(sliding)}
     return values
-
-
-def _scaling_to_hf(s: RopeScalingConfig) -> dict[str, Any]:
-    keys = {"original_max_positions": "original_max_position_embeddings", "kind": "rope_type"}
-    return {keys.get(n, n): value for n, value in vars(s).items() if value is not None}

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from dapo_jax.config import checks, objective_checks
+from dapo_jax.config import checks, objective_checks, rope_scaling
 from dapo_jax.rewards.types import parse_scorers
 from dapo_jax.utils import fields
 from dapo_jax.utils.fields import (
@@ -23,21 +23,6 @@ from dapo_jax.utils.fields import (
     Share,
     UpTo1,
 )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeScalingConfig:
-    """Rotary positions beyond the length of the first training: see `dapo_jax.models.rotary`."""
-
-    kind: Literal["linear", "llama3", "yarn"]
-    factor: Positive
-    original_max_positions: PositiveInt | None = None  # llama3, yarn
-    low_freq_factor: float | None = None  # llama3
-    high_freq_factor: float | None = None
-    beta_fast: float | None = None  # yarn
-    beta_slow: float | None = None
-    attention_factor: float | None = None
-    truncate: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +43,9 @@ class ModelConfig:
     head_dim: Annotated[int, fields.Range(lambda x: x > 0 and x % 2 == 0, "even and above 0")]
     intermediate_size: PositiveInt
     rope_theta: Positive = 10_000.0
-    rope_scaling: RopeScalingConfig | None = None
+    # Of positions beyond those of the first training, in the keys of a config.json: rope_type
+    # linear, llama3 or yarn, factor, ... (see `dapo_jax.config.rope_scaling`).
+    rope_scaling: FrozenDict[Any] | None = None
     rms_norm_eps: Positive = 1e-6
     qkv_bias: bool = False  # Qwen2
     qk_norm: bool = False  # Qwen3: queries and keys of each head are normalised before rotation
@@ -128,8 +115,6 @@ class SourceConfig:
     # Columns, "outer.inner" for a field of one. A prompt is a text, or the messages of a chat.
     prompt_key: str | None = None  # None: as its columns show, see dapo_jax.data.records
     answer_key: str | None = None
-    # Where the answer is in its column; None: as it shows.
-    answer_in: Literal["text", "boxed", "####"] | None = None
     prompt_template: Template | None = None  # None: config.data.prompt_template
     scorer: str | None = None  # None: config.reward.scorer
 
@@ -145,22 +130,15 @@ class DataConfig:
     max_prompt_tokens: PositiveInt = 2048
     # truncate: the beginning is cut off, as the script does.
     overlong_prompts: Literal["drop", "truncate", "error"] = "truncate"
-    cache_dir: str = ""  # of tokenised problems; "": the user's cache directory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PretrainConfig:
-    """Supervised fit of the base model on generated text of mixed quality."""
+    """Supervised fit of the base model on generated text of mixed quality, about sums as long as
+    those of the training sources."""
 
-    num_terms: tuple[int, ...] = (3, 5, 7, 9)  # difficulty levels, as terms of the sum
     num_steps: PositiveInt = 600
-    rows_per_step: PositiveInt = 32
-    row_tokens: PositiveInt = 128
-    learning_rate: Positive = 3e-3
-    share_guess: Below1 = 0.6  # share of texts that answer at once, mostly wrong
-    guess_accuracy: Below1 = 0.15  # share of those guesses that are right
-    share_slip: Below1 = 0.1  # probability that a line of a derivation slips
-    share_ramble: Below1 = 0.6  # probability, at the end of a derivation, to start over instead
+    rows_per_step: PositiveInt = 32  # of config.train.row_tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,8 +166,6 @@ class RolloutConfig:
     # script does, recomputed by the training program before the first update (bfloat16: they differ
     # by 1e-2 nats a token). Tokens of earlier steps keep those of the policy that sampled them.
     log_prob_source: Literal["rollout", "recompute"] = "recompute"
-    # When nothing has moved for so long, the run says what it waits for; 0: never.
-    watchdog_seconds: NonNegative = 120.0
     # When nothing has moved for so long in a step, the run ends with the status by which
     # launch/restart.sh starts it again from its last checkpoint; 0: never.
     watchdog_limit_seconds: NonNegative = 0.0
@@ -200,8 +176,7 @@ class RewardConfig:
     # A name in rewards.scorers.SCORERS, module:function or file.py:function; or several with
     # weights, "math_dapo + 0.1 * answer_format": the first decides what is correct.
     scorer: str = "math_dapo"
-    correct: float = 1.0  # by a scorer that gives no reward of its own
-    incorrect: float = -1.0
+    incorrect: float = -1.0  # by a scorer that gives no reward of its own; a correct one has 1
     overlong_buffer_tokens: NonNegativeInt = 4096  # L_cache of DAPO eq. 13; 0: no such punishment
     overlong_penalty: NonNegative = 1.0  # factor on eq. 13
     workers: PositiveInt = 8  # processes that run the scorer
@@ -211,18 +186,14 @@ class RewardConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicSamplingConfig:
     enabled: bool = True
-    # A step tries max_rounds x max_round_prompts prompts at most. They are claimed one by one; the
-    # reference samples them in rounds. Script: 10 rounds of three batches.
-    max_rounds: PositiveInt = 10
-    max_round_prompts: PositiveInt = 1536
+    # A step tries so many prompts at most, claimed one by one. Script: 10 rounds of three batches.
+    max_prompts: PositiveInt = 15_360
     # Unfinished responses to prompts that go back to the data are kept, and resumed in the next
     # step by its parameters. What is kept depends on when verdicts arrive: two runs of one seed
     # then differ. A step from one checkpoint is always the same, what it keeps is not.
     partial_rollouts: bool = False
     # Steps, at most, since the oldest token of a response that is resumed.
     max_staleness: PositiveInt = 1
-    # What to do with a batch that is short when so many prompts have been tried.
-    exhausted: Literal["train", "skip", "stop"] = "train"
     # Leave prompts out unsampled that keep teaching nothing: GRESO, see `rollout.prompt_filter`.
     prefilter: bool = False
 
@@ -302,9 +273,8 @@ class OptimizerConfig:
     learning_rate: Positive = 1e-6
     # Rollout steps that update the policy; the s-th of them trains at s / warmup_steps of the rate.
     warmup_steps: NonNegativeInt = 20
-    # What follows the warm-up, to the last rollout step.
-    decay: Literal["constant", "cosine"] = "constant"
-    final_rate_share: Share | None = None  # cosine: share of the rate at the end
+    # Share of the rate that half a cosine after the warm-up ends with; None: the rate stays.
+    final_rate_share: Share | None = None
     weight_decay: NonNegative = 0.1
     beta1: Below1 = 0.9
     beta2: Below1 = 0.999
@@ -340,7 +310,6 @@ class EvaluationConfig:
 class CheckpointConfig:
     every_steps: PositiveInt = 1
     keep_newest: PositiveInt = 2
-    keep_best: NonNegativeInt = 1  # by held-out avg@k
     # Where they are: gs://BUCKET/PLACE or a directory; None: checkpoints/ in that of the run.
     directory: str | None = None
 
@@ -388,7 +357,9 @@ class Config:
                 or read by nothing.
         """
         config = fields.build(cls, values, "config")
-        config = dataclasses.replace(config, objective=objective_checks.bound(config.objective))
+        config = dataclasses.replace(
+            config, model=_bound(config.model), objective=objective_checks.bound(config.objective)
+        )
         checks.check(config)
         objective_checks.check(config)
         return config
@@ -404,12 +375,19 @@ class Config:
         return dataclasses.asdict(self)
 
 
+def _bound(model: ModelConfig) -> ModelConfig:
+    """With each key of its rope scaling."""
+    if model.rope_scaling is None:
+        return model
+    return dataclasses.replace(model, rope_scaling=rope_scaling.of_field(model.rope_scaling))
+
+
 def model_config(values: Mapping[str, Any]) -> ModelConfig:
     """Returns a checked model by itself, for programs that have no config of a run.
 
     Raises:
         UserError: as `Config.from_dict`.
     """
-    model = fields.build(ModelConfig, values, "config.model")
+    model = _bound(fields.build(ModelConfig, values, "config.model"))
     checks.check_model(model)
     return model

@@ -36,7 +36,7 @@ from dapo_jax.training import base_model
 from dapo_jax.types import Problem, StopRequested, UserError
 from dapo_jax.utils.progress import Progress, duration
 from dapo_jax.utils.telemetry import Telemetry
-from dapo_jax.utils.watchdog import Watchdog
+from dapo_jax.utils.watchdog import WATCHDOG_SECONDS, Watchdog
 
 PROMPT_TOKENS_MULTIPLE = 16  # of the longest prompt, so that like benchmarks share programs
 
@@ -144,7 +144,7 @@ def evaluate_model(config: Config, request: Request) -> int | None:
     results: dict[str, Any] = {}
     with (
         StopSignals(progress) as signals,
-        Watchdog(config.rollout.watchdog_seconds, progress.say) as watch,
+        Watchdog(WATCHDOG_SECONDS, progress.say) as watch,
         RewardPool(
             names | equivalences(rubrics),
             workers=config.reward.workers,

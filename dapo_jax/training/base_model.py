@@ -43,6 +43,8 @@ def fingerprint(config: Config) -> str:
         "seed": config.seed,
         "model": dataclasses.asdict(config.model),
         "pretrain": dataclasses.asdict(config.pretrain),
+        "levels": pretrain.levels(config),
+        "row_tokens": config.train.row_tokens,
         "max_response_tokens": config.rollout.max_response_tokens,
         "devices": [jax.device_count(), jax.default_backend(), jax.__version__],
     }

@@ -32,9 +32,8 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
     """The rate of rollout step `step` (from 1 to num_steps): linear warm-up from 1/n, then constant
     or a half cosine down to `final_rate_share`."""
-    if step <= config.warmup_steps or config.decay == "constant":
+    if step <= config.warmup_steps or config.final_rate_share is None:
         return config.learning_rate * min(1.0, step / max(1, config.warmup_steps))
-    assert config.final_rate_share is not None
     done = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
     cosine = 0.5 * (1.0 + math.cos(math.pi * done))
     share = config.final_rate_share + (1.0 - config.final_rate_share) * cosine

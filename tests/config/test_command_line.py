@@ -307,10 +307,27 @@ def test_help_says_how_to_call_it(capsys):
         (("mesh", "fsdp", -1), "at most one axis may be -1"),
         (("objective", "overlong_in_baseline", False), "read only with"),
         (("rollout", "stop_strings", ("a", "")), r"rollout\.stop_strings must be texts .* got"),
-        (("reward", "correct", -1.0), "greater than config.reward.incorrect"),
-        (("pretrain", "num_terms", (1,)), "integers from 2 to 11"),
+        (("reward", "incorrect", 1.0), r"reward\.incorrect must be less than 1, the reward of a"),
+        (("model", "rope_scaling", {"rope_type": "dynamic"}), "its rope type must be default, lin"),
+        (("model", "rope_scaling", {"rope_type": "linear"}), "its factor is needed"),
+        (("model", "rope_scaling", {"type": "linear", "factor": "2"}), "its factor must be a num"),
+        (
+            ("model", "rope_scaling", {"type": "yarn", "factor": 2.0}),
+            r"config\.model\.rope_scaling is .*; its original_max_position_embeddings is needed",
+        ),
+        (
+            ("model", "rope_scaling", {"type": "linear", "factor": 2.0, "beta_fast": 32}),
+            "beta_fast is not known here",
+        ),
+        (
+            ("data", "train", {"q": source_dict("q.jsonl", weight=1.0)}),
+            "add a source with path 'ar",
+        ),
         (("dynamic_sampling", "max_staleness", 0), r"max_staleness must be greater than 0; got 0"),
-        (("rollout", "watchdog_seconds", -1.0), r"rollout\.watchdog_seconds must be .* got -1"),
+        (
+            ("rollout", "watchdog_limit_seconds", -1.0),
+            r"rollout\.watchdog_limit_seconds must be .* got -1",
+        ),
         (("dynamic_sampling", "prefilter", 1), r"prefilter must be bool; got 1 \(int\)"),
     ],
 )
@@ -363,12 +380,6 @@ FILE = source_dict("problems.jsonl")
         ),
         ("data.train.sums.split", "test", r"sums\.split must be 'train' or 'heldout'; got 'test'"),
         ("data.train.sums.answer_key", "x", r"sums\.answer_key is not read when .* 'arithmetic'"),
-        ("data.train.sums.answer_in", "text", r"sums\.answer_in is not read when .* 'arithmetic'"),
-        (
-            "data.train.sums.answer_in",
-            "box",
-            r"sums\.answer_in must be one of 'text', 'boxed', '##",
-        ),
         ("data.train.sums.path", "gsm8k", r"sums\.num_terms is not read when .*path is 'gsm8k'"),
         (
             "data.train.sums.prompt_template",
@@ -410,10 +421,13 @@ def test_sources_of_every_kind_are_right():
         "a-1": FILE | {"weight": 1, "scorer": "boxed + 0.5 * gsm8k", "num_problems": 1},
         "ü_2": FILE | {"weight": 1e-3, "prompt_template": "{prompt} = {{}}"},
     }
+    train["sums"] = tiny_dict()["data"]["train"]["sums"]  # pretraining is on sums as long
     settings = {"chat": True, "system_prompt": "Think.", "prompt_template": "Q: {prompt}"}
     values = tiny_dict(data__train=train, **{f"data__{k}": v for k, v in settings.items()})
     config = Config.from_dict(values)
-    assert list(config.data.train) == ["a-1", "ü_2"] and config.data.train["a-1"].weight == 1.0
+    assert (
+        list(config.data.train) == ["a-1", "ü_2", "sums"] and config.data.train["a-1"].weight == 1.0
+    )
 
 
 @pytest.mark.parametrize("group, field", [("model", "vocab_size"), ("data", "heldout")])

@@ -164,7 +164,6 @@ def learning_rate(case: Case) -> Compared:
         Config.from_dict(tiny_dapo.get_config().to_dict()).optimizer,
         learning_rate=1.0,
         warmup_steps=p["num_warmup_steps"],
-        decay="cosine" if cosine else "constant",
         final_rate_share=p["min_lr_ratio"] if cosine else None,
     )
     last = p.get("num_training_steps") or len(theirs)

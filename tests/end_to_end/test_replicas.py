@@ -167,7 +167,7 @@ def test_two_teams_train_as_one_process(home, tmp_path):
 
 def test_devices_of_half_a_process_are_no_team(home, tmp_path):
     settings = {"mesh__data": 1, "mesh__fsdp": 2, "mesh__tensor": 3, "model__num_kv_heads": 3}
-    settings |= {"model__num_heads": 3, "model__width": 24, "model__ff_width": 48}
+    settings |= {"model__num_heads": 3, "model__hidden_size": 24, "model__intermediate_size": 48}
     started = start_all(tmp_path / "run", home, processes=3, devices=2, **settings)
     for code, _, err in map(finish, started):
         assert code == 2 and "config.mesh.tensor (3) must divide the devices of a process" in err

@@ -22,8 +22,7 @@ from tests.support.helpers import make_group, tiny_config
 from tests.support.processes import Store
 
 CONFIG = tiny_config(
-    dynamic_sampling__max_rounds=5,
-    dynamic_sampling__max_round_prompts=8,
+    dynamic_sampling__max_prompts=40,
     train__prompts_per_step=4,
 )
 
@@ -135,7 +134,7 @@ def test_switched_off_every_group_is_kept():
 
 
 def test_switched_off_a_batch_may_be_larger_than_the_most_prompts_of_dynamic_sampling():
-    off = with_prompts(6, with_sampling(enabled=False, max_rounds=1, max_round_prompts=1))
+    off = with_prompts(6, with_sampling(enabled=False, max_prompts=1))
     batch, *_ = one_step("m", 0, config=off)
     assert len(batch.groups) == 6
 
@@ -148,7 +147,7 @@ def test_the_end_of_a_first_batch_is_not_claimed_prompt_by_prompt(
     """A new run knows nothing of the share. In each wave all prompts are begun that may be, and all
     of them end: the waves are how often a whole response is waited for."""
     monkeypatch.setattr(work_queue, "POLL_SECONDS", 0.0)
-    config = with_prompts(64, with_sampling(max_rounds=100, max_round_prompts=100))
+    config = with_prompts(64, with_sampling(max_prompts=10_000))
     informative = np.random.default_rng(3).random(10_000) < informative_share
     store = Store()
     queues = [

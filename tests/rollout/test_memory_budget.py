@@ -216,7 +216,8 @@ def test_slots_divide_among_those_that_draw():
     """3 of 6 devices would hold it, but 9 slots are not for two."""
     config = tiny_config(
         **ONE | {"mesh__fsdp": 3, "mesh__tensor": 2, "model__num_heads": 6},
-        model__num_kv_heads=6, model__width=24, model__ff_width=48, model__vocab_size=36,
+        model__num_kv_heads=6, model__hidden_size=24, model__intermediate_size=48,
+        model__vocab_size=36,
         rollout__slots=9, rollout__prefill_prompts=3, train__rows_per_micro_batch=3,
     )  # fmt: skip
     sizes = dict(data=1, fsdp=3, context=1, tensor=2)

@@ -33,8 +33,7 @@ from tests.support.helpers import make_group, tiny_config
 
 BASE = tiny_config(
     dynamic_sampling__prefilter=True,
-    dynamic_sampling__max_rounds=5,
-    dynamic_sampling__max_round_prompts=8,
+    dynamic_sampling__max_prompts=40,
 )
 ON = BASE.dynamic_sampling
 CONFIG = GRESO

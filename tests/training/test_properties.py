@@ -18,9 +18,9 @@ from tests.support.helpers import make_mesh, make_params, pack_samples, random_s
 GROUPS = [0, 0, 0, 1, 1, 1, 1, 2, 2, 2]  # of ten responses
 FILTERED, EQUAL_REWARDS = 4, 2  # a response left out of the loss; a group that teaches nothing
 MICRO = {
-    "model__width": 16, "model__num_layers": 1, "model__num_heads": 2, "model__num_kv_heads": 1,
-    "model__ff_width": 16, "objective__kl_coefficient": 0.1, "objective__kl_estimator": "k3",
-    "objective__entropy_coefficient": 0.01,
+    "model__hidden_size": 16, "model__num_layers": 1, "model__num_heads": 2,
+    "model__num_kv_heads": 1, "model__intermediate_size": 16, "objective__kl_coefficient": 0.1,
+    "objective__kl_estimator": "k3", "objective__entropy_coefficient": 0.01,
 }  # fmt: skip
 gradient = jax.jit(step.gradient, static_argnums=0, static_argnames="mesh")
 

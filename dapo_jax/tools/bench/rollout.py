@@ -113,10 +113,10 @@ def matmul_tokens_per_second(c: ModelConfig, shape: Shape, slots: int) -> float:
     """What the matrix products of decoding alone would allow, all slots at work: measured with
     products of the very shapes, one after another, on this machine."""
     dtype = jnp.dtype(c.compute_dtype)
-    D, H = c.hidden_size, c.head_dim
+    D, H, F = c.hidden_size, c.head_dim, c.intermediate_size
     shapes = [
         (D, c.num_heads * H), (D, c.num_kv_heads * H), (D, c.num_kv_heads * H),
-        (c.num_heads * H, D), (D, c.intermediate_size), (D, c.intermediate_size), (c.intermediate_size, D),
+        (c.num_heads * H, D), (D, F), (D, F), (F, D),
     ] * c.num_layers + [(D, c.vocab_size)]  # fmt: skip
     key = jax.random.key(0)
     weights = [jax.random.normal(key, s, dtype) for s in shapes]

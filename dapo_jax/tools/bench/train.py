@@ -155,7 +155,6 @@ def bench_config(
         "rollout": {
             "max_response_tokens": row_len - prompt_len, "group_size": group, **rollout
         },
-        "pretrain": {"row_tokens": row_len},
         "reward": {"overlong_buffer_tokens": 0, "overlong_penalty": 0.0},
         "train": {
             "row_tokens": row_len,

@@ -156,7 +156,7 @@ def simulate(config: Config, asked: Asked, say: Callable[[str], None]) -> dict[s
     result: dict[str, Any] = {
         "simulate_hosts": asked.simulate_hosts,
         "prompts_per_step": config.train.prompts_per_step,
-        "most_prompts": d.max_rounds * d.max_round_prompts,
+        "most_prompts": d.max_prompts,
         "longest_response_seconds": longest,
         "verdict_bound_seconds": waves * longest,
         "assumptions": assumptions,

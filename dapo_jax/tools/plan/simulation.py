@@ -198,7 +198,7 @@ def rollout(
     config, queue = setting.config, OneWorkQueue()
     d, num_prompts = config.dynamic_sampling, config.train.prompts_per_step
     spec, group_size = setting.spec, config.rollout.group_size
-    max_prompts = d.max_rounds * d.max_round_prompts
+    max_prompts = d.max_prompts
     problems = [Problem(i, "", (i,), "", "") for i in range(max_prompts + hosts)]
 
     def work(number: int) -> Work:
