@@ -252,6 +252,27 @@ def adapted_kl_coefficient(
     return coefficient * (1.0 + error * num_responses / horizon)
 
 
+def next_kl_coefficient(
+    config: Config, coefficient: float, numbers: Mapping[str, Any], groups: Sequence[Group]
+) -> float:
+    """Returns the coefficient of the KL in the reward for the next step.
+
+    Args:
+        numbers, groups: metrics and groups of this step.
+    """
+    o = config.objective
+    if o.reward_kl_target is None or "reward/kl" not in numbers:
+        return coefficient
+    assert o.reward_kl_horizon is not None
+    return adapted_kl_coefficient(
+        coefficient,
+        numbers["reward/kl"],
+        target=o.reward_kl_target,
+        horizon=o.reward_kl_horizon,
+        num_responses=sum(len(group.responses) for group in groups),
+    )
+
+
 def _versions(group: Group, response: Response) -> np.ndarray:
     """The rollout step whose parameters drew each token."""
     if response.versions is not None:

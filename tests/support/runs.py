@@ -14,7 +14,7 @@ from dapo_jax.models import decoder
 from dapo_jax.models.sharding import AXES, make_mesh
 from dapo_jax.runs.checkpoint import Checkpoints
 from dapo_jax.training import step as train_step
-from dapo_jax.training.learner import RunState
+from dapo_jax.training.learner import LearnerState
 from tests.conftest import FAST_COMPILATION, ROOT
 from tests.support.helpers import tiny_config, tiny_dict
 
@@ -112,9 +112,9 @@ def params_at(workdir, step, **overrides):
     """The parameters of a checkpoint, on one device."""
     config = tiny_config(**overrides | {f"mesh__{axis}": 1 for axis in AXES})
     mesh = make_mesh(config.mesh, jax.devices()[:1])
-    state = RunState(train_step.state_shardings(config, mesh), None)
+    state = LearnerState(train_step.state_shardings(config, mesh), None)
     shapes = jax.eval_shape(
-        lambda key: RunState(
+        lambda key: LearnerState(
             train_step.init_state(config, decoder.init_params(config.model, key)), None
         ),
         jax.random.key(0),
