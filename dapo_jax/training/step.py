@@ -143,7 +143,7 @@ def loss_and_sums(
     loss = jnp.sum(rows.weight_BT * loss_BT)
 
     no_BT = jnp.zeros_like(mask_BT)
-    fresh_BT = mask_BT & (rows.lag_BT == 0)
+    fresh_BT = mask_BT & (rows.staleness_BT == 0)
     mismatch_BT = jnp.where(fresh_BT, jnp.abs(log_prob_BT - rows.log_prob_old_BT), 0.0)
     count = lambda x_BT: jnp.sum(jnp.where(mask_BT, x_BT.astype(jnp.float32), 0.0))
     sums = Sums(
