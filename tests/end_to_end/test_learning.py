@@ -75,7 +75,7 @@ def test_the_update_does_not_hold_the_rollouts_copy(tmp_path, cache_home, monkey
         model__compute_dtype="bfloat16",
         pretrain__num_steps=2,
         train__num_steps=1,
-        reward__scorer=f"{ROOT / 'tests' / 'scorers.py'}:even",
+        reward__scorer=f"{ROOT / 'tests' / 'support' / 'scorers.py'}:even",
         mesh__data=8,
     )
     shape = decoder.param_shapes(config.model)["embed"].shape
