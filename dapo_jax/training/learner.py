@@ -38,7 +38,7 @@ from dapo_jax.utils.random_streams import named_generator
 # Rows [M, B, T] of a mini-batch on the device, and how many of the M are used.
 MAX_NONFINITE_UPDATES = 3  # skipped updates in a row that end the run
 MicroBatches = tuple[Rows, np.int32]
-# Of tokens [N], by the names of `Rows`.
+# Of tokens [M], by the names of `Rows`.
 Columns = dict[str, np.ndarray]
 
 
@@ -254,7 +254,7 @@ class Learner:
             responses, tokens = slice(first, last), slice(offsets[first], offsets[last])
             packed = packing.pack(
                 samples.prompts[responses],
-                samples.tokens_N[tokens],
+                samples.tokens_M[tokens],
                 samples.lengths_R[responses],
                 self.config.train.row_tokens,
                 rows_per_micro_batch=self.config.train.rows_per_micro_batch,
@@ -283,15 +283,15 @@ class Learner:
         numbers: dict[str, float] = {}
         columns = {
             "mask_BT": np.repeat(samples.trained_R, samples.lengths_R),
-            "lag_BT": samples.lag_N,
-            "log_prob_old_BT": samples.log_prob_N,
+            "lag_BT": samples.lag_M,
+            "log_prob_old_BT": samples.log_prob_M,
         }
         if self.config.rollout.log_prob_source == "recompute":
-            recomputed_N = scored(self.score, state.policy.params)
-            numbers = metrics.mismatch_metrics(samples, recomputed_N)
+            recomputed_M = scored(self.score, state.policy.params)
+            numbers = metrics.mismatch_metrics(samples, recomputed_M)
             # Stale tokens keep the log-probs of the policy that sampled them: the ratio is to it.
             columns["log_prob_old_BT"] = np.where(
-                samples.lag_N == 0, recomputed_N, samples.log_prob_N
+                samples.lag_M == 0, recomputed_M, samples.log_prob_M
             )
         if self.needs_reference_log_probs:
             columns["log_prob_ref_BT"] = scored(self.score, self.reference)
@@ -308,29 +308,29 @@ class Learner:
     ) -> dict[str, float]:
         """Adds advantages, and returns where there is a critic, to the columns; their numbers."""
         numbers: dict[str, float] = {}
-        kl_penalty_N = None
+        kl_penalty_M = None
         estimator = self.config.objective.reward_kl_estimator
         if estimator is not None:
-            kl_N = reward_kl(
+            kl_M = reward_kl(
                 columns["log_prob_old_BT"], columns["log_prob_ref_BT"], estimator=estimator
             )
             # Also of responses that are not trained but count in the baseline of their group.
-            counted_N = np.repeat(samples.trained_R | samples.counted_R, samples.lengths_R)
-            kl_N = np.where(counted_N, kl_N, 0.0)
-            trained_N = columns["mask_BT"]
-            numbers["reward/kl"] = float(kl_N[trained_N].sum() / max(1, trained_N.sum()))
+            counted_M = np.repeat(samples.trained_R | samples.counted_R, samples.lengths_R)
+            kl_M = np.where(counted_M, kl_M, 0.0)
+            trained_M = columns["mask_BT"]
+            numbers["reward/kl"] = float(kl_M[trained_M].sum() / max(1, trained_M.sum()))
             numbers["reward/kl_coefficient"] = kl_coefficient
-            kl_penalty_N = kl_coefficient * kl_N
+            kl_penalty_M = kl_coefficient * kl_M
         advantages = estimate_advantages(
             self.config,
             samples,
-            kl_penalty_N=kl_penalty_N,
-            values_N=columns.get("value_old_BT"),
+            kl_penalty_M=kl_penalty_M,
+            values_M=columns.get("value_old_BT"),
             baselines_R=baselines_R,
         )
-        columns["advantage_BT"] = advantages.advantage_N
-        if advantages.return_N is not None:
-            columns["return_BT"] = advantages.return_N
+        columns["advantage_BT"] = advantages.advantage_M
+        if advantages.return_M is not None:
+            columns["return_BT"] = advantages.return_M
         return numbers | metrics.advantage_metrics(columns)
 
     def _finish(
@@ -343,18 +343,18 @@ class Learner:
     ) -> tuple[Rows, np.float32]:
         """The rows of a mini-batch with everything its update reads, and its denominator."""
         lengths_R = samples.lengths_R[batch.responses]
-        current_N = None
+        current_M = None
         if self.needs_current:
             current = self.score(policy.params, *_on_device(batch))
-            current_N = take_columns(batch.packed, to_host(current))
+            current_M = take_columns(batch.packed, to_host(current))
             self.doing("updating, each mini-batch scored first")
         mine = finished_columns(
             self.config,
             {name: column[batch.tokens] for name, column in columns.items()},
             lengths_R,
-            samples.log_prob_N[batch.tokens],
-            current_N=current_N,
-            priority_N=random.random(int(lengths_R.sum())),
+            samples.log_prob_M[batch.tokens],
+            current_M=current_M,
+            priority_M=random.random(int(lengths_R.sum())),
         )
         weights = aggregation.aggregate(
             kept_lengths(mine["mask_BT"], lengths_R),

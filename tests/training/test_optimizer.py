@@ -54,8 +54,8 @@ def test_rounding_at_random_leaves_what_is_not_finite():
 def second_moments(adam, gradients_SN):
     """The second moments after each step."""
 
-    def step(state, gradient_N):
-        _, state = adam.update(gradient_N, state)
+    def step(state, gradient_M):
+        _, state = adam.update(gradient_M, state)
         return state, state.nu.astype(jnp.float32)
 
     return jax.lax.scan(step, adam.init(gradients_SN[0]), gradients_SN)[1]
@@ -87,9 +87,9 @@ def test_plain_bfloat16_second_moments_stall_and_rounded_at_random_do_not():
     assert (nearest_SN[before:] == nearest_SN[before]).all(), "and then never moves again"
     for at in (before, after):
         # One of them wanders by some 10 %, from rounding alone; the mean of 256 does not.
-        relative_N = random_SN[at] / wide_SN[at]
-        assert relative_N.std() < 0.15
-        np.testing.assert_allclose(relative_N.mean(), 1, atol=0.02)
+        relative_M = random_SN[at] / wide_SN[at]
+        assert relative_M.std() < 0.15
+        np.testing.assert_allclose(relative_M.mean(), 1, atol=0.02)
 
 
 def test_moments_have_their_own_dtype():

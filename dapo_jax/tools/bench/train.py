@@ -182,8 +182,8 @@ def make_rows(shape: TrainShape) -> Rows:
     for members in layout:
         prompts = rng.integers(1, shape.vocab, (len(members), shape.prompt_len)).tolist()
         lengths = lengths_R[members]
-        tokens_N = rng.integers(1, shape.vocab, lengths.sum()).astype(np.int32)
-        each.append(packing.pack(prompts, tokens_N, lengths, shape.row_len).rows)
+        tokens_M = rng.integers(1, shape.vocab, lengths.sum()).astype(np.int32)
+        each.append(packing.pack(prompts, tokens_M, lengths, shape.row_len).rows)
     empty = packing.empty_rows(shape.batch - len(layout), shape.row_len)
     rows = Rows(*(np.concatenate(columns) for columns in zip(*each, empty)))
     mask_BT = rows.mask_BT.astype(np.float32)
