@@ -20,8 +20,8 @@ from dapo_jax.models.sharding import (
     team_size,
 )
 from dapo_jax.rollout import memory_budget
+from dapo_jax.rollout.engine_config import EngineConfig
 from dapo_jax.rollout.make_engine import make_engine
-from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.training.learner import Learner
 from dapo_jax.utils.progress import Progress
 
@@ -67,7 +67,7 @@ class RunComponents:
         self.engine = make_engine(
             config, self.mesh, self.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens
         )
-        progress.say(attention_line(choice, self.engine.spec))
+        progress.say(attention_line(choice, self.engine.config))
         self.team = Replica(process_group, team_size(self.engine.mesh))
         self.learner = Learner(config, self.mesh, self.detokenize, progress.say, progress.doing)
 
@@ -75,8 +75,11 @@ class RunComponents:
         return self.tokenizer.batch_decode(sequences, skip_special_tokens=True)
 
 
-def attention_line(choice: kernels.Choice, spec: EngineSpec) -> str:
+def attention_line(choice: kernels.Choice, engine_config: EngineConfig) -> str:
     """Names the programs that attend, and why one is XLA's on a platform that has a kernel."""
     of = lambda kernel, refused: f"{kernel} ({refused})" if refused else kernel
-    training, rollouts = of(choice.kernel, choice.refused), of(spec.kernel, spec.kernel_refused)
+    training, rollouts = (
+        of(choice.kernel, choice.refused),
+        of(engine_config.kernel, engine_config.kernel_refused),
+    )
     return f"attention on {choice.platform}: training {training}, rollouts {rollouts}"

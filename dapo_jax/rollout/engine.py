@@ -23,10 +23,10 @@ from jax.sharding import Mesh
 
 from dapo_jax.models import decoder
 from dapo_jax.rollout import jetstream, paged
-from dapo_jax.rollout.programs import Loaded, Programs
+from dapo_jax.rollout.engine_config import DecodeOutput, EngineConfig, Prefix, bucket_sizes
+from dapo_jax.rollout.programs import Programs, RolloutParams
 from dapo_jax.rollout.sampling import Mode, SamplingParams
-from dapo_jax.rollout.slots import Arrivals, DecodeState
-from dapo_jax.rollout.spec import EngineSpec, Prefix, Step, halvings
+from dapo_jax.rollout.slots import DecodeState, NewRequests
 from dapo_jax.types import RunError, UserError
 from dapo_jax.utils.telemetry import SILENT, Telemetry
 
@@ -57,20 +57,22 @@ class DecoderEngine(jetstream.Engine):
         UserError: a number of the spec's `params` is outside its range.
     """
 
-    def __init__(self, spec: EngineSpec, mesh: Mesh, trained_on: Mesh | None = None):
-        spec.params.check()
-        layout = dataclasses.replace(spec.layout, **mesh.shape)
-        self.spec = spec = dataclasses.replace(spec, layout=layout)
+    def __init__(self, config: EngineConfig, mesh: Mesh, trained_on: Mesh | None = None):
+        config.params.check()
+        layout = dataclasses.replace(config.layout, **mesh.shape)
+        self.config = config = dataclasses.replace(config, layout=layout)
         self._mesh = mesh
-        self._programs = Programs(spec, mesh, trained_on or mesh)
-        prompt = -(-spec.max_prompt_tokens // spec.page_tokens)
+        self._programs = Programs(config, mesh, trained_on or mesh)
+        prompt = -(-config.max_prompt_tokens // config.page_tokens)
         # Longer ones are prompts with what was drawn before their pages were taken away.
-        longer = halvings(spec.table_pages) if spec.num_pages is not None else ()
-        self.prompt_pages = (*halvings(prompt), *(n for n in longer if n > prompt))
-        self._loaded: Loaded | None = None
+        longer = bucket_sizes(config.table_pages) if config.num_pages is not None else ()
+        self.prompt_pages = (*bucket_sizes(prompt), *(n for n in longer if n > prompt))
+        self._loaded: RolloutParams | None = None
 
     @contextlib.contextmanager
-    def weights(self, params: decoder.Params, telemetry: Telemetry = SILENT) -> Iterator[Loaded]:
+    def weights(
+        self, params: decoder.Params, telemetry: Telemetry = SILENT
+    ) -> Iterator[RolloutParams]:
         """Holds the rollout copy of the parameters: it lives exactly as long as the block.
 
         Args:
@@ -86,14 +88,14 @@ class DecoderEngine(jetstream.Engine):
             self._loaded = None
 
     @property
-    def loaded(self) -> Loaded:
+    def loaded(self) -> RolloutParams:
         """The parameters in the rollout layout, within `weights`."""
         assert self._loaded is not None, "generation needs `with engine.weights(params)`"
         return self._loaded
 
     def prefill_many(
         self,
-        params: Loaded,
+        params: RolloutParams,
         tokens_RPT: np.ndarray,
         length_RP: np.ndarray,
         key_RP2: Any,
@@ -102,22 +104,24 @@ class DecoderEngine(jetstream.Engine):
         p = self._programs
         return p.prefill(params.prefill, *p.put((tokens_RPT, length_RP, key_RP2)))
 
-    def enqueue(self, state: DecodeState, prefix: Prefix, arrivals: Arrivals) -> DecodeState:
+    def enqueue(self, state: DecodeState, prefix: Prefix, arrivals: NewRequests) -> DecodeState:
         """The state with prompts whose samples wait for slots; every array of `arrivals` has a
         leading axis for the shards. The state is donated."""
         return self._programs.enqueue(state, prefix, self._programs.put(arrivals))
 
-    def decode(self, params: Loaded, state: DecodeState, mode: Mode) -> tuple[DecodeState, Step]:
+    def decode(
+        self, params: RolloutParams, state: DecodeState, mode: Mode
+    ) -> tuple[DecodeState, DecodeOutput]:
         """Up to `decode_steps` tokens in every slot; the state is donated.
 
         Args:
             mode: what the requests need, see `sampling`.
         """
-        return self._programs.decode(mode, self.spec.decode_steps)(params.decode, state)
+        return self._programs.decode(mode, self.config.decode_steps)(params.decode, state)
 
     def warm_up(
         self,
-        params: Loaded,
+        params: RolloutParams,
         modes: Iterable[Mode],
         *,
         cancels: bool = False,
@@ -129,26 +133,26 @@ class DecoderEngine(jetstream.Engine):
         Args:
             cancels: whether samples will be cancelled, also where pages never run short.
         """
-        spec = self.spec
-        shape = spec.shards, spec.prefill_prompts // spec.shards
+        config = self.config
+        shape = config.shards, config.prefill_prompts // config.shards
         state = self.init_decode_state()
         for pages in self.prompt_pages:
-            tokens = np.zeros((*shape, pages * spec.page_tokens), np.int32)
+            tokens = np.zeros((*shape, pages * config.page_tokens), np.int32)
             ones, keys = np.ones(shape, np.int32), np.zeros((*shape, 2), np.uint32)
             prefix = self.prefill_many(params, tokens, ones, keys)
             # Entries that there are not: nothing comes of it.
-            nowhere = np.full(shape, spec.entries, np.int32)
+            nowhere = np.full(shape, config.requests, np.int32)
             zeros = lambda *more: np.zeros((*shape, *more), np.int32)
             real = np.ones(shape, np.float32)
             asked = SamplingParams(real, real, zeros(), real)
-            arrivals = Arrivals(nowhere, zeros(), zeros(), zeros(), zeros(spec.samples), asked)
+            arrivals = NewRequests(nowhere, zeros(), zeros(), zeros(), zeros(config.samples), asked)
             state = self.enqueue(state, prefix, arrivals)
-        if cancels or spec.num_pages is not None:
-            nobody = np.full((spec.shards, spec.cancelled), -1, np.int32)
+        if cancels or config.num_pages is not None:
+            nobody = np.full((config.shards, config.cancelled), -1, np.int32)
             state = self.cancel(state, nobody, nobody)
         for mode in modes:
             state, _ = self.decode(params, state, mode)
-        if spec.kernel != "xla" and self._mesh.devices.flat[0].platform != "cpu":
+        if config.kernel != "xla" and self._mesh.devices.flat[0].platform != "cpu":
             say(self.check_pool(state))
 
     def check_pool(self, state: DecodeState) -> str:
@@ -158,35 +162,36 @@ class DecoderEngine(jetstream.Engine):
         Raises:
             RunError: they differ by more than rounding does.
         """
-        begun, spec = time.monotonic(), self.spec
-        pool = spec.pool_layout.pool(spec.model, spec.shard_pages)
-        last = np.array([spec.model.num_layers - 1, spec.shard_pages - 1], np.int32)
+        begun, config = time.monotonic(), self.config
+        pool = config.pool_layout.pool(config.model, config.shard_pages)
+        last = np.array([config.model.num_layers - 1, config.shard_pages - 1], np.int32)
         _, difference_R = self._programs.check_last_page(state, last)
         own = [np.asarray(part.data).max() for part in difference_R.addressable_shards]
         difference, elements = float(np.max(own)), max(math.prod(x.shape) for x in pool)
         where = f"the last page of the KV pool ({elements:,} elements an array and shard)"
         if not difference <= paged.MAX_DIFFERENCE:
             raise RunError(
-                f"paged attention ({spec.kernel}) differs by {difference:.3g} from XLA's attention "
-                f"at {where}; rounding is at most {paged.MAX_DIFFERENCE:g}. Nothing was sampled. "
-                "Set config.rollout.kernel='xla', or a smaller config.rollout.cache_gib."
+                f"paged attention ({config.kernel}) differs by {difference:.3g} from XLA's "
+                f"attention at {where}; rounding is at most {paged.MAX_DIFFERENCE:g}. Nothing "
+                "was sampled. Set "
+                "config.rollout.kernel='xla', or a smaller config.rollout.cache_gib."
             )
         return (
-            f"paged attention ({spec.kernel}) is that of XLA at {where}: they differ by "
+            f"paged attention ({config.kernel}) is that of XLA at {where}: they differ by "
             f"{difference:.2g}; {time.monotonic() - begun:.0f} s"
         )
 
     def cancel(
-        self, state: DecodeState, entry_RW: np.ndarray, column_RW: np.ndarray
+        self, state: DecodeState, request_RW: np.ndarray, sample_index_RW: np.ndarray
     ) -> DecodeState:
         """The state without these samples, W of each shard (the scheduler's calls have
-        `EngineSpec.cancelled`), where -1 stands for none; it is donated."""
-        return self._programs.cancel(state, *self._programs.put((entry_RW, column_RW)))
+        `EngineConfig.cancelled`), where -1 stands for none; it is donated."""
+        return self._programs.cancel(state, *self._programs.put((request_RW, sample_index_RW)))
 
     def prefill(
         self,
         *,
-        params: Loaded,
+        params: RolloutParams,
         existing_prefix: Prefix | None = None,
         padded_tokens: Any,
         true_length: int,
@@ -200,7 +205,7 @@ class DecoderEngine(jetstream.Engine):
         """
         if existing_prefix is not None:
             raise ValueError("existing_prefix is not supported: prompts are prefilled whole")
-        A, R = self.spec.page_tokens, self.spec.shards
+        A, R = self.config.page_tokens, self.config.shards
         tokens, most = np.asarray(padded_tokens), self.max_prefill_length
         if not 1 <= true_length <= len(tokens) <= most:
             raise UserError(
@@ -223,20 +228,22 @@ class DecoderEngine(jetstream.Engine):
             UserError: there is no such slot; or the pool does not hold all of them at their
                 longest: here nobody would notice that one waits for a page.
         """
-        spec = self.spec
-        if not 0 <= slot < spec.slots:
-            raise UserError(f"insert: slot ({slot}) must be from 0 to {spec.slots - 1}")
-        need = spec.shards * (1 + spec.slots // spec.shards * spec.table_pages)
-        if spec.num_pages is not None and spec.num_pages < need:
+        config = self.config
+        if not 0 <= slot < config.slots:
+            raise UserError(f"insert: slot ({slot}) must be from 0 to {config.slots - 1}")
+        need = config.shards * (1 + config.slots // config.shards * config.table_pages)
+        if config.num_pages is not None and config.num_pages < need:
             raise UserError(
-                f"insert: num_pages ({spec.num_pages}) must be {need} for {spec.slots} slots of "
-                f"{spec.max_tokens} tokens: give more, or None, or use scheduler.generate"
+                f"insert: num_pages ({config.num_pages}) must be {need} for {config.slots} slots "
+                f"of {config.max_tokens} tokens: give more, or None, or use scheduler.generate"
             )
         return self._programs.place(decode_state, prefix, np.int32(slot))
 
-    def generate(self, params: Loaded, decode_state: DecodeState) -> tuple[DecodeState, Results]:
+    def generate(
+        self, params: RolloutParams, decode_state: DecodeState
+    ) -> tuple[DecodeState, Results]:
         """One more token in every slot; the state is donated. Invalid where a slot is empty."""
-        one = self._programs.one(self.spec.params.mode)
+        one = self._programs.one(self.config.params.mode)
         state, data, log_prob = one(params.decode, decode_state)
         return state, Results(
             data=data,
@@ -256,7 +263,7 @@ class DecoderEngine(jetstream.Engine):
         """All slots empty."""
         return self._programs.init()
 
-    def load_params(self, params: decoder.Params) -> Loaded:
+    def load_params(self, params: decoder.Params) -> RolloutParams:
         """The parameters as rollouts read them: split over the tensor axis only, matrices in the
         compute dtype. Where that is how they are, they are shared and nothing is copied but the
         layers for decoding on CPUs; of several processes each gets all of them, or its part of a
@@ -268,7 +275,7 @@ class DecoderEngine(jetstream.Engine):
         prompts, or "prefill_preempted" of the longest sequences whose pages were taken away, for
         shapes of the parameters; or "weights", what `load_params` runs where it copies, for shapes
         of the trainer's, with shardings."""
-        p, spec = self._programs, self.spec
+        p, config = self._programs, self.config
         if program == "weights":
             return p.to_rollout.lower(params)
         sharded = lambda shapes, at: jax.tree.map(
@@ -278,14 +285,14 @@ class DecoderEngine(jetstream.Engine):
             one_by_one = functools.partial(jax.eval_shape, decoder.unstacked)
             params = sharded(p.for_decoding(params, one_by_one), p.decode_params_at)
             state = sharded(jax.eval_shape(p.init), p.state_at)
-            return p.decode(mode, spec.decode_steps).lower(params, state)
+            return p.decode(mode, config.decode_steps).lower(params, state)
         params = sharded(params, p.params_at)
-        R, P = spec.shards, spec.prefill_prompts // spec.shards
-        T = next(n for n in self.prompt_pages if n * spec.page_tokens >= spec.max_prompt_tokens)
+        R, P = config.shards, config.prefill_prompts // config.shards
+        T = next(n for n in self.prompt_pages if n * config.page_tokens >= config.max_prompt_tokens)
         T = self.prompt_pages[-1] if program == "prefill_preempted" else T
         rows = lambda *shape: jax.ShapeDtypeStruct((R, P, *shape), jnp.int32)
         keys = jax.ShapeDtypeStruct((R, P, 2), jnp.uint32)
-        return p.prefill.lower(params, rows(T * spec.page_tokens), rows(), keys)
+        return p.prefill.lower(params, rows(T * config.page_tokens), rows(), keys)
 
     def get_prefix_destination_sharding(self) -> Any:
         return None  # prefill and decode share one mesh
@@ -295,7 +302,7 @@ class DecoderEngine(jetstream.Engine):
 
     @property
     def max_concurrent_decodes(self) -> int:
-        return self.spec.slots
+        return self.config.slots
 
     @property
     def samples_per_slot(self) -> int:
@@ -303,7 +310,7 @@ class DecoderEngine(jetstream.Engine):
 
     @property
     def max_prefill_length(self) -> int:
-        return self.spec.max_prompt_tokens
+        return self.config.max_prompt_tokens
 
     @property
     def mesh(self) -> Mesh:

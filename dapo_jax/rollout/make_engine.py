@@ -8,7 +8,7 @@ from dapo_jax.config import Config
 from dapo_jax.data.tokenizer import stop_tokens
 from dapo_jax.models.sharding import own_mesh, rollout_mesh
 from dapo_jax.rollout.engine import DecoderEngine
-from dapo_jax.rollout.spec import engine_spec
+from dapo_jax.rollout.engine_config import make_engine_config
 
 
 def make_engine(
@@ -28,7 +28,7 @@ def make_engine(
     stops = stop_tokens(config.model, tokenizer)
     everywhere = rollout_mesh(mesh, config.mesh.rollout_tensor)
     own = own_mesh(everywhere)
-    spec = engine_spec(
+    engine_config = make_engine_config(
         config,
         own.shape,
         max_prompt_tokens,
@@ -36,4 +36,4 @@ def make_engine(
         platform=own.devices.flat[0].platform,
         run_sizes=everywhere.shape,
     )
-    return DecoderEngine(spec, own, mesh)
+    return DecoderEngine(engine_config, own, mesh)

@@ -29,9 +29,16 @@ from dapo_jax.models.sharding import (
     towards_rollout,
 )
 from dapo_jax.rollout import paged, slots
+from dapo_jax.rollout.engine_config import (
+    NOT_FINITE,
+    OVER,
+    VALID,
+    DecodeOutput,
+    EngineConfig,
+    Prefix,
+)
 from dapo_jax.rollout.sampling import Mode, sample
-from dapo_jax.rollout.slots import Arrivals, DecodeState
-from dapo_jax.rollout.spec import NOT_FINITE, OVER, VALID, EngineSpec, Prefix, Step
+from dapo_jax.rollout.slots import DecodeState, NewRequests
 from dapo_jax.rollout.tiles import tile_on
 from dapo_jax.utils.compilations import return_memory
 from dapo_jax.utils.precision import multiply_in
@@ -39,7 +46,7 @@ from dapo_jax.utils.precision import multiply_in
 UNROLLED_LAYERS = 32  # at most, on CPUs: there a scan copies each layer's weights at each token
 
 
-class Loaded(NamedTuple):
+class RolloutParams(NamedTuple):
     """The parameters as the programs read them."""
 
     prefill: decoder.Params
@@ -64,22 +71,22 @@ def rollout_layout(layout: MeshConfig) -> MeshConfig:
 class Programs:
     """The compiled programs, with their layouts and donations."""
 
-    def __init__(self, spec: EngineSpec, mesh: Mesh, trained_on: Mesh):
+    def __init__(self, config: EngineConfig, mesh: Mesh, trained_on: Mesh):
         return_memory()
-        self.spec, self.mesh, c = spec, mesh, spec.model
+        self.config, self.mesh, c = config, mesh, config.model
         platform = mesh.devices.flat[0].platform
         multiply_in(c.compute_dtype, platform)
         self.tile = tile_on(platform)
         self.unroll = platform == "cpu" and c.num_layers <= UNROLLED_LAYERS
-        self.params_at = param_shardings(c, rollout_layout(spec.layout), mesh)
+        self.params_at = param_shardings(c, rollout_layout(config.layout), mesh)
         of_one = lambda at: NamedSharding(mesh, PartitionSpec(*at.spec[1:]))
         apart_at = (jax.tree.map(of_one, self.params_at["layers"]),) * c.num_layers
         self.decode_params_at = self.for_decoding(self.params_at, lambda _: apart_at)
         self.one_by_one = jax.jit(decoder.unstacked, out_shardings=apart_at)
-        kv = dict(spec.layout.rules)["kv_heads"]
+        kv = dict(config.layout.rules)["kv_heads"]
         batch = PartitionSpec(BATCH_AXES)
         self.rows_at = NamedSharding(mesh, batch)
-        before = [None] * spec.pool_layout.kv_axis
+        before = [None] * config.pool_layout.kv_axis
         one_at = NamedSharding(mesh, PartitionSpec(BATCH_AXES, *before, kv))
         pool_at = tuple(one_at for _ in self._pool_shapes())
         shapes = jax.eval_shape(lambda: self._empty())
@@ -121,7 +128,7 @@ class Programs:
             in_shardings=(state_at, prefix_at, rows, everywhere),
             out_shardings=state_at,
         )
-        shard_R = np.arange(spec.shards, dtype=np.int32)
+        shard_R = np.arange(config.shards, dtype=np.int32)
         self.place = lambda state, prefix, slot: place(state, prefix, self.put(shard_R), slot)
         self.cancel = jit(
             on_shards(self._cancel, batch, batch, batch),
@@ -145,7 +152,7 @@ class Programs:
         self.on_shards, self.state_at, self.everywhere = on_shards, state_at, everywhere
         self.elsewhere, together = mesh != trained_on, mesh.shape["tensor"]
         everywhere = rollout_mesh(trained_on, together)
-        way = towards_rollout(c, spec.layout, trained_on, together)
+        way = towards_rollout(c, config.layout, trained_on, together)
 
         def to_rollout(params: decoder.Params) -> decoder.Params:
             params = rollout_dtypes(params, jnp.dtype(c.compute_dtype))
@@ -158,7 +165,7 @@ class Programs:
                 )
             return params
 
-        self.rolled_at = param_shardings(c, rollout_layout(spec.layout), everywhere)
+        self.rolled_at = param_shardings(c, rollout_layout(config.layout), everywhere)
         self.to_rollout = jax.jit(to_rollout, out_shardings=self.rolled_at)
         # One program for each mode.
         self.decode, self.one = functools.cache(self._decode_of), functools.cache(self._one_of)
@@ -183,7 +190,9 @@ class Programs:
             state, step = decode(params, state)
             flat = lambda x_RkB: x_RkB[:, 0].reshape(-1)
             valid_B = flat(step.flags_RkB) & VALID
-            data_B3 = jnp.stack([flat(step.token_RkB), valid_B, state.drawn_B.reshape(-1)], axis=1)
+            data_B3 = jnp.stack(
+                [flat(step.token_RkB), valid_B, state.sampled_B.reshape(-1)], axis=1
+            )
             return state, data_B3, flat(step.log_prob_RkB)
 
         return jax.jit(
@@ -193,9 +202,9 @@ class Programs:
             out_shardings=(self.state_at, self.everywhere, self.everywhere),
         )
 
-    def load(self, params: decoder.Params) -> Loaded:
+    def load(self, params: decoder.Params) -> RolloutParams:
         """See `DecoderEngine.load_params`."""
-        c = self.spec.model
+        c = self.config.model
         there = jax.tree.map(
             lambda x, at: x.sharding.is_equivalent_to(at, x.ndim), params, self.rolled_at
         )
@@ -207,7 +216,7 @@ class Programs:
             params = own_part(params, self.params_at)
         else:
             params = jax.device_put(params, self.params_at)
-        return Loaded(params, self.for_decoding(params, self.one_by_one))
+        return RolloutParams(params, self.for_decoding(params, self.one_by_one))
 
     def for_decoding(self, params: Any, one_by_one: Callable[[Any], Any]) -> Any:
         """The parameters, or what there is of each, as `decode` takes them.
@@ -218,18 +227,18 @@ class Programs:
         return params | {"layers": one_by_one(params["layers"])} if self.unroll else params
 
     def _pool_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return self.spec.pool_layout.pool(self.spec.model, self.spec.shard_pages)
+        return self.config.pool_layout.pool(self.config.model, self.config.shard_pages)
 
     def _empty(self) -> DecodeState:
-        spec, c = self.spec, self.spec.model
+        config, c = self.config, self.config.model
         dtype = jnp.dtype(c.compute_dtype)
         return slots.empty(
             jax.tree.map(jnp.zeros_like, self._pool_shapes()),
-            slots=spec.slots // spec.shards,
-            entries=spec.entries,
-            samples=spec.samples,
-            pages=spec.shard_pages,
-            table=spec.table_pages,
+            slots=config.slots // config.shards,
+            requests=config.requests,
+            samples=config.samples,
+            pages=config.shard_pages,
+            table=config.table_pages,
             width=c.hidden_size,
             dtype=dtype,
         )
@@ -237,12 +246,12 @@ class Programs:
     def _prefill(
         self, params: decoder.Params, tokens_PT: jax.Array, length_P: jax.Array, key_P2: jax.Array
     ) -> Prefix:
-        c, (P, T) = self.spec.model, tokens_PT.shape
+        c, (P, T) = self.config.model, tokens_PT.shape
         dtype = jnp.dtype(c.compute_dtype)
-        A, layout = self.spec.page_tokens, self.spec.pool_layout
+        A, layout = self.config.page_tokens, self.config.pool_layout
         # In chunks, so that scores of a long prompt are chunk x prompt at most: as few as can be,
         # all of the same pages, the last one beyond the prompt where they do not divide its own.
-        num = -(-T // (A * max(1, self.spec.prefill_chunk_tokens // A)))
+        num = -(-T // (A * max(1, self.config.prefill_chunk_tokens // A)))
         chunk = A * -(-T // (A * num))
         S = num * chunk
         tokens_PS = jnp.pad(tokens_PT, ((0, 0), (0, S - T)))
@@ -256,7 +265,7 @@ class Programs:
                 params,
                 jax.lax.dynamic_slice_in_dim(tokens_PS, start, chunk, axis=1),
                 position_PC,
-                paged.sound(xla.prefilling(start, chunk)),
+                paged.nan_safe(xla.prefilling(start, chunk)),
                 cache,
             )
             at_P = jnp.clip(length_P - 1 - start, 0, chunk - 1)
@@ -275,11 +284,11 @@ class Programs:
         dense = tuple(x[:, :, :T] for x in dense)
         return Prefix(paged.from_dense(layout, dense), last_PD, length_P, key_P2)
 
-    def _enqueue(self, state: DecodeState, prefix: Prefix, arrivals: Arrivals) -> DecodeState:
-        return slots.enqueue(state, *prefix, arrivals, self.spec.page_tokens)
+    def _enqueue(self, state: DecodeState, prefix: Prefix, arrivals: NewRequests) -> DecodeState:
+        return slots.enqueue(state, *prefix, arrivals, self.config.page_tokens)
 
     def _place(self, state: DecodeState, prefix: Prefix, shard: Any, slot: Any) -> DecodeState:
-        B = self.spec.slots // self.spec.shards
+        B = self.config.slots // self.config.shards
         key = jax.random.fold_in(jax.random.wrap_key_data(prefix.key_RP2[0]), slot)
         return slots.place(
             state,
@@ -288,16 +297,16 @@ class Programs:
             prefix.length_RP[0],
             jax.random.key_data(key),
             jnp.where(slot // B == shard, slot % B, B),
-            self.spec.params,
-            self.spec.max_response_tokens,
-            self.spec.page_tokens,
+            self.config.params,
+            self.config.max_response_tokens,
+            self.config.page_tokens,
         )
 
-    def _cancel(self, state: DecodeState, entry_W: Any, column_W: Any) -> DecodeState:
-        return slots.cancel(state, entry_W, column_W, self.spec.page_tokens)
+    def _cancel(self, state: DecodeState, request_W: Any, sample_index_W: Any) -> DecodeState:
+        return slots.cancel(state, request_W, sample_index_W, self.config.page_tokens)
 
     def _check_last_page(self, state: DecodeState, last_2: Any) -> tuple[DecodeState, jax.Array]:
-        layout, heads = self.spec.pool_layout, self.spec.model.num_heads
+        layout, heads = self.config.pool_layout, self.config.model.num_heads
         difference, pool = paged.last_page_difference(
             layout, state.pool, last_2, heads, state.table_BP, self.tile
         )
@@ -310,17 +319,17 @@ class Programs:
         *,
         mode: Mode,
         steps: int,
-    ) -> tuple[DecodeState, Step]:
-        spec, c = self.spec, self.spec.model
-        A, B = spec.page_tokens, len(state.active_B)
-        stops = jnp.asarray(spec.stop_tokens, jnp.int32)
+    ) -> tuple[DecodeState, DecodeOutput]:
+        config, c = self.config, self.config.model
+        A, B = config.page_tokens, len(state.active_B)
+        stops = jnp.asarray(config.stop_tokens, jnp.int32)
         # Shards whose loops end apart, with collectives of the tensor axis in them, wait for each
         # other for ever on virtual CPU devices.
-        together = spec.shards > 1 and self.mesh.shape["tensor"] > 1
+        together = config.shards > 1 and self.mesh.shape["tensor"] > 1
         unembed_VD = decoder.unembedding(params)
         integer = jnp.zeros((steps, B), jnp.int32)
         real = jnp.zeros((steps, B), jnp.float32)
-        empty = Step(
+        empty = DecodeOutput(
             integer, real, real, integer, integer, integer, jnp.zeros(steps, jnp.int32),
             state.num_free,
         )  # fmt: skip
@@ -329,7 +338,7 @@ class Programs:
             i, state, _, moved = carry
             if together:
                 return i < steps
-            has_work = jnp.any(state.active_B) | jnp.any(state.entries.left_E > 0)
+            has_work = jnp.any(state.active_B) | jnp.any(state.requests.waiting_E > 0)
             return (i < steps) & has_work & moved
 
         def one(carry: Any) -> Any:
@@ -337,25 +346,27 @@ class Programs:
             state = slots.refill(state, A)
             state, goes_B = slots.grow(state, A)
             logits_BV = chunked_softmax.logits(state.hidden_BD, unembed_VD, temperature=1.0)
-            drawn = sample(logits_BV, state.key_B2, state.drawn_B, state.params, mode)
+            sampled = sample(logits_BV, state.key_B2, state.sampled_B, state.params, mode)
             hidden_BTD, pool = decoder.hidden_states(
                 c,
                 params,
-                drawn.token_B[:, None],
+                sampled.token_B[:, None],
                 state.length_B[:, None],
-                paged.decoding(spec.pool_layout, state.table_BP, state.length_B, goes_B, self.tile),
+                paged.decoding(
+                    config.pool_layout, state.table_BP, state.length_B, goes_B, self.tile
+                ),
                 state.pool,
             )
-            entry_B, column_B = state.entry_B, state.column_B
+            request_B, sample_index_B = state.request_B, state.sample_index_B
             state, over_B = slots.advance(
-                state._replace(pool=pool), goes_B, drawn, hidden_BTD[:, 0], stops
+                state._replace(pool=pool), goes_B, sampled, hidden_BTD[:, 0], stops
             )
             state = slots.close(state, A)
-            bits = ((goes_B, VALID), (over_B, OVER), (goes_B & ~drawn.finite_B, NOT_FINITE))
+            bits = ((goes_B, VALID), (over_B, OVER), (goes_B & ~sampled.finite_B, NOT_FINITE))
             flags_B = sum(bit * mask_B.astype(jnp.int32) for mask_B, bit in bits)
             row = (
-                drawn.token_B, drawn.log_prob_B, drawn.model_log_prob_B, flags_B, entry_B,
-                column_B, jnp.sum(state.entries.left_E),
+                sampled.token_B, sampled.log_prob_B, sampled.model_log_prob_B, flags_B, request_B,
+                sample_index_B, jnp.sum(state.requests.waiting_E),
             )  # fmt: skip
             filled = (x.at[i].set(value) for x, value in zip(out, row))
             return i + 1, state, out._make((*filled, state.num_free)), jnp.any(goes_B)

@@ -14,25 +14,25 @@ import jax
 import jax.numpy as jnp
 
 from dapo_jax.rollout import paged
-from dapo_jax.rollout.sampling import Drawn, SamplingParams
+from dapo_jax.rollout.sampling import Sampled, SamplingParams
 from dapo_jax.types import Array
 
 NEVER = 2**30  # order of an entry from which nothing is to be taken
 
 
-class Entries(NamedTuple):
+class Requests(NamedTuple):
     """E prompts: those whose samples wait for slots or are being drawn."""
 
     table_EP: Array  # int32: pages
     length_E: Array  # tokens
     hidden_ED: Array  # after the last token
     key_E2: Array  # uint32: random key; a sample's is folded from it
-    left_E: Array  # samples that have found no slot yet
-    taken_E: Array  # samples that have
-    open_E: Array  # samples that have not ended; 0: the entry is free
+    waiting_E: Array  # samples that have found no slot yet
+    started_E: Array  # samples that have
+    unfinished_E: Array  # samples that have not ended; 0: the entry is free
     order_E: Array  # of arrival
     first_E: Array  # number of the first sample
-    drawn_E: Array  # tokens at the end of the prompt that are the beginning of the response
+    sampled_E: Array  # tokens at the end of the prompt that are the beginning of the response
     limit_EG: Array  # most response tokens of each sample
     params: SamplingParams
 
@@ -44,24 +44,24 @@ class DecodeState(NamedTuple):
     free_N: Array  # int32: page numbers, the first `num_free` of them free
     num_free: Array
     clock: Array  # counts arrivals, of entries and of sequences in slots
-    entries: Entries
+    requests: Requests
     table_BP: Array
     used_B: Array  # pages of the table
     shared_B: Array  # the first so many of them belong to the entry
     length_B: Array  # tokens in the cache
-    drawn_B: Array  # response tokens
+    sampled_B: Array  # response tokens
     limit_B: Array
     hidden_BD: Array
     key_B2: Array  # of the sample
     active_B: Array  # bool
-    entry_B: Array
-    column_B: Array  # which sample of the entry, from 0
+    request_B: Array
+    sample_index_B: Array  # which sample of the entry, from 0
     serial_B: Array  # order in which sequences came into slots
     params: SamplingParams
 
 
 def empty(
-    pool: Any, *, slots: int, entries: int, samples: int, pages: int, table: int, width: int,
+    pool: Any, *, slots: int, requests: int, samples: int, pages: int, table: int, width: int,
     dtype: Any,
 ) -> DecodeState:  # fmt: skip
     """Nothing in it. Page 0 is nobody's.
@@ -72,7 +72,7 @@ def empty(
         table: pages of one sequence, at most.
         width: of a hidden state, in `dtype`.
     """
-    B, E = slots, entries
+    B, E = slots, requests
     zeros = lambda *shape: jnp.zeros(shape, jnp.int32)
     params = lambda n: SamplingParams(
         jnp.ones(n, jnp.float32), jnp.ones(n, jnp.float32), zeros(n), jnp.zeros(n, jnp.float32)
@@ -82,7 +82,7 @@ def empty(
         jnp.arange(pages, dtype=jnp.int32)[::-1],
         jnp.asarray(pages - 1, jnp.int32),
         jnp.asarray(0, jnp.int32),
-        Entries(
+        Requests(
             zeros(E, table), zeros(E), jnp.zeros((E, width), dtype), jnp.zeros((E, 2), jnp.uint32),
             zeros(E), zeros(E), zeros(E), jnp.full(E, NEVER, jnp.int32), zeros(E), zeros(E),
             zeros(E, samples), params(E),
@@ -116,19 +116,19 @@ def _rank(mask_X: jax.Array) -> jax.Array:
     return jnp.cumsum(mask_X.astype(jnp.int32)) - 1
 
 
-class Arrivals(NamedTuple):
+class NewRequests(NamedTuple):
     """What the host says of P prefilled prompts that become entries."""
 
-    entry_P: Array  # int32; a number beyond the entries skips the prompt
+    request_P: Array  # int32; a number beyond the entries skips the prompt
     samples_P: Array
     first_P: Array
-    drawn_P: Array
+    sampled_P: Array
     limit_PG: Array
     params: SamplingParams
 
 
 def enqueue(
-    state: DecodeState, pages: Any, hidden_PD: Any, length_P: Any, key_P2: Any, of: Arrivals,
+    state: DecodeState, pages: Any, hidden_PD: Any, length_P: Any, key_P2: Any, of: NewRequests,
     page_tokens: int,
 ) -> DecodeState:  # fmt: skip
     """The state with prefilled prompts as entries. There have to be pages enough.
@@ -136,29 +136,29 @@ def enqueue(
     Args:
         pages: the prompts' keys and values, as many pages for each, in the layout of the pool.
     """
-    e, A = state.entries, page_tokens
+    e, A = state.requests, page_tokens
     P = len(length_P)
     X = pages[0].shape[1] // P
-    kept_P = of.entry_P < len(e.length_E)
+    kept_P = of.request_P < len(e.length_E)
     wanted_PX = kept_P[:, None] & (jnp.arange(X)[None] < -(-length_P // A)[:, None])
     page, _, state = _allocate(state, _rank(wanted_PX.reshape(-1)), wanted_PX.reshape(-1))
     pool = paged.put(state.pool, page, pages)
     table_PP = jnp.pad(page.reshape(P, X), ((0, 0), (0, e.table_EP.shape[1] - X)))
-    put = lambda into, values: into.at[of.entry_P].set(values, mode="drop")
+    put = lambda into, values: into.at[of.request_P].set(values, mode="drop")
     return state._replace(
         pool=pool,
         clock=state.clock + P,
-        entries=Entries(
+        requests=Requests(
             put(e.table_EP, table_PP),
             put(e.length_E, length_P),
             put(e.hidden_ED, hidden_PD),
             put(e.key_E2, key_P2),
-            put(e.left_E, of.samples_P),
-            put(e.taken_E, jnp.zeros_like(of.samples_P)),
-            put(e.open_E, of.samples_P),
+            put(e.waiting_E, of.samples_P),
+            put(e.started_E, jnp.zeros_like(of.samples_P)),
+            put(e.unfinished_E, of.samples_P),
             put(e.order_E, state.clock + jnp.arange(P, dtype=jnp.int32)),
             put(e.first_E, of.first_P),
-            put(e.drawn_E, of.drawn_P),
+            put(e.sampled_E, of.sampled_P),
             put(e.limit_EG, of.limit_PG),
             jax.tree.map(put, e.params, of.params),
         ),
@@ -167,29 +167,29 @@ def enqueue(
 
 def refill(state: DecodeState, page_tokens: int) -> DecodeState:
     """Free slots given to samples that wait."""
-    waiting = jnp.any(~state.active_B) & jnp.any(state.entries.left_E > 0)
+    waiting = jnp.any(~state.active_B) & jnp.any(state.requests.waiting_E > 0)
     return jax.lax.cond(waiting, lambda s: _refill(s, page_tokens), lambda s: s, state)
 
 
 def _refill(state: DecodeState, A: int) -> DecodeState:
-    e = state.entries
+    e = state.requests
     E = len(e.length_E)
-    by_order = jnp.argsort(jnp.where(e.left_E > 0, e.order_E, NEVER))
-    until_E = jnp.cumsum(e.left_E[by_order])
+    by_order = jnp.argsort(jnp.where(e.waiting_E > 0, e.order_E, NEVER))
+    until_E = jnp.cumsum(e.waiting_E[by_order])
     rank_B = _rank(~state.active_B)
     # The sample of that rank is one of the entry that takes the sum of those left beyond it.
     at_B = jnp.minimum(jnp.searchsorted(until_E, rank_B, side="right"), E - 1)
-    entry_B = by_order[at_B]
-    column_B = e.taken_E[entry_B] + rank_B - (until_E[at_B] - e.left_E[entry_B])
+    request_B = by_order[at_B]
+    sample_index_B = e.started_E[request_B] + rank_B - (until_E[at_B] - e.waiting_E[request_B])
     # Who is in a slot will soon need a page, and so will who comes.
     active = jnp.sum(state.active_B.astype(jnp.int32))
     enough_B = state.num_free >= active + 2 * (rank_B + 1)
     comes_B = ~state.active_B & (rank_B < until_E[-1]) & enough_B
 
-    length_B = e.length_E[entry_B]
+    length_B = e.length_E[request_B]
     partial_B = comes_B & (length_B % A > 0)
     page_B, _, state = _allocate(state, _rank(partial_B), partial_B)
-    table_BP = e.table_EP[entry_B]
+    table_BP = e.table_EP[request_B]
     last_B1 = (length_B // A)[:, None]
     source_B = jnp.take_along_axis(table_BP, last_B1, axis=1)[:, 0]
     own_BP = (jnp.arange(table_BP.shape[1])[None] == last_B1) & partial_B[:, None]
@@ -199,30 +199,30 @@ def _refill(state: DecodeState, A: int) -> DecodeState:
     def sample_key(key_2: jax.Array, sample: jax.Array) -> jax.Array:
         return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key_2), sample))
 
-    key_B2 = jax.vmap(sample_key)(e.key_E2[entry_B], e.first_E[entry_B] + column_B)
-    limit_B = e.limit_EG[entry_B, jnp.minimum(column_B, e.limit_EG.shape[1] - 1)]
+    key_B2 = jax.vmap(sample_key)(e.key_E2[request_B], e.first_E[request_B] + sample_index_B)
+    limit_B = e.limit_EG[request_B, jnp.minimum(sample_index_B, e.limit_EG.shape[1] - 1)]
 
     def put(values: jax.Array, into: jax.Array) -> jax.Array:
         return jnp.where(comes_B.reshape(-1, *[1] * (into.ndim - 1)), values, into)
 
-    taken_E = jnp.zeros(E, jnp.int32).at[entry_B].add(comes_B.astype(jnp.int32))
+    started_E = jnp.zeros(E, jnp.int32).at[request_B].add(comes_B.astype(jnp.int32))
     return state._replace(
         pool=pool,
         clock=state.clock + len(rank_B),
-        entries=e._replace(left_E=e.left_E - taken_E, taken_E=e.taken_E + taken_E),
+        requests=e._replace(waiting_E=e.waiting_E - started_E, started_E=e.started_E + started_E),
         table_BP=put(table_BP, state.table_BP),
         used_B=put(-(-length_B // A), state.used_B),
         shared_B=put(length_B // A, state.shared_B),
         length_B=put(length_B, state.length_B),
-        drawn_B=put(e.drawn_E[entry_B], state.drawn_B),
+        sampled_B=put(e.sampled_E[request_B], state.sampled_B),
         limit_B=put(limit_B, state.limit_B),
-        hidden_BD=put(e.hidden_ED[entry_B], state.hidden_BD),
+        hidden_BD=put(e.hidden_ED[request_B], state.hidden_BD),
         key_B2=put(key_B2, state.key_B2),
         active_B=state.active_B | comes_B,
-        entry_B=put(entry_B, state.entry_B),
-        column_B=put(column_B, state.column_B),
+        request_B=put(request_B, state.request_B),
+        sample_index_B=put(sample_index_B, state.sample_index_B),
         serial_B=put(state.clock + rank_B, state.serial_B),
-        params=jax.tree.map(lambda a, b: put(a[entry_B], b), e.params, state.params),
+        params=jax.tree.map(lambda a, b: put(a[request_B], b), e.params, state.params),
     )
 
 
@@ -250,12 +250,12 @@ def place(
         used_B=put(-(-length // A), state.used_B),
         shared_B=put(0, state.shared_B),
         length_B=put(length, state.length_B),
-        drawn_B=put(0, state.drawn_B),
+        sampled_B=put(0, state.sampled_B),
         limit_B=put(limit, state.limit_B),
         hidden_BD=put(hidden_D[None], state.hidden_BD),
         key_B2=put(key_2[None], state.key_B2),
         active_B=state.active_B | mine_B,
-        entry_B=put(len(state.entries.length_E), state.entry_B),
+        request_B=put(len(state.requests.length_E), state.request_B),
         serial_B=put(state.clock, state.serial_B),
         clock=state.clock + 1,
         params=SamplingParams(*(put(a, jnp.asarray(b)) for a, b in zip(of, state.params))),
@@ -278,16 +278,16 @@ def grow(state: DecodeState, page_tokens: int) -> tuple[DecodeState, jax.Array]:
 
 
 def advance(
-    state: DecodeState, goes_B: jax.Array, drawn: Drawn, hidden_BD: jax.Array, stops: Any
+    state: DecodeState, goes_B: jax.Array, sampled: Sampled, hidden_BD: jax.Array, stops: Any
 ) -> tuple[DecodeState, jax.Array]:
     """(the state after a token of the slots that go on, which of them have ended with it)."""
     step_B = goes_B.astype(jnp.int32)
-    count_B = state.drawn_B + step_B
-    over_B = jnp.isin(drawn.token_B, stops) | (count_B >= state.limit_B) | ~drawn.finite_B
+    count_B = state.sampled_B + step_B
+    over_B = jnp.isin(sampled.token_B, stops) | (count_B >= state.limit_B) | ~sampled.finite_B
     over_B = over_B & goes_B
     state = state._replace(
         length_B=state.length_B + step_B,
-        drawn_B=count_B,
+        sampled_B=count_B,
         hidden_BD=jnp.where(goes_B[:, None], hidden_BD, state.hidden_BD),
     )
     return jax.lax.cond(jnp.any(over_B), end, lambda s, _: s, state, over_B), over_B
@@ -295,32 +295,36 @@ def advance(
 
 def end(state: DecodeState, over_B: jax.Array) -> DecodeState:
     """The state without the sequences in these slots, and without prompts of which none is left."""
-    e = state.entries
+    e = state.requests
     column_P = jnp.arange(state.table_BP.shape[1])[None]
     own_BP = (column_P >= state.shared_B[:, None]) & (column_P < state.used_B[:, None])
     state = _release(state, state.table_BP, own_BP & over_B[:, None])
-    open_E = e.open_E.at[state.entry_B].add(-over_B.astype(jnp.int32), mode="drop")
-    return state._replace(active_B=state.active_B & ~over_B, entries=e._replace(open_E=open_E))
+    unfinished_E = e.unfinished_E.at[state.request_B].add(-over_B.astype(jnp.int32), mode="drop")
+    return state._replace(
+        active_B=state.active_B & ~over_B, requests=e._replace(unfinished_E=unfinished_E)
+    )
 
 
 def close(state: DecodeState, page_tokens: int) -> DecodeState:
     """The state without the prompts of which no sample is left."""
-    e = state.entries
-    over_E = (e.open_E <= 0) & (e.order_E < NEVER)
+    e = state.requests
+    over_E = (e.unfinished_E <= 0) & (e.order_E < NEVER)
 
     def without(state: DecodeState) -> DecodeState:
         column_P = jnp.arange(e.table_EP.shape[1])[None]
         own_EP = column_P < -(-e.length_E // page_tokens)[:, None]
         state = _release(state, e.table_EP, own_EP & over_E[:, None])
         order_E = jnp.where(over_E, NEVER, e.order_E)
-        return state._replace(entries=e._replace(order_E=order_E))
+        return state._replace(requests=e._replace(order_E=order_E))
 
     return jax.lax.cond(jnp.any(over_E), without, lambda s: s, state)
 
 
-def cancel(state: DecodeState, entry_W: Any, column_W: Any, page_tokens: int) -> DecodeState:
+def cancel(
+    state: DecodeState, request_W: Any, sample_index_W: Any, page_tokens: int
+) -> DecodeState:
     """The state without these samples, where they are still in slots."""
-    same_BW = (state.entry_B[:, None] == entry_W[None]) & (
-        state.column_B[:, None] == column_W[None]
+    same_BW = (state.request_B[:, None] == request_W[None]) & (
+        state.sample_index_B[:, None] == sample_index_W[None]
     )
     return close(end(state, state.active_B & jnp.any(same_BW, axis=1)), page_tokens)

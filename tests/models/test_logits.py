@@ -14,8 +14,8 @@ from dapo_jax.data.tokenizer import load_tokenizer
 from dapo_jax.models import chunked_softmax, decoder
 from dapo_jax.models.attention import xla
 from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.engine_config import EngineConfig
 from dapo_jax.rollout.sampling import SamplingParams
-from dapo_jax.rollout.spec import EngineSpec
 from tests.support import checkpoints
 from tests.support.helpers import make_mesh
 
@@ -82,7 +82,7 @@ def test_the_engines_logits_are_those_of_transformers(tmp_path, family, prompt):
     the whole row of logits is that of the training forward, which is that of transformers."""
     golden, config, params = opened(tmp_path, family)
     T = len(golden.tokens_T)
-    spec = EngineSpec(
+    engine_config = EngineConfig(
         model=config.model,
         layout=config.mesh,
         slots=2,
@@ -93,7 +93,7 @@ def test_the_engines_logits_are_those_of_transformers(tmp_path, family, prompt):
         params=SamplingParams(temperature_X=0.0),
         page_tokens=8,
     )
-    engine = DecoderEngine(spec, make_mesh(config, 1))
+    engine = DecoderEngine(engine_config, make_mesh(config, 1))
     loaded = engine.load_params(params)
     tokens = golden.tokens_T[:prompt].tolist()
     prefix = engine.prefill(params=loaded, padded_tokens=np.array(tokens), true_length=prompt)

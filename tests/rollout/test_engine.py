@@ -136,7 +136,7 @@ def test_temperature_zero_takes_the_most_probable_token(params, problems):
 def test_weights_stay_where_they_are_or_come_by_one_program(monkeypatch, dtype, mesh):
     """`device_put` takes what is to lie otherwise through the host: it is given none."""
     engine = make_engine(num_devices=2, model=dict(compute_dtype=dtype), **mesh)
-    params = initial_params(engine.spec.model, engine.spec.layout, engine.mesh, seed=0)
+    params = initial_params(engine.config.model, engine.config.layout, engine.mesh, seed=0)
     put = jax.device_put
 
     def checked(tree, at):
@@ -166,9 +166,9 @@ def test_a_call_copies_no_weights():
     """Layers written out are taken out of the stacked ones when parameters are loaded, not at every
     call of decode: with a batch of 1 that would be most of what it reads."""
     engine = make_engine(model=dict(intermediate_size=4096), slots=1, prefill=1)
-    shapes = decoder.param_shapes(engine.spec.model)
-    compiled = engine.lower(shapes, "decode", engine.spec.params.mode).compile()
-    matrix = shapes["layers"]["gate"].size * 4 // engine.spec.model.num_layers
+    shapes = decoder.param_shapes(engine.config.model)
+    compiled = engine.lower(shapes, "decode", engine.config.params.mode).compile()
+    matrix = shapes["layers"]["gate"].size * 4 // engine.config.model.num_layers
     assert compiled.memory_analysis().temp_size_in_bytes < matrix
 
 
@@ -268,7 +268,7 @@ def test_slots_stay_busy_and_nothing_recompiles(params, problems):
     _, stats = draw(engine, params, many, num_samples=3)
     assert counter.count == 0
     assert stats.busy_slots / stats.slots_offered > 0.85
-    assert stats.drawn == stats.tokens and 0.5 < stats.drawn / stats.could_draw <= 1.0
+    assert stats.sampled == stats.tokens and 0.5 < stats.sampled / stats.could_sample <= 1.0
     assert stats.tokens == sum(len(t) for row in tokens_of(draw(engine, params, many, 3)[0])
                                for t in row)  # fmt: skip
 
@@ -308,17 +308,17 @@ def test_where_pages_are_short_sequences_wait_and_go_on_with_the_same_tokens(
     roomy = make_engine(page_tokens=4, samples=4)
     expected = tokens_of(draw(roomy, params, problems)[0])
     shards = mesh.get("data", 1)
-    least = 1 + 6 + roomy.spec.table_pages + 2
+    least = 1 + 6 + roomy.config.table_pages + 2
     engine = make_engine(
         page_tokens=4, samples=4, num_pages=(least + 6) * shards, num_devices=shards, **mesh
     )
-    assert engine.spec.shard_pages == least + 6 < roomy.spec.shard_pages / 3
+    assert engine.config.shard_pages == least + 6 < roomy.config.shard_pages / 3
     run = make_loop(engine, params, problems)
     assert complete(run) == expected
     assert run.stats.preempted > 0
-    assert np.asarray(run.state.num_free).tolist() == [engine.spec.shard_pages - 1] * shards
-    pages = np.sort(np.asarray(run.state.free_N)[:, : engine.spec.shard_pages - 1], axis=1)
-    assert (pages == np.arange(1, engine.spec.shard_pages)).all(), "each of them once"
+    assert np.asarray(run.state.num_free).tolist() == [engine.config.shard_pages - 1] * shards
+    pages = np.sort(np.asarray(run.state.free_N)[:, : engine.config.shard_pages - 1], axis=1)
+    assert (pages == np.arange(1, engine.config.shard_pages)).all(), "each of them once"
 
 
 def test_no_prompt_is_claimed_before_it_can_be_handed_over(params):
@@ -348,10 +348,10 @@ def test_the_pool_is_as_good_as_one_without_bounds(params, samples, tokens):
             page_tokens=4, samples=samples, num_pages=num_pages, prefill=4, stop_tokens=()
         )
         _, stats = generate(engine, params, problems, num_samples=samples, limits_QG=limits)
-        return engine.spec, stats
+        return engine.config, stats
 
-    spec, found = drawn(None)
-    assert found == drawn(10 * spec.shard_pages)[1]
+    engine_config, found = drawn(None)
+    assert found == drawn(10 * engine_config.shard_pages)[1]
     assert found.preempted == 0 and found.busy_slots >= 0.95 * found.slots_offered
 
 

@@ -19,9 +19,9 @@ from dapo_jax.models.attention import kernels as attention_kernels
 from dapo_jax.models.attention import xla
 from dapo_jax.rollout import kernels, paged
 from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.engine_config import EngineConfig, make_engine_config
 from dapo_jax.rollout.programs import Programs, rollout_dtypes
 from dapo_jax.rollout.sampling import SamplingParams
-from dapo_jax.rollout.spec import EngineSpec, engine_spec
 from dapo_jax.rollout.tiles import Tile
 from dapo_jax.setup import attention_line
 from dapo_jax.tools.bench.gap import bench_gap
@@ -169,7 +169,7 @@ def test_at_the_last_page_of_a_pool_a_kernel_attends_as_xla_does(problem, kernel
 
 def small_engine(**changes):
     """Of one device, or of four with heads over two."""
-    spec = EngineSpec(
+    engine_config = EngineConfig(
         model=CONFIG.model,
         layout=dataclasses.replace(CONFIG.mesh, **changes),
         slots=12,
@@ -181,8 +181,8 @@ def small_engine(**changes):
         page_tokens=16,
         kernel="gpu",
     )
-    config = dataclasses.replace(CONFIG, mesh=spec.layout)
-    return DecoderEngine(spec, make_mesh(config, 4 if changes else 1))
+    config = dataclasses.replace(CONFIG, mesh=engine_config.layout)
+    return DecoderEngine(engine_config, make_mesh(config, 4 if changes else 1))
 
 
 @pytest.mark.parametrize("mesh", [{}, dict(fsdp=2, tensor=2)])
@@ -234,7 +234,7 @@ def test_the_memory_of_a_page():
 
 def tokens_of(num_devices=1, mesh=None, problems=20, config=CONFIG, **changes):
     layout = dataclasses.replace(CONFIG.mesh, **(mesh or {}))
-    spec = EngineSpec(
+    engine_config = EngineConfig(
         model=config.model,
         layout=layout,
         slots=16,
@@ -246,7 +246,7 @@ def tokens_of(num_devices=1, mesh=None, problems=20, config=CONFIG, **changes):
         samples=4,
     )
     engine = DecoderEngine(
-        dataclasses.replace(spec, **changes),
+        dataclasses.replace(engine_config, **changes),
         make_mesh(dataclasses.replace(CONFIG, mesh=layout), num_devices),
     )
     rng = np.random.default_rng(0)
@@ -321,8 +321,8 @@ def test_a_fall_back_to_xla_has_a_reason(platform, wanted, model, why):
         rollout = dataclasses.replace(CONFIG.rollout, kernel=wanted, page_tokens=32)
         config = dataclasses.replace(CONFIG, model=c, rollout=rollout)
         one = dict.fromkeys(("data", "fsdp", "context", "tensor"), 1)
-        spec = engine_spec(config, one, 16, (1,), platform=platform)
-        line = attention_line(attention_kernels.Choice("splash", platform), spec)
+        engine_config = make_engine_config(config, one, 16, (1,), platform=platform)
+        line = attention_line(attention_kernels.Choice("splash", platform), engine_config)
         assert line == f"attention on {platform}: training splash, rollouts xla ({said})"
 
 
@@ -384,7 +384,7 @@ def test_decoding_with_the_tpus_kernel_is_lowered_on_every_mesh(mesh, monkeypatc
     wide = dict(head_dim=128, hidden_size=256, intermediate_size=256, compute_dtype="bfloat16")
     c = dataclasses.replace(CONFIG.model, **wide)
     layout = dataclasses.replace(CONFIG.mesh, **mesh)
-    spec = EngineSpec(
+    engine_config = EngineConfig(
         model=c,
         layout=layout,
         slots=8,
@@ -397,7 +397,7 @@ def test_decoding_with_the_tpus_kernel_is_lowered_on_every_mesh(mesh, monkeypatc
         kernel="tpu",
     )
     config = dataclasses.replace(CONFIG, mesh=layout)
-    programs = DecoderEngine(spec, make_mesh(config, math.prod(mesh.values())))._programs
+    programs = DecoderEngine(engine_config, make_mesh(config, math.prod(mesh.values())))._programs
     params = jax.eval_shape(lambda p: rollout_dtypes(p, jnp.bfloat16), decoder.param_shapes(c))
     params = programs.for_decoding(params, lambda x: jax.eval_shape(decoder.unstacked, x))
     params, state = (
@@ -407,5 +407,5 @@ def test_decoding_with_the_tpus_kernel_is_lowered_on_every_mesh(mesh, monkeypatc
             (jax.eval_shape(programs.init), programs.state_at),
         )
     )
-    traced = programs.decode(spec.params.mode, 2).trace(params, state)
+    traced = programs.decode(engine_config.params.mode, 2).trace(params, state)
     assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()

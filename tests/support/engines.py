@@ -7,9 +7,9 @@ import numpy as np
 
 from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.engine_config import EngineConfig
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.rollout.scheduler import GenerationLoop
-from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.types import Problem
 from tests.support.helpers import make_mesh, replace_model, tiny_config
 
@@ -20,11 +20,11 @@ KEY = jax.random.key(7)
 
 def make_engine(
     *, slots=16, prefill=8, temperature=1.0, top_p=1.0, num_devices=1, samples=1, page_tokens=32,
-    num_pages=None, decode_steps=8, prefill_chunk_tokens=512, continued=False,
+    num_pages=None, decode_steps=8, prefill_chunk_tokens=512, resumes=False,
     stop_tokens=(EOS,), model=None, **mesh,
 ):  # fmt: skip
     layout = dataclasses.replace(CONFIG.mesh, **mesh)
-    spec = EngineSpec(
+    engine_config = EngineConfig(
         model=replace_model(CONFIG, **(model or {})),
         layout=layout,
         slots=slots,
@@ -38,9 +38,11 @@ def make_engine(
         num_pages=num_pages,
         decode_steps=decode_steps,
         prefill_chunk_tokens=prefill_chunk_tokens,
-        continued=continued,
+        resumes=resumes,
     )
-    return DecoderEngine(spec, make_mesh(dataclasses.replace(CONFIG, mesh=layout), num_devices))
+    return DecoderEngine(
+        engine_config, make_mesh(dataclasses.replace(CONFIG, mesh=layout), num_devices)
+    )
 
 
 def make_problems(number):

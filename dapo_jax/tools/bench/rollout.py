@@ -12,13 +12,13 @@ from dapo_jax.models.sharding import fitting, initial_params, make_mesh
 from dapo_jax.rollout import kernels, scheduler
 from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.engine_config import VALID
 from dapo_jax.rollout.sampling import SamplingParams
-from dapo_jax.rollout.spec import VALID
 from dapo_jax.tools.bench.memory import peaks
 from dapo_jax.tools.bench.shapes import (
     Shape,
+    bench_engine_config,
     bench_model,
-    bench_spec,
     draw_lengths,
     random_problems,
 )
@@ -32,8 +32,8 @@ def bench_rollout(shape: Shape) -> dict[str, Any]:
     layout = fitting(c, jax.device_count())
     mesh = make_mesh(layout)
     kernel = kernels.choose("auto", jax.default_backend(), c, page_tokens=shape.page_tokens)
-    spec = bench_spec(shape, layout, kernel=kernel)
-    engine = DecoderEngine(spec, mesh)
+    engine_config = bench_engine_config(shape, layout, kernel=kernel)
+    engine = DecoderEngine(engine_config, mesh)
     # Small, so that no token is much more probable than another.
     small = lambda x: x if x.ndim < 3 else 0.3 * x
     params = jax.tree.map(small, initial_params(c, layout, mesh, seed=0))
@@ -59,7 +59,7 @@ def bench_rollout(shape: Shape) -> dict[str, Any]:
     counter = CompilationCounter()
     timed = [run(number) for number in range(1, shape.runs + 1)]
     compilations = counter.count
-    waited = [_WaitingEngine(spec, mesh) for _ in range(shape.runs)]
+    waited = [_WaitingEngine(engine_config, mesh) for _ in range(shape.runs)]
     for number, one in enumerate(waited, shape.runs + 1):
         one.whole, _ = run(number, one)
     waiting = sorted(waited, key=lambda one: one.whole)[len(waited) // 2]
@@ -72,16 +72,16 @@ def bench_rollout(shape: Shape) -> dict[str, Any]:
     peak = peaks()  # before the limit is measured
     on_cpu = jax.default_backend() == "cpu"
     limit = (
-        matmul_tokens_per_second(c, shape, spec.slots)
+        matmul_tokens_per_second(c, shape, engine_config.slots)
         if on_cpu
         else memory_tokens_per_second(
             c,
             engine.load_params(params).decode,
             lengths,
             shape.prompt_len,
-            spec.slots,
+            engine_config.slots,
             devices=mesh.size,
-            shards=spec.shards,
+            shards=engine_config.shards,
         )
     )
     return {
@@ -99,11 +99,11 @@ def bench_rollout(shape: Shape) -> dict[str, Any]:
         # Of decode: of one that draws all of its tokens; the last of a rollout draws fewer.
         "seconds_per_call": {
             "prefill": round((phases["prefill"] + phases["enqueue"]) / waiting.calls["prefill"], 6),
-            "decode": round(phases["decode"] * spec.decode_steps / waiting.steps, 6),
+            "decode": round(phases["decode"] * engine_config.decode_steps / waiting.steps, 6),
             "host": round(phases["host"] / waiting.calls["decode"], 6),
         },
         "tokens": tokens,
-        "slots": spec.slots,
+        "slots": engine_config.slots,
         "device": jax.devices()[0].device_kind,
         "shape": shape._asdict(),
     }  # fmt: skip

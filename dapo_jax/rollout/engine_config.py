@@ -15,7 +15,7 @@ PREFILL_CHUNK_TOKENS = 512  # of a prompt, at most, that are prefilled at once
 
 
 @dataclasses.dataclass(frozen=True)
-class EngineSpec:
+class EngineConfig:
     """All that the compiled programs depend on besides the mesh."""
 
     model: ModelConfig
@@ -33,7 +33,7 @@ class EngineSpec:
     prefill_chunk_tokens: int = PREFILL_CHUNK_TOKENS
     kernel: kernels.Kernel = "xla"
     kernel_refused: str | None = None  # why "auto" is XLA on a platform that has a kernel
-    continued: bool = False  # whether many samples come one by one, with what was drawn of them
+    resumes: bool = False  # whether many samples come one by one, with what was drawn of them
 
     @property
     def shards(self) -> int:
@@ -49,15 +49,15 @@ class EngineSpec:
         return -(-self.max_tokens // self.page_tokens)
 
     @property
-    def entries(self) -> int:
+    def requests(self) -> int:
         """Of one shard: a batch of prompts beyond the slots, of which each may hold the last sample
         of a prompt of its own; two where a prompt is one sample, see `ahead`. With fewer, slots are
         empty because stragglers keep all entries."""
         B, P = self.slots // self.shards, self.prefill_prompts // self.shards
-        return B + P + P // self.samples + B * self.continued
+        return B + P + P // self.samples + B * self.resumes
 
     @property
-    def ahead(self) -> int:
+    def max_in_flight(self) -> int:
         """Samples of all shards that are on the device at most, when there are prompts for more:
         two batches of prompts beyond the slots. What is begun early is begun for nothing when the
         batch is full, and no other process can draw it."""
@@ -77,7 +77,7 @@ class EngineSpec:
         # A sample shares the whole pages of its prompt and owns those from there on, unless it was
         # inserted by itself; one that comes asks for two more, see `slots.refill`.
         own = pages(self.max_response_tokens) + 1
-        shared = self.entries * pages(self.max_prompt_tokens)
+        shared = self.requests * pages(self.max_prompt_tokens)
         return 1 + max(B * (own + 2) + shared, B * (self.table_pages + 2))
 
     @property
@@ -91,7 +91,7 @@ class EngineSpec:
         return number * paged.page_bytes(self.model, self.pool_layout) // heads_parts
 
 
-def engine_spec(
+def make_engine_config(
     config: Config,
     sizes: Mapping[str, int],
     max_prompt_tokens: int,
@@ -99,7 +99,7 @@ def engine_spec(
     *,
     platform: str,
     run_sizes: Mapping[str, int] | None = None,
-) -> EngineSpec:
+) -> EngineConfig:
     """What the engine of a config is like on a mesh.
 
     Args:
@@ -117,7 +117,7 @@ def engine_spec(
         "page_tokens": r.page_tokens,
         "heads_parts": parts_of(dict(config.mesh.rules)["kv_heads"], sizes),
     }
-    spec = EngineSpec(
+    engine_config = EngineConfig(
         model=config.model,
         layout=dataclasses.replace(config.mesh, **sizes),
         slots=r.slots // parts,
@@ -133,31 +133,33 @@ def engine_spec(
         kernel_refused=kernels.fallback(r.kernel, platform, config.model, **pages),
     )
     if r.cache_gib is not None:
-        spec = dataclasses.replace(spec, num_pages=_num_pages(spec, r.cache_gib))
+        engine_config = dataclasses.replace(
+            engine_config, num_pages=_num_pages(engine_config, r.cache_gib)
+        )
     if config.dynamic_sampling.partial_rollouts:
         # Prompts with what was drawn before are longer than those that the pool was sized for.
-        pages = spec.num_pages or spec.shard_pages * spec.shards
-        spec = dataclasses.replace(spec, num_pages=pages, continued=True)
-    return spec
+        pages = engine_config.num_pages or engine_config.shard_pages * engine_config.shards
+        engine_config = dataclasses.replace(engine_config, num_pages=pages, resumes=True)
+    return engine_config
 
 
-def _num_pages(spec: EngineSpec, cache_gib: float) -> int | None:
+def _num_pages(c: EngineConfig, cache_gib: float) -> int | None:
     """Pages over all shards that the memory of each device holds; None if that is enough anyway."""
-    page = spec.pages_bytes(1)
+    page = c.pages_bytes(1)
     pages = int(cache_gib * 2**30 / page)
-    prompt = -(-spec.max_prompt_tokens // spec.page_tokens)
-    least = 1 + prompt + spec.table_pages + 2
+    prompt = -(-c.max_prompt_tokens // c.page_tokens)
+    least = 1 + prompt + c.table_pages + 2
     if pages < least:
         raise UserError(
             f"config.rollout.cache_gib ({cache_gib:g}) holds {pages} pages of "
-            f"{spec.page_tokens} tokens, {page:,} bytes each on a device. One prompt of "
-            f"{spec.max_prompt_tokens} tokens and one sequence of {spec.max_tokens} need {least}: "
+            f"{c.page_tokens} tokens, {page:,} bytes each on a device. One prompt of "
+            f"{c.max_prompt_tokens} tokens and one sequence of {c.max_tokens} need {least}: "
             f"set it to {least * page / 2**30:.3g} or more, or make them shorter."
         )
-    return None if pages >= spec.shard_pages else pages * spec.shards
+    return None if pages >= c.shard_pages else pages * c.shards
 
 
-def halvings(most: int) -> tuple[int, ...]:
+def bucket_sizes(most: int) -> tuple[int, ...]:
     """Numbers of pages up to `most`, each about half of the next. Each has its program of prefill,
     so that below three there is no other: it would save little."""
     sizes = [most]
@@ -175,15 +177,15 @@ class Prefix(NamedTuple):
     key_RP2: Array  # uint32: random keys of the prompts, from which those of samples are folded
 
 
-class Step(NamedTuple):
+class DecodeOutput(NamedTuple):
     """What a call of `decode` drew: R shards, at most k tokens in each of B slots."""
 
     token_RkB: Any
     log_prob_RkB: Any  # under the distribution that it was drawn from
     model_log_prob_RkB: Any  # under the untempered model
     flags_RkB: Any  # VALID, OVER, NOT_FINITE
-    entry_RkB: Any  # of the sample
-    column_RkB: Any
+    request_RkB: Any  # of the sample
+    sample_index_RkB: Any
     waiting_Rk: Any  # samples that had found no slot when the token was drawn
     free_R: Any  # pages left
 
