@@ -13,6 +13,7 @@ The name of an array ends in its dimensions, a letter for each:
     C  components of the reward       F  feed-forward size
     S  positions in the cache         L  layers
     N  query heads                    K  key-value heads
+    A  micro-batches (gradient accumulation)
 """
 
 import base64
@@ -216,7 +217,7 @@ class Samples(NamedTuple):
     log_prob_M: np.ndarray  # float32, under the distribution sampled from
     lengths_R: np.ndarray  # int
     groups_R: np.ndarray  # int, which prompt of the batch
-    lag_M: np.ndarray  # int, rollout steps since the token was drawn
+    staleness_M: np.ndarray  # int, rollout steps since the token was sampled
     # bool, False where it is left out of the loss: invalid, not scored, overlong filtering
     trained_R: np.ndarray
     counted_R: np.ndarray  # bool, False where it is left out of its group's baseline too
@@ -243,7 +244,7 @@ class Rows(NamedTuple):
     # int32, the segment that a token sees beside its own: that of the prompt, but for its last
     # token, where responses share it; its own where they do not.
     prefixes_BT: Array
-    lag_BT: Array  # int32, rollout steps since the token was drawn
+    staleness_BT: Array  # int32, rollout steps since the token was sampled
     mask_BT: Array  # bool, the token is a response token that is trained
     weight_BT: Array  # float32, numerator of its weight in the loss; 0 where mask_BT is False
     log_prob_old_BT: Array  # float32, under the policy that anchors the ratio

@@ -30,12 +30,12 @@ def reward_components(config: Config, group: Group) -> np.ndarray:
         buffer_tokens=config.reward.overlong_buffer_tokens,
         penalty=config.reward.overlong_penalty,
     )
-    components_GK = np.zeros((len(group.responses), config.num_scorers + 1))
-    for components_C, verdict in zip(components_GK, group.verdicts):
+    components_GC = np.zeros((len(group.responses), config.num_scorers + 1))
+    for components_C, verdict in zip(components_GC, group.verdicts):
         rewards = verdict.rewards or (verdict.reward,)
         components_C[: len(rewards)] = rewards
-    components_GK[:, -1] = punishment_G
-    return components_GK
+    components_GC[:, -1] = punishment_G
+    return components_GC
 
 
 def shaped_rewards(config: Config, group: Group) -> np.ndarray:
@@ -87,7 +87,7 @@ def make_samples(
         log_prob_M=joined([r.log_probs for _, _, r in responses], np.float32),
         lengths_R=np.array([len(r.tokens) for _, _, r in responses], int),
         groups_R=np.array([q for q, _, _ in responses], int),
-        lag_M=step - joined([_versions(group, r) for _, group, r in responses], int),
+        staleness_M=step - joined([_versions(group, r) for _, group, r in responses], int),
         trained_R=valid_R & ~overlong_R,
         counted_R=valid_R & (~overlong_R | o.overlong_in_baseline),
         rewards_RC=np.concatenate([np.zeros((0, config.num_scorers + 1)), *components]),
@@ -250,6 +250,27 @@ def adapted_kl_coefficient(
     """
     error = float(np.clip(kl / target - 1.0, -0.2, 0.2))
     return coefficient * (1.0 + error * num_responses / horizon)
+
+
+def next_kl_coefficient(
+    config: Config, coefficient: float, numbers: Mapping[str, Any], groups: Sequence[Group]
+) -> float:
+    """Returns the coefficient of the KL in the reward for the next step.
+
+    Args:
+        numbers, groups: metrics and groups of this step.
+    """
+    o = config.objective
+    if o.reward_kl_target is None or "reward/kl" not in numbers:
+        return coefficient
+    assert o.reward_kl_horizon is not None
+    return adapted_kl_coefficient(
+        coefficient,
+        numbers["reward/kl"],
+        target=o.reward_kl_target,
+        horizon=o.reward_kl_horizon,
+        num_responses=sum(len(group.responses) for group in groups),
+    )
 
 
 def _versions(group: Group, response: Response) -> np.ndarray:

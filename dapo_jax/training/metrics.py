@@ -1,4 +1,4 @@
-"""The numbers of a step's updates. docs/metrics.md says what each means."""
+"""Metrics of a step's updates; docs/metrics.md has the meaning of each."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,10 +12,8 @@ from dapo_jax.types import Samples
 
 
 def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, float]:
-    """Statistics over the trained tokens of all mini-batches of a step.
-
-    A skipped update is counted and left out of the means.
-    """
+    """Returns statistics over the trained tokens of all mini-batches of a step. A skipped update is
+    counted, and excluded from the means."""
     updates = jax.device_get(list(updates))
     taken = [u for u in updates if not u.skipped]
     metrics: dict[str, float] = {
@@ -44,21 +42,22 @@ def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, float]:
             "policy/ratio_max": most.ratio_max,
             "policy/ratio_min": -most.minus_ratio_min,
         }
-    # Only the first mini-batch meets the very parameters that drew its tokens.
+    # Only the first mini-batch is updated at the parameters that sampled its tokens.
     first = updates[0]
-    if not first.skipped and first.sums.gap_tokens > 0:
-        metrics["rollout/log_prob_gap_mean"] = float(first.sums.gap / first.sums.gap_tokens)
-        metrics["rollout/log_prob_gap_max"] = float(first.extremes.gap_max)
+    sums = first.sums
+    if not first.skipped and sums.mismatch_tokens > 0:
+        metrics["rollout/log_prob_gap_mean"] = float(sums.mismatch / sums.mismatch_tokens)
+        metrics["rollout/log_prob_gap_max"] = float(first.extremes.mismatch_max)
     return metrics
 
 
 def made_an_update(numbers: Mapping[str, float]) -> bool:
-    """Whether policy or critic were updated in the step of these numbers."""
+    """Returns whether the step with these numbers updated the policy or the critic."""
     return numbers.get("optimizer/updates", 0) > 0 or "critic/loss" in numbers
 
 
 def advantage_metrics(columns: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Advantages of trained tokens, and with a critic how well it foresees the returns.
+    """Returns statistics of the advantages of trained tokens, and of the critic's values.
 
     Args:
         columns: of tokens [M], by the names of `Rows`.
@@ -82,13 +81,13 @@ def advantage_metrics(columns: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 
 def explained_variance(value_M: np.ndarray, return_M: np.ndarray) -> float:
-    """1 - var(return - value) / var(return); 0 where returns do not vary."""
+    """Returns 1 - var(return - value) / var(return); 0 where returns do not vary."""
     variance = float(np.var(return_M, ddof=1)) if len(return_M) > 1 else 0.0
     return 1.0 - float(np.var(return_M - value_M, ddof=1)) / variance if variance > 0 else 0.0
 
 
 def critic_metrics(updates: Sequence[CriticMetrics]) -> dict[str, float]:
-    """Statistics of the critic over the trained tokens of all mini-batches; {} without any."""
+    """Returns statistics of the critic over the trained tokens of all mini-batches, if any."""
     updates = jax.device_get(list(updates))
     taken = [u for u in updates if not u.skipped]
     if not taken:
@@ -102,9 +101,9 @@ def critic_metrics(updates: Sequence[CriticMetrics]) -> dict[str, float]:
 
 
 def staleness_metrics(samples: Samples) -> dict[str, float]:
-    """How much of what is trained an earlier step's policy sampled, and how long ago. These tokens
-    keep the log-probs of that policy, and are in none of `mismatch_metrics`."""
-    stale_M = samples.lag_M[np.repeat(samples.trained_R, samples.lengths_R)]
+    """Returns the share of trained tokens that an earlier step's policy sampled, and the oldest
+    staleness. Stale tokens keep the log-probs of that policy and are not in `mismatch_metrics`."""
+    stale_M = samples.staleness_M[np.repeat(samples.trained_R, samples.lengths_R)]
     return {
         "batch/stale_share": float((stale_M > 0).mean()) if len(stale_M) else 0.0,
         "batch/staleness_max": int(stale_M.max(initial=0)),
@@ -112,16 +111,16 @@ def staleness_metrics(samples: Samples) -> dict[str, float]:
 
 
 def mismatch_metrics(samples: Samples, log_prob_old_M: np.ndarray) -> dict[str, float]:
-    """How far the training program's log-probs are from the rollout's, for the same parameters:
-    trained tokens drawn in this very step."""
-    fresh_M = np.repeat(samples.trained_R, samples.lengths_R) & (samples.lag_M == 0)
+    """Returns the mismatch of the training program's log-probs and the rollout's, over the trained
+    tokens that the current parameters sampled."""
+    fresh_M = np.repeat(samples.trained_R, samples.lengths_R) & (samples.staleness_M == 0)
     if not fresh_M.any():
         return {}
     ours_M, theirs_M = log_prob_old_M[fresh_M], samples.log_prob_M[fresh_M]
-    gap_M = np.abs(ours_M - theirs_M)
+    mismatch_M = np.abs(ours_M - theirs_M)
     fresh_R = np.bincount(samples.response_M[fresh_M], minlength=len(samples.lengths_R))
     numbers = importance_correction.mismatch(ours_M, theirs_M, fresh_R)
     return {
-        "rollout/log_prob_gap_mean": float(gap_M.mean()),
-        "rollout/log_prob_gap_max": float(gap_M.max()),
+        "rollout/log_prob_gap_mean": float(mismatch_M.mean()),
+        "rollout/log_prob_gap_max": float(mismatch_M.max()),
     } | {f"mismatch/{name}": value for name, value in numbers.items()}

@@ -17,7 +17,7 @@ from dapo_jax.types import Rows
 class Packed(NamedTuple):
     """Rows [rows, row_tokens] and where in them the response tokens lie."""
 
-    rows: Rows  # NumPy arrays; tokens, positions, segments, lag, and a mask of all response tokens
+    rows: Rows  # NumPy; tokens, positions, segments, and a mask of all response tokens
     where_M: np.ndarray  # index of each response token in a flattened row array
 
 
@@ -122,15 +122,15 @@ def imbalance(
     size = rows_per_micro_batch // shards
     costs = attention_costs(layout, lengths)
     costs += [0] * (-len(costs) % rows_per_micro_batch)
-    cost_MSR = np.array(costs, np.float64).reshape(-1, shards, size)
-    cost_MS = cost_MSR.sum(axis=2)
-    return float(cost_MS.max(axis=1).sum() / cost_MS.mean(axis=1).sum())
+    cost_ASB = np.array(costs, np.float64).reshape(-1, shards, size)
+    cost_AS = cost_ASB.sum(axis=2)
+    return float(cost_AS.max(axis=1).sum() / cost_AS.mean(axis=1).sum())
 
 
 def empty_rows(num_rows: int, row_tokens: int) -> Rows:
     """Rows of nothing but padding, as NumPy arrays."""
     dtypes = dict(mask_BT=bool, selected_BT=bool)
-    names = "tokens_BT", "positions_BT", "segments_BT", "prefixes_BT", "lag_BT"
+    names = "tokens_BT", "positions_BT", "segments_BT", "prefixes_BT", "staleness_BT"
     dtypes |= dict.fromkeys(names, np.int32)
     shape = (num_rows, row_tokens)
     return Rows(**{name: np.zeros(shape, dtypes.get(name, np.float32)) for name in Rows._fields})
@@ -225,9 +225,9 @@ def to_micro_batches(rows: Rows, *, rows_per_micro_batch: int, num_micro_batches
     return Rows(*(np.pad(x, ((0, missing), (0, 0))).reshape(*shape, x.shape[1]) for x in rows))
 
 
-def take_columns(packed: Packed, x_MBT: ArrayLike) -> np.ndarray:
+def take_columns(packed: Packed, x_ABT: ArrayLike) -> np.ndarray:
     """The inverse of `fill` after `to_micro_batches`: values of the response tokens [M]."""
-    return np.asarray(x_MBT).reshape(-1)[packed.where_M]
+    return np.asarray(x_ABT).reshape(-1)[packed.where_M]
 
 
 def used_micro_batches(num_rows: int, rows_per_micro_batch: int) -> int:

@@ -36,10 +36,10 @@ def test_a_rollout_step_calls_what_readme_says_in_that_order(
             if call not in calls:
                 calls.append(call)
 
-    def recorded(run):
+    def recorded(loop, state):
         sys.setprofile(record)
         try:
-            step(run)
+            return step(loop, state)
         finally:
             sys.setprofile(None)
 

@@ -100,7 +100,7 @@ class Sample(NamedTuple):
     advantage: float
     correction: float = 1.0
     trained: bool = True
-    lag: int = 0
+    staleness: int = 0
 
     @property
     def length(self) -> int:
@@ -157,7 +157,7 @@ def rows_of(samples: Sequence[Sample], row_tokens: int, *, share_prompts: bool =
         log_prob_old_BT=np.concatenate([sample.log_prob_old for sample in samples]),
         advantage_BT=trained * of_tokens([sample.advantage for sample in samples]),
         correction_BT=trained * of_tokens([sample.correction for sample in samples]),
-        lag_BT=of_tokens([sample.lag for sample in samples]),
+        staleness_BT=of_tokens([sample.staleness for sample in samples]),
     )
 
 

@@ -58,7 +58,7 @@ def test_samples_hold_whole_responses_and_their_lag():
     np.testing.assert_array_equal(
         samples.log_prob_M, np.concatenate([r.log_probs for r in group.responses])
     )
-    assert samples.prompts == ((1, 2, 3), (1, 2, 3)) and samples.lag_M.tolist() == [3] * 7
+    assert samples.prompts == ((1, 2, 3), (1, 2, 3)) and samples.staleness_M.tolist() == [3] * 7
     assert samples.lengths_R.tolist() == [3, 4] and samples.groups_R.tolist() == [0, 0]
 
 
@@ -68,7 +68,7 @@ def test_tokens_of_several_policies_have_their_own_lag():
     versions = np.array([2, 3, 4, 4], np.int32)
     responses = (group.responses[0], group.responses[1]._replace(versions=versions))
     samples = samples_of(tiny_config(), [group._replace(responses=responses)], step=4)
-    assert samples.lag_M.tolist() == [0, 0, 0, 2, 1, 0, 0]
+    assert samples.staleness_M.tolist() == [0, 0, 0, 2, 1, 0, 0]
     off = np.array([0.0, 0.0, 0.25, 8.0, 8.0, 0.5, 0.0])
     numbers = metrics.mismatch_metrics(samples, samples.log_prob_M + off)
     assert numbers["rollout/log_prob_gap_max"] == 0.5

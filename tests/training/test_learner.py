@@ -99,7 +99,7 @@ def test_recomputed_log_probs_are_those_of_tokens_that_the_policy_itself_sampled
     groups.append(others[2]._replace(step=1))  # carried from an earlier step
     samples = make_samples(learner.config, groups, 3, learner.detokenize)
     columns, numbers = learner._score(state, samples, learner._cut(samples))
-    stale_M = samples.lag_M > 0
+    stale_M = samples.staleness_M > 0
     old_M = columns["log_prob_old_BT"]
     assert 0 < stale_M[: len(versions)].sum() < len(versions) and stale_M[-1]
     assert (old_M[stale_M] == -1.0).all(), "what the rollout stored"

@@ -15,7 +15,7 @@ from dapo_jax.training.optimizer import (
     keep_moments_as,
     learning_rate,
     make_optimizer,
-    round_at_random,
+    round_stochastically,
 )
 from tests.support.helpers import make_mesh, make_params, random_samples, tiny_config
 from tests.training.test_step import stack
@@ -32,7 +32,7 @@ def test_warm_up_starts_at_one_nth():
 def test_rounding_at_random_is_right_on_average():
     x = jnp.asarray([1.0, -1.0, 1.001, -3.1415926, 1e-20, 0.0, 6e4], jnp.float32)
     keys = jax.random.split(jax.random.key(0), 4000)
-    rounded = jax.vmap(lambda key: round_at_random(x, key))(keys)
+    rounded = jax.vmap(lambda key: round_stochastically(x, key))(keys)
     assert rounded.dtype == jnp.bfloat16
     drawn = np.asarray(rounded.astype(jnp.float32), np.float64)
     for i, value in enumerate(np.asarray(x, np.float64)):
@@ -47,7 +47,7 @@ def test_rounding_at_random_leaves_what_is_not_finite():
     nan = jax.lax.bitcast_convert_type(jnp.uint32(0x7FFFFFFF), jnp.float32)  # a carry would undo it
     x = jnp.stack([nan, jnp.float32(jnp.inf), jnp.float32(-jnp.inf)])
     for seed in range(20):
-        got = np.asarray(round_at_random(x, jax.random.key(seed)).astype(jnp.float32))
+        got = np.asarray(round_stochastically(x, jax.random.key(seed)).astype(jnp.float32))
         assert np.isnan(got[0]) and got[1] == np.inf and got[2] == -np.inf
 
 

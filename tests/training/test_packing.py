@@ -29,7 +29,7 @@ def test_every_sample_comes_back_whole():
         np.testing.assert_allclose(got.advantage_BT[P:], sample.advantage, rtol=1e-6)
         np.testing.assert_allclose(got.weight_BT[P:], sample.weight, rtol=1e-6)
         assert not got.weight_BT[:P].any() and not got.advantage_BT[:P].any()
-        assert not got.log_prob_ref_BT.any() and not got.lag_BT.any()
+        assert not got.log_prob_ref_BT.any() and not got.staleness_BT.any()
 
 
 @pytest.mark.parametrize("seed", range(3))
