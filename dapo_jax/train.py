@@ -205,6 +205,7 @@ class TrainLoop:
         self.progress.say(
             f"{devices.size} {devices.flat[0].device_kind} device(s), mesh "
             + " x ".join(f"{name} {size}" for name, size in trainer.mesh.shape.items())
+            + f"; run directory {self.workdir}"
         )
         # Before anything is read or sampled: what a compiler refuses is known within minutes.
         self.progress.doing("compiling the programs of the update")
@@ -292,7 +293,7 @@ class TrainLoop:
     def _samplings(self) -> list[SamplingParams]:
         """Of training, of evaluation, and of baselines where the advantage has them."""
         r, e = self.config.rollout, self.config.evaluation
-        found = [SamplingParams.of(r), SamplingParams.of(e)]
+        found = [SamplingParams.of(r), SamplingParams(e.temperature, e.top_p)]
         greedy = self.config.objective.advantage == "remax"
         return [*found, SamplingParams(temperature_X=0.0)] if greedy else found
 
@@ -519,14 +520,23 @@ class TrainLoop:
         )
 
     def _groups_to_train(self, groups: list[Group], step: int) -> list[Group]:
-        """The groups; where dynamic sampling ran out of prompts it is said how many."""
-        wanted = self.config.train.prompts_per_step
+        """Returns the groups of a full batch; of a short one, what dynamic_sampling.exhausted says.
+
+        Raises:
+            RunError: the batch is short and `exhausted` is "stop".
+        """
+        wanted, d = self.config.train.prompts_per_step, self.config.dynamic_sampling
         if len(groups) == wanted:
             return groups
-        tried = self.config.dynamic_sampling.max_prompts
-        what = f"step {step}: {len(groups)} of {wanted} groups from {tried} prompts"
-        self.progress.say(f"  warning: {what}; {'training on those' if groups else 'no update'}")
-        return groups
+        what = f"step {step}: {len(groups)} of {wanted} groups from {d.max_prompts} prompts"
+        if d.exhausted == "stop":
+            raise RunError(
+                f"{what}, and config.dynamic_sampling.exhausted is 'stop'. Raise max_prompts, add "
+                "harder or easier problems, or set exhausted to 'train' or 'skip'."
+            )
+        train = bool(groups) and d.exhausted == "train"
+        self.progress.say(f"  warning: {what}; {'training on those' if train else 'no update'}")
+        return groups if train else []
 
     def _is_evaluated(self, step: int) -> bool:
         last = step == self.config.train.num_steps

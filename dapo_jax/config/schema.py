@@ -194,6 +194,9 @@ class DynamicSamplingConfig:
     partial_rollouts: bool = False
     # Steps, at most, since the oldest token of a response that is resumed.
     max_staleness: PositiveInt = 1
+    # What a step does with the groups of a short batch once max_prompts have been tried: train on
+    # them, skip the update, or stop the run with an error.
+    exhausted: Literal["train", "skip", "stop"] = "train"
     # Leave prompts out unsampled that keep teaching nothing: GRESO, see `rollout.prompt_filter`.
     prefilter: bool = False
 
@@ -302,8 +305,6 @@ class EvaluationConfig:
     num_samples: PositiveInt = 32  # k of avg@k
     temperature: NonNegative = 1.0  # 0: greedy
     top_p: UpTo1 = 0.7  # 1: all
-    top_k: NonNegativeInt = 0  # 0: all
-    min_p: Share = 0.0  # 0: all
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
