@@ -221,7 +221,7 @@ def test_weights_that_are_not_there(capsys, tmp_path):
     [
         (None, r"config\.model\.path \(.*config\.json cannot be read: .*No such file"),
         ({"num_hidden_layers": 7}, r"config\.model\.num_layers is 2, and 7 in the config\.json of"),
-        ({"eos_token_id": [1, 5]}, r"stop_token_ids is \(\), and what a response .* is \(1, 5\)"),
+        ({"eos_token_id": [1, 5]}, r"stop_token_ids is \(\), and what .* is \(1, 5\)"),
         ({}, None),
     ],
 )
