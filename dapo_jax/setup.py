@@ -70,7 +70,8 @@ class RunComponents:
             progress.say(process_group.described())
         sizes = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
         devices = self.mesh.devices
-        progress.say(f"{devices.size} {devices.flat[0].device_kind} device(s), mesh {sizes}")
+        kind = devices.flat[0].device_kind
+        progress.say(f"{devices.size} {kind} device(s), mesh {sizes}; run directory {workdir}")
 
     def load_base(self, workdir: Path, check_stop: Callable[[], None]) -> tuple[Any, float]:
         """Returns the parameters of the base model, and the seconds that it took to make."""
@@ -87,7 +88,8 @@ class RunComponents:
     def warm_up(self, params: Any) -> None:
         """Compiles the programs of the rollouts."""
         c = self.config
-        samplings = [SamplingParams.of(c.rollout), SamplingParams.of(c.evaluation)]
+        evaluation = SamplingParams(c.evaluation.temperature, c.evaluation.top_p)
+        samplings = [SamplingParams.of(c.rollout), evaluation]
         if c.objective.advantage == "remax":
             samplings.append(GREEDY)
         modes = dict.fromkeys(sampling.mode for sampling in samplings)

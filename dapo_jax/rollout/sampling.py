@@ -31,7 +31,7 @@ class SamplingParams(NamedTuple):
     @classmethod
     def of(cls, said: Any) -> "SamplingParams":
         """Numbers, from what has a temperature, top_p, top_k and min_p: config.rollout,
-        config.evaluation, a request."""
+        a request."""
         return cls(said.temperature, said.top_p, said.top_k, said.min_p)
 
     @property
