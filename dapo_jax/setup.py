@@ -10,7 +10,7 @@ import numpy as np
 from dapo_jax.config import Config
 from dapo_jax.data.dataset import load, rubrics
 from dapo_jax.data.stream import ProblemStream
-from dapo_jax.data.tokenizer import load_tokenizer
+from dapo_jax.data.tokenizer import load_tokenizer, stop_tokens
 from dapo_jax.distributed.process_group import ALONE, ProcessGroup
 from dapo_jax.distributed.replica import Replica
 from dapo_jax.evaluation.majority_vote import equivalences
@@ -18,8 +18,8 @@ from dapo_jax.models.attention import kernels
 from dapo_jax.models.sharding import check_batch_shapes, head_layout, make_mesh, team_size
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rollout import memory_budget
+from dapo_jax.rollout.engine import make_engine
 from dapo_jax.rollout.engine_config import EngineConfig
-from dapo_jax.rollout.make_engine import make_engine
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.training import base_model
 from dapo_jax.training.learner import Learner
@@ -61,7 +61,10 @@ class RunComponents:
         self.stream = ProblemStream(problems, config.seed, weights)
         self.key = jax.random.key(config.seed)
         self.engine = make_engine(
-            config, self.mesh, self.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens
+            config,
+            self.mesh,
+            stop_tokens(config.model, self.tokenizer),
+            max_prompt_tokens=config.data.max_prompt_tokens,
         )
         progress.say(attention_line(choice, self.engine.config))
         self.replica = Replica(process_group, team_size(self.engine.mesh))

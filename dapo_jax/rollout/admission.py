@@ -310,36 +310,28 @@ class Admission:
         tokens_RPT = np.zeros((R, P, T), np.int32)
         length_RP = np.ones((R, P), np.int32)
         ids_RP2 = np.zeros((R, P, 2), np.uint32)
-        zeros = lambda: np.zeros((R, P), np.int32)
-        request_RP, samples_RP, first_RP, sampled_RP = (
-            zeros() + config.requests,
-            zeros(),
-            zeros(),
-            zeros(),
-        )
-        limit_RPG = np.full((R, P, config.samples), config.max_response_tokens, np.int32)
+        new = NewRequests.none(config, P, self.sampling)
         row = [0] * R
         for r, e, request in batch:
             p, row[r] = row[r], row[r] + 1
             tokens = request.tokens
             tokens_RPT[r, p, : len(tokens)], length_RP[r, p] = tokens, len(tokens)
             ids_RP2[r, p] = request.problem.id, request.problem.epoch
-            request_RP[r, p], samples_RP[r, p], first_RP[r, p] = e, request.samples, request.first
-            sampled_RP[r, p] = len(tokens) - len(request.problem.prompt_tokens)
+            new.request_P[r, p], new.num_samples_P[r, p] = e, request.samples
+            new.first_sample_P[r, p] = request.first
+            new.sampled_P[r, p] = len(tokens) - len(request.problem.prompt_tokens)
             numbers = range(request.first, request.first + request.samples)
-            limit_RPG[r, p, : request.samples] = [self._limit(request.number, s) for s in numbers]
+            new.limit_PG[r, p, : request.samples] = [
+                self._limit(request.number, s) for s in numbers
+            ]
             self.table.open(r, e, request, self.arrivals)
             self.arrivals += 1
         # Not read here: on the device the keys wait behind the call of decode that is under way.
         keys_RP2 = _problem_keys(self.key_data, ids_RP2)
-        prefix = self.engine.prefill_many(params, tokens_RPT, length_RP, keys_RP2)
-        full = lambda value, dtype: np.full((R, P), value, dtype)
-        t, p, k, m = self.sampling
-        asked = SamplingParams(
-            full(t, np.float32), full(p, np.float32), full(k, np.int32), full(m, np.float32)
+        prefix = self.engine.prefill(
+            params=params, padded_tokens=tokens_RPT, true_length=length_RP, key_2=keys_RP2
         )
-        arrivals = NewRequests(request_RP, samples_RP, first_RP, sampled_RP, limit_RPG, asked)
-        return self.engine.enqueue(state, prefix, arrivals)
+        return self.engine.insert(prefix, state, new)
 
 
 @jax.jit

@@ -34,6 +34,11 @@ class SamplingParams(NamedTuple):
         a request."""
         return cls(said.temperature, said.top_p, said.top_k, said.min_p)
 
+    def full(self, shape: Any) -> "SamplingParams":
+        """Returns NumPy arrays of these numbers."""
+        values = zip(self, (np.float32, np.float32, np.int32, np.float32))
+        return SamplingParams(*(np.full(shape, value, dtype) for value, dtype in values))
+
     @property
     def mode(self) -> Mode:
         """Of numbers."""

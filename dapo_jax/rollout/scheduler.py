@@ -22,7 +22,7 @@ from dapo_jax.rollout.admission import (
     Table,
 )
 from dapo_jax.rollout.engine import DecoderEngine
-from dapo_jax.rollout.engine_config import NOT_FINITE, OVER, VALID, DecodeOutput
+from dapo_jax.rollout.jetstream import NOT_FINITE, OVER, VALID, DecodeOutput
 from dapo_jax.rollout.partial_rollouts import Visit
 from dapo_jax.rollout.slots import DecodeState
 from dapo_jax.rollout.stop_strings import completed_at
@@ -96,9 +96,9 @@ def generate(
 
 
 class _Call(NamedTuple):
-    """A call of `decode`."""
+    """A call of `generate`."""
 
-    step: DecodeOutput
+    output: DecodeOutput
     had_work_R: np.ndarray  # bool: whether there was anything to do for the shard
     arrivals: int  # requests handed over before it
 
@@ -172,8 +172,8 @@ class GenerationLoop:
         return [[done[g] for g in range(num)] if len(done) == num else [] for done in self.done]
 
     def one_call(self) -> bool:
-        """Admits prompts, calls `decode`, reads the previous call; returns whether there was a call
-        to make or to read."""
+        """Admits prompts, calls `generate`, reads the previous call; returns whether any call was
+        made or read."""
         unread = self.late is not None
         self.state = self.admission.admit(self.params, self.state, unread=unread)
         if self.admission.over:
@@ -181,8 +181,8 @@ class GenerationLoop:
             self.admission.over = []
         now = None
         if self.table.waiting.any():
-            self.state, now = self.engine.decode(self.params, self.state, self.mode)
-            jax.tree.map(lambda x: x.copy_to_host_async(), now)
+            self.state, now = self.engine.generate(self.params, self.state, self.mode)
+            now.copy_to_host_async()
         late, self.late = self.late, None
         if now is not None:
             had_work_R = np.asarray(self.table.waiting.any(axis=(1, 2)))
@@ -213,12 +213,12 @@ class GenerationLoop:
         self.telemetry.waiting_for(
             f"the device: {at_work} slots at work, {waiting - at_work} responses waiting for one"
         )
-        step = DecodeOutput(*map(np.asarray, call.step))
-        self.admission.read(step.free_R)
-        valid_RkB = step.flags_RkB & VALID > 0
+        output = call.output.convert_to_numpy()
+        self.admission.read(output.free_R)
+        valid_RkB = output.flags_RkB & VALID > 0
         if valid_RkB.any():
             self.telemetry.moved()
-        ours_RkB = valid_RkB & ~self._discarded(step)
+        ours_RkB = valid_RkB & ~self._discarded(output)
         self.cancelled[:] = False
         before_REG = self.table.count.copy()
         ended: list[tuple[int, int, int, bool]] = []
@@ -227,13 +227,13 @@ class GenerationLoop:
             if not valid_RkB[:, i].any():
                 break
             shard, slot = np.nonzero(ours_RkB[:, i])
-            at = shard, step.request_RkB[shard, i, slot], step.sample_index_RkB[shard, i, slot]
+            at = shard, output.request_RkB[shard, i, slot], output.sample_index_RkB[shard, i, slot]
             place = self.table.count[at]
-            self.table.tokens[(*at, place)] = step.token_RkB[shard, i, slot]
-            self.table.log_probs[(*at, place)] = step.log_prob_RkB[shard, i, slot]
-            self.table.model_log_probs[(*at, place)] = step.model_log_prob_RkB[shard, i, slot]
+            self.table.tokens[(*at, place)] = output.token_RkB[shard, i, slot]
+            self.table.log_probs[(*at, place)] = output.log_prob_RkB[shard, i, slot]
+            self.table.model_log_probs[(*at, place)] = output.model_log_prob_RkB[shard, i, slot]
             self.table.count[at] += 1
-            offered = step.waiting_Rk[:, i] > 0
+            offered = output.waiting_Rk[:, i] > 0
             if self.admission.queue:
                 offered[:] = True
             busy = valid_RkB[:, i].sum(axis=1)[offered].sum()
@@ -244,9 +244,9 @@ class GenerationLoop:
                 sampled=int(valid_RkB[:, i].sum()),
                 could_sample=config.slots,
             )
-            flags = step.flags_RkB[shard, i, slot]
+            flags = output.flags_RkB[shard, i, slot]
             if self.request.stream:
-                tokens = step.token_RkB[shard, i, slot].tolist()
+                tokens = output.token_RkB[shard, i, slot].tolist()
                 for r, e, c, token in zip(*(x.tolist() for x in at), tokens):
                     news.setdefault((r, e, c), []).append(token)
             is_last = flags & OVER > 0
@@ -270,15 +270,15 @@ class GenerationLoop:
         if self.calls_to_pass:
             self.calls_to_pass -= 1
         elif stuck_R.any():
-            gone += self._preempt(stuck_R, step.waiting_Rk[:, 0], call.arrivals)
+            gone += self._preempt(stuck_R, output.waiting_Rk[:, 0], call.arrivals)
         if gone:
             self._cancel(gone)
 
-    def _discarded(self, step: DecodeOutput) -> np.ndarray:
+    def _discarded(self, output: DecodeOutput) -> np.ndarray:
         """bool [R, k, B]: tokens of samples that were cancelled after the call was made."""
-        request_RkB = np.minimum(step.request_RkB, self.engine.config.requests - 1)
+        request_RkB = np.minimum(output.request_RkB, self.engine.config.requests - 1)
         return self.cancelled[
-            np.arange(len(request_RkB))[:, None, None], request_RkB, step.sample_index_RkB
+            np.arange(len(request_RkB))[:, None, None], request_RkB, output.sample_index_RkB
         ]
 
     def _cut(
@@ -364,8 +364,8 @@ class GenerationLoop:
         """Takes samples off the device; what the unread call draws of them is discarded."""
         config = self.engine.config
         self.calls_to_pass = 0 if self.late is None else 1
-        request_RW = np.full((config.shards, config.cancelled), -1, np.int32)
-        sample_index_RW = np.full((config.shards, config.cancelled), -1, np.int32)
+        request_RW = np.full((config.shards, config.shard_slots), -1, np.int32)
+        sample_index_RW = np.full((config.shards, config.shard_slots), -1, np.int32)
         row = [0] * config.shards
         for r, e, c in gone:
             request_RW[r, row[r]], sample_index_RW[r, row[r]] = e, c

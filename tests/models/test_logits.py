@@ -92,19 +92,20 @@ def test_the_engines_logits_are_those_of_transformers(tmp_path, family, prompt):
         stop_tokens=(),
         params=SamplingParams(temperature_X=0.0),
         page_tokens=8,
+        decode_steps=1,
     )
     engine = DecoderEngine(engine_config, make_mesh(config, 1))
     loaded = engine.load_params(params)
     tokens = golden.tokens_T[:prompt].tolist()
     prefix = engine.prefill(params=loaded, padded_tokens=np.array(tokens), true_length=prompt)
     state = engine.insert(prefix, engine.init_decode_state(), slot=1)
-    logits = lambda: np.asarray(state.hidden_BD[0, 1] @ decoder.unembedding(params).T)
-    found = [logits()]
+    logits = lambda hidden_D: np.asarray(hidden_D @ decoder.unembedding(params).T)
+    found = [logits(prefix.hidden_PD[0, 0])]
     while len(tokens) < T:
         state, results = engine.generate(loaded, state)
         tokens.append(int(results.convert_to_numpy().get_result_at_slot(1).tokens[0, 0]))
         assert tokens[-1] == np.argmax(found[-1])
-        found.append(logits())
+        found.append(logits(state.hidden_BD[0, 0]))  # its sample has the first free slot
     expected_TV = training_logits(config.model, params, np.array(tokens, np.int32))
     np.testing.assert_allclose(found, expected_TV[prompt - 1 :], rtol=0, atol=ATOL)
     at = [i for i, t in enumerate(golden.positions_X.tolist()) if t == prompt - 1]

@@ -92,7 +92,7 @@ DEFECTS = (
         "dapo_jax/rollout/slots.py",
         "jax.random.fold_in(jax.random.wrap_key_data(key_2), sample)",
         "jax.random.fold_in(jax.random.wrap_key_data(key_2), 0 * sample)",
-        "tests/rollout/test_engine.py -k draw_differently",
+        "tests/rollout/test_engine.py::test_samples_problems_epochs_and_steps_differ",
     ),
     Defect(
         "samples of a prompt write into one page",
@@ -111,8 +111,8 @@ DEFECTS = (
     Defect(
         "untempered log-probs stored by the rollout",
         "dapo_jax/rollout/programs.py",
-        "sampled.token_B, sampled.log_prob_B, sampled.model_log_prob_B, flags_B, request_B,",
-        "sampled.token_B, sampled.model_log_prob_B, sampled.model_log_prob_B, flags_B, request_B,",
+        "                sampled.log_prob_B,\n                sampled.model_log_prob_B,",
+        "                sampled.model_log_prob_B,\n                sampled.model_log_prob_B,",
         "tests/rollout/test_engine.py -k log_probs_are_the_trainers",
     ),
     Defect(

@@ -15,7 +15,8 @@ import numpy as np
 
 from dapo_jax.rewards.pool import Scored
 from dapo_jax.rewards.types import Score, Task
-from dapo_jax.rollout.engine_config import OVER, VALID, DecodeOutput, EngineConfig
+from dapo_jax.rollout.engine_config import EngineConfig
+from dapo_jax.rollout.jetstream import OVER, VALID, DecodeOutput
 from dapo_jax.rollout.programs import RolloutParams
 from dapo_jax.rollout.slots import NewRequests
 
@@ -127,31 +128,30 @@ class VirtualEngine:
         """All slots empty."""
         return Slots(self.config.slots)
 
-    def prefill_many(
-        self, params: Any, tokens_RPT: np.ndarray, length_RP: np.ndarray, key_RP2: Any
+    def prefill(
+        self, *, params: Any, padded_tokens: np.ndarray, true_length: np.ndarray, key_2: Any
     ) -> np.ndarray:
         """The numbers of the prompts."""
         self.clock.hand_over(self.costs.prefill)
-        return tokens_RPT[0, :, 0]
+        return padded_tokens[0, :, 0]
 
-    def enqueue(self, state: Slots, prefix: np.ndarray, arrivals: NewRequests) -> Slots:
+    def insert(self, prefix: np.ndarray, state: Slots, new: NewRequests) -> Slots:
         """The state with prompts whose samples wait for slots."""
-        arrived = (prefix, arrivals.request_P[0], arrivals.samples_P[0], arrivals.first_P[0])
-        for number, entry, samples, first in zip(*(x.tolist() for x in arrived)):
-            if entry < self.config.requests:
+        arrays = prefix, new.request_P[0], new.num_samples_P[0], new.first_sample_P[0]
+        for number, request, samples, first in zip(*(x.tolist() for x in arrays)):
+            if request < self.config.requests:
                 work = self.work(number)
-                for column in range(samples):
-                    units, right = work.units_G[first + column], work.right_G[first + column]
+                for index in range(samples):
+                    units, right = work.units_G[first + index], work.right_G[first + index]
                     token = RIGHT if right else WRONG
-                    state.waiting.append((entry, column, int(units), token))
+                    state.waiting.append((request, index, int(units), token))
         return state
 
-    def decode(self, params: Any, state: Slots, mode: Any) -> tuple[Slots, DecodeOutput]:
-        """Up to `decode_steps` units in every slot; fewer where nothing is left to draw."""
+    def generate(self, params: Any, state: Slots, mode: Any) -> tuple[Slots, DecodeOutput]:
+        """Up to `decode_steps` units in every slot; fewer where nothing is left to generate."""
         k, B = self.config.decode_steps, self.config.slots
-        flags_kB, token_kB, request_kB, sample_index_kB = (
-            np.zeros((k, B), np.int32) for _ in range(4)
-        )
+        data_kB3 = np.zeros((k, B, 3), np.int32)
+        request_kB, sample_index_kB = np.zeros((2, k, B), np.int32)
         waiting_k = np.zeros(k, np.int32)
         call = 0.0
         of_waiting = {entry for entry, *_ in state.waiting}
@@ -172,21 +172,16 @@ class VirtualEngine:
             self.units += live
             state.left_B[goes_B] -= 1
             state.sampled_B[goes_B] += 1
-            flags_kB[i] = goes_B * VALID + (goes_B & (state.left_B == 0)) * OVER
-            token_kB[i], request_kB[i], sample_index_kB[i] = (
-                state.token_B,
-                state.request_B,
-                state.sample_index_B,
-            )
+            flags_B = goes_B * VALID + (goes_B & (state.left_B == 0)) * OVER
+            data_kB3[i] = np.stack([state.token_B, flags_B, state.sampled_B], axis=-1)
+            request_kB[i], sample_index_kB[i] = state.request_B, state.sample_index_B
             waiting_k[i] = len(state.waiting)
         self.clock.now += self.costs.host
         ready = self.clock.hand_over(call)
         log_prob_kB = np.zeros((k, B), np.float32)
-        rows = (
-            token_kB, log_prob_kB, log_prob_kB, flags_kB, request_kB, sample_index_kB, waiting_k,
-            np.zeros((), int),
-        )  # fmt: skip
-        return state, DecodeOutput(*(Late(self.clock, ready, x[None]) for x in rows))
+        arrays = data_kB3, log_prob_kB, log_prob_kB, request_kB, sample_index_kB, waiting_k
+        late = (Late(self.clock, ready, x[None]) for x in (*arrays, np.zeros((), int)))
+        return state, DecodeOutput.of(*late)
 
 
 class Scores(NamedTuple):
