@@ -250,9 +250,7 @@ class ObjectiveConfig:
     overlong_in_baseline: bool = True  # whether those still count in their group's mean and std
     entropy_coefficient: NonNegative = 0.0  # weight of the entropy bonus
     kl_coefficient: NonNegative = 0.0  # weight of the KL to the base model in the loss
-    kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+", "full"] | None = (
-        None
-    )
+    kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"] | None = None
     reward_kl_coefficient: NonNegative = 0.0  # weight of the KL to the base model in the reward
     reward_kl_estimator: Literal["k1", "abs", "k2", "k3"] | None = None
     # Nats per token that the coefficient adapts to; None: fixed.

@@ -251,9 +251,7 @@ class Programs:
         def one(carry: Any, start: jax.Array) -> tuple[Any, None]:
             cache, last_PD, finite_P = carry
             position_PC = jnp.broadcast_to(start + jnp.arange(chunk)[None], (P, chunk))
-            hidden_PCD, cache = decoder.hidden_states(
-                c,
-                params,
+            hidden_PCD, cache = decoder.bind(c, params)(
                 jax.lax.dynamic_slice_in_dim(tokens_PS, start, chunk, axis=1),
                 position_PC,
                 paged.sound(xla.prefilling(start, chunk)),
@@ -338,9 +336,7 @@ class Programs:
             state, goes_B = slots.grow(state, A)
             logits_BV = chunked_softmax.logits(state.hidden_BD, unembed_VD, temperature=1.0)
             drawn = sample(logits_BV, state.key_B2, state.drawn_B, state.params, mode)
-            hidden_BTD, pool = decoder.hidden_states(
-                c,
-                params,
+            hidden_BTD, pool = decoder.bind(c, params)(
                 drawn.token_B[:, None],
                 state.length_B[:, None],
                 paged.decoding(spec.pool_layout, state.table_BP, state.length_B, goes_B, self.tile),

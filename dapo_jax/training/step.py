@@ -88,7 +88,6 @@ def loss_and_sums(
     config: Config,
     params: decoder.Params,
     rows: Rows,
-    reference: decoder.Params | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, tuple[Sums, Extremes]]:
     """Numerator of the loss of one micro-batch.
@@ -98,7 +97,6 @@ def loss_and_sums(
     with c the correction of the rollout.
 
     Args:
-        reference: parameters of the reference, where the KL is over the whole vocabulary.
         mesh: that the parameters and rows lie on; None: one device.
     """
     o, mask_BT = config.objective, rows.mask_BT
@@ -107,7 +105,6 @@ def loss_and_sums(
         params,
         rows,
         temperature=config.rollout.temperature,
-        reference=reference,
         layout=_head_layout(config, mesh),
         share_prompts=config.train.share_prompts,
     )
@@ -125,9 +122,7 @@ def loss_and_sums(
     )
     loss_BT = -rows.correction_BT * terms.objective_BT
     kl_ref_BT = jnp.zeros_like(loss_BT)
-    if o.kl_estimator == "full":
-        kl_ref_BT = jnp.where(mask_BT, statistics.kl_BT, 0.0)
-    elif o.kl_estimator is not None:
+    if o.kl_estimator is not None:
         kl_ref_BT = surrogate.kl_estimate(
             log_prob_BT, rows.log_prob_ref_BT, mask_BT, estimator=o.kl_estimator
         )
@@ -205,7 +200,6 @@ def gradient(
     rows_MBT: Rows,
     num_micro_batches: Array,
     denominator: Array,
-    reference: decoder.Params | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[decoder.Params, Sums, Extremes]:
     """Gradient of the mini-batch loss and its statistics.
@@ -213,7 +207,7 @@ def gradient(
     Args:
         rows_MBT, num_micro_batches: see `summed_gradient`.
         denominator: W of the mini-batch, see `aggregation`.
-        reference, mesh: see `loss_and_sums`.
+        mesh: see `loss_and_sums`.
     """
     zero = (
         Sums(*(jnp.zeros((), jnp.float32) for _ in Sums._fields)),
@@ -224,7 +218,7 @@ def gradient(
         return jax.tree.map(jnp.add, a[0], b[0]), jax.tree.map(jnp.maximum, a[1], b[1])
 
     grads, (sums, extremes) = summed_gradient(
-        lambda params, rows: loss_and_sums(config, params, rows, reference, mesh),
+        lambda params, rows: loss_and_sums(config, params, rows, mesh),
         zero,
         join,
         params,
@@ -255,27 +249,24 @@ def update(
     num_micro_batches: Array,
     denominator: Array,
     learning_rate: Array,
-    reference: decoder.Params | None = None,
     *,
     mesh: Mesh | None = None,
 ) -> tuple[TrainState, UpdateMetrics]:
     """One optimiser step on one mini-batch: see `gradient`."""
     grads, sums, extremes = gradient(
-        config, state.params, rows_MBT, num_micro_batches, denominator, reference, mesh
+        config, state.params, rows_MBT, num_micro_batches, denominator, mesh
     )
     state, grad_norm = optimizer_step(config.optimizer, state, grads, sums.loss, learning_rate)
     return state, UpdateMetrics(sums, extremes, grad_norm, state.skipped)
 
 
 def compile_update(config: Config, mesh: Mesh) -> Callable[..., tuple[TrainState, UpdateMetrics]]:
-    """`update` jitted for the mesh; the state is donated. `reference` is given where the KL is over
-    the whole vocabulary, and None elsewhere."""
+    """`update` jitted for the mesh; the state is donated."""
     state, rows = state_shardings(config, mesh), row_sharding(mesh, batch_dim=1)
-    reference = state.params if config.objective.kl_estimator == "full" else None
     everywhere = replicated(mesh)
     return jax.jit(
         functools.partial(update, config, mesh=mesh),
-        in_shardings=(state, rows, everywhere, everywhere, everywhere, reference),
+        in_shardings=(state, rows, everywhere, everywhere, everywhere),
         out_shardings=(state, everywhere),
         donate_argnums=0,
     )
