@@ -198,7 +198,7 @@ Aggregation = Literal[
     "seq-mean-token-sum",
     "seq-mean-token-sum-norm",
 ]
-KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+", "full"]
+KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

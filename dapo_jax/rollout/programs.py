@@ -159,7 +159,13 @@ class Programs:
         self.to_rollout = jax.jit(to_rollout, out_shardings=self.rolled_at)
 
     def _on_shards(
-        self, function: Any, given: Any, made: Any, *, whole: int = -1, donated: tuple[int, ...] = ()
+        self,
+        function: Any,
+        given: Any,
+        made: Any,
+        *,
+        whole: int = -1,
+        donated: tuple[int, ...] = (),
     ) -> Any:
         """Returns the jitted program that runs `function`, written for one shard, on all shards.
 
@@ -236,9 +242,7 @@ class Programs:
         def one(carry: Any, start: jax.Array) -> tuple[Any, None]:
             cache, last_PD, finite_P = carry
             position_PC = jnp.broadcast_to(start + jnp.arange(chunk)[None], (P, chunk))
-            hidden_PCD, cache = decoder.hidden_states(
-                c,
-                params,
+            hidden_PCD, cache = decoder.bind(c, params)(
                 jax.lax.dynamic_slice_in_dim(tokens_PS, start, chunk, axis=1),
                 position_PC,
                 paged.nan_safe(xla.prefilling(start, chunk)),
@@ -303,8 +307,8 @@ class Programs:
             attend = paged.decoding(
                 config.pool_layout, state.table_BP, state.length_B, goes_B, self.tile
             )
-            hidden_BTD, pool = decoder.hidden_states(
-                c, params, sampled.token_B[:, None], state.length_B[:, None], attend, state.pool
+            hidden_BTD, pool = decoder.bind(c, params)(
+                sampled.token_B[:, None], state.length_B[:, None], attend, state.pool
             )
             request_B, sample_index_B = state.request_B, state.sample_index_B
             state, over_B = slots.advance(

@@ -46,15 +46,9 @@ def opened(tmp_path, family):
 def training_logits(c, params, tokens_T):
     """Of every position [T, V], by the forward pass of the update."""
     T = len(tokens_T)
-    hidden_BTD, _ = jax.jit(
-        lambda params, tokens_BT: decoder.hidden_states(
-            c,
-            params,
-            tokens_BT,
-            jnp.arange(T)[None],
-            xla.packed(jnp.ones((1, T), jnp.int32)),
-        )
-    )(params, tokens_T[None])
+    attend = xla.packed(jnp.ones((1, T), jnp.int32))
+    run = lambda params, tokens_BT: decoder.bind(c, params)(tokens_BT, jnp.arange(T)[None], attend)
+    hidden_BTD, _ = jax.jit(run)(params, tokens_T[None])
     return np.asarray(
         chunked_softmax.logits(hidden_BTD[0], decoder.unembedding(params), temperature=1.0)
     )

@@ -113,7 +113,6 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
     params_at = param_shardings(c, config.mesh, mesh)
     state = jax.eval_shape(functools.partial(step.init_state, config), params)
     state_at = step.state_shardings(config, mesh)
-    reference = params if config.objective.kl_estimator == "full" else None
 
     drawn_on = rollout_mesh(mesh, config.mesh.rollout_tensor)
     engine_config = _engine_config(config, drawn_on)
@@ -155,11 +154,11 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
 
     update: Any = step.compile_update(config, mesh)
     score: Any = step.compile_scoring(config, mesh)
-    given = policy + rows + (parameters if reference is not None else 0)
-    own = ("policy with optimiser", *(("reference",) if reference is not None else ()))
     found = {
         "train": program(
-            lambda: update.lower(state, rows_MBT, integer, real, real, reference), given, *own
+            lambda: update.lower(state, rows_MBT, integer, real, real),
+            policy + rows,
+            "policy with optimiser",
         ),
         "old_logprobs": program(
             lambda: score.lower(params, rows_MBT, integer),
