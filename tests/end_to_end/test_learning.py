@@ -9,11 +9,10 @@ import pytest
 
 from dapo_jax.models import decoder
 from dapo_jax.rollout.collector import RolloutCollector
-from dapo_jax.train import train
 from dapo_jax.training.learner import Learner
 from tests.conftest import ROOT
 from tests.support.helpers import tiny_config
-from tests.support.runs import metrics_of, run
+from tests.support.runs import metrics_of, run, run_here
 
 LEARNING = {
     "model__hidden_size": 64,
@@ -68,15 +67,13 @@ def test_reward_and_accuracy_rise(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("standard_promotion")
-def test_the_update_does_not_hold_the_rollouts_copy(tmp_path, cache_home, monkeypatch):
+def test_the_update_does_not_hold_the_rollouts_copy(tmp_path, home, monkeypatch):
     """The copy is the only thing in bfloat16 that is as large as the embedding."""
     config = tiny_config(
         model__compute_dtype="bfloat16",
         pretrain__num_steps=2,
         train__num_steps=1,
         reward__scorer=f"{ROOT / 'tests' / 'support' / 'scorers.py'}:even",
-        mesh__data=8,
     )
     shape = decoder.param_shapes(config.model)["embed"].shape
     copies = lambda: sum((x.shape, x.dtype) == (shape, jnp.bfloat16) for x in jax.live_arrays())
@@ -93,5 +90,5 @@ def test_the_update_does_not_hold_the_rollouts_copy(tmp_path, cache_home, monkey
 
     monkeypatch.setattr(RolloutCollector, "groups", generating)
     monkeypatch.setattr(Learner, "train_on", training)
-    assert train(config, tmp_path / "run") is None
+    run_here(tmp_path / "run", home, config=config)
     assert seen == [1, 0]

@@ -3,11 +3,10 @@
 import re
 import sys
 
-from dapo_jax import train as train_module
-from dapo_jax.train import train
+from dapo_jax import train
 from dapo_jax.training.learner import Learner
 from tests.conftest import ROOT
-from tests.support.helpers import tiny_config
+from tests.support.runs import run_here
 
 
 def documented():
@@ -23,11 +22,9 @@ def documented():
     return found
 
 
-def test_a_rollout_step_calls_what_readme_says_in_that_order(
-    tmp_path, cache_home, monkeypatch, standard_promotion
-):
+def test_a_rollout_step_calls_what_readme_says_in_that_order(tmp_path, home, monkeypatch):
     calls = []
-    step = train_module.TrainLoop.one_step
+    step = train.TrainLoop.one_step
     here = f"{ROOT}/"
 
     def record(frame, event, argument):
@@ -43,13 +40,10 @@ def test_a_rollout_step_calls_what_readme_says_in_that_order(
         finally:
             sys.setprofile(None)
 
-    monkeypatch.setattr(train_module.TrainLoop, "one_step", recorded)
-    # Compiled at start, the update would be traced there.
+    monkeypatch.setattr(train.TrainLoop, "one_step", recorded)
+    # Without it the update is traced within the step.
     monkeypatch.setattr(Learner, "compile", lambda _: None)
-    config = tiny_config(
-        pretrain__num_steps=2,
-        train__num_steps=1,
-        reward__scorer=f"{ROOT / 'tests' / 'support' / 'scorers.py'}:even",
-    )
-    assert train(config, tmp_path / "run") is None
+    scorer = f"{ROOT / 'tests' / 'support' / 'scorers.py'}:even"
+    settings = {"pretrain__num_steps": 2, "train__num_steps": 1, "reward__scorer": scorer}
+    assert run_here(tmp_path / "run", home, **settings)[0] is None
     assert [call for call in calls if call in documented()] == documented()

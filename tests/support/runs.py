@@ -48,9 +48,10 @@ def programs(home):
     return os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(shared / "programs")
 
 
-def run_here(workdir, home, *, devices=1, **overrides):
+def run_here(workdir, home, *, devices=1, config=None, **overrides):
     """Trains in this process, on so many of its devices. Returns the signal that stopped the run,
     if one did, and what the run printed."""
+    config = config or tiny_config(**overrides)
     mesh_of = lambda config: make_mesh(config, jax.devices()[:devices])
     jax.config.update("jax_compilation_cache_dir", programs(home))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -61,7 +62,7 @@ def run_here(workdir, home, *, devices=1, **overrides):
         jax.numpy_dtype_promotion("standard"),
         contextlib.redirect_stdout(out),
     ):
-        stopped_by = train.train(tiny_config(**overrides), workdir)
+        stopped_by = train.train(config, workdir)
     return stopped_by, out.getvalue()
 
 
