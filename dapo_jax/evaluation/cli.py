@@ -30,7 +30,7 @@ from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.collector import RolloutCollector
 from dapo_jax.rollout.engine import make_engine
 from dapo_jax.rollout.sampling import SamplingParams
-from dapo_jax.runs import checkpoint, run_directory
+from dapo_jax.runs import integrity, run_directory
 from dapo_jax.runs.checkpoint import restore_part
 from dapo_jax.training import base_model
 from dapo_jax.types import Problem, StopRequested, UserError
@@ -316,7 +316,7 @@ def _settings(
     """What the samples and their verdicts depend on, besides the problems."""
     return {
         "model": label,
-        "parameters": checkpoint.fingerprint(params),
+        "parameters": integrity.fingerprint(params),
         "num_samples": request.num_samples,
         "temperature": request.temperature,
         "top_p": request.top_p,
