@@ -10,7 +10,7 @@ import numpy as np
 from dapo_jax.config import Config
 from dapo_jax.data.dataset import load, rubrics
 from dapo_jax.data.stream import ProblemStream
-from dapo_jax.data.tokenizer import load_tokenizer
+from dapo_jax.data.tokenizer import load_tokenizer, stop_tokens
 from dapo_jax.distributed.process_group import ALONE, ProcessGroup
 from dapo_jax.distributed.replica import Replica
 from dapo_jax.evaluation.majority_vote import equivalences
@@ -18,9 +18,9 @@ from dapo_jax.models.attention import kernels
 from dapo_jax.models.sharding import check_batch_shapes, head_layout, make_mesh, team_size
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rollout import memory_budget
-from dapo_jax.rollout.make_engine import make_engine
+from dapo_jax.rollout.engine import make_engine
+from dapo_jax.rollout.engine_config import EngineConfig
 from dapo_jax.rollout.sampling import SamplingParams
-from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.training import Learner, base_model
 from dapo_jax.utils.progress import Progress
 
@@ -60,16 +60,20 @@ class RunComponents:
         self.stream = ProblemStream(problems, config.seed, weights)
         self.key = jax.random.key(config.seed)
         self.engine = make_engine(
-            config, self.mesh, self.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens
+            config,
+            self.mesh,
+            stop_tokens(config.model, self.tokenizer),
+            max_prompt_tokens=config.data.max_prompt_tokens,
         )
-        progress.say(attention_line(choice, self.engine.spec))
+        progress.say(attention_line(choice, self.engine.config))
         self.replica = Replica(process_group, team_size(self.engine.mesh))
         self.learner = Learner(config, self.mesh, self.detokenize, progress.say, progress.doing)
         if process_group.count > 1:
             progress.say(process_group.described())
         sizes = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
         devices = self.mesh.devices
-        progress.say(f"{devices.size} {devices.flat[0].device_kind} device(s), mesh {sizes}")
+        kind = devices.flat[0].device_kind
+        progress.say(f"{devices.size} {kind} device(s), mesh {sizes}; run directory {workdir}")
 
     def load_base(self, workdir: Path, check_stop: Callable[[], None]) -> tuple[Any, float]:
         """Returns the parameters of the base model, and the seconds that it took to make."""
@@ -86,7 +90,8 @@ class RunComponents:
     def warm_up(self, params: Any) -> None:
         """Compiles the programs of the rollouts."""
         c = self.config
-        samplings = [SamplingParams.of(c.rollout), SamplingParams.of(c.evaluation)]
+        evaluation = SamplingParams(c.evaluation.temperature, c.evaluation.top_p)
+        samplings = [SamplingParams.of(c.rollout), evaluation]
         if c.objective.advantage == "remax":
             samplings.append(GREEDY)
         modes = dict.fromkeys(sampling.mode for sampling in samplings)
@@ -106,8 +111,11 @@ def reward_pool(config: Config) -> RewardPool:
     return RewardPool(scorers, workers=r.workers, timeout_seconds=r.timeout_seconds)
 
 
-def attention_line(choice: kernels.Choice, spec: EngineSpec) -> str:
+def attention_line(choice: kernels.Choice, engine_config: EngineConfig) -> str:
     """Returns a line naming the attention kernels, and why XLA attends where it had to."""
     of = lambda kernel, refused: f"{kernel} ({refused})" if refused else kernel
-    training, rollouts = of(choice.kernel, choice.refused), of(spec.kernel, spec.kernel_refused)
+    training, rollouts = (
+        of(choice.kernel, choice.refused),
+        of(engine_config.kernel, engine_config.kernel_refused),
+    )
     return f"attention on {choice.platform}: training {training}, rollouts {rollouts}"

@@ -46,7 +46,7 @@ from dapo_jax.training import (
     shaped_rewards,
     state_bytes,
 )
-from dapo_jax.types import Group, StopRequested
+from dapo_jax.types import Group, RunError, StopRequested
 from dapo_jax.utils.compilations import CompilationCounter
 from dapo_jax.utils.profiling import traced
 from dapo_jax.utils.progress import Progress, duration
@@ -420,13 +420,23 @@ class TrainLoop:
         return [float(shaped_rewards(self.config, group)[0]) for group in scored]
 
     def _groups_to_train(self, groups: list[Group], step: int) -> list[Group]:
-        """Returns the groups; warns where dynamic sampling ran out of prompts."""
-        wanted, tried = self.config.train.prompts_per_step, self.config.dynamic_sampling.max_prompts
-        if len(groups) < wanted:
-            what = f"step {step}: {len(groups)} of {wanted} groups from {tried} prompts"
-            then = "training on those" if groups else "no update"
-            self.telemetry.say(f"  warning: {what}; {then}")
-        return groups
+        """Returns the groups of a full batch; of a short one, what dynamic_sampling.exhausted says.
+
+        Raises:
+            RunError: the batch is short and `exhausted` is "stop".
+        """
+        wanted, d = self.config.train.prompts_per_step, self.config.dynamic_sampling
+        if len(groups) == wanted:
+            return groups
+        what = f"step {step}: {len(groups)} of {wanted} groups from {d.max_prompts} prompts"
+        if d.exhausted == "stop":
+            raise RunError(
+                f"{what}, and config.dynamic_sampling.exhausted is 'stop'. Raise max_prompts, add "
+                "harder or easier problems, or set exhausted to 'train' or 'skip'."
+            )
+        train = bool(groups) and d.exhausted == "train"
+        self.telemetry.say(f"  warning: {what}; {'training on those' if train else 'no update'}")
+        return groups if train else []
 
     def _is_evaluated(self, step: int) -> bool:
         last = step == self.config.train.num_steps
@@ -436,7 +446,8 @@ class TrainLoop:
         """Returns the metrics of the held-out problems."""
         run, num_samples = self.components, self.config.evaluation.num_samples
         self.telemetry.phase(f"step {step}: evaluating on {len(run.heldout)} problems")
-        sampling = SamplingParams.of(self.config.evaluation)
+        e = self.config.evaluation
+        sampling = SamplingParams(e.temperature, e.top_p)
         collector = self._collector(run.heldout_rubrics, num_samples, sampling)
         if step > 0:  # the update before it cannot be repeated, so a stop waits for its end
             collector.telemetry = self.telemetry.without_stop()

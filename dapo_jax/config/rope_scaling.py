@@ -1,4 +1,4 @@
-"""`config.model.rope_scaling`: Hugging Face's `rope_scaling`, checked and with nothing left out."""
+"""`config.model.rope_scaling`: Hugging Face's `rope_scaling`, checked and completed."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -13,11 +13,11 @@ KINDS = ("linear", "llama3", "yarn")
 def bound(
     values: Mapping[str, Any], refuse: Callable[[str], UserError], longest: int = 0
 ) -> FrozenDict[Any] | None:
-    """The mapping with each key that its rope type has, in one order; None for the type "default".
+    """Returns the mapping with every key of its rope type; None for the type "default".
 
     Args:
-        refuse: makes the error from what is wrong.
-        longest: positions of the model; the original ones where the mapping does not say.
+        refuse: makes an error of a reason.
+        longest: positions of the model; the original ones where the mapping has none.
 
     Raises:
         UserError: a key is missing, unknown or not a number.
@@ -72,15 +72,12 @@ def _attention_factor(values: dict[str, Any], factor: float) -> float | None:
 
 
 def of_field(values: Mapping[str, Any]) -> FrozenDict[Any] | None:
-    """That of `config.model.rope_scaling`.
+    """Returns `config.model.rope_scaling`, completed; raises UserError as `bound`."""
 
-    Raises:
-        UserError: as `bound`.
-    """
-    return bound(
-        values,
-        lambda why: UserError(
-            f"config.model.rope_scaling is {dict(values)!r}; {why}. Correct it: it has the keys of "
-            "rope_scaling in a config.json of Hugging Face."
-        ),
-    )
+    def refuse(why: str) -> UserError:
+        return UserError(
+            f"config.model.rope_scaling is {dict(values)!r}; {why}. It takes the keys of "
+            "rope_scaling in Hugging Face's config.json."
+        )
+
+    return bound(values, refuse)

@@ -11,11 +11,11 @@ import jax
 import numpy as np
 
 from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.engine_config import EngineConfig
 from dapo_jax.rollout.partial_rollouts import Visit
-from dapo_jax.rollout.programs import Loaded
+from dapo_jax.rollout.programs import RolloutParams
 from dapo_jax.rollout.sampling import SamplingParams
-from dapo_jax.rollout.slots import Arrivals, DecodeState
-from dapo_jax.rollout.spec import EngineSpec
+from dapo_jax.rollout.slots import DecodeState, NewRequests
 from dapo_jax.types import UNFINISHED, Problem, Response, UserError
 
 Sample = tuple[int, int, int]  # shard, entry, column
@@ -78,9 +78,9 @@ class Table:
     """What the entries of the device hold, as far as the host has read: R shards of E entries of up
     to G samples, T tokens each at most."""
 
-    def __init__(self, spec: EngineSpec, step: int = 0):
+    def __init__(self, config: EngineConfig, step: int = 0):
         self.step = step  # rollout step of the tokens sampled now
-        R, E, G, T = spec.shards, spec.entries, spec.samples, spec.max_response_tokens
+        R, E, G, T = config.shards, config.requests, config.samples, config.max_response_tokens
         self.requests: list[list[Request | None]] = [[None] * E for _ in range(R)]
         self.order = np.zeros((R, E), np.int64)  # of arrival
         self.waiting = np.zeros((R, E, G), bool)  # responses that have not ended
@@ -107,7 +107,7 @@ class Table:
                 value = getattr(request.begun, name)
                 getattr(self, name)[r, e, 0, :n] = np.nan if value is None else value
 
-    def drawn(self, r: int, e: int, column: int) -> Response:
+    def sampled(self, r: int, e: int, column: int) -> Response:
         """What there is of a sample, as a response that has not ended."""
         request, n = self.requests[r][e], self.count[r, e, column]
         assert request is not None
@@ -149,7 +149,7 @@ class Admission:
         request: GenerationRequest,
         begun: Mapping[Visit, Mapping[int, Response]],
     ):
-        self.sampling = engine.spec.params if request.sampling is None else request.sampling
+        self.sampling = engine.config.params if request.sampling is None else request.sampling
         self.sampling.check()
         self.engine, self.table, self.problems, self.request = engine, table, problems, request
         self.key_data = np.asarray(jax.random.key_data(key))
@@ -159,14 +159,16 @@ class Admission:
         self.over: list[tuple[int, int, Response]] = []  # ended in earlier steps, to be reported
         self.queue: collections.deque[Request] = collections.deque()
         self.arrivals = 0
-        spec = engine.spec
-        self.free = np.full(spec.shards, spec.shard_pages - 1)  # pages, at least, at the next call
+        config = engine.config
+        self.free = np.full(
+            config.shards, config.shard_pages - 1
+        )  # pages, at least, at the next call
         # A call takes at most so many pages: each slot's own, and those of samples that come.
-        steps = spec.decode_steps
-        per_slot = -(-steps // spec.page_tokens) + 2
-        self.pages_a_call = spec.slots // spec.shards * per_slot
+        steps = config.decode_steps
+        per_slot = -(-steps // config.page_tokens) + 2
+        self.pages_a_call = config.slots // config.shards * per_slot
         # Pages of prompts handed over since the call whose results are still to be read.
-        self.since_late = np.zeros(spec.shards, int)
+        self.since_late = np.zeros(config.shards, int)
 
     def read(self, free_R: np.ndarray) -> None:
         """Takes how many pages were free at the end of the call that was read last."""
@@ -192,12 +194,12 @@ class Admission:
                 index,
                 problem,
                 num_samples=self.request.num_samples,
-                most=self.engine.spec.samples,
+                most=self.engine.config.samples,
                 begun=begun,
             )
 
     def _check(self, problem: Problem) -> None:
-        most, tokens = self.engine.spec.max_prompt_tokens, len(problem.prompt_tokens)
+        most, tokens = self.engine.config.max_prompt_tokens, len(problem.prompt_tokens)
         if not 1 <= tokens <= most:
             raise UserError(
                 f"problem {problem.id}: its prompt has {tokens} tokens; the engine takes 1 to "
@@ -205,7 +207,7 @@ class Admission:
             )
 
     def _limit(self, problem: int, sample: int) -> int:
-        most, limits_QG = self.engine.spec.max_response_tokens, self.request.limits_QG
+        most, limits_QG = self.engine.config.max_response_tokens, self.request.limits_QG
         limit = most if limits_QG is None else int(limits_QG[problem, sample])
         if not 1 <= limit <= most:
             raise UserError(
@@ -214,30 +216,30 @@ class Admission:
             )
         return limit
 
-    def admit(self, params: Loaded, state: DecodeState, *, unread: bool) -> DecodeState:
+    def admit(self, params: RolloutParams, state: DecodeState, *, unread: bool) -> DecodeState:
         """The state with prompts prefilled for the entries that are free, a batch at a time.
 
         Args:
             unread: whether a call's results are still to be read.
         """
-        spec = self.engine.spec
-        P = spec.prefill_prompts // spec.shards
+        config = self.engine.config
+        P = config.prefill_prompts // config.shards
         if not unread:
             # No call tells of pages that a cancellation has freed since the last one. A shard that
             # holds nothing has all of its pages.
             idle_R = ~self.table.waiting.any(axis=(1, 2))
-            self.free = np.where(idle_R, spec.shard_pages - 1, self.free)
+            self.free = np.where(idle_R, config.shard_pages - 1, self.free)
         while True:
             free = [[e for e, r in enumerate(rs) if r is None] for rs in self.table.requests]
-            beyond = spec.ahead - int(self.table.waiting.sum())
-            room = min(sum(map(len, free)), max(0, -(-beyond // spec.samples)))
+            beyond = config.max_in_flight - int(self.table.waiting.sum())
+            room = min(sum(map(len, free)), max(0, -(-beyond // config.samples)))
             # Part of a batch only when there is no whole one to come, or the slots run dry.
-            whole = min(spec.prefill_prompts, spec.shards * P)
-            starving = self.table.waiting.sum() < spec.slots
+            whole = min(config.prefill_prompts, config.shards * P)
+            starving = self.table.waiting.sum() < config.slots
             if room < whole and not (starving or self.exhausted):
                 return state  # and no prompt is claimed that another process could draw
-            if len(self.queue) < min(room, spec.prefill_prompts):
-                self.take(min(room, spec.prefill_prompts) - len(self.queue))
+            if len(self.queue) < min(room, config.prefill_prompts):
+                self.take(min(room, config.prefill_prompts) - len(self.queue))
             if not self.queue or room == 0:
                 return state
             if min(len(self.queue), room) < whole and not (starving or self.exhausted):
@@ -249,7 +251,7 @@ class Admission:
 
     def _padded_pages(self, request: Request) -> int:
         """To how many pages a prompt is padded: its own length decides, and no other's."""
-        pages = -(-len(request.tokens) // self.engine.spec.page_tokens)
+        pages = -(-len(request.tokens) // self.engine.config.page_tokens)
         return next(n for n in self.engine.prompt_pages if n >= pages)
 
     def _batch(self, free: list[list[int]], P: int, unread: bool) -> list[tuple[int, int, Request]]:
@@ -258,16 +260,16 @@ class Admission:
 
         A prompt that was padded as the longest beside it would be the same but for rounding, and
         what is drawn from it would depend on what it came with."""
-        spec = self.engine.spec
+        config = self.engine.config
         load = self.table.waiting.sum(axis=(1, 2))
         batch: list[tuple[int, int, Request]] = []
-        taken = [0] * spec.shards
+        taken = [0] * config.shards
         padded, others = self._padded_pages(self.queue[0]), collections.deque[Request]()
         while self.queue:
             if self._padded_pages(self.queue[0]) != padded:
                 others.append(self.queue.popleft())
                 continue
-            shards = [r for r in range(spec.shards) if free[r] and taken[r] < P]
+            shards = [r for r in range(config.shards) if free[r] and taken[r] < P]
             if not shards:
                 break
             r = min(shards, key=lambda r: load[r])
@@ -279,7 +281,7 @@ class Admission:
             batch.append((r, free[r].pop(0), request))
             taken[r] += 1
             load[r] += request.samples
-            pages = -(-len(request.tokens) // spec.page_tokens)
+            pages = -(-len(request.tokens) // config.page_tokens)
             self.free[r] -= pages
             self.since_late[r] += pages
         self.queue.extendleft(reversed(others))
@@ -291,48 +293,45 @@ class Admission:
         Args:
             alone: whether no other is on its way to the shard.
         """
-        spec = self.engine.spec
-        if spec.num_pages is None:
+        config = self.engine.config
+        if config.num_pages is None:
             return True
-        need = -(-len(request.tokens) // spec.page_tokens)
+        need = -(-len(request.tokens) // config.page_tokens)
         alone = alone and not self.table.waiting[r].any()
-        reserve = 0 if alone else spec.table_pages + 2
+        reserve = 0 if alone else config.table_pages + 2
         return self.free[r] - unread * self.pages_a_call >= need + reserve
 
     def _hand_over(
-        self, params: Loaded, state: DecodeState, batch: list[tuple[int, int, Request]]
+        self, params: RolloutParams, state: DecodeState, batch: list[tuple[int, int, Request]]
     ) -> DecodeState:
-        spec = self.engine.spec
-        R, P = spec.shards, spec.prefill_prompts // spec.shards
-        T = spec.page_tokens * self._padded_pages(batch[0][2])
+        config = self.engine.config
+        R, P = config.shards, config.prefill_prompts // config.shards
+        T = config.page_tokens * self._padded_pages(batch[0][2])
         tokens_RPT = np.zeros((R, P, T), np.int32)
         length_RP = np.ones((R, P), np.int32)
         ids_RP2 = np.zeros((R, P, 2), np.uint32)
-        zeros = lambda: np.zeros((R, P), np.int32)
-        entry_RP, samples_RP, first_RP, drawn_RP = zeros() + spec.entries, zeros(), zeros(), zeros()
-        limit_RPG = np.full((R, P, spec.samples), spec.max_response_tokens, np.int32)
+        new = NewRequests.none(config, P, self.sampling)
         row = [0] * R
         for r, e, request in batch:
             p, row[r] = row[r], row[r] + 1
             tokens = request.tokens
             tokens_RPT[r, p, : len(tokens)], length_RP[r, p] = tokens, len(tokens)
             ids_RP2[r, p] = request.problem.id, request.problem.epoch
-            entry_RP[r, p], samples_RP[r, p], first_RP[r, p] = e, request.samples, request.first
-            drawn_RP[r, p] = len(tokens) - len(request.problem.prompt_tokens)
+            new.request_P[r, p], new.num_samples_P[r, p] = e, request.samples
+            new.first_sample_P[r, p] = request.first
+            new.sampled_P[r, p] = len(tokens) - len(request.problem.prompt_tokens)
             numbers = range(request.first, request.first + request.samples)
-            limit_RPG[r, p, : request.samples] = [self._limit(request.number, s) for s in numbers]
+            new.limit_PG[r, p, : request.samples] = [
+                self._limit(request.number, s) for s in numbers
+            ]
             self.table.open(r, e, request, self.arrivals)
             self.arrivals += 1
         # Not read here: on the device the keys wait behind the call of decode that is under way.
         keys_RP2 = _problem_keys(self.key_data, ids_RP2)
-        prefix = self.engine.prefill_many(params, tokens_RPT, length_RP, keys_RP2)
-        full = lambda value, dtype: np.full((R, P), value, dtype)
-        t, p, k, m = self.sampling
-        asked = SamplingParams(
-            full(t, np.float32), full(p, np.float32), full(k, np.int32), full(m, np.float32)
+        prefix = self.engine.prefill(
+            params=params, padded_tokens=tokens_RPT, true_length=length_RP, key_2=keys_RP2
         )
-        arrivals = Arrivals(entry_RP, samples_RP, first_RP, drawn_RP, limit_RPG, asked)
-        return self.engine.enqueue(state, prefix, arrivals)
+        return self.engine.insert(prefix, state, new)
 
 
 @jax.jit

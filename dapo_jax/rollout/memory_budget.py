@@ -26,8 +26,8 @@ from dapo_jax.models.sharding import (
     parts_of,
     rollout_shape,
 )
+from dapo_jax.rollout.engine_config import make_engine_config
 from dapo_jax.rollout.programs import rollout_dtypes, rollout_layout
-from dapo_jax.rollout.spec import engine_spec
 from dapo_jax.types import UserError
 
 GIB = 2**30
@@ -105,8 +105,8 @@ def rollout_bytes(config: Config, sizes: Mapping[str, int]) -> tuple[int, int]:
     # Every kernel keeps as many bytes a token, and those that refuse a model refuse it elsewhere.
     plain = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, kernel="xla"))
     prompt = config.data.max_prompt_tokens
-    spec = engine_spec(plain, drawn_on, prompt, stop_tokens=(), platform="cpu")
-    return copy, spec.pages_bytes(spec.shard_pages)
+    engine_config = make_engine_config(plain, drawn_on, prompt, stop_tokens=(), platform="cpu")
+    return copy, engine_config.pages_bytes(engine_config.shard_pages)
 
 
 def device_bytes(devices: Sequence[Any]) -> int | None:

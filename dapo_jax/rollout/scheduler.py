@@ -22,9 +22,9 @@ from dapo_jax.rollout.admission import (
     Table,
 )
 from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.jetstream import NOT_FINITE, OVER, VALID, DecodeOutput
 from dapo_jax.rollout.partial_rollouts import Visit
 from dapo_jax.rollout.slots import DecodeState
-from dapo_jax.rollout.spec import NOT_FINITE, OVER, VALID, Step
 from dapo_jax.rollout.stop_strings import completed_at
 from dapo_jax.types import Detokenize, Problem, Response
 from dapo_jax.utils.telemetry import SILENT, Telemetry
@@ -39,8 +39,8 @@ class RolloutStats(NamedTuple):
     preempted: int = 0  # sequences that gave up their pages and were resumed later
     invalid: int = 0  # responses that ended because the logits were not finite
     idle_seconds: float = 0.0  # seconds without work, waiting for verdicts
-    drawn: int = 0  # tokens sampled, discarded ones included
-    could_draw: int = 0  # decode steps with any busy slot times the number of slots
+    sampled: int = 0  # tokens sampled, discarded ones included
+    could_sample: int = 0  # decode steps with any busy slot times the number of slots
 
     def __add__(self, other: tuple) -> "RolloutStats":
         return RolloutStats(*(a + b for a, b in zip(self, other)))
@@ -96,9 +96,9 @@ def generate(
 
 
 class _Call(NamedTuple):
-    """A call of `decode`."""
+    """A call of `generate`."""
 
-    step: Step
+    output: DecodeOutput
     had_work_R: np.ndarray  # bool: whether there was anything to do for the shard
     arrivals: int  # requests handed over before it
 
@@ -134,10 +134,10 @@ class GenerationLoop:
     ):
         self.engine, self.params, self.detokenize = engine, engine.loaded, detokenize
         self.request, self.telemetry = request, telemetry
-        sampling = engine.spec.params if request.sampling is None else request.sampling
+        sampling = engine.config.params if request.sampling is None else request.sampling
         self.mode = sampling.mode
         self.stats = RolloutStats()
-        self.table = Table(engine.spec, step)
+        self.table = Table(engine.config, step)
         self.admission = Admission(engine, self.table, problems, key, request, begun or {})
         self.done = self.admission.done
         self.state: DecodeState = engine.init_decode_state()
@@ -172,8 +172,8 @@ class GenerationLoop:
         return [[done[g] for g in range(num)] if len(done) == num else [] for done in self.done]
 
     def one_call(self) -> bool:
-        """Admits prompts, calls `decode`, reads the previous call; returns whether there was a call
-        to make or to read."""
+        """Admits prompts, calls `generate`, reads the previous call; returns whether any call was
+        made or read."""
         unread = self.late is not None
         self.state = self.admission.admit(self.params, self.state, unread=unread)
         if self.admission.over:
@@ -181,8 +181,8 @@ class GenerationLoop:
             self.admission.over = []
         now = None
         if self.table.waiting.any():
-            self.state, now = self.engine.decode(self.params, self.state, self.mode)
-            jax.tree.map(lambda x: x.copy_to_host_async(), now)
+            self.state, now = self.engine.generate(self.params, self.state, self.mode)
+            now.copy_to_host_async()
         late, self.late = self.late, None
         if now is not None:
             had_work_R = np.asarray(self.table.waiting.any(axis=(1, 2)))
@@ -197,28 +197,28 @@ class GenerationLoop:
         late, self.late = self.late, None
         if late is not None:
             self._read(late)
-        drawn = [dict(done) for done in self.done]
+        sampled = [dict(done) for done in self.done]
         for request in self.admission.queue:
             if request.begun is not None:
-                drawn[request.number][request.first] = request.begun
+                sampled[request.number][request.first] = request.begun
         for work in np.argwhere(self.table.waiting & (self.table.count > 0)).tolist():
             number, sample = self.table.who(*work)
-            drawn[number][sample] = self.table.drawn(*work)
-        return drawn
+            sampled[number][sample] = self.table.sampled(*work)
+        return sampled
 
     def _read(self, call: _Call) -> None:
         """Takes the tokens of a call, and ends responses."""
-        spec, waiting = self.engine.spec, int(self.table.waiting.sum())
-        at_work = min(waiting, spec.slots)
+        config, waiting = self.engine.config, int(self.table.waiting.sum())
+        at_work = min(waiting, config.slots)
         self.telemetry.waiting_for(
             f"the device: {at_work} slots at work, {waiting - at_work} responses waiting for one"
         )
-        step = Step(*map(np.asarray, call.step))
-        self.admission.read(step.free_R)
-        valid_RkB = step.flags_RkB & VALID > 0
+        output = call.output.convert_to_numpy()
+        self.admission.read(output.free_R)
+        valid_RkB = output.flags_RkB & VALID > 0
         if valid_RkB.any():
             self.telemetry.moved()
-        ours_RkB = valid_RkB & ~self._discarded(step)
+        ours_RkB = valid_RkB & ~self._discarded(output)
         self.cancelled[:] = False
         before_REG = self.table.count.copy()
         ended: list[tuple[int, int, int, bool]] = []
@@ -227,26 +227,26 @@ class GenerationLoop:
             if not valid_RkB[:, i].any():
                 break
             shard, slot = np.nonzero(ours_RkB[:, i])
-            at = shard, step.entry_RkB[shard, i, slot], step.column_RkB[shard, i, slot]
+            at = shard, output.request_RkB[shard, i, slot], output.sample_index_RkB[shard, i, slot]
             place = self.table.count[at]
-            self.table.tokens[(*at, place)] = step.token_RkB[shard, i, slot]
-            self.table.log_probs[(*at, place)] = step.log_prob_RkB[shard, i, slot]
-            self.table.model_log_probs[(*at, place)] = step.model_log_prob_RkB[shard, i, slot]
+            self.table.tokens[(*at, place)] = output.token_RkB[shard, i, slot]
+            self.table.log_probs[(*at, place)] = output.log_prob_RkB[shard, i, slot]
+            self.table.model_log_probs[(*at, place)] = output.model_log_prob_RkB[shard, i, slot]
             self.table.count[at] += 1
-            offered = step.waiting_Rk[:, i] > 0
+            offered = output.waiting_Rk[:, i] > 0
             if self.admission.queue:
                 offered[:] = True
             busy = valid_RkB[:, i].sum(axis=1)[offered].sum()
             self.stats += RolloutStats(
                 len(shard),
                 int(busy),
-                int(offered.sum()) * (spec.slots // spec.shards),
-                drawn=int(valid_RkB[:, i].sum()),
-                could_draw=spec.slots,
+                int(offered.sum()) * (config.slots // config.shards),
+                sampled=int(valid_RkB[:, i].sum()),
+                could_sample=config.slots,
             )
-            flags = step.flags_RkB[shard, i, slot]
+            flags = output.flags_RkB[shard, i, slot]
             if self.request.stream:
-                tokens = step.token_RkB[shard, i, slot].tolist()
+                tokens = output.token_RkB[shard, i, slot].tolist()
                 for r, e, c, token in zip(*(x.tolist() for x in at), tokens):
                     news.setdefault((r, e, c), []).append(token)
             is_last = flags & OVER > 0
@@ -270,14 +270,16 @@ class GenerationLoop:
         if self.calls_to_pass:
             self.calls_to_pass -= 1
         elif stuck_R.any():
-            gone += self._preempt(stuck_R, step.waiting_Rk[:, 0], call.arrivals)
+            gone += self._preempt(stuck_R, output.waiting_Rk[:, 0], call.arrivals)
         if gone:
             self._cancel(gone)
 
-    def _discarded(self, step: Step) -> np.ndarray:
+    def _discarded(self, output: DecodeOutput) -> np.ndarray:
         """bool [R, k, B]: tokens of samples that were cancelled after the call was made."""
-        entry_RkB = np.minimum(step.entry_RkB, self.engine.spec.entries - 1)
-        return self.cancelled[np.arange(len(entry_RkB))[:, None, None], entry_RkB, step.column_RkB]
+        request_RkB = np.minimum(output.request_RkB, self.engine.config.requests - 1)
+        return self.cancelled[
+            np.arange(len(request_RkB))[:, None, None], request_RkB, output.sample_index_RkB
+        ]
 
     def _cut(
         self, before_REG: np.ndarray, invalid: set[Sample], news: dict[Sample, list[int]]
@@ -307,11 +309,11 @@ class GenerationLoop:
         return list(cut)
 
     def _end(self, ended: list[tuple[int, int, int, bool]], cut: list[Sample]) -> None:
-        stops = set(self.engine.spec.stop_tokens)
-        drawn = [self.table.drawn(r, e, c) for r, e, c, _ in ended]
-        tokens = [response.tokens for response in drawn]
+        stops = set(self.engine.config.stop_tokens)
+        sampled = [self.table.sampled(r, e, c) for r, e, c, _ in ended]
+        tokens = [response.tokens for response in sampled]
         texts = self.detokenize(tokens)
-        for (r, e, c, finite), response, text in zip(ended, drawn, texts):
+        for (r, e, c, finite), response, text in zip(ended, sampled, texts):
             by_itself = int(response.tokens[-1]) in stops or (r, e, c) in cut
             reason = "stop" if by_itself else "length"
             if not finite:
@@ -350,7 +352,7 @@ class GenerationLoop:
             gone.append((r, e, c))
             request = self.table.requests[r][e]
             assert request is not None
-            begun = self.table.drawn(r, e, c)
+            begun = self.table.sampled(r, e, c)
             self.admission.queue.appendleft(
                 Request(request.number, request.problem, request.first + c, 1, begun)
             )
@@ -360,13 +362,13 @@ class GenerationLoop:
 
     def _cancel(self, gone: list[Sample]) -> None:
         """Takes samples off the device; what the unread call draws of them is discarded."""
-        spec = self.engine.spec
+        config = self.engine.config
         self.calls_to_pass = 0 if self.late is None else 1
-        entry_RW = np.full((spec.shards, spec.cancelled), -1, np.int32)
-        column_RW = np.full((spec.shards, spec.cancelled), -1, np.int32)
-        row = [0] * spec.shards
+        request_RW = np.full((config.shards, config.shard_slots), -1, np.int32)
+        sample_index_RW = np.full((config.shards, config.shard_slots), -1, np.int32)
+        row = [0] * config.shards
         for r, e, c in gone:
-            entry_RW[r, row[r]], column_RW[r, row[r]] = e, c
+            request_RW[r, row[r]], sample_index_RW[r, row[r]] = e, c
             row[r] += 1
             self.cancelled[r, e, c] = self.late is not None
-        self.state = self.engine.cancel(self.state, entry_RW, column_RW)
+        self.state = self.engine.cancel(self.state, request_RW, sample_index_RW)

@@ -102,18 +102,14 @@ class Learner:
             self.values: Any = critic.compile_values(config, mesh)
             self.update_critic: Any = critic.compile_update(config, mesh)
         o, c = config.objective, config.correction
-        self.full_kl = o.kl_estimator == "full"
         self.needs_reference = o.kl_coefficient > 0 or o.reward_kl_coefficient > 0
-        self.needs_reference_log_probs = o.reward_kl_coefficient > 0 or (
-            o.kl_coefficient > 0 and not self.full_kl
-        )
         # Log-probs of a whole mini-batch at the parameters of its own gradient.
         self.needs_current = o.loss in COVARIANCE_LOSSES or (
             c is not None and c.policy == "current"
         )
         self.needs_scoring = (
             self.needs_current
-            or self.needs_reference_log_probs
+            or self.needs_reference
             or config.critic is not None
             or config.rollout.log_prob_source == "recompute"
         )
@@ -145,10 +141,9 @@ class Learner:
             packing.empty_rows(1, 1),
         )
         integer, real = (jax.ShapeDtypeStruct((), dtype) for dtype in (np.int32, np.float32))
-        reference = state.policy.params if self.full_kl else None
         compiled = lambda program, *args: program.lower(*args).compile()
         try:
-            self.update = compiled(self.update, state.policy, rows, integer, real, real, reference)
+            self.update = compiled(self.update, state.policy, rows, integer, real, real)
             if self.needs_scoring:
                 self.score = compiled(self.score, state.policy.params, rows, integer)
             if state.critic is not None:
@@ -239,10 +234,7 @@ class Learner:
                 )
                 critic_results.append(result)
             if policy_step > 0:
-                reference = self.reference if self.full_kl else None
-                policy, result = self.update(
-                    policy, on_mesh, n, denominator, np.float32(rate), reference
-                )
+                policy, result = self.update(policy, on_mesh, n, denominator, np.float32(rate))
                 results.append(result)
         self._check_skipped([*results, *critic_results], step)
         numbers = metrics.update_metrics(results) | numbers | metrics.critic_metrics(critic_results)
@@ -306,7 +298,7 @@ class Learner:
             columns["log_prob_old_BT"] = np.where(
                 samples.staleness_M == 0, recomputed_M, samples.log_prob_M
             )
-        if self.needs_reference_log_probs:
+        if self.needs_reference:
             columns["log_prob_ref_BT"] = scored(self.score, self.reference)
         if state.critic is not None:
             columns["value_old_BT"] = scored(self.values, state.critic.params)

@@ -93,7 +93,6 @@ def loss_and_sums(
     config: Config,
     params: decoder.Params,
     rows: Rows,
-    reference: decoder.Params | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, tuple[Sums, Extremes]]:
     """Returns the numerator of the loss of one micro-batch, with statistics.
@@ -104,7 +103,6 @@ def loss_and_sums(
     aggregation.
 
     Args:
-        reference: parameters of the reference, where the KL is over the whole vocabulary.
         mesh: of the parameters and rows; None: one device.
     """
     o, mask_BT = config.objective, rows.mask_BT
@@ -113,7 +111,6 @@ def loss_and_sums(
         params,
         rows,
         temperature=config.rollout.temperature,
-        reference=reference,
         layout=_head_layout(config, mesh),
         share_prompts=config.train.share_prompts,
     )
@@ -131,9 +128,7 @@ def loss_and_sums(
     )
     loss_BT = -rows.correction_BT * terms.objective_BT
     kl_ref_BT = jnp.zeros_like(loss_BT)
-    if o.kl_estimator == "full":
-        kl_ref_BT = jnp.where(mask_BT, statistics.kl_BT, 0.0)
-    elif o.kl_estimator is not None:
+    if o.kl_estimator is not None:
         kl_ref_BT = surrogate.kl_estimate(
             log_prob_BT, rows.log_prob_ref_BT, mask_BT, estimator=o.kl_estimator
         )
@@ -210,7 +205,6 @@ def gradient(
     rows_ABT: Rows,
     num_micro_batches: Array,
     denominator: Array,
-    reference: decoder.Params | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[decoder.Params, Sums, Extremes]:
     """Returns the gradient of the mini-batch loss and its statistics.
@@ -218,7 +212,7 @@ def gradient(
     Args:
         rows_ABT, num_micro_batches: see `summed_gradient`.
         denominator: of the mini-batch, see `algorithms.aggregation`.
-        reference, mesh: see `loss_and_sums`.
+        mesh: see `loss_and_sums`.
     """
     zero = (
         Sums(*(jnp.zeros((), jnp.float32) for _ in Sums._fields)),
@@ -229,7 +223,7 @@ def gradient(
         return jax.tree.map(jnp.add, a[0], b[0]), jax.tree.map(jnp.maximum, a[1], b[1])
 
     grads, (sums, extremes) = summed_gradient(
-        lambda params, rows: loss_and_sums(config, params, rows, reference, mesh),
+        lambda params, rows: loss_and_sums(config, params, rows, mesh),
         zero,
         join,
         params,
@@ -260,40 +254,37 @@ def update(
     num_micro_batches: Array,
     denominator: Array,
     learning_rate: Array,
-    reference: decoder.Params | None = None,
     *,
     mesh: Mesh | None = None,
 ) -> tuple[TrainState, UpdateMetrics]:
     """Returns the state after one optimiser step on one mini-batch; arguments as `gradient`."""
     grads, sums, extremes = gradient(
-        config, state.params, rows_ABT, num_micro_batches, denominator, reference, mesh
+        config, state.params, rows_ABT, num_micro_batches, denominator, mesh
     )
     state, grad_norm = optimizer_step(config.optimizer, state, grads, sums.loss, learning_rate)
     return state, UpdateMetrics(sums, extremes, grad_norm, state.skipped)
 
 
 def compile_update(config: Config, mesh: Mesh) -> Callable[..., tuple[TrainState, UpdateMetrics]]:
-    """Returns `update` jitted for the mesh; the state is donated. `reference` is None unless the KL
-    is over the whole vocabulary."""
-    state = state_shardings(config, mesh)
-    reference = state.params if config.objective.kl_estimator == "full" else None
-    return jit_update(functools.partial(update, config, mesh=mesh), state, mesh, reference)
+    """Returns `update` jitted for the mesh; the state is donated."""
+    return jit_update(
+        functools.partial(update, config, mesh=mesh), state_shardings(config, mesh), mesh
+    )
 
 
 def jit_update(
-    function: Callable[..., tuple[TrainState, Any]], state: TrainState, mesh: Mesh, *more: Any
+    function: Callable[..., tuple[TrainState, Any]], state: TrainState, mesh: Mesh
 ) -> Callable[..., tuple[TrainState, Any]]:
     """Returns an update jitted for the mesh, its state donated.
 
     Args:
-        function: (state, rows, micro-batches used, denominator, learning rate, ...) -> (state,
-            metrics).
-        state, more: shardings of the state, and of arguments after the learning rate.
+        function: (state, rows, micro-batches used, denominator, learning rate) -> (state, metrics).
+        state: its shardings.
     """
     rows, everywhere = row_sharding(mesh, batch_dim=1), replicated(mesh)
     return jax.jit(
         function,
-        in_shardings=(state, rows, everywhere, everywhere, everywhere, *more),
+        in_shardings=(state, rows, everywhere, everywhere, everywhere),
         out_shardings=(state, everywhere),
         donate_argnums=0,
     )

@@ -45,9 +45,9 @@ WAYS = {
     },
     "clip-cov": configured("clip-cov"),
     "kl-cov": configured("kl-cov"),
-    "full-kl": {
+    "kl": {
         "objective__kl_coefficient": 0.1,
-        "objective__kl_estimator": "full",
+        "objective__kl_estimator": "k3+",
         "objective__entropy_coefficient": 0.01,
     },
     "truncated-importance": {

@@ -201,7 +201,7 @@ def test_a_signal_in_the_middle_of_sampling_stops_all(home, tmp_path):
     as by the shutdown of a pod: the second has heard of the first by then, and saves."""
     workdir = tmp_path / "run"
     settings = RUN | {
-        "reward__scorer": f"{ROOT / 'tests' / 'scorers.py'}:plain",
+        "reward__scorer": f"{ROOT / 'tests' / 'support' / 'scorers.py'}:plain",
         "dynamic_sampling__max_prompts": 1_600_000,
     }
     started = begin(workdir, home, 0, **settings)

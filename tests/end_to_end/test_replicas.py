@@ -18,8 +18,8 @@ from dapo_jax.models.sharding import (
     team_size,
 )
 from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.engine_config import make_engine_config
 from dapo_jax.rollout.programs import rollout_dtypes, rollout_layout
-from dapo_jax.rollout.spec import engine_spec
 from dapo_jax.types import StopRequested, UserError
 from tests.support.helpers import tiny_config
 from tests.support.processes import RUN, Store, assert_same_run, finish_all, run_all, said
@@ -132,8 +132,8 @@ def test_parameters_come_to_those_that_draw_together_as_they_are(capfd, sizes, t
     )
     mesh = make_mesh(config.mesh)
     drawn_on = rollout_mesh(mesh, together)
-    spec = engine_spec(config, drawn_on.shape, 24, (1,), platform="cpu")
-    engine = DecoderEngine(spec, drawn_on, mesh)
+    engine_config = make_engine_config(config, drawn_on.shape, 24, (1,), platform="cpu")
+    engine = DecoderEngine(engine_config, drawn_on, mesh)
     params = initial_params(config.model, config.mesh, mesh, seed=0)
     loaded = engine.load_params(params)
     at = param_shardings(config.model, rollout_layout(config.mesh), drawn_on)

@@ -206,8 +206,8 @@ def test_what_is_kept_of_attention_spares_the_kernel_a_second_pass_forward(array
 
     def passes(remat):
         """Forward kernels, each a loop where they are interpreted, in a gradient through layers
-        that are scanned as `model.hidden_states` does."""
-        kept = decoder._rematerialised(layer, remat)
+        that are scanned as the decoder does."""
+        kept = decoder.rematerialised(layer, remat)
         total = lambda q: jnp.sum(jax.lax.scan(kept, q, jnp.array([WINDOW, NO_WINDOW]))[0])
         lines = jax.jit(jax.grad(total)).lower(q).compile().as_text().splitlines()
         return sum(" while(" in line and "splash_mha_fwd" in line for line in lines)

@@ -382,13 +382,9 @@ def test_stories260k_writes_its_story():
     prompt, drawn = expected["prompt_ids"], expected["greedy_ids"]
     tokens = np.array(drawn if drawn[: len(prompt)] == prompt else prompt + drawn, np.int32)[None]
     T = tokens.shape[1]
-    hidden_BTD, _ = decoder.hidden_states(
-        config.model,
-        params,
-        jnp.asarray(tokens),
-        jnp.arange(T)[None],
-        xla.packed(jnp.ones((1, T), jnp.int32)),
-    )
+    attend = xla.packed(jnp.ones((1, T), jnp.int32))
+    model = decoder.bind(config.model, params)
+    hidden_BTD, _ = model(jnp.asarray(tokens), jnp.arange(T)[None], attend)
     logits_TV = chunked_softmax.logits(hidden_BTD[0], decoder.unembedding(params), temperature=1.0)
     found = np.argmax(np.asarray(logits_TV), axis=-1)[len(prompt) - 1 : -1]
     np.testing.assert_array_equal(found, tokens[0, len(prompt) :])

@@ -19,7 +19,7 @@ from dapo_jax.models.sharding import (
 )
 from dapo_jax.rollout import memory_budget
 from dapo_jax.rollout.engine import DecoderEngine
-from dapo_jax.rollout.spec import engine_spec
+from dapo_jax.rollout.engine_config import make_engine_config
 from dapo_jax.setup import RunComponents
 from dapo_jax.tools.plan import chips, plan
 from dapo_jax.training import step
@@ -51,16 +51,16 @@ def test_a_process_of_several_draws_from_the_trainers_own_arrays():
     config = tiny_config(**ONE | {"mesh__data": 8})
     mesh = make_mesh(config.mesh)
     own = Mesh(mesh.devices[:4], AXES, axis_types=AXIS_TYPES)
-    spec = engine_spec(
+    engine_config = make_engine_config(
         config, own.shape, config.data.max_prompt_tokens, (1,), platform="cpu", run_sizes=mesh.shape
     )
     params = initial_params(config.model, config.mesh, mesh, seed=0)
-    loaded = DecoderEngine(spec, own, mesh).load_params(params).prefill
+    loaded = DecoderEngine(engine_config, own, mesh).load_params(params).prefill
     assert buffers(loaded, params) == set() and copied_bytes(loaded, params) == 0
     assert jax.tree.leaves(loaded)[0].sharding.mesh.size == 4
     halved = tiny_config(**ONE | {"mesh__data": 8, "model__compute_dtype": "bfloat16"})
-    spec = dataclasses.replace(spec, model=halved.model)
-    loaded = DecoderEngine(spec, own, mesh).load_params(params).prefill
+    engine_config = dataclasses.replace(engine_config, model=halved.model)
+    loaded = DecoderEngine(engine_config, own, mesh).load_params(params).prefill
     assert copied_bytes(loaded, params) > 0 and buffers(loaded, params)
 
 
@@ -99,8 +99,10 @@ def test_what_is_held_is_what_there_is(changes):
     counters = 64  # bytes of step counts and the like, at most
     assert 0 <= bytes_of(state) - sum(found.always.values()) <= counters
     drawn_on = rollout_mesh(mesh, config.mesh.rollout_tensor)
-    spec = engine_spec(config, drawn_on.shape, config.data.max_prompt_tokens, (1,), platform="cpu")
-    engine = DecoderEngine(spec, drawn_on, mesh)
+    engine_config = make_engine_config(
+        config, drawn_on.shape, config.data.max_prompt_tokens, (1,), platform="cpu"
+    )
+    engine = DecoderEngine(engine_config, drawn_on, mesh)
     assert found.drawing["KV cache"] == bytes_of(engine.init_decode_state().pool)
     loaded = engine.load_params(params).prefill
     assert found.drawing.get("parameters as drawn from", 0) == copied_bytes(loaded, params) / 8

@@ -31,7 +31,7 @@ def problems():
 
 @pytest.fixture(scope="module")
 def engine():
-    return make_engine(page_tokens=16, samples=4, num_pages=400, decode_steps=4, continued=True)
+    return make_engine(page_tokens=16, samples=4, num_pages=400, decode_steps=4, resumes=True)
 
 
 def spell(sequences):
@@ -155,7 +155,7 @@ def test_how_they_go_on_depends_on_what_there_is_and_on_nothing_else(
         dict(slots=5, prefill=3, num_pages=400),
         dict(num_pages=14 * 2, num_devices=2, data=2),
     ):
-        other = make_engine(page_tokens=16, samples=4, continued=True, **settings)
+        other = make_engine(page_tokens=16, samples=4, resumes=True, **settings)
         responses, stats = draw(
             other, policies[1], problems, NEXT_KEY, step=6, begun=by_visit(begun)
         )

@@ -50,7 +50,7 @@ def problems():
 def engine():
     """Fewer entries than there are problems, so that each is handed out several times."""
     engine = make_engine(slots=8, prefill=2, samples=4, decode_steps=4)
-    assert engine.spec.entries == 10
+    assert engine.config.requests == 10
     return engine
 
 
@@ -176,7 +176,7 @@ def test_only_ends_are_decoded_and_without_strings_nothing(engine, params, probl
     ended = sorted(len(r.tokens) for row in whole for r in row)
     for length in ended:
         lengths.remove(length)
-    assert 0 < max(lengths) <= tail_tokens(nowhere) + engine.spec.decode_steps < max(ended)
+    assert 0 < max(lengths) <= tail_tokens(nowhere) + engine.config.decode_steps < max(ended)
 
 
 def test_logits_that_are_not_numbers_complete_nothing(engine, params, problems):

@@ -88,7 +88,7 @@ def learnt(rng: random.Random) -> dict[str, Any]:
     chosen |= {f"model__{name}": value for name, value in rng.choice(MODELS).items()}
     if rng.random() < 0.3:
         chosen["objective__kl_coefficient"] = 0.05
-        chosen["objective__kl_estimator"] = rng.choice(["k1", "abs", "k2", "k3", "k3+", "full"])
+        chosen["objective__kl_estimator"] = rng.choice(["k1", "abs", "k2", "k3", "k3+"])
     cut = chosen["rollout__top_p"] < 1 or chosen["rollout__top_k"] > 0
     corrected = rng.random() < 0.2
     if cut or corrected or rng.random() < 0.3:

@@ -53,10 +53,10 @@ DEFECTS = (
     Defect(
         "end of sequence left out of the response",
         "dapo_jax/rollout/scheduler.py",
-        "        tokens = [response.tokens for response in drawn]\n",
-        "        n = [len(r.tokens) - (r.tokens[-1] in stops) for r in drawn]\n"
-        "        drawn = [r._replace(tokens=r.tokens[:end]) for r, end in zip(drawn, n)]\n"
-        "        tokens = [response.tokens for response in drawn]\n",
+        "        tokens = [response.tokens for response in sampled]\n",
+        "        n = [len(r.tokens) - (r.tokens[-1] in stops) for r in sampled]\n"
+        "        sampled = [r._replace(tokens=r.tokens[:end]) for r, end in zip(sampled, n)]\n"
+        "        tokens = [response.tokens for response in sampled]\n",
         "tests/rollout/test_engine.py::test_finish_reasons",
     ),
     Defect(
@@ -92,7 +92,7 @@ DEFECTS = (
         "dapo_jax/rollout/slots.py",
         "jax.random.fold_in(jax.random.wrap_key_data(key_2), sample)",
         "jax.random.fold_in(jax.random.wrap_key_data(key_2), 0 * sample)",
-        "tests/rollout/test_engine.py -k draw_differently",
+        "tests/rollout/test_engine.py::test_samples_problems_epochs_and_steps_differ",
     ),
     Defect(
         "samples of a prompt write into one page",
@@ -111,8 +111,8 @@ DEFECTS = (
     Defect(
         "untempered log-probs stored by the rollout",
         "dapo_jax/rollout/programs.py",
-        "drawn.token_B, drawn.log_prob_B, drawn.model_log_prob_B, flags_B, entry_B,",
-        "drawn.token_B, drawn.model_log_prob_B, drawn.model_log_prob_B, flags_B, entry_B,",
+        "                sampled.log_prob_B,\n                sampled.model_log_prob_B,",
+        "                sampled.model_log_prob_B,\n                sampled.model_log_prob_B,",
         "tests/rollout/test_engine.py -k log_probs_are_the_trainers",
     ),
     Defect(

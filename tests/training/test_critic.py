@@ -146,7 +146,7 @@ row_values = jax.jit(critic.row_values, static_argnums=0)
 def hidden_states(config, decoder, tokens_BT):
     positions_BT = jnp.arange(tokens_BT.shape[1])[None]
     attend = xla.packed(jnp.ones_like(tokens_BT))
-    return model.hidden_states(config, decoder, tokens_BT, positions_BT, attend)[0]
+    return model.bind(config, decoder)(tokens_BT, positions_BT, attend)[0]
 
 
 def states_before(decoder, prompt, response):

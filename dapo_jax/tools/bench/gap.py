@@ -12,7 +12,7 @@ from dapo_jax.models.sharding import fitting, initial_params, make_mesh
 from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.engine import DecoderEngine
-from dapo_jax.tools.bench.shapes import Shape, bench_model, bench_spec, random_problems
+from dapo_jax.tools.bench.shapes import Shape, bench_engine_config, bench_model, random_problems
 from dapo_jax.training import packing
 from dapo_jax.types import UserError
 
@@ -39,8 +39,8 @@ def bench_gap(shape: Shape) -> dict[str, Any]:
     layout = fitting(c, jax.device_count())
     mesh = make_mesh(layout)
     params = initial_params(c, layout, mesh, seed=0)
-    spec = bench_spec(shape, layout, kernel="xla")
-    engine = DecoderEngine(spec, mesh)
+    engine_config = bench_engine_config(shape, layout, kernel="xla")
+    engine = DecoderEngine(engine_config, mesh)
     problems = random_problems(shape)
     with engine.weights(params):
         responses, _ = scheduler.generate(
