@@ -47,18 +47,15 @@ class RunComponents:
         self.tokenizer = load_tokenizer(config.model, save_to=save_to)
         train, heldout = config.data.train, config.data.heldout
         problems = load(config, train, self.tokenizer, field="config.data.train", say=progress.say)
-        self.heldout = load(
-            config,
-            heldout,
-            self.tokenizer,
-            field="config.data.heldout",
-            say=progress.say,
-            evaluated=True,
-        )
+        field, say = "config.data.heldout", progress.say
+        self.heldout = load(config, heldout, self.tokenizer, field=field, say=say, evaluated=True)
         self.train_rubrics, self.heldout_rubrics = rubrics(config, train), rubrics(config, heldout)
         weights = {name: source.weight or 0.0 for name, source in train.items()}
         self.stream = ProblemStream(problems, config.seed, weights)
         self.key = jax.random.key(config.seed)
+        e = config.evaluation
+        self.train_sampling = SamplingParams.of(config.rollout)
+        self.eval_sampling = SamplingParams(e.temperature, e.top_p)
         self.engine = make_engine(
             config,
             self.mesh,
@@ -89,13 +86,11 @@ class RunComponents:
 
     def warm_up(self, params: Any) -> None:
         """Compiles the programs of the rollouts."""
-        c = self.config
-        evaluation = SamplingParams(c.evaluation.temperature, c.evaluation.top_p)
-        samplings = [SamplingParams.of(c.rollout), evaluation]
-        if c.objective.advantage == "remax":
+        samplings = [self.train_sampling, self.eval_sampling]
+        if self.config.objective.advantage == "remax":
             samplings.append(GREEDY)
         modes = dict.fromkeys(sampling.mode for sampling in samplings)
-        cancels, loaded = bool(c.rollout.stop_strings), self.engine.load_params(params)
+        cancels, loaded = bool(self.config.rollout.stop_strings), self.engine.load_params(params)
         self.engine.warm_up(loaded, modes, cancels=cancels, say=self.say)
 
     def detokenize(self, sequences: Sequence[np.ndarray]) -> list[str]:
@@ -114,8 +109,6 @@ def reward_pool(config: Config) -> RewardPool:
 def attention_line(choice: kernels.Choice, engine_config: EngineConfig) -> str:
     """Returns a line naming the attention kernels, and why XLA attends where it had to."""
     of = lambda kernel, refused: f"{kernel} ({refused})" if refused else kernel
-    training, rollouts = (
-        of(choice.kernel, choice.refused),
-        of(engine_config.kernel, engine_config.kernel_refused),
-    )
+    training = of(choice.kernel, choice.refused)
+    rollouts = of(engine_config.kernel, engine_config.kernel_refused)
     return f"attention on {choice.platform}: training {training}, rollouts {rollouts}"

@@ -179,8 +179,8 @@ class TrainLoop:
         self.components = run = RunComponents(
             config, self.directory.path, telemetry.progress, self.process_group
         )
-        sampling = SamplingParams.of(config.rollout)
-        self.collector = self._collector(run.train_rubrics, config.rollout.group_size, sampling)
+        G = config.rollout.group_size
+        self.collector = self._collector(run.train_rubrics, G, run.train_sampling)
         # Before anything is read or sampled: a refusal by the compiler comes within minutes.
         telemetry.phase("compiling the programs of the update")
         run.learner.compile()
@@ -446,9 +446,7 @@ class TrainLoop:
         """Returns the metrics of the held-out problems."""
         run, num_samples = self.components, self.config.evaluation.num_samples
         self.telemetry.phase(f"step {step}: evaluating on {len(run.heldout)} problems")
-        e = self.config.evaluation
-        sampling = SamplingParams(e.temperature, e.top_p)
-        collector = self._collector(run.heldout_rubrics, num_samples, sampling)
+        collector = self._collector(run.heldout_rubrics, num_samples, run.eval_sampling)
         if step > 0:  # the update before it cannot be repeated, so a stop waits for its end
             collector.telemetry = self.telemetry.without_stop()
         with run.engine.weights(learner.policy.params):
