@@ -119,7 +119,7 @@ def test_every_step_with_an_update_has_every_metric(finished):
 
 
 def test_prompts_that_taught_nothing_are_left_out(finished):
-    """As many in a run that is stopped and goes on: see the next tests."""
+    """The prompt filter skips prompts, and as many in a resumed run: see the next tests."""
     steps = metrics_of(finished[0])[1:]
     skipped = [numbers["prefilter/prompts_skipped"] for numbers in steps]
     assert skipped[0] == 0 and sum(skipped[:8]) > 0 and sum(skipped[8:]) > 0

@@ -70,7 +70,7 @@ TRAIN = ROOT / "launch" / "train.py"
 
 
 def start(workdir, home, *, devices=1, optimise=False, flags=(), program=TRAIN, **overrides):
-    """launch/train.py, or what is to run in its place, in a process of its own."""
+    """Starts launch/train.py, or another program, in a process of its own."""
     command = [
         sys.executable,
         str(program),
@@ -99,7 +99,7 @@ def start_all(workdir, home, *, processes, devices, **settings):
 
 
 def environment(home, *, devices=1, optimise=False):
-    """Of a process that keeps its caches in `home`."""
+    """The environment of a process that keeps its caches in `home`."""
     flags = f"--xla_force_host_platform_device_count={devices}"
     if not optimise:
         flags += f" {FAST_COMPILATION}"
@@ -124,7 +124,7 @@ def run(workdir, home, **settings):
 
 
 def metrics_of(workdir):
-    """metrics.jsonl without what may vary."""
+    """metrics.jsonl without times and other values that vary."""
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     varies = ("time/", "perf/")
     return [

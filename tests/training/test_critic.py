@@ -124,9 +124,9 @@ def params():
 def sequences():
     """(prompt, response) of several lengths; one response is empty."""
     rng = np.random.default_rng(0)
-    draw = lambda n: rng.integers(3, CONFIG.model.vocab_size, n).astype(np.int32)
+    tokens = lambda n: rng.integers(3, CONFIG.model.vocab_size, n).astype(np.int32)
     lengths = ((3, 9), (1, 20), (6, 1), (2, 0), (4, 13), (1, 7), (5, 27))
-    return [(draw(p).tolist(), draw(n)) for p, n in lengths]
+    return [(tokens(p).tolist(), tokens(n)) for p, n in lengths]
 
 
 def packed_rows(sequences, row_tokens=40, *, share_prompts=False):

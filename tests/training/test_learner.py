@@ -1,4 +1,4 @@
-"""One pass of training over a batch: what is recomputed, charged, skipped, and at which rate."""
+"""One pass of training over a batch: log-probs, KL in the reward, skipped updates, rates."""
 
 import dataclasses
 import math
@@ -116,8 +116,8 @@ def test_recomputed_log_probs_are_those_of_tokens_that_the_policy_itself_sampled
     assert 0 < stale_M[: len(versions)].sum() < len(versions) and stale_M[-1]
     assert (old_M[stale_M] == -1.0).all(), "what the rollout stored"
     assert not (old_M[~stale_M] == -1.0).any()
-    gap = np.abs(old_M[~stale_M] + 1.0)
-    assert numbers["rollout/log_prob_gap_mean"] == pytest.approx(gap.mean(), rel=1e-5)
+    mismatch = np.abs(old_M[~stale_M] + 1.0)
+    assert numbers["rollout/log_prob_gap_mean"] == pytest.approx(mismatch.mean(), rel=1e-5)
     found = metrics.staleness_metrics(samples)
     assert found == {"batch/stale_share": stale_M.mean(), "batch/staleness_max": 2}
 

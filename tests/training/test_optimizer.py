@@ -34,13 +34,15 @@ def test_rounding_at_random_is_right_on_average():
     keys = jax.random.split(jax.random.key(0), 4000)
     rounded = jax.vmap(lambda key: round_stochastically(x, key))(keys)
     assert rounded.dtype == jnp.bfloat16
-    drawn = np.asarray(rounded.astype(jnp.float32), np.float64)
+    samples_KN = np.asarray(rounded.astype(jnp.float32), np.float64)
     for i, value in enumerate(np.asarray(x, np.float64)):
         # What bfloat16 can hold stays; the rest becomes one of its two neighbours.
         exact = value == np.float64(np.asarray(x[i].astype(jnp.bfloat16), np.float32))
-        assert len(set(drawn[:, i])) == (1 if exact else 2), value
-        step = np.ptp(drawn[:, i])
-        np.testing.assert_allclose(drawn[:, i].mean(), value, atol=4 * step / 4000**0.5, rtol=1e-7)
+        assert len(set(samples_KN[:, i])) == (1 if exact else 2), value
+        step = np.ptp(samples_KN[:, i])
+        np.testing.assert_allclose(
+            samples_KN[:, i].mean(), value, atol=4 * step / 4000**0.5, rtol=1e-7
+        )
 
 
 def test_rounding_at_random_leaves_what_is_not_finite():

@@ -137,7 +137,7 @@ def segments_of(rows):
 
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - {"dro", "kl-cov"}))
 def test_a_group_of_equal_rewards_has_no_gradient(name):
-    """All but the two whose objective has a term beside the advantage. Where the old log-probs of a
+    """Not of the two losses that have a term without the advantage. Where the old log-probs of a
     response make no difference, its policy term has no gradient."""
     # All of a step in one update, as a loss without a ratio asks for.
     config = tiny_config(**configured(name), **MICRO, train__prompts_per_update=4)
@@ -154,9 +154,9 @@ def test_a_group_of_equal_rewards_has_no_gradient(name):
         return jax.tree.leaves(gradient(config, params, *cut(rows, 8, 1), W)[0])
 
     for aggregation in MEANS + SUMS:
-        nobody, equal, teaching = (
+        none, equal, teaching = (
             gradient_with(groups, aggregation) for groups in ([], [EQUAL_REWARDS], [0, 1])
         )
-        assert all((x == y).all() for x, y in zip(nobody, equal, strict=True))
+        assert all((x == y).all() for x, y in zip(none, equal, strict=True))
         if name != "policy-gradient":  # which has no ratio
-            assert any((x != y).any() for x, y in zip(nobody, teaching, strict=True))
+            assert any((x != y).any() for x, y in zip(none, teaching, strict=True))

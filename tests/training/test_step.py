@@ -123,7 +123,7 @@ def test_loss_is_the_weighted_sum_over_response_tokens(params, samples):
     rows, n, W = stack(samples, rows_per_micro_batch=8, num_micro_batches=2)
     _, sums, _ = gradient(CONFIG, params, rows, n, W)
     np.testing.assert_allclose(sums.loss, total, rtol=1e-4)
-    # KL(old || current) of tokens that the old policy drew: exp(d) - 1 - d.
+    # KL(old || current) of tokens that the old policy sampled: exp(d) - 1 - d.
     d = [log_probs_by_hand(CONFIG, params, s)[0] - s.log_prob_old for s in samples]
     kl_old = sum((np.minimum(np.exp(x) - 1 - x, 10)).sum() for x in d)
     np.testing.assert_allclose(sums.kl_old, kl_old, rtol=1e-4)
@@ -239,7 +239,7 @@ def test_rematerialisation_keeps_less_and_changes_nothing():
     """The gradient through the layers with each policy, and the temporaries of its program, which
     config.py lists from most to least."""
     kinds = typing.get_args(typing.get_type_hints(ModelConfig)["remat"])
-    # Sizes at which what is kept outweighs all else.
+    # Sizes at which activations are most of the memory.
     sizes = {
         "num_heads": 4,
         "num_kv_heads": 4,
