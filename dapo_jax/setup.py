@@ -1,8 +1,8 @@
-"""The components of a run that do not change: data, mesh, engine, learner, reward workers."""
+"""The components of a run, and its state between two steps. `dapo_jax.train` works with both."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,14 +17,47 @@ from dapo_jax.evaluation.majority_vote import equivalences
 from dapo_jax.models.attention import kernels
 from dapo_jax.models.sharding import check_batch_shapes, head_layout, make_mesh, team_size
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.rollout import memory_budget
+from dapo_jax.rewards.types import Rubric
+from dapo_jax.rollout import memory_budget, prompt_filter
+from dapo_jax.rollout.admission import GenerationRequest
+from dapo_jax.rollout.collector import RolloutCollector
+from dapo_jax.rollout.dynamic_sampling import SamplingState, state_from_json, state_to_json
 from dapo_jax.rollout.engine import make_engine
 from dapo_jax.rollout.engine_config import EngineConfig
 from dapo_jax.rollout.sampling import SamplingParams
-from dapo_jax.training import Learner, base_model
+from dapo_jax.training import Learner, LearnerState, base_model
 from dapo_jax.utils.progress import Progress
+from dapo_jax.utils.telemetry import Telemetry
 
 GREEDY = SamplingParams(temperature_X=0.0)  # of ReMax's baselines
+
+
+class HostState(NamedTuple):
+    """Host values of a run between steps; saved with the arrays of the learner."""
+
+    data: dict[str, Any]  # position in the stream of problems
+    sampling: SamplingState
+    base_accuracy: float
+    accuracy: float  # of the last evaluation
+    reward_kl_coefficient: float  # of the next step; adapts where the config says so
+    seconds: float  # worked until the last save, over all starts of the run
+    updated_steps: int  # rollout steps that made an update; schedules advance with these
+    base_seconds: float  # to make or read the base model
+
+    def to_json(self) -> dict[str, Any]:
+        return self._asdict() | {"sampling": state_to_json(self.sampling)}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "HostState":
+        return cls(**values)._replace(sampling=state_from_json(values["sampling"]))
+
+
+class RunState(NamedTuple):
+    """State of a run between two rollout steps: all that the next step depends on."""
+
+    step: int  # rollout steps completed; 0: the base model is evaluated
+    learner: LearnerState
+    host: HostState
 
 
 class RunComponents:
@@ -92,6 +125,34 @@ class RunComponents:
         modes = dict.fromkeys(sampling.mode for sampling in samplings)
         cancels, loaded = bool(self.config.rollout.stop_strings), self.engine.load_params(params)
         self.engine.warm_up(loaded, modes, cancels=cancels, say=self.say)
+
+    def first_host_state(self, accuracy: float, base_seconds: float) -> HostState:
+        """Returns the host state of a new run whose base model has this accuracy."""
+        filters = self.config.dynamic_sampling.prefilter
+        return HostState(
+            data=self.stream.get_state(),
+            sampling=SamplingState(prefilter=prompt_filter.initial_state() if filters else None),
+            base_accuracy=accuracy,
+            accuracy=accuracy,
+            reward_kl_coefficient=self.config.objective.reward_kl_coefficient,
+            seconds=0.0,
+            updated_steps=0,
+            base_seconds=base_seconds,
+        )
+
+    def collector(
+        self,
+        rubrics: Mapping[str, Rubric],
+        num_samples: int,
+        sampling: SamplingParams,
+        pool: RewardPool,
+        telemetry: Telemetry,
+    ) -> RolloutCollector:
+        """Returns a collector of groups of `num_samples` responses."""
+        request = GenerationRequest(num_samples, sampling, self.config.rollout.stop_strings)
+        collector = RolloutCollector(self.engine, pool, rubrics, self.detokenize, request)
+        collector.replica, collector.telemetry = self.replica, telemetry
+        return collector
 
     def detokenize(self, sequences: Sequence[np.ndarray]) -> list[str]:
         return self.tokenizer.batch_decode(sequences, skip_special_tokens=True)

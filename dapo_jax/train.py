@@ -8,9 +8,9 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,25 +20,19 @@ from dapo_jax.distributed.preemption import StopSignals
 from dapo_jax.distributed.process_group import ALONE, ProcessGroup
 from dapo_jax.evaluation.evaluate import evaluate
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.rewards.types import Rubric
-from dapo_jax.rollout import memory_budget, prompt_filter
+from dapo_jax.rollout import memory_budget
 from dapo_jax.rollout import metrics as rollout_metrics
-from dapo_jax.rollout.admission import GenerationRequest
-from dapo_jax.rollout.collector import RolloutCollector
 from dapo_jax.rollout.dynamic_sampling import (
     Batch,
     SamplingState,
     commit,
     open_queue,
-    state_from_json,
-    state_to_json,
     take_informative,
 )
-from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.runs import run_directory
 from dapo_jax.runs.checkpoint import Checkpoints
 from dapo_jax.runs.run_directory import RunDirectory
-from dapo_jax.setup import GREEDY, RunComponents, reward_pool
+from dapo_jax.setup import GREEDY, HostState, RunComponents, RunState, reward_pool
 from dapo_jax.training import (
     LearnerState,
     made_an_update,
@@ -56,34 +50,6 @@ from dapo_jax.utils.watchdog import WATCHDOG_SECONDS, Watchdog
 KEEP_BEST = 1  # checkpoint, by held-out avg@k, besides the newest
 # Names of the streams of randomness, folded into the seed's key.
 ROLLOUT_KEY, EVALUATION_KEY, BASELINE_KEY = 1, 2, 3
-
-
-class HostState(NamedTuple):
-    """Host values of a run between steps; saved with the arrays of the learner."""
-
-    data: dict[str, Any]  # position in the stream of problems
-    sampling: SamplingState
-    base_accuracy: float
-    accuracy: float  # of the last evaluation
-    reward_kl_coefficient: float  # of the next step; adapts where the config says so
-    seconds: float  # worked until the last save, over all starts of the run
-    updated_steps: int  # rollout steps that made an update; schedules advance with these
-    base_seconds: float  # to make or read the base model
-
-    def to_json(self) -> dict[str, Any]:
-        return self._asdict() | {"sampling": state_to_json(self.sampling)}
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "HostState":
-        return cls(**values)._replace(sampling=state_from_json(values["sampling"]))
-
-
-class RunState(NamedTuple):
-    """State of a run between two rollout steps: all that the next step depends on."""
-
-    step: int  # rollout steps completed; 0: the base model is evaluated
-    learner: LearnerState
-    host: HostState
 
 
 def train(config: Config, workdir: Path, process_group: ProcessGroup = ALONE) -> int | None:
@@ -179,8 +145,8 @@ class TrainLoop:
         self.components = run = RunComponents(
             config, self.directory.path, telemetry.progress, self.process_group
         )
-        G = config.rollout.group_size
-        self.collector = self._collector(run.train_rubrics, G, run.train_sampling)
+        G, rubrics = config.rollout.group_size, run.train_rubrics
+        self.collector = run.collector(rubrics, G, run.train_sampling, self.pool, telemetry)
         # Before anything is read or sampled: a refusal by the compiler comes within minutes.
         telemetry.phase("compiling the programs of the update")
         run.learner.compile()
@@ -220,17 +186,8 @@ class TrainLoop:
         numbers = {"step": 0} | self._evaluate(0, learner)
         numbers["perf/compilations"] = self.compilations.count
         numbers["time/step"] = time.monotonic() - begun
-        filters = self.config.dynamic_sampling.prefilter
-        host = HostState(
-            data=self.components.stream.get_state(),
-            sampling=SamplingState(prefilter=prompt_filter.initial_state() if filters else None),
-            base_accuracy=numbers[self.accuracy_name],
-            accuracy=numbers[self.accuracy_name],
-            reward_kl_coefficient=self.config.objective.reward_kl_coefficient,
-            seconds=0.0,
-            updated_steps=0,
-            base_seconds=base_seconds,
-        )
+        accuracy = numbers[self.accuracy_name]
+        host = self.components.first_host_state(accuracy, base_seconds)
         return self._complete(RunState(0, learner, host), numbers)
 
     def one_step(self, state: RunState) -> RunState:
@@ -351,15 +308,6 @@ class TrainLoop:
         """Returns the random key of a step, by the stream of randomness."""
         return jax.random.fold_in(jax.random.fold_in(self.components.key, stream), step)
 
-    def _collector(
-        self, rubrics: Mapping[str, Rubric], num_samples: int, sampling: SamplingParams
-    ) -> RolloutCollector:
-        run = self.components
-        request = GenerationRequest(num_samples, sampling, self.config.rollout.stop_strings)
-        collector = RolloutCollector(run.engine, self.pool, rubrics, run.detokenize, request)
-        collector.replica, collector.telemetry = run.replica, self.telemetry
-        return collector
-
     def _sampling_metrics(self, batch: Batch, before: SamplingState, step: int) -> dict[str, Any]:
         """Returns the numbers of the step's rollout; every process must call it."""
         self.telemetry.phase(f"step {step}: {len(batch.groups)} groups sampled")
@@ -412,7 +360,7 @@ class TrainLoop:
             return None
         run = self.components
         self.telemetry.phase(f"step {step}: greedy baselines of {len(groups)} prompts")
-        greedy = self._collector(run.train_rubrics, 1, GREEDY)
+        greedy = run.collector(run.train_rubrics, 1, GREEDY, self.pool, self.telemetry)
         problems = [group.problem for group in groups]
         with run.engine.weights(learner.policy.params, self.telemetry):
             scored = greedy.collect(problems, self._key(BASELINE_KEY, step), step=step)
@@ -446,9 +394,11 @@ class TrainLoop:
         """Returns the metrics of the held-out problems."""
         run, num_samples = self.components, self.config.evaluation.num_samples
         self.telemetry.phase(f"step {step}: evaluating on {len(run.heldout)} problems")
-        collector = self._collector(run.heldout_rubrics, num_samples, run.eval_sampling)
-        if step > 0:  # the update before it cannot be repeated, so a stop waits for its end
-            collector.telemetry = self.telemetry.without_stop()
+        # An update before it cannot be repeated, so a stop waits for the end of the evaluation.
+        telemetry = self.telemetry if step == 0 else self.telemetry.without_stop()
+        collector = run.collector(
+            run.heldout_rubrics, num_samples, run.eval_sampling, self.pool, telemetry
+        )
         with run.engine.weights(learner.policy.params):
             return evaluate(collector, run.heldout, self._key(EVALUATION_KEY, step))
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from dapo_jax.train import HostState
+from dapo_jax.setup import HostState
 from dapo_jax.training import metrics
 from dapo_jax.training.batch import make_samples, reward_kl
 from dapo_jax.training.learner import Learner
