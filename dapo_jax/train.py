@@ -21,7 +21,7 @@ from dapo_jax.evaluation.evaluate import evaluate
 from dapo_jax.evaluation.majority_vote import equivalences
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.types import Rubric
-from dapo_jax.rollout import memory_budget, prompt_filter
+from dapo_jax.rollout import memory_budget
 from dapo_jax.rollout import metrics as rollout_metrics
 from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.collector import RolloutCollector
@@ -34,6 +34,7 @@ from dapo_jax.rollout.dynamic_sampling import (
     state_to_json,
     take_informative,
 )
+from dapo_jax.rollout.prompt_filter import PromptFilterState
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.runs import run_directory
 from dapo_jax.runs.checkpoint import Checkpoints
@@ -210,11 +211,10 @@ class TrainLoop:
             trainer.learner.compile()
         except jax.errors.JaxRuntimeError as error:
             raise RunError(f"the programs of the update do not compile: {error}") from error
-        with self.process_group.loading():
-            resumed = self._restore()
-            base_seconds = 0.0
-            if not resumed or trainer.learner.needs_reference:
-                base_seconds = self._load_base(resumed)
+        resumed = self._restore()
+        base_seconds = 0.0
+        if not resumed or trainer.learner.needs_reference:
+            base_seconds = self._load_base(resumed)
         assert self.state is not None
         self.progress.doing("compiling the programs of the rollout")
         modes = dict.fromkeys(sampling.mode for sampling in self._samplings())
@@ -233,11 +233,9 @@ class TrainLoop:
         self.host = HostState(
             data=trainer.stream.get_state(),
             sampling=SamplingState(
-                prefilter=(
-                    prompt_filter.initial_state()
-                    if self.config.dynamic_sampling.prefilter
-                    else None
-                )
+                prompt_filter=PromptFilterState()
+                if self.config.dynamic_sampling.prefilter
+                else None
             ),
             base_accuracy=accuracy,
             accuracy=accuracy,
@@ -448,8 +446,10 @@ class TrainLoop:
         rollout_metrics.check_finite(batch.sampled)
         if faults := rollout_metrics.scorer_faults(batch.sampled):
             self.telemetry.say(f"  warning: step {step}: {faults}")
-        if self.host.sampling.prefilter is not None:
-            numbers |= rollout_metrics.prefilter_metrics(batch, self.host.sampling.prefilter)
+        if self.host.sampling.prompt_filter is not None:
+            numbers |= rollout_metrics.prompt_filter_metrics(
+                batch, self.host.sampling.prompt_filter
+            )
         if self.config.dynamic_sampling.partial_rollouts:
             numbers |= rollout_metrics.partial_metrics(batch, step)
         stats, seconds = self.collector.take_stats()

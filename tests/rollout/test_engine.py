@@ -104,7 +104,7 @@ def test_responses_are_told_of_as_they_end(params, problems):
     """Each once, while others are still being drawn, and the same as what comes back."""
     spell = lambda sequences: [" ".join(map(str, sequence)) for sequence in sequences]
     loop = make_loop(make_engine(), params, problems, detokenize=spell, num_samples=3)
-    calls = [turn.ended for turn in loop.turns() if turn.ended]
+    calls = [turn.finished for turn in loop.run() if turn.finished]
     responses = loop.responses()
     told = {(problem, sample): response for call in calls for problem, sample, response in call}
     assert len(told) == sum(len(call) for call in calls) == 3 * len(problems)
@@ -268,7 +268,7 @@ def test_slots_stay_busy_and_nothing_recompiles(params, problems):
     _, stats = draw(engine, params, many, num_samples=3)
     assert counter.count == 0
     assert stats.busy_slots / stats.slots_offered > 0.85
-    assert stats.drawn == stats.tokens and 0.5 < stats.drawn / stats.could_draw <= 1.0
+    assert stats.sampled == stats.tokens and 0.5 < stats.sampled / stats.capacity <= 1.0
     assert stats.tokens == sum(len(t) for row in tokens_of(draw(engine, params, many, 3)[0])
                                for t in row)  # fmt: skip
 
@@ -325,7 +325,7 @@ def test_no_prompt_is_claimed_before_it_can_be_handed_over(params):
     """Another process could draw it."""
     engine = make_engine(prefill=4, samples=4, slots=16)
     run = make_loop(engine, params, make_problems(30))
-    for _ in run.turns():
+    for _ in run.run():
         if run.table.waiting.sum() >= 16 and not run.admission.exhausted:
             assert not run.admission.queue
 
@@ -396,8 +396,8 @@ def test_limits_and_problems_that_come_later(params, problems):
 def test_when_it_is_enough_the_rest_is_left(params, problems):
     engine, told = make_engine(), []
     loop = make_loop(engine, params, problems)
-    for turn in loop.turns():
-        told += turn.ended
+    for turn in loop.run():
+        told += turn.finished
         if len(told) > 20:
             break
     responses = loop.responses()

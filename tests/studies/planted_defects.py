@@ -53,10 +53,10 @@ DEFECTS = (
     Defect(
         "end of sequence left out of the response",
         "dapo_jax/rollout/scheduler.py",
-        "        tokens = [response.tokens for response in drawn]\n",
-        "        n = [len(r.tokens) - (r.tokens[-1] in stops) for r in drawn]\n"
-        "        drawn = [r._replace(tokens=r.tokens[:end]) for r, end in zip(drawn, n)]\n"
-        "        tokens = [response.tokens for response in drawn]\n",
+        "        texts = self.detokenize([response.tokens for response in responses])\n",
+        "        n = [len(r.tokens) - (r.tokens[-1] in stops) for r in responses]\n"
+        "        responses = [r._replace(tokens=r.tokens[:i]) for r, i in zip(responses, n)]\n"
+        "        texts = self.detokenize([response.tokens for response in responses])\n",
         "tests/rollout/test_engine.py::test_finish_reasons",
     ),
     Defect(

@@ -61,26 +61,26 @@ def no_text(sequences):
 
 
 def make_loop(
-    engine, params, problems, *, detokenize=no_text, num_samples=4, key=KEY, step=0, begun=None,
+    engine, params, problems, *, detokenize=no_text, num_samples=4, key=KEY, step=0, partial=None,
     **request,
 ):  # fmt: skip
     """A generation loop over the problems; it holds the parameters."""
     request = GenerationRequest(num_samples, **request)
     with engine.weights(params):
         return GenerationLoop(
-            engine, iter(problems), detokenize, key, request, step=step, begun=begun
+            engine, iter(problems), detokenize, key, request, step=step, partial=partial
         )
 
 
 def generate(engine, params, problems, **more):
     """(responses to each problem, stats)."""
     loop = make_loop(engine, params, problems, **more)
-    for _ in loop.turns():
+    for _ in loop.run():
         pass
     return loop.responses(), loop.stats
 
 
 def complete(loop):
-    for _ in loop.turns():
+    for _ in loop.run():
         pass
     return tokens_of(loop.responses())

@@ -20,7 +20,7 @@ RUN = {
     "mesh__fsdp": 2,
     # A model that knows nothing, and a scorer that finds something right in what it writes.
     "pretrain__num_steps": 2,
-    "reward__scorer": f"{ROOT / 'tests' / 'scorers.py'}:even",
+    "reward__scorer": f"{ROOT / 'tests' / 'support' / 'scorers.py'}:even",
 }
 DEVICES = 4
 
