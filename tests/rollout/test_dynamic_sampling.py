@@ -67,9 +67,10 @@ def outcomes_of(prompts, make, rng, claimed, most=6):
         yield from prompts.resolved()
 
 
-def one_step(kinds, seed, state=SamplingState(1.0), *, config=CONFIG):
+def one_step(kinds, seed, rate=1.0, *, config=CONFIG):
     """(batch, state after it, position in the data, numbers of the prompts claimed)."""
     data, rng, claimed = Data(), np.random.default_rng(seed), []
+    state = SamplingState(rate)
     make = lambda problem: make_group(KINDS[kinds[problem.id % len(kinds)]], id=problem.id)
     prompts = open_queue(config, state, data, step=1)
     outcomes = outcomes_of(prompts, make, rng, claimed)
@@ -99,7 +100,7 @@ def test_state_survives_json_bit_for_bit():
 @pytest.mark.parametrize("rate", [1.0, 0.3])
 def test_a_step_takes_the_first_informative_groups_whatever_ends_first(rate):
     for seed in range(20):
-        batch, state, position, claimed = one_step("rwmmmwwrmmmm", seed, SamplingState(rate))
+        batch, state, position, claimed = one_step("rwmmmwwrmmmm", seed, rate)
         assert ids(batch.groups) == [2, 3, 4, 8] and ids(batch.sampled) == list(range(9))
         assert position == 9, "the next step begins after the last prompt of this one"
         assert claimed == list(range(len(claimed))) and batch.num_returned == len(claimed) - 9
@@ -108,7 +109,7 @@ def test_a_step_takes_the_first_informative_groups_whatever_ends_first(rate):
 
 def test_a_step_claims_no_more_prompts_than_should_be_needed():
     assert one_step("m", 0)[3] == [0, 1, 2, 3]
-    assert len(one_step("mw", 0, SamplingState(0.5))[3]) <= 10
+    assert len(one_step("mw", 0, 0.5)[3]) <= 10
 
 
 def test_a_step_without_informative_groups_ends():
@@ -140,9 +141,7 @@ def test_the_end_of_a_first_batch_is_not_claimed_prompt_by_prompt(
     informative = np.random.default_rng(3).random(10_000) < informative_share
     store = Store() if processes > 1 else None
     queues = [
-        open_queue(
-            config, SamplingState(), Data(), step=1, group=ProcessGroup(i, processes, store)
-        )
+        open_queue(config, SamplingState(), Data(), step=1, group=ProcessGroup(i, processes, store))
         for i in range(processes)
     ]
     waves = num_claimed = 0
