@@ -55,12 +55,8 @@ def requests_of(
     max_samples: int,
     partial: Mapping[int, Response],
 ) -> list[Request]:
-    """Returns the requests for a problem's samples: each unfinished response is one, and so are up
-    to `max_samples` neighbours without a token.
-
-    Args:
-        partial: responses of earlier steps, by sample; those that finished need no request.
-    """
+    """Returns the requests for a problem's samples: one for each unfinished response in `partial`,
+    one for up to `max_samples` neighbours without a token, none for finished responses."""
     requests, fresh = [], 0
     for sample in range(num_samples + 1):
         is_fresh = sample < num_samples and sample not in partial
@@ -75,11 +71,7 @@ def requests_of(
 
 class RequestTable:
     """The engine's entries as the host knows them, one call late: R shards of E entries, each with
-    up to G samples of at most T tokens.
-
-    Args:
-        step: rollout step of the tokens sampled now.
-    """
+    up to G samples of at most T tokens. Tokens sampled now are of rollout step `step`."""
 
     def __init__(self, spec: EngineSpec, step: int = 0):
         self.step = step
@@ -112,8 +104,7 @@ class RequestTable:
         if request.partial is not None:
             self.count[r, e, 0] = n = len(request.partial.tokens)
             for name in ("tokens", "log_probs", "model_log_probs"):
-                value = getattr(request.partial, name)
-                getattr(self, name)[r, e, 0, :n] = np.nan if value is None else value
+                getattr(self, name)[r, e, 0, :n] = getattr(request.partial, name)
 
     def response(self, r: int, e: int, column: int) -> Response:
         """Returns the tokens of a sample so far, as an unfinished response."""
@@ -210,11 +201,8 @@ class Admission:
             )
 
     def admit(self, params: Loaded, state: DecodeState, *, unread: bool) -> DecodeState:
-        """Returns the state with prompts prefilled for free entries, a batch at a time.
-
-        Args:
-            unread: whether a call's results are still to be read.
-        """
+        """Returns the state with prompts prefilled for free entries, a batch at a time; `unread`
+        says whether a call's results are still to be read."""
         spec, table = self.engine.spec, self.table
         whole = spec.prefill_prompts // spec.shards * spec.shards
         if not unread:

@@ -143,7 +143,7 @@ def with_replica_size(
         return config
     sizes: dict[str, int] = dict(zip(AXES, mesh_shape(config.mesh, len(devices))))
     tensor, by_process = sizes["tensor"], Counter(device.process_index for device in devices)
-    bytes_by_number: dict[int, int] = {}
+    budgets: dict[int, Held] = {}  # by number of devices
     error: UserError | None = None
     for number in range(tensor, len(devices) + 1):
         if number > tensor and not _is_possible(config, sizes, number, list(by_process.values())):
@@ -153,16 +153,16 @@ def with_replica_size(
         except UserError as refused:  # a cache that does not hold one sequence of so many heads
             error = refused
             continue
-        bytes_by_number[number] = found.rollout_bytes
+        budgets[number] = found
         if found.rollout_bytes <= HELD_SHARE * memory_bytes:
             break
-    if not bytes_by_number:
+    if not budgets:
         assert error is not None
         raise error
-    best = min(bytes_by_number, key=lambda number: bytes_by_number[number])
-    needed = f"{size_text(bytes_by_number[best])} of {size_text(memory_bytes)}"
-    if bytes_by_number[best] > memory_bytes and refuse:
-        found = held(_with_rollout_tensor(config, best), sizes, training=training)
+    best = min(budgets, key=lambda number: budgets[number].rollout_bytes)
+    found = budgets[best]
+    needed = f"{size_text(found.rollout_bytes)} of {size_text(memory_bytes)}"
+    if found.rollout_bytes > memory_bytes and refuse:
         parts = (found.always | found.rollout).items()
         raise UserError(
             "config.rollout: each device of an inference replica of "
@@ -172,11 +172,10 @@ def with_replica_size(
         )
     if best == tensor:
         return config
-    reason = f"config.rollout.cache_gib does not hold one sequence of {tensor}"
-    if tensor in bytes_by_number:
-        smaller = size_text(bytes_by_number[tensor])
-        reason = f"each of {tensor} (config.mesh.tensor) would hold {smaller}"
-    say(f"{best} devices form an inference replica, and each holds {needed}: {reason}")
+    say(
+        f"{best} devices form an inference replica, and each holds {needed}; with {tensor} "
+        "(config.mesh.tensor) it would not fit"
+    )
     return _with_rollout_tensor(config, best)
 
 
