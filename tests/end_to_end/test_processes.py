@@ -155,14 +155,10 @@ def test_gathered_values_are_by_index_and_a_failure_ends_all(home, tmp_path):
     """jax.distributed numbers the processes differently. Index 1 fails, index 0 waits for it."""
     program = tmp_path / "gathers.py"
     program.write_text(PERMUTED + GATHERS)
-    address, env = f"127.0.0.1:{free_port()}", environment(home, devices=2)
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(program), address, str(id)],
-            env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for id in range(2)
-    ]  # fmt: skip
+    command = [sys.executable, str(program), f"127.0.0.1:{free_port()}"]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    env = environment(home, devices=2)
+    started = [subprocess.Popen([*command, str(id)], env=env, **pipes) for id in range(2)]
     for id, (code, out, err) in enumerate(finish_all(started)):
         index = 1 - id
         assert code == 3, (out, err)

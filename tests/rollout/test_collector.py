@@ -111,10 +111,8 @@ def test_workers_that_die_are_counted_and_nothing_waits_for_them(engine, policie
         return ["die" * fatal(s) + text for s, text in zip(sequences, spell(sequences))]
 
     start = time.monotonic()
-    batch, _, _ = one_step(
-        engine, policies[0], pool, SamplingState(informative_rate=0.3), step=1,
-        detokenize=spell_and_kill,
-    )  # fmt: skip
+    state = SamplingState(0.3)
+    batch, _, _ = one_step(engine, policies[0], pool, state, step=1, detokenize=spell_and_kill)
     assert time.monotonic() - start < 120 and len(calls) > 6
     pairs = [(r, v) for g in batch.sampled for r, v in zip(g.responses, g.verdicts, strict=True)]
     died = [v for r, v in pairs if fatal(r.tokens)]
@@ -189,9 +187,7 @@ def test_the_watchdog_knows_what_is_awaited(engine, policies, pool):
             heard.append(what)
 
     telemetry = Telemetry(watchdog=Listening(0.0, print))
-    one_step(
-        engine, policies[0], pool, SamplingState(informative_rate=0.3), step=1, telemetry=telemetry
-    )
+    one_step(engine, policies[0], pool, SamplingState(0.3), step=1, telemetry=telemetry)
     assert any(what.startswith("the device: 16 slots at work, ") for what in heard)
     verdicts = [what for what in heard if what.startswith("reward workers: ")]
     assert any(what.startswith("reward workers: 0 of ") for what in verdicts)

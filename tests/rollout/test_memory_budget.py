@@ -110,11 +110,8 @@ def devices(number, per_process):
     return [SimpleNamespace(process_index=i // per_process) for i in range(number)]
 
 
-SPREAD = [
-    f"--config.{field}"
-    for field in ("mesh.tensor=1", "mesh.fsdp=-1", "train.rows_per_micro_batch=128",
-                  "rollout.slots=32", "rollout.prefill_prompts=32")
-]  # fmt: skip
+SPREAD = """--config.mesh.tensor=1 --config.mesh.fsdp=-1 --config.train.rows_per_micro_batch=128
+--config.rollout.slots=32 --config.rollout.prefill_prompts=32""".split()
 
 
 def published(*changes):
@@ -171,10 +168,10 @@ def test_slots_divide_among_replicas():
     """3 of 6 devices would hold it, but 9 slots are not for two."""
     config = tiny_config(
         **ONE | {"mesh__fsdp": 3, "mesh__tensor": 2},
-        model__num_heads=6, model__num_kv_heads=6, model__hidden_size=24,
-        model__intermediate_size=48, model__vocab_size=36,
-        rollout__slots=9, rollout__prefill_prompts=3, train__rows_per_micro_batch=3,
-    )  # fmt: skip
+        **{"model__num_heads": 6, "model__num_kv_heads": 6, "model__hidden_size": 24},
+        **{"model__intermediate_size": 48, "model__vocab_size": 36},
+        **{"rollout__slots": 9, "rollout__prefill_prompts": 3, "train__rows_per_micro_batch": 3},
+    )
     need = held(config, dict(data=1, fsdp=3, context=1, tensor=2)).rollout_bytes
     found = with_replica_size(config, devices(6, 6), int(need / 0.95), print)
     assert found.mesh.rollout_tensor in (None, 6)

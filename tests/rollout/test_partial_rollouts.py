@@ -57,6 +57,10 @@ def partial(engine, policies, problems):
     return next_partial((), *left, num_tried=0, step=5)
 
 
+def step_6(partial):
+    return dict(detokenize=spell, key=NEXT_KEY, step=6, partial=by_visit(partial))
+
+
 def assert_begins_with(response, before):
     n = len(before.tokens)
     for name in ("tokens", "log_probs", "model_log_probs"):
@@ -80,10 +84,7 @@ def test_unfinished_responses_are_beginnings_of_whole_ones(engine, policies, pro
 @pytest.fixture(scope="module")
 def resumed(engine, policies, problems, partial):
     """(responses, stats, reported ones) of step 6."""
-    loop = make_loop(
-        engine, policies[1], problems, detokenize=spell, key=NEXT_KEY, step=6,
-        partial=by_visit(partial),
-    )  # fmt: skip
+    loop = make_loop(engine, policies[1], problems, **step_6(partial))
     reported = [finished for output in loop.run() for finished in output.finished]
     return loop.responses(), loop.stats, reported
 
@@ -135,14 +136,9 @@ def test_log_probs_are_those_of_the_policy_that_sampled_the_token(resumed, polic
 
 
 def test_slots_devices_and_preemption_do_not_matter(resumed, policies, problems, partial):
-    other = make_engine(
-        slots=10, prefill=2, page_tokens=16, samples=4, continued=True, num_pages=12 * 2,
-        num_devices=2, data=2,
-    )  # fmt: skip
-    responses, stats = generate(
-        other, policies[1], problems, detokenize=spell, key=NEXT_KEY, step=6,
-        partial=by_visit(partial),
-    )  # fmt: skip
+    shards = dict(num_devices=2, data=2, num_pages=12 * 2, slots=10, prefill=2)
+    other = make_engine(page_tokens=16, samples=4, continued=True, **shards)
+    responses, stats = generate(other, policies[1], problems, **step_6(partial))
     assert stats.preempted > 0
     for ours, theirs in zip(resumed[0], responses, strict=True):
         for a, b in zip(ours, theirs, strict=True):
@@ -167,10 +163,8 @@ def test_a_response_is_resumed_more_than_once(engine, policies, problems, partia
 
 def response(versions, reason="unfinished"):
     n = len(versions)
-    return Response(
-        np.arange(n, dtype=np.int32), np.full(n, -1 / 3, np.float32), reason, "",
-        np.array(versions, np.int32),
-    )  # fmt: skip
+    tokens, log_probs = np.arange(n, dtype=np.int32), np.full(n, -1 / 3, np.float32)
+    return Response(tokens, log_probs, reason, "", np.array(versions, np.int32))
 
 
 def test_stale_responses_are_discarded():
