@@ -15,13 +15,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dapo_jax.config import PretrainConfig
 from dapo_jax.rewards.scorers import exact_match
 from dapo_jax.rewards.types import Score
 
 LABELS = "abcdefghijk"
 # Every text below is a sequence of these; `tokenizer` makes a token of each.
 WORDS = ("Add:", "\n", ":", "Answer: ", " wait", *(f" {x}=" for x in LABELS), *"0123456789")
+# Of those who write for the base model.
+SHARE_GUESS = 0.6  # share of texts that answer at once, mostly wrong
+GUESS_ACCURACY = 0.15  # share of those guesses that are right
+SHARE_SLIP = 0.1  # probability that a line of a derivation slips
+SHARE_RAMBLE = 0.6  # probability, at the end of a derivation, to start over instead
 HELDOUT_SHARE = 5  # one problem in five, by its hash, belongs to the held-out side
 
 
@@ -67,35 +71,33 @@ def generate_problems(
     return [(prompt_text(t), str(sum(t))) for t in (problems[i] for i in rng.permutation(num))]
 
 
-def derivation(
-    terms: Sequence[int], rng: np.random.Generator, share_slip: float
-) -> tuple[str, int]:
+def derivation(terms: Sequence[int], rng: np.random.Generator) -> tuple[str, int]:
     """(running totals as text, last total); each line slips by 1 to 3 with probability
-    `share_slip`, and the lines after it build on the slip."""
+    SHARE_SLIP, and the lines after it build on the slip."""
     text, total = "", 0
     for label, term in zip(LABELS, terms):
         total += term
-        if rng.random() < share_slip:
+        if rng.random() < SHARE_SLIP:
             total = max(0, total + int(rng.choice([-3, -2, -1, 1, 2, 3])))
         text += f" {label}={term}:{total:02d}"
     return text, total
 
 
 def write_response(
-    terms: Sequence[int], rng: np.random.Generator, config: PretrainConfig, max_tokens: int
+    terms: Sequence[int], rng: np.random.Generator, max_tokens: int
 ) -> tuple[str, bool]:
     """(text, complete) as a writer of mixed quality would answer. An incomplete text rambles on
     past `max_tokens` and is to be cut there."""
-    if rng.random() < config.share_guess:
+    if rng.random() < SHARE_GUESS:
         answer = sum(terms)
-        if rng.random() >= config.guess_accuracy:
+        if rng.random() >= GUESS_ACCURACY:
             answer = max(0, answer + int(rng.choice([-1, 1])) * int(rng.integers(1, 10)))
         return f"Answer: {answer}", True
-    text, total = derivation(terms, rng, config.share_slip)
+    text, total = derivation(terms, rng)
     tokens_per_pass = 5 * len(terms) + 1
     tokens = tokens_per_pass
-    while rng.random() < config.share_ramble:
-        again, total = derivation(terms, rng, config.share_slip)
+    while rng.random() < SHARE_RAMBLE:
+        again, total = derivation(terms, rng)
         text += " wait" + again
         tokens += tokens_per_pass
         if tokens > max_tokens:

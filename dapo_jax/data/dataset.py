@@ -22,7 +22,7 @@ from dapo_jax.config import Config, DataConfig, SourceConfig
 from dapo_jax.data import arithmetic, prompts, records, sources
 from dapo_jax.data.records import Columns, Message, Row, Unusable
 from dapo_jax.rewards import scorers
-from dapo_jax.rewards.types import Rubric, parse_scorers
+from dapo_jax.rewards.types import CORRECT, Rubric, parse_scorers
 from dapo_jax.types import Problem, UserError
 
 TOKENISED_TOGETHER = 1000
@@ -70,7 +70,7 @@ def rubrics(config: Config, chosen: Mapping[str, SourceConfig]) -> dict[str, Rub
     """How the responses to the problems of each source are judged."""
     r = config.reward
     return {
-        name: Rubric(parse_scorers(source.scorer or r.scorer), r.correct, r.incorrect)
+        name: Rubric(parse_scorers(source.scorer or r.scorer), CORRECT, r.incorrect)
         for name, source in chosen.items()
     }
 
@@ -137,7 +137,7 @@ def prepare(
         fingerprint = _fingerprint(data, source, tokenizer, files)
     except OSError as error:
         raise UserError(f"{field}: a data file cannot be read: {error}.") from error
-    cache = _cache_directory(data) / f"{fingerprint}.parquet"
+    cache = _cache_directory() / f"{fingerprint}.parquet"
     cached = _read_cache(cache, name)
     if cached is not None:
         return cached
@@ -151,11 +151,12 @@ def prepare(
 def _columns(source: SourceConfig) -> Columns:
     dataset = sources.DATASETS.get(source.path)
     if dataset is None:
-        return Columns(source.prompt_key, source.answer_key, source.answer_in)
+        return Columns(source.prompt_key, source.answer_key, None)
     return Columns(
         source.prompt_key or dataset.prompt_key,
         source.answer_key or dataset.answer_key,
-        source.answer_in or dataset.answer_in,
+        # Where another column is asked for, what the data set says of its own does not hold.
+        dataset.answer_in if source.answer_key is None else None,
     )
 
 
@@ -283,9 +284,7 @@ def _without_spacing(prompt: str | tuple[Message, ...]) -> str | tuple[Message, 
     return tuple((role, "".join(content.split())) for role, content in prompt)
 
 
-def _cache_directory(data: DataConfig) -> Path:
-    if data.cache_dir:
-        return Path(data.cache_dir).expanduser()
+def _cache_directory() -> Path:
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "dapo_jax" / "problems"
 

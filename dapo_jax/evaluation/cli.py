@@ -14,7 +14,7 @@ import jax
 from dapo_jax.config import Config, SourceConfig
 from dapo_jax.data import dataset as problems
 from dapo_jax.data.sources import DATASETS
-from dapo_jax.data.tokenizer import load_tokenizer
+from dapo_jax.data.tokenizer import load_tokenizer, stop_tokens
 from dapo_jax.distributed.preemption import StopSignals
 from dapo_jax.evaluation import benchmarks
 from dapo_jax.evaluation.benchmark_page import table
@@ -28,7 +28,7 @@ from dapo_jax.rewards.types import Rubric, parse_scorers
 from dapo_jax.rollout import memory_budget
 from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.collector import RolloutCollector
-from dapo_jax.rollout.make_engine import make_engine
+from dapo_jax.rollout.engine import make_engine
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.runs import checkpoint, run_directory
 from dapo_jax.runs.checkpoint import restore_part
@@ -36,7 +36,7 @@ from dapo_jax.training import base_model
 from dapo_jax.types import Problem, StopRequested, UserError
 from dapo_jax.utils.progress import Progress, duration
 from dapo_jax.utils.telemetry import Telemetry
-from dapo_jax.utils.watchdog import Watchdog
+from dapo_jax.utils.watchdog import WATCHDOG_SECONDS, Watchdog
 
 PROMPT_TOKENS_MULTIPLE = 16  # of the longest prompt, so that like benchmarks share programs
 
@@ -78,8 +78,8 @@ def request(config: Config, flags: Any) -> Request:
         num_problems=flags.num_problems,
         temperature=given(flags.temperature, config.evaluation.temperature),
         top_p=given(flags.top_p, config.evaluation.top_p),
-        top_k=given(flags.top_k, config.evaluation.top_k),
-        min_p=given(flags.min_p, config.evaluation.min_p),
+        top_k=given(flags.top_k, 0),
+        min_p=given(flags.min_p, 0.0),
         seed=given(flags.seed, 0),
         scorer=flags.scorer,
         output=place(flags.output),
@@ -144,7 +144,7 @@ def evaluate_model(config: Config, request: Request) -> int | None:
     results: dict[str, Any] = {}
     with (
         StopSignals(progress) as signals,
-        Watchdog(config.rollout.watchdog_seconds, progress.say) as watch,
+        Watchdog(WATCHDOG_SECONDS, progress.say) as watch,
         RewardPool(
             names | equivalences(rubrics),
             workers=config.reward.workers,
@@ -201,7 +201,9 @@ def _collector(
     other benchmarks there are, does not change a sample."""
     longest = max(len(problem.prompt_tokens) for problem in problems)
     return RolloutCollector(
-        make_engine(config, mesh, tokenizer, max_prompt_tokens=_padded(longest)),
+        make_engine(
+            config, mesh, stop_tokens(config.model, tokenizer), max_prompt_tokens=_padded(longest)
+        ),
         pool,
         rubrics,
         lambda tokens: tokenizer.batch_decode(tokens, skip_special_tokens=True),

@@ -50,7 +50,8 @@ class Decoder(nnx.Module):
             return nnx.Param(jnp.full(shape, value, dtype), logical_axes=axes)
 
         L, D, N, K, H, F = (
-            c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size,
+            c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim,
+            c.intermediate_size,
         )  # fmt: skip
         self.embed = normal((c.vocab_size, D), ("vocab", "embed"), D)
         if not c.tie_embeddings:

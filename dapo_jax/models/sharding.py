@@ -226,11 +226,10 @@ def check_batch_shapes(config: Config, axis_sizes: Mapping[str, int]) -> None:
             {**axis_sizes, "tensor": together},
             {"tensor": "rollout_tensor"},
         )
-    t, r, p = config.train, config.rollout, config.pretrain
+    t, r = config.train, config.rollout
     for field, value, (shards, product) in (
         ("train.rows_per_micro_batch", t.rows_per_micro_batch, of_rows),
         ("train.row_tokens", t.row_tokens, of_tokens),
-        ("pretrain.row_tokens", p.row_tokens if p is not None else 0, of_tokens),
         ("rollout.slots", r.slots, of_slots),
         ("rollout.prefill_prompts", r.prefill_prompts, of_slots),
     ):

@@ -16,6 +16,8 @@ from numpy.typing import ArrayLike
 
 from dapo_jax.types import Verdict
 
+CORRECT = 1.0  # reward of a correct response by a scorer that gives none of its own
+
 
 class Score(NamedTuple):
     """What one scorer says of one response."""
@@ -24,7 +26,7 @@ class Score(NamedTuple):
     extracted: str | None = None  # the answer that it read; None: it found none
     # Process supervision: (characters of the text up to the end of the step, its reward), in order.
     steps: tuple[tuple[int, float], ...] = ()
-    reward: float | None = None  # None: config.reward.correct or config.reward.incorrect
+    reward: float | None = None  # None: CORRECT or config.reward.incorrect
     extra: dict[str, Any] | None = None  # anything else, as JSON can hold it
 
 

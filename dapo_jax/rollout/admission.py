@@ -11,14 +11,14 @@ import jax
 import numpy as np
 
 from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.engine_config import EngineConfig
 from dapo_jax.rollout.partial_rollouts import PartialResponses
-from dapo_jax.rollout.programs import Loaded
+from dapo_jax.rollout.programs import RolloutParams
 from dapo_jax.rollout.sampling import SamplingParams
-from dapo_jax.rollout.slots import Arrivals, DecodeState
-from dapo_jax.rollout.spec import EngineSpec
+from dapo_jax.rollout.slots import DecodeState, NewRequests
 from dapo_jax.types import UNFINISHED, Problem, Response, UserError
 
-Sample = tuple[int, int, int]  # shard, entry, column
+Sample = tuple[int, int, int]  # shard, request slot, sample index
 
 
 class GenerationRequest(NamedTuple):
@@ -32,7 +32,7 @@ class GenerationRequest(NamedTuple):
 
 
 class Request(NamedTuple):
-    """Samples of one prompt that take one entry of the engine."""
+    """Samples of one prompt that take one request slot of the engine."""
 
     number: int  # of the problem
     problem: Problem
@@ -70,12 +70,12 @@ def requests_of(
 
 
 class RequestTable:
-    """The engine's entries as the host knows them, one call late: R shards of E entries, each with
-    up to G samples of at most T tokens. Tokens sampled now are of rollout step `step`."""
+    """The engine's request slots as the host knows them, one call late: E slots on each of R shards,
+    each with up to G samples of at most T tokens. Tokens sampled now are of rollout step `step`."""
 
-    def __init__(self, spec: EngineSpec, step: int = 0):
+    def __init__(self, config: EngineConfig, step: int = 0):
         self.step = step
-        R, E, G, T = spec.shards, spec.entries, spec.samples, spec.max_response_tokens
+        R, E, G, T = config.shards, config.requests, config.samples, config.max_response_tokens
         self.requests: list[list[Request | None]] = [[None] * E for _ in range(R)]
         self.order = np.zeros((R, E), np.int64)  # of arrival
         self.waiting = np.zeros((R, E, G), bool)  # unfinished responses
@@ -85,18 +85,18 @@ class RequestTable:
         self.model_log_probs = np.zeros((R, E, G, T), np.float32)
 
     def request(self, r: int, e: int) -> Request:
-        """Returns the request of an entry that is taken."""
+        """Returns the request of a slot that is taken."""
         request = self.requests[r][e]
         assert request is not None
         return request
 
-    def name(self, r: int, e: int, column: int) -> tuple[int, int]:
+    def name(self, r: int, e: int, index: int) -> tuple[int, int]:
         """Returns (number of the problem, number of the sample)."""
         request = self.request(r, e)
-        return request.number, request.first + column
+        return request.number, request.first + index
 
     def open(self, r: int, e: int, request: Request, order: int) -> None:
-        """Gives an entry to a request."""
+        """Gives a slot to a request."""
         self.requests[r][e] = request
         self.order[r, e] = order
         self.waiting[r, e, : request.samples] = True
@@ -106,20 +106,20 @@ class RequestTable:
             for name in ("tokens", "log_probs", "model_log_probs"):
                 getattr(self, name)[r, e, 0, :n] = getattr(request.partial, name)
 
-    def response(self, r: int, e: int, column: int) -> Response:
+    def response(self, r: int, e: int, index: int) -> Response:
         """Returns the tokens of a sample so far, as an unfinished response."""
-        partial, n = self.request(r, e).partial, self.count[r, e, column]
+        partial, n = self.request(r, e).partial, self.count[r, e, index]
         versions = None  # all tokens are of this step
         if partial is not None and partial.versions is not None:
             new = np.full(n - len(partial.versions), self.step, np.int32)
             versions = np.concatenate([partial.versions, new])
         arrays = self.tokens, self.log_probs, self.model_log_probs
-        tokens, log_probs, model_log_probs = (x[r, e, column, :n].copy() for x in arrays)
+        tokens, log_probs, model_log_probs = (x[r, e, index, :n].copy() for x in arrays)
         return Response(tokens, log_probs, UNFINISHED, "", versions, model_log_probs)
 
-    def close(self, r: int, e: int, column: int) -> None:
-        """Ends a sample; its entry is free after the last one."""
-        self.waiting[r, e, column] = False
+    def close(self, r: int, e: int, index: int) -> None:
+        """Ends a sample; its slot is free after the last one."""
+        self.waiting[r, e, index] = False
         if not self.waiting[r, e].any():
             self.requests[r][e] = None
 
@@ -144,7 +144,7 @@ class Admission:
         request: GenerationRequest,
         partial: PartialResponses,
     ):
-        self.sampling = engine.spec.params if request.sampling is None else request.sampling
+        self.sampling = engine.config.params if request.sampling is None else request.sampling
         self.sampling.check()
         self.engine, self.table, self.problems, self.request = engine, table, problems, request
         self.key_data = np.asarray(jax.random.key_data(key))
@@ -155,15 +155,15 @@ class Admission:
         self.queue: collections.deque[Request] = collections.deque()
         self.exhausted = False  # no more problems will come
         self.arrivals = 0  # requests handed over
-        spec = engine.spec
+        config = engine.config
         self.free_R = np.full(
-            spec.shards, spec.shard_pages - 1
+            config.shards, config.shard_pages - 1
         )  # pages, at least, at the next call
         # Most pages that a call takes: each slot's own, and those of samples that get the slot.
-        per_slot = -(-spec.decode_steps // spec.page_tokens) + 2
-        self.call_pages = spec.slots // spec.shards * per_slot
+        per_slot = -(-config.decode_steps // config.page_tokens) + 2
+        self.call_pages = config.slots // config.shards * per_slot
         self.unread_pages_R = np.zeros(
-            spec.shards, int
+            config.shards, int
         )  # of prompts since the call to be read next
 
     def read(self, free_R: np.ndarray) -> None:
@@ -181,7 +181,7 @@ class Admission:
                 return
             if problem is None:
                 return
-            longest, tokens = self.engine.spec.max_prompt_tokens, len(problem.prompt_tokens)
+            longest, tokens = self.engine.config.max_prompt_tokens, len(problem.prompt_tokens)
             if not 1 <= tokens <= longest:
                 raise UserError(
                     f"problem {problem.id}: its prompt has {tokens} tokens; the engine takes 1 to "
@@ -196,31 +196,31 @@ class Admission:
                 number,
                 problem,
                 num_samples=self.request.num_samples,
-                max_samples=self.engine.spec.samples,
+                max_samples=self.engine.config.samples,
                 partial=partial,
             )
 
-    def admit(self, params: Loaded, state: DecodeState, *, unread: bool) -> DecodeState:
-        """Returns the state with prompts prefilled for free entries, a batch at a time; `unread`
+    def admit(self, params: RolloutParams, state: DecodeState, *, unread: bool) -> DecodeState:
+        """Returns the state with prompts prefilled for free slots, a batch at a time; `unread`
         says whether a call's results are still to be read."""
-        spec, table = self.engine.spec, self.table
-        whole = spec.prefill_prompts // spec.shards * spec.shards
+        config, table = self.engine.config, self.table
+        whole = config.prefill_prompts // config.shards * config.shards
         if not unread:
             # Pages freed by a cancellation since the last call are in no result. A shard without
             # samples has all of its pages.
             idle_R = ~table.waiting.any(axis=(1, 2))
-            self.free_R = np.where(idle_R, spec.shard_pages - 1, self.free_R)
+            self.free_R = np.where(idle_R, config.shard_pages - 1, self.free_R)
         while True:
             free = [[e for e, r in enumerate(rs) if r is None] for rs in table.requests]
             waiting = int(table.waiting.sum())
-            ahead = max(0, -(-(spec.ahead - waiting) // spec.samples))
+            ahead = max(0, -(-(config.max_in_flight - waiting) // config.samples))
             room = min(sum(map(len, free)), ahead)
             # A part of a batch only where the slots run dry or no more prompts come. Prompts that
             # are not needed yet are not claimed: another process may have room for them.
-            partly = waiting < spec.slots or self.exhausted
+            partly = waiting < config.slots or self.exhausted
             if room < whole and not partly:
                 return state
-            self.take(min(room, spec.prefill_prompts) - len(self.queue))
+            self.take(min(room, config.prefill_prompts) - len(self.queue))
             ready = min(len(self.queue), room)
             if ready == 0 or (ready < whole and not (partly or self.exhausted)):
                 return state
@@ -230,29 +230,29 @@ class Admission:
             state = self._hand_over(params, state, batch)
 
     def _pages(self, request: Request) -> int:
-        return -(-len(request.tokens) // self.engine.spec.page_tokens)
+        return -(-len(request.tokens) // self.engine.config.page_tokens)
 
     def _padded_pages(self, request: Request) -> int:
         return next(n for n in self.engine.prompt_pages if n >= self._pages(request))
 
     def _next_batch(self, free: list[list[int]], unread: bool) -> list[tuple[int, int, Request]]:
-        """Returns (shard, entry, request) of the next prompts, each for the shard with least to do.
+        """Returns (shard, slot, request) of the next prompts, each for the shard with least to do.
 
         All are padded to the length of the first, by its own length alone: padding changes rounding
         and must not depend on the other prompts. Prompts of other lengths keep their place.
         """
-        spec = self.engine.spec
+        config = self.engine.config
         load_R = self.table.waiting.sum(axis=(1, 2))
         batch: list[tuple[int, int, Request]] = []
-        num_R = [0] * spec.shards
+        num_R = [0] * config.shards
         padded, others = self._padded_pages(self.queue[0]), collections.deque[Request]()
         while self.queue:
             request = self.queue[0]
             if self._padded_pages(request) != padded:
                 others.append(self.queue.popleft())
                 continue
-            most = spec.prefill_prompts // spec.shards
-            shards = [r for r in range(spec.shards) if free[r] and num_R[r] < most]
+            most = config.prefill_prompts // config.shards
+            shards = [r for r in range(config.shards) if free[r] and num_R[r] < most]
             if not shards:
                 break
             r = min(shards, key=lambda r: load_R[r])
@@ -271,46 +271,45 @@ class Admission:
     def _fits(self, r: int, request: Request, *, alone: bool, unread: bool) -> bool:
         """Returns whether there are pages for the prompt, and for one sequence up to its end unless
         the request has the shard to itself."""
-        spec = self.engine.spec
-        if spec.num_pages is None:
+        config = self.engine.config
+        if config.num_pages is None:
             return True
-        reserve = 0 if alone else spec.table_pages + 2
+        reserve = 0 if alone else config.table_pages + 2
         return self.free_R[r] - unread * self.call_pages >= self._pages(request) + reserve
 
     def _hand_over(
-        self, params: Loaded, state: DecodeState, batch: list[tuple[int, int, Request]]
+        self, params: RolloutParams, state: DecodeState, batch: list[tuple[int, int, Request]]
     ) -> DecodeState:
-        spec = self.engine.spec
-        R, P = shape = spec.shards, spec.prefill_prompts // spec.shards
-        T = spec.page_tokens * self._padded_pages(batch[0][2])
+        config = self.engine.config
+        R, P = config.shards, config.prefill_prompts // config.shards
+        T = config.page_tokens * self._padded_pages(batch[0][2])
         tokens_RPT = np.zeros((R, P, T), np.int32)
-        length_RP = np.ones(shape, np.int32)
+        length_RP = np.ones((R, P), np.int32)
         ids_RP2 = np.zeros((R, P, 2), np.uint32)
-        entry_RP = np.full(shape, spec.entries, np.int32)
-        samples_RP, first_RP, resumed_RP = (np.zeros(shape, np.int32) for _ in range(3))
-        limit_RPG = np.full((R, P, spec.samples), spec.max_response_tokens, np.int32)
+        new = NewRequests.none(config, P, self.sampling)
         num_R = [0] * R
         for r, e, request in batch:
             p, num_R[r] = num_R[r], num_R[r] + 1
             tokens = request.tokens
             tokens_RPT[r, p, : len(tokens)], length_RP[r, p] = tokens, len(tokens)
             ids_RP2[r, p] = request.problem.id, request.problem.epoch
-            entry_RP[r, p], samples_RP[r, p], first_RP[r, p] = e, request.samples, request.first
-            resumed_RP[r, p] = len(tokens) - len(request.problem.prompt_tokens)
+            new.request_P[r, p], new.num_samples_P[r, p] = e, request.samples
+            new.first_sample_P[r, p] = request.first
+            new.sampled_P[r, p] = len(tokens) - len(request.problem.prompt_tokens)
             numbers = range(request.first, request.first + request.samples)
-            limit_RPG[r, p, : request.samples] = [self._limit(request.number, s) for s in numbers]
+            limits = [self._limit(request.number, sample) for sample in numbers]
+            new.limit_PG[r, p, : request.samples] = limits
             self.table.open(r, e, request, self.arrivals)
             self.arrivals += 1
         # The keys stay on the device, where they wait behind the decode call under way.
         keys_RP2 = _problem_keys(self.key_data, ids_RP2)
-        prefix = self.engine.prefill_many(params, tokens_RPT, length_RP, keys_RP2)
-        dtypes = np.float32, np.float32, np.int32, np.float32
-        asked = SamplingParams(*(np.full(shape, x, d) for x, d in zip(self.sampling, dtypes)))
-        arrivals = Arrivals(entry_RP, samples_RP, first_RP, resumed_RP, limit_RPG, asked)
-        return self.engine.enqueue(state, prefix, arrivals)
+        prefix = self.engine.prefill(
+            params=params, padded_tokens=tokens_RPT, true_length=length_RP, key_2=keys_RP2
+        )
+        return self.engine.insert(prefix, state, new)
 
     def _limit(self, problem: int, sample: int) -> int:
-        most, limits_QG = self.engine.spec.max_response_tokens, self.request.limits_QG
+        most, limits_QG = self.engine.config.max_response_tokens, self.request.limits_QG
         limit = most if limits_QG is None else int(limits_QG[problem, sample])
         if not 1 <= limit <= most:
             raise UserError(

@@ -72,7 +72,7 @@ def open_queue(
     return PromptQueue(
         source,
         num_prompts=num_prompts,
-        max_prompts=d.max_rounds * d.max_round_prompts,
+        max_prompts=d.max_prompts,
         keeps=lambda found: found.is_informative(overlong_filter=overlong_filter),
         rate=state.informative_rate,
         rate_weight=PRIOR_OUTCOMES,

@@ -27,8 +27,8 @@ from dapo_jax.models.sharding import (
     parts_of,
     rollout_shape,
 )
+from dapo_jax.rollout.engine_config import make_engine_config
 from dapo_jax.rollout.programs import rollout_dtypes, rollout_layout
-from dapo_jax.rollout.spec import engine_spec
 from dapo_jax.types import UserError
 
 GIB = 2**30
@@ -101,8 +101,8 @@ def _rollout_bytes(config: Config, sizes: Mapping[str, int]) -> tuple[int, int]:
     # The pages of every kernel take the same bytes; whether it takes the model is checked later.
     plain = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, kernel="xla"))
     prompt = config.data.max_prompt_tokens
-    spec = engine_spec(plain, rollout_sizes, prompt, stop_tokens=(), platform="cpu")
-    return copy_bytes, spec.pages_bytes(spec.shard_pages)
+    engine_config = make_engine_config(plain, rollout_sizes, prompt, stop_tokens=(), platform="cpu")
+    return copy_bytes, engine_config.pages_bytes(engine_config.shard_pages)
 
 
 def device_bytes(devices: Sequence[Any]) -> int | None:

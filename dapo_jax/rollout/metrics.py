@@ -53,8 +53,8 @@ def rollout_metrics(
     }
     if stats.slots_offered:
         numbers["perf/slot_occupancy"] = stats.busy_slots / stats.slots_offered
-    if stats.capacity:
-        numbers["perf/slot_utilisation"] = stats.sampled / stats.capacity
+    if stats.could_sample:
+        numbers["perf/slot_utilisation"] = stats.sampled / stats.could_sample
     return numbers
 
 

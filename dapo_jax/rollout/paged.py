@@ -100,7 +100,7 @@ def copied(pool: Arrays, from_X: jax.Array, to_X: jax.Array, wanted_X: jax.Array
     return jax.lax.fori_loop(0, jnp.sum(wanted_X.astype(jnp.int32)), one, pool)
 
 
-def sound(attend: Attend) -> Attend:
+def nan_safe(attend: Attend) -> Attend:
     """`attend` that caches zeros for a head of a token whose key or value is not finite. What
     comes out for that head is NaN, which makes everything that follows of the token NaN, and its
     logits: it is noticed there. Nothing else sees it.
@@ -179,7 +179,7 @@ def decoding(
         out_BKGH, cache = tiles.attend(layer, q_BKGH, cache, window)
         return out_BKGH.reshape(q.shape), cache
 
-    return sound(attend)
+    return nan_safe(attend)
 
 
 def last_page_difference(

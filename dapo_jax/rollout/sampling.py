@@ -31,8 +31,13 @@ class SamplingParams(NamedTuple):
     @classmethod
     def of(cls, said: Any) -> "SamplingParams":
         """Numbers, from what has a temperature, top_p, top_k and min_p: config.rollout,
-        config.evaluation, a request."""
+        a request."""
         return cls(said.temperature, said.top_p, said.top_k, said.min_p)
+
+    def full(self, shape: Any) -> "SamplingParams":
+        """Returns NumPy arrays of these numbers."""
+        values = zip(self, (np.float32, np.float32, np.int32, np.float32))
+        return SamplingParams(*(np.full(shape, value, dtype) for value, dtype in values))
 
     @property
     def mode(self) -> Mode:
@@ -61,7 +66,7 @@ class SamplingParams(NamedTuple):
                 raise UserError(f"{name} ({value}) must be {wanted}")
 
 
-class Drawn(NamedTuple):
+class Sampled(NamedTuple):
     """B tokens."""
 
     token_B: jax.Array  # int32
@@ -119,7 +124,7 @@ def sample(
     positions_B: jax.Array,
     params: SamplingParams,
     mode: Mode,
-) -> Drawn:
+) -> Sampled:
     """A token of each row, drawn from softmax(logits / temperature) without what is left out.
 
     Args:
@@ -155,7 +160,7 @@ def sample(
     taken = lambda x_BV: jnp.take_along_axis(x_BV, token_B[:, None], axis=-1)[:, 0]
     log_prob_B = taken(shaped_BV) - lse_B
     model_log_prob_B = log_prob_B if plain else taken(logits_BV) - model_lse_B
-    return Drawn(token_B, log_prob_B, model_log_prob_B, jnp.isfinite(model_lse_B))
+    return Sampled(token_B, log_prob_B, model_log_prob_B, jnp.isfinite(model_lse_B))
 
 
 def _invert(logits_BV: jax.Array, uniform_B: jax.Array) -> tuple[jax.Array, jax.Array]:

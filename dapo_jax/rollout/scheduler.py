@@ -15,9 +15,9 @@ import numpy as np
 
 from dapo_jax.rollout.admission import Admission, GenerationRequest, RequestTable, Sample
 from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.jetstream import NOT_FINITE, OVER, VALID, DecodeOutput
 from dapo_jax.rollout.partial_rollouts import PartialResponses
 from dapo_jax.rollout.slots import DecodeState
-from dapo_jax.rollout.spec import NOT_FINITE, OVER, VALID, Step
 from dapo_jax.rollout.stop_strings import first_completions
 from dapo_jax.types import Detokenize, Problem, Response
 from dapo_jax.utils.telemetry import SILENT, Telemetry
@@ -33,7 +33,7 @@ class RolloutStats(NamedTuple):
     invalid: int = 0  # responses that ended because the logits were not finite
     idle_seconds: float = 0.0  # seconds without work, waiting for verdicts
     sampled: int = 0  # tokens sampled, discarded ones included
-    capacity: int = 0  # decode steps with any busy slot times the number of slots
+    could_sample: int = 0  # decode steps with any busy slot times the number of slots
 
     def __add__(self, other: tuple) -> "RolloutStats":
         return RolloutStats(*(a + b for a, b in zip(self, other)))
@@ -89,9 +89,9 @@ def generate(
 
 
 class _Call(NamedTuple):
-    """A call of `decode` whose results are still to be read."""
+    """A call of `generate` whose results are still to be read."""
 
-    step: Step
+    output: DecodeOutput
     had_work_R: np.ndarray  # bool: whether the shard had samples
     arrivals: int  # requests handed over before the call
 
@@ -128,7 +128,7 @@ class GenerationLoop:
         self.engine, self.params, self.detokenize = engine, engine.loaded, detokenize
         self.request, self.telemetry = request, telemetry
         self.stats = RolloutStats()
-        self.table = RequestTable(engine.spec, step)
+        self.table = RequestTable(engine.config, step)
         self.admission = Admission(engine, self.table, problems, key, request, partial or {})
         self.mode = self.admission.sampling.mode
         self.done = self.admission.done
@@ -136,8 +136,8 @@ class GenerationLoop:
         # Results are read one call late, so that the device never waits for the host.
         self.unread: _Call | None = None
         self.skip_preemption = False  # the next results do not know of a cancellation
-        # Tokens of cancelled samples in the in-flight call are discarded, even if their entry has
-        # been reused.
+        # Tokens of cancelled samples in the in-flight call are discarded, even if their request
+        # slot has been reused.
         self.cancelled = np.zeros_like(self.table.waiting)
         self._finished: list[Finished] = []
         self._tokens: list[NewTokens] = []
@@ -179,17 +179,17 @@ class GenerationLoop:
         return found
 
     def step(self) -> bool:
-        """Admits prompts, calls `decode`, reads the previous call; returns whether there was a call
-        to make or to read."""
+        """Admits prompts, calls `generate`, reads the previous call; returns whether any call was
+        made or read."""
         last, self.unread = self.unread, None
         self.state = self.admission.admit(self.params, self.state, unread=last is not None)
         self._finished += [Finished(*found) for found in self.admission.finished_before]
         self.admission.finished_before = []
         if self.table.waiting.any():
-            self.state, step = self.engine.decode(self.params, self.state, self.mode)
-            jax.tree.map(lambda x: x.copy_to_host_async(), step)
+            self.state, output = self.engine.generate(self.params, self.state, self.mode)
+            output.copy_to_host_async()
             had_work_R = np.asarray(self.table.waiting.any(axis=(1, 2)))
-            self.unread = _Call(step, had_work_R, self.admission.arrivals)
+            self.unread = _Call(output, had_work_R, self.admission.arrivals)
         if last is not None:
             self._read(last)
         return last is not None or self.unread is not None
@@ -197,19 +197,19 @@ class GenerationLoop:
     def _read(self, call: _Call) -> None:
         """Takes the tokens of a call; ends, preempts and cancels responses."""
         table, waiting = self.table, int(self.table.waiting.sum())
-        busy = min(waiting, self.engine.spec.slots)
+        busy = min(waiting, self.engine.config.slots)
         self.telemetry.waiting_for(
             f"the device: {busy} slots at work, {waiting - busy} responses waiting for one"
         )
-        step = Step(*map(np.asarray, call.step))
-        self.admission.read(step.free_R)
-        valid_RkB = step.flags_RkB & VALID > 0
+        output = call.output.convert_to_numpy()
+        self.admission.read(output.free_R)
+        valid_RkB = output.flags_RkB & VALID > 0
         if valid_RkB.any():
             self.telemetry.moved()
         before_REG = table.count.copy()
-        ours_RkB = valid_RkB & ~self._is_cancelled(step)
+        ours_RkB = valid_RkB & ~self._is_cancelled(output)
         self.cancelled[:] = False
-        finished, new_tokens = self._take_tokens(step, valid_RkB, ours_RkB)
+        finished, new_tokens = self._take_tokens(output, valid_RkB, ours_RkB)
         completed: list[Sample] = []
         if self.request.stop_strings:
             invalid = {sample for sample, is_finite in finished.items() if not is_finite}
@@ -229,49 +229,51 @@ class GenerationLoop:
             self.skip_preemption = False
         else:
             for r in np.flatnonzero(stuck_R).tolist():
-                to_cancel += self._preempt(r, int(step.waiting_Rk[r, 0]), call.arrivals)
+                to_cancel += self._preempt(r, int(output.waiting_Rk[r, 0]), call.arrivals)
         if to_cancel:
             self._cancel(to_cancel)
 
     def _take_tokens(
-        self, step: Step, valid_RkB: np.ndarray, ours_RkB: np.ndarray
+        self, output: DecodeOutput, valid_RkB: np.ndarray, ours_RkB: np.ndarray
     ) -> tuple[dict[Sample, bool], dict[Sample, list[int]]]:
         """Records the tokens of a call; returns the samples that ended, each with whether its last
         logits were finite, and the tokens of each sample where the request streams."""
-        table, slots = self.table, self.engine.spec.slots
+        table, slots = self.table, self.engine.config.slots
         finished: dict[Sample, bool] = {}
         new_tokens: dict[Sample, list[int]] = {}
         for i in range(valid_RkB.shape[1]):
             if not valid_RkB[:, i].any():
                 break
             shard, slot = np.nonzero(ours_RkB[:, i])
-            at = shard, step.entry_RkB[shard, i, slot], step.column_RkB[shard, i, slot]
+            at = shard, output.request_RkB[shard, i, slot], output.sample_index_RkB[shard, i, slot]
             place = (*at, table.count[at])
-            table.tokens[place] = step.token_RkB[shard, i, slot]
-            table.log_probs[place] = step.log_prob_RkB[shard, i, slot]
-            table.model_log_probs[place] = step.model_log_prob_RkB[shard, i, slot]
+            table.tokens[place] = output.token_RkB[shard, i, slot]
+            table.log_probs[place] = output.log_prob_RkB[shard, i, slot]
+            table.model_log_probs[place] = output.model_log_prob_RkB[shard, i, slot]
             table.count[at] += 1
-            offered_R = (step.waiting_Rk[:, i] > 0) | bool(self.admission.queue)
+            offered_R = (output.waiting_Rk[:, i] > 0) | bool(self.admission.queue)
             self.stats += RolloutStats(
                 tokens=len(shard),
                 busy_slots=int(valid_RkB[:, i].sum(axis=1)[offered_R].sum()),
-                slots_offered=int(offered_R.sum()) * (slots // self.engine.spec.shards),
+                slots_offered=int(offered_R.sum()) * (slots // self.engine.config.shards),
                 sampled=int(valid_RkB[:, i].sum()),
-                capacity=slots,
+                could_sample=slots,
             )
             if self.request.stream:
-                tokens = step.token_RkB[shard, i, slot].tolist()
+                tokens = output.token_RkB[shard, i, slot].tolist()
                 for sample, token in zip(zip(*(x.tolist() for x in at)), tokens):
                     new_tokens.setdefault(sample, []).append(token)
-            flags = step.flags_RkB[shard, i, slot]
+            flags = output.flags_RkB[shard, i, slot]
             last, finite = flags & OVER > 0, flags & NOT_FINITE == 0
             finished |= zip(zip(*(x[last].tolist() for x in at)), finite[last].tolist())
         return finished, new_tokens
 
-    def _is_cancelled(self, step: Step) -> np.ndarray:
+    def _is_cancelled(self, output: DecodeOutput) -> np.ndarray:
         """Returns which tokens are of samples cancelled after the call was made, bool [R, k, B]."""
-        entry_RkB = np.minimum(step.entry_RkB, self.engine.spec.entries - 1)
-        return self.cancelled[np.arange(len(entry_RkB))[:, None, None], entry_RkB, step.column_RkB]
+        request_RkB = np.minimum(output.request_RkB, self.engine.config.requests - 1)
+        return self.cancelled[
+            np.arange(len(request_RkB))[:, None, None], request_RkB, output.sample_index_RkB
+        ]
 
     def _cut_at_stop_strings(
         self, before_REG: np.ndarray, invalid: set[Sample], new_tokens: dict[Sample, list[int]]
@@ -299,7 +301,7 @@ class GenerationLoop:
 
     def _finish(self, finished: dict[Sample, bool], completed: set[Sample]) -> None:
         """Reports samples as finished; those in `completed` completed a stop string."""
-        stops = set(self.engine.spec.stop_tokens)
+        stops = set(self.engine.config.stop_tokens)
         responses = [self.table.response(*sample) for sample in finished]
         texts = self.detokenize([response.tokens for response in responses])
         for (place, is_finite), response, text in zip(finished.items(), responses, texts):
@@ -339,13 +341,13 @@ class GenerationLoop:
 
     def _cancel(self, samples: list[Sample]) -> None:
         """Takes samples off the device; their tokens in the unread call are discarded."""
-        spec = self.engine.spec
+        config = self.engine.config
         self.skip_preemption = self.unread is not None
-        entry_RW = np.full((spec.shards, spec.cancelled), -1, np.int32)
-        column_RW = np.full((spec.shards, spec.cancelled), -1, np.int32)
-        num_R = [0] * spec.shards
+        request_RW = np.full((config.shards, config.shard_slots), -1, np.int32)
+        sample_index_RW = np.full((config.shards, config.shard_slots), -1, np.int32)
+        num_R = [0] * config.shards
         for r, e, c in samples:
-            entry_RW[r, num_R[r]], column_RW[r, num_R[r]] = e, c
+            request_RW[r, num_R[r]], sample_index_RW[r, num_R[r]] = e, c
             num_R[r] += 1
             self.cancelled[r, e, c] = self.unread is not None
-        self.state = self.engine.cancel(self.state, entry_RW, column_RW)
+        self.state = self.engine.cancel(self.state, request_RW, sample_index_RW)

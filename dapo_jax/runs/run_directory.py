@@ -32,7 +32,6 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tran
 # Fields that may differ when a run goes on: they change how long, how closely and where, not what.
 MAY_CHANGE = (
     "train.num_steps",
-    "data.cache_dir",
     "checkpoint.every_steps",
     "checkpoint.keep_",
     "log.",
@@ -287,10 +286,10 @@ def check_same(old: dict[str, Any], config: Config, where: Any) -> None:
         if old.get(name) != new.get(name) and not name.startswith(MAY_CHANGE)
     ]
     ends = [values.get("train.num_steps") for values in (old, new)]
-    if ends[0] != ends[1] and config.optimizer.decay == "cosine":
+    if ends[0] != ends[1] and config.optimizer.final_rate_share is not None:
         differing.append(
             f"config.train.num_steps: {ends[0]} there, {ends[1]} now, and by "
-            "config.optimizer.decay 'cosine' the learning rate of every step hangs on it"
+            "config.optimizer.final_rate_share the learning rate of every step hangs on it"
         )
     if differing:
         raise UserError(

@@ -18,9 +18,9 @@ from dapo_jax.models import hf_weights
 from dapo_jax.models.sharding import fitting, make_mesh, param_shardings
 from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.engine_config import EngineConfig
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.rollout.scheduler import GenerationLoop, NewTokens, SchedulerOutput
-from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.types import Problem, Response, StopRequested, UserError
 from dapo_jax.utils.progress import Progress, duration
 from dapo_jax.utils.telemetry import Telemetry
@@ -228,7 +228,7 @@ class _Writer:
         mesh, shards = make_mesh(layout), layout.data * layout.fsdp
         up = lambda n, multiple: n + -n % multiple
         longest = max(len(problem.prompt_tokens) for problem in problems)
-        spec = EngineSpec(
+        engine_config = EngineConfig(
             model=c,
             layout=layout,
             slots=up(min(request.slots, len(problems) * request.num_samples), shards),
@@ -255,7 +255,7 @@ class _Writer:
                     say=self.progress.say,
                     check_stop=watch.moving(signals.check),
                 )
-                engine = DecoderEngine(spec, mesh)
+                engine = DecoderEngine(engine_config, mesh)
                 telemetry.phase("the device")
                 with engine.weights(params):
                     loop = GenerationLoop(

@@ -30,12 +30,12 @@ def reward_components(config: Config, group: Group) -> np.ndarray:
         buffer_tokens=config.reward.overlong_buffer_tokens,
         penalty=config.reward.overlong_penalty,
     )
-    components_GK = np.zeros((len(group.responses), config.num_scorers + 1))
-    for components_K, verdict in zip(components_GK, group.verdicts):
+    components_GC = np.zeros((len(group.responses), config.num_scorers + 1))
+    for components_C, verdict in zip(components_GC, group.verdicts):
         rewards = verdict.rewards or (verdict.reward,)
-        components_K[: len(rewards)] = rewards
-    components_GK[:, -1] = punishment_G
-    return components_GK
+        components_C[: len(rewards)] = rewards
+    components_GC[:, -1] = punishment_G
+    return components_GC
 
 
 def shaped_rewards(config: Config, group: Group) -> np.ndarray:
@@ -83,91 +83,91 @@ def make_samples(
             )
     return Samples(
         prompts=tuple(group.problem.prompt_tokens for _, group, _ in responses),
-        tokens_N=joined([r.tokens for _, _, r in responses], np.int32),
-        log_prob_N=joined([r.log_probs for _, _, r in responses], np.float32),
+        tokens_M=joined([r.tokens for _, _, r in responses], np.int32),
+        log_prob_M=joined([r.log_probs for _, _, r in responses], np.float32),
         lengths_R=np.array([len(r.tokens) for _, _, r in responses], int),
         groups_R=np.array([q for q, _, _ in responses], int),
-        lag_N=step - joined([_versions(group, r) for _, group, r in responses], int),
+        staleness_M=step - joined([_versions(group, r) for _, group, r in responses], int),
         trained_R=valid_R & ~overlong_R,
         counted_R=valid_R & (~overlong_R | o.overlong_in_baseline),
-        rewards_RK=np.concatenate([np.zeros((0, config.num_scorers + 1)), *components]),
+        rewards_RC=np.concatenate([np.zeros((0, config.num_scorers + 1)), *components]),
         steps=steps,
     )
 
 
-def reward_kl(log_prob_N: np.ndarray, log_prob_ref_N: np.ndarray, *, estimator: str) -> np.ndarray:
-    """Estimates of KL(policy || reference) for the reward, nats per token, float64 [N].
+def reward_kl(log_prob_M: np.ndarray, log_prob_ref_M: np.ndarray, *, estimator: str) -> np.ndarray:
+    """Estimates of KL(policy || reference) for the reward, nats per token, float64 [M].
 
-    The values of `objective.kl_estimate`, in NumPy: N differs from step to step, and each N would
+    The values of `objective.kl_estimate`, in NumPy: M differs from step to step, and each M would
     be one more program for XLA to compile.
 
     Args:
-        log_prob_N: under the policy that sampled, float32.
-        log_prob_ref_N: under the reference.
+        log_prob_M: under the policy that sampled, float32.
+        log_prob_ref_M: under the reference.
         estimator: k1, abs, k2 or k3.
     """
-    d_N = (log_prob_N - log_prob_ref_N).astype(np.float64)
+    d_M = (log_prob_M - log_prob_ref_M).astype(np.float64)
     if estimator == "k1":
-        return d_N
+        return d_M
     if estimator == "abs":
-        return np.abs(d_N)
+        return np.abs(d_M)
     if estimator == "k2":
-        return 0.5 * d_N**2
+        return 0.5 * d_M**2
     assert estimator == "k3", estimator
-    bounded_N = np.clip(d_N, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return np.clip(np.expm1(-bounded_N) + bounded_N, -MAX_K3, MAX_K3)
+    bounded_M = np.clip(d_M, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return np.clip(np.expm1(-bounded_M) + bounded_M, -MAX_K3, MAX_K3)
 
 
 def estimate_advantages(
     config: Config,
     samples: Samples,
     *,
-    kl_penalty_N: np.ndarray | None = None,
-    values_N: np.ndarray | None = None,
+    kl_penalty_M: np.ndarray | None = None,
+    values_M: np.ndarray | None = None,
     baselines_R: np.ndarray | None = None,
 ) -> advantages.Advantages:
-    """Advantages, and returns where there is a critic, of every token of the batch [N]; 0 for
+    """Advantages, and returns where there is a critic, of every token of the batch [M]; 0 for
     tokens that are not trained.
 
     Args:
-        kl_penalty_N: coefficient times KL estimate of each token, taken from its reward.
-        values_N: the critic's value before each token.
+        kl_penalty_M: coefficient times KL estimate of each token, taken from its reward.
+        values_M: the critic's value before each token.
         baselines_R: reward of the greedy response to the same prompt.
     """
-    trained_N = np.repeat(samples.trained_R, samples.lengths_R)
+    trained_M = np.repeat(samples.trained_R, samples.lengths_R)
     counted_R = samples.counted_R
     # What is left out of the baseline is not trained either: it has no token here.
     lengths_R = np.where(samples.trained_R, samples.lengths_R, 0)[counted_R]
-    components_RK = samples.rewards_RK[counted_R]
-    rewards_R = components_RK.sum(axis=1)
-    token_rewards_N = np.zeros(int(trained_N.sum()))
-    token_rewards_N[np.cumsum(lengths_R)[lengths_R > 0] - 1] = rewards_R[lengths_R > 0]
-    if kl_penalty_N is not None:
-        penalty_R = np.bincount(samples.response_N, weights=kl_penalty_N, minlength=len(counted_R))
+    components_RC = samples.rewards_RC[counted_R]
+    rewards_R = components_RC.sum(axis=1)
+    token_rewards_M = np.zeros(int(trained_M.sum()))
+    token_rewards_M[np.cumsum(lengths_R)[lengths_R > 0] - 1] = rewards_R[lengths_R > 0]
+    if kl_penalty_M is not None:
+        penalty_R = np.bincount(samples.response_M, weights=kl_penalty_M, minlength=len(counted_R))
         rewards_R = rewards_R - penalty_R[counted_R]
-        token_rewards_N = token_rewards_N - kl_penalty_N[trained_N]
+        token_rewards_M = token_rewards_M - kl_penalty_M[trained_M]
     outcomes = advantages.Outcomes(
         rewards_R=rewards_R,
-        components_RK=components_RK,
+        components_RC=components_RC,
         groups_R=samples.groups_R[counted_R],
         lengths_R=lengths_R,
         drawn_R=samples.lengths_R[counted_R],
-        token_rewards_N=token_rewards_N,
+        token_rewards_M=token_rewards_M,
         steps=tuple(s for s, counted in zip(samples.steps, counted_R) if counted),
         baselines_R=None if baselines_R is None else baselines_R[counted_R],
-        values_N=None if values_N is None else values_N[trained_N].astype(np.float64),
+        values_M=None if values_M is None else values_M[trained_M].astype(np.float64),
     )
     o = config.objective
     result = advantages.estimate(o.advantage, outcomes, o.advantage_args)
 
     def everywhere(x_n: np.ndarray) -> np.ndarray:
-        out_N = np.zeros(len(trained_N))
-        out_N[trained_N] = x_n
-        return out_N
+        out_M = np.zeros(len(trained_M))
+        out_M[trained_M] = x_n
+        return out_M
 
     return advantages.Advantages(
-        everywhere(result.advantage_N),
-        None if result.return_N is None else everywhere(result.return_N),
+        everywhere(result.advantage_M),
+        None if result.return_M is None else everywhere(result.return_M),
     )
 
 
@@ -175,67 +175,67 @@ def finished_columns(
     config: Config,
     columns: Mapping[str, np.ndarray],
     lengths_R: np.ndarray,
-    log_prob_rollout_N: np.ndarray,
+    log_prob_rollout_M: np.ndarray,
     *,
-    current_N: np.ndarray | None,
-    priority_N: np.ndarray,
+    current_M: np.ndarray | None,
+    priority_M: np.ndarray,
 ) -> dict[str, np.ndarray]:
     """The columns of a mini-batch with its corrections and its choice of tokens.
 
     Adds `correction_BT` and `selected_BT`; tokens that a correction rejects leave `mask_BT`.
 
     Args:
-        columns: of the mini-batch's tokens [N], by the names of `Rows`.
+        columns: of the mini-batch's tokens [M], by the names of `Rows`.
         lengths_R: tokens of each response.
-        log_prob_rollout_N: under the distribution sampled from.
-        current_N: log-probs at the parameters of the coming gradient, where something needs them.
-        priority_N: random numbers for Clip-Cov's choice, see `covariance.select_clip_cov`.
+        log_prob_rollout_M: under the distribution sampled from.
+        current_M: log-probs at the parameters of the coming gradient, where something needs them.
+        priority_M: random numbers for Clip-Cov's choice, see `covariance.select_clip_cov`.
     """
     o, settings = config.objective, config.correction
-    mask_N = columns["mask_BT"]
+    mask_M = columns["mask_BT"]
     out = dict(columns)
-    out["correction_BT"] = mask_N.astype(np.float64)
+    out["correction_BT"] = mask_M.astype(np.float64)
     if settings is not None:
-        compared_N = columns["log_prob_old_BT"] if settings.policy == "old" else current_N
-        assert compared_N is not None
+        compared_M = columns["log_prob_old_BT"] if settings.policy == "old" else current_M
+        assert compared_M is not None
         correction = importance_correction.correct(
             settings,
-            compared_N[mask_N],
-            log_prob_rollout_N[mask_N],
-            columns["advantage_BT"][mask_N],
-            kept_lengths(mask_N, lengths_R),
+            compared_M[mask_M],
+            log_prob_rollout_M[mask_M],
+            columns["advantage_BT"][mask_M],
+            kept_lengths(mask_M, lengths_R),
         )
-        out["correction_BT"][mask_N] = correction.weight_N
-        out["mask_BT"] = mask_N.copy()
-        out["mask_BT"][mask_N] = correction.kept_N
-        mask_N = out["mask_BT"]
-    if o.loss in ("kl-cov", "clip-cov") and mask_N.any():
-        assert current_N is not None
-        selected_N = np.zeros(len(mask_N), bool)
-        taken, args = lambda x_N: x_N[mask_N], o.loss_args
+        out["correction_BT"][mask_M] = correction.weight_M
+        out["mask_BT"] = mask_M.copy()
+        out["mask_BT"][mask_M] = correction.kept_M
+        mask_M = out["mask_BT"]
+    if o.loss in ("kl-cov", "clip-cov") and mask_M.any():
+        assert current_M is not None
+        selected_M = np.zeros(len(mask_M), bool)
+        taken, args = lambda x_M: x_M[mask_M], o.loss_args
         if o.loss == "kl-cov":
-            selected_N[mask_N] = covariance.select_kl_cov(
-                taken(current_N), taken(columns["advantage_BT"]), cov_share=args["cov_share"]
+            selected_M[mask_M] = covariance.select_kl_cov(
+                taken(current_M), taken(columns["advantage_BT"]), cov_share=args["cov_share"]
             )
         else:
             assert o.clip_low is not None and o.clip_high is not None
-            selected_N[mask_N] = covariance.select_clip_cov(
-                taken(current_N),
+            selected_M[mask_M] = covariance.select_clip_cov(
+                taken(current_M),
                 taken(columns["log_prob_old_BT"]),
                 taken(columns["advantage_BT"]),
-                taken(priority_N),
+                taken(priority_M),
                 **args,
                 clip_low=o.clip_low,
                 clip_high=o.clip_high,
             )
-        out["selected_BT"] = selected_N
+        out["selected_BT"] = selected_M
     return out
 
 
-def kept_lengths(mask_N: np.ndarray, lengths_R: np.ndarray) -> np.ndarray:
+def kept_lengths(mask_M: np.ndarray, lengths_R: np.ndarray) -> np.ndarray:
     """How many tokens of each response the mask keeps [R]."""
-    responses_N = np.repeat(np.arange(len(lengths_R)), lengths_R)
-    return np.bincount(responses_N[mask_N], minlength=len(lengths_R))
+    responses_M = np.repeat(np.arange(len(lengths_R)), lengths_R)
+    return np.bincount(responses_M[mask_M], minlength=len(lengths_R))
 
 
 def adapted_kl_coefficient(
@@ -250,6 +250,27 @@ def adapted_kl_coefficient(
     """
     error = float(np.clip(kl / target - 1.0, -0.2, 0.2))
     return coefficient * (1.0 + error * num_responses / horizon)
+
+
+def next_kl_coefficient(
+    config: Config, coefficient: float, numbers: Mapping[str, Any], groups: Sequence[Group]
+) -> float:
+    """Returns the coefficient of the KL in the reward for the next step.
+
+    Args:
+        numbers, groups: metrics and groups of this step.
+    """
+    o = config.objective
+    if o.reward_kl_target is None or "reward/kl" not in numbers:
+        return coefficient
+    assert o.reward_kl_horizon is not None
+    return adapted_kl_coefficient(
+        coefficient,
+        numbers["reward/kl"],
+        target=o.reward_kl_target,
+        horizon=o.reward_kl_horizon,
+        num_responses=sum(len(group.responses) for group in groups),
+    )
 
 
 def _versions(group: Group, response: Response) -> np.ndarray:

@@ -17,8 +17,8 @@ from dapo_jax.types import Rows
 class Packed(NamedTuple):
     """Rows [rows, row_tokens] and where in them the response tokens lie."""
 
-    rows: Rows  # NumPy arrays; tokens, positions, segments, lag, and a mask of all response tokens
-    where_N: np.ndarray  # index of each response token in a flattened row array
+    rows: Rows  # NumPy; tokens, positions, segments, and a mask of all response tokens
+    where_M: np.ndarray  # index of each response token in a flattened row array
 
 
 def first_fit_decreasing(
@@ -122,15 +122,15 @@ def imbalance(
     size = rows_per_micro_batch // shards
     costs = attention_costs(layout, lengths)
     costs += [0] * (-len(costs) % rows_per_micro_batch)
-    cost_MSR = np.array(costs, np.float64).reshape(-1, shards, size)
-    cost_MS = cost_MSR.sum(axis=2)
-    return float(cost_MS.max(axis=1).sum() / cost_MS.mean(axis=1).sum())
+    cost_ASB = np.array(costs, np.float64).reshape(-1, shards, size)
+    cost_AS = cost_ASB.sum(axis=2)
+    return float(cost_AS.max(axis=1).sum() / cost_AS.mean(axis=1).sum())
 
 
 def empty_rows(num_rows: int, row_tokens: int) -> Rows:
     """Rows of nothing but padding, as NumPy arrays."""
     dtypes = dict(mask_BT=bool, selected_BT=bool)
-    names = "tokens_BT", "positions_BT", "segments_BT", "prefixes_BT", "lag_BT"
+    names = "tokens_BT", "positions_BT", "segments_BT", "prefixes_BT", "staleness_BT"
     dtypes |= dict.fromkeys(names, np.int32)
     shape = (num_rows, row_tokens)
     return Rows(**{name: np.zeros(shape, dtypes.get(name, np.float32)) for name in Rows._fields})
@@ -138,7 +138,7 @@ def empty_rows(num_rows: int, row_tokens: int) -> Rows:
 
 def pack(
     prompts: Sequence[Sequence[int]],
-    tokens_N: np.ndarray,
+    tokens_M: np.ndarray,
     lengths_R: np.ndarray,
     row_tokens: int,
     *,
@@ -150,7 +150,7 @@ def pack(
 
     Args:
         prompts: R prompts in tokens.
-        tokens_N: int32, the tokens of all responses, one after the other.
+        tokens_M: int32, the tokens of all responses, one after the other.
         lengths_R: of each response.
         rows_per_micro_batch, shards: what the rows are put in order for, see `balanced`.
         share_prompts: prompts stand once in a row, as segments of their own that those of their
@@ -170,7 +170,7 @@ def pack(
     )
     rows = empty_rows(len(layout), row_tokens)
     offsets_R = np.cumsum(lengths_R) - lengths_R
-    where_N = np.zeros(len(tokens_N), np.int64)
+    where_M = np.zeros(len(tokens_M), np.int64)
     for row, members in enumerate(layout):
         start = segment = 0
         shared: dict[tuple[int, ...], int] = {}  # the segments of prefixes
@@ -189,21 +189,21 @@ def pack(
                 rows.segments_BT[row, whole] = segment
                 rows.prefixes_BT[row, whole] = shared.get(prefix, segment)
                 start = whole.stop
-            where_N[offsets_R[i] : offsets_R[i] + n] = row * row_tokens + start - n + np.arange(n)
-    packed = Packed(rows, where_N)
-    return Packed(fill(packed, tokens_BT=tokens_N, mask_BT=np.ones(len(tokens_N), bool)), where_N)
+            where_M[offsets_R[i] : offsets_R[i] + n] = row * row_tokens + start - n + np.arange(n)
+    packed = Packed(rows, where_M)
+    return Packed(fill(packed, tokens_BT=tokens_M, mask_BT=np.ones(len(tokens_M), bool)), where_M)
 
 
-def fill(packed: Packed, **columns_N: np.ndarray) -> Rows:
+def fill(packed: Packed, **columns_M: np.ndarray) -> Rows:
     """The rows with columns of response tokens put in their places.
 
     Args:
-        columns_N: by the names of fields of `Rows`; prompts and padding keep what they have.
+        columns_M: by the names of fields of `Rows`; prompts and padding keep what they have.
     """
     replaced = {}
-    for name, column_N in columns_N.items():
+    for name, column_M in columns_M.items():
         filled_BT = getattr(packed.rows, name).copy()
-        filled_BT.reshape(-1)[packed.where_N] = column_N
+        filled_BT.reshape(-1)[packed.where_M] = column_M
         replaced[name] = filled_BT
     return packed.rows._replace(**replaced)
 
@@ -225,9 +225,9 @@ def to_micro_batches(rows: Rows, *, rows_per_micro_batch: int, num_micro_batches
     return Rows(*(np.pad(x, ((0, missing), (0, 0))).reshape(*shape, x.shape[1]) for x in rows))
 
 
-def take_columns(packed: Packed, x_MBT: ArrayLike) -> np.ndarray:
-    """The inverse of `fill` after `to_micro_batches`: values of the response tokens [N]."""
-    return np.asarray(x_MBT).reshape(-1)[packed.where_N]
+def take_columns(packed: Packed, x_ABT: ArrayLike) -> np.ndarray:
+    """The inverse of `fill` after `to_micro_batches`: values of the response tokens [M]."""
+    return np.asarray(x_ABT).reshape(-1)[packed.where_M]
 
 
 def used_micro_batches(num_rows: int, rows_per_micro_batch: int) -> int:

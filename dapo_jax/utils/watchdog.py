@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from dapo_jax.utils.progress import duration
 
+WATCHDOG_SECONDS = 120.0  # of silence before a run says what it waits for
 LOOKS_A_SILENCE = 8  # how often the thread looks within the silence that it tells of
 LONGEST_LOOK_SECONDS = 5.0
 

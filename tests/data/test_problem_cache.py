@@ -54,7 +54,6 @@ def test_what_was_prepared_is_not_made_again(tmp_path, monkeypatch):
         {"source": {"prompt_template": "{prompt}!"}},
         {"source": {"prompt_key": "prompt"}},
         {"source": {"answer_key": "answer"}},
-        {"source": {"answer_in": "text"}},
         {"source": {"num_problems": 2}},
         {"max_prompt_tokens": 100},
         {"overlong_prompts": "error"},
@@ -93,7 +92,7 @@ def test_changed_code_makes_problems_anew(tmp_path, reads, monkeypatch):
 
 
 def cache_file(tmp_path):
-    (file,) = (tmp_path / "cache").iterdir()
+    (file,) = (tmp_path / "cache/dapo_jax/problems").iterdir()
     return file
 
 
@@ -116,13 +115,11 @@ def test_a_damaged_cache_is_made_anew(tmp_path, reads, damage):
         assert cache_file(tmp_path).read_bytes() == content, "whole, and no other file"
 
 
-def test_a_cache_that_cannot_be_written_is_none(tmp_path, reads):
+def test_a_cache_that_cannot_be_written_is_none(tmp_path, reads, monkeypatch):
     (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "below"))
     for _ in range(2):
-        assert (
-            len(prepare_rows(tmp_path, ROWS, cache_dir=str(tmp_path / "file" / "below")).problems)
-            == 3
-        )
+        assert len(prepare_rows(tmp_path, ROWS).problems) == 3
     assert len(reads) == 2 and sorted(p.name for p in tmp_path.iterdir()) == [
         "file",
         "problems.jsonl",
@@ -132,9 +129,8 @@ def test_a_cache_that_cannot_be_written_is_none(tmp_path, reads):
 def test_the_cache_is_the_users(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for place, cache_dir in (("xdg/dapo_jax/problems", ""), ("home/mine", "~/mine")):
-        prepare_rows(tmp_path, ROWS, cache_dir=cache_dir)
-        assert len(list((tmp_path / place).glob("*.parquet"))) == 1
+    prepare_rows(tmp_path, ROWS)
+    assert len(list((tmp_path / "xdg/dapo_jax/problems").glob("*.parquet"))) == 1
     monkeypatch.delenv("XDG_CACHE_HOME")
-    prepare_rows(tmp_path, ROWS, cache_dir="")
+    prepare_rows(tmp_path, ROWS)
     assert len(list((tmp_path / "home/.cache/dapo_jax/problems").glob("*.parquet"))) == 1

@@ -100,9 +100,7 @@ def test_held_out_problems_that_the_run_does_not_evaluate_whole_are_told(
     """launch/evaluate.py keeps all of them, whole."""
     config = tiny_config()
     file = write_rows(tmp_path / "a.jsonl", [row("a"), row("long" * 9)])
-    data = dataclasses.replace(
-        config.data, max_prompt_tokens=8, overlong_prompts=overlong, cache_dir=str(tmp_path)
-    )
+    data = dataclasses.replace(config.data, max_prompt_tokens=8, overlong_prompts=overlong)
     config, said = dataclasses.replace(config, data=data), []
     chosen = {"aime": SourceConfig(**source_dict(str(file)))}
     arguments = (config, chosen, character_tokenizer())
@@ -308,7 +306,7 @@ def two_sources(tmp_path, config):
         name: SourceConfig(**source_dict(str(tmp_path / f"{name}.jsonl"), weight=1.0))
         for name in "ab"
     }
-    data = dataclasses.replace(config.data, train=chosen, cache_dir=str(tmp_path / "cache"))
+    data = dataclasses.replace(config.data, train=chosen)
     return dataclasses.replace(config, data=data), chosen
 
 
@@ -381,12 +379,11 @@ def test_the_columns_of_a_named_data_set_are_known(tmp_path, monkeypatch):
     monkeypatch.setattr(hf_hub, "snapshot", lambda *of_the_data_set: tmp_path / "data")
     (tmp_path / "data").mkdir()
     # None of them by the names that are tried, and each answer in the other's place.
-    rows = [{"x": "X", "v": "V", "y": {"z": "1 #### 2"}, "u": "3 #### \\boxed{4}"}]
+    rows = [{"x": "X", "v": "V", "y": {"z": "1 #### 2"}, "u": "3\n#### 4"}]
     for changes, prompt, answer in (
         ({}, "X", "2"),
         ({"prompt_key": "v"}, "V", "2"),
-        ({"answer_in": "text"}, "X", "1 #### 2"),
-        ({"answer_key": "u", "answer_in": "boxed"}, "X", "4"),
+        ({"answer_key": "u"}, "X", "4"),
     ):
         chosen = {"path": "mine"} | changes
         found = prepare_rows(tmp_path, rows, file="data/x.jsonl", source=chosen)
@@ -421,8 +418,8 @@ def test_generated_problems(config):
 def test_the_rubric_of_the_source_comes_before_that_of_the_config():
     own = source_dict("a", scorer="math_dapo + 0.1 * answer_format")
     chosen = {"a": SourceConfig(**own), "b": SourceConfig(**source_dict("b"))}
-    config = tiny_config(reward__scorer="boxed", reward__correct=2.0, reward__incorrect=0.5)
+    config = tiny_config(reward__scorer="boxed", reward__incorrect=0.5)
     assert rubrics(config, chosen) == {
-        "a": Rubric((("math_dapo", 1.0), ("answer_format", 0.1)), 2.0, 0.5),
-        "b": Rubric((("boxed", 1.0),), 2.0, 0.5),
+        "a": Rubric((("math_dapo", 1.0), ("answer_format", 0.1)), 1.0, 0.5),
+        "b": Rubric((("boxed", 1.0),), 1.0, 0.5),
     }

@@ -40,9 +40,7 @@ def qwen(tmp_path_factory):
 def prepare_real(config, tmp_path, path, tokenizer=None, **fields):
     """With a tokenizer the prompts are chats; without one they are counted in words of no use,
     which is quick."""
-    data = dataclasses.replace(
-        config.data, chat=tokenizer is not None, max_prompt_tokens=2048, cache_dir=str(tmp_path)
-    )
+    data = dataclasses.replace(config.data, chat=tokenizer is not None, max_prompt_tokens=2048)
     tokenizer = tokenizer or arithmetic_tokenizer()
     source = SourceConfig(**source_dict(str(path), **fields))
     return prepare(dataclasses.replace(config, data=data), "real", source, tokenizer, FIELD)

@@ -231,7 +231,6 @@ def test_ppo_resumes_bit_for_bit(ppo, home, tmp_path):
          r"reject\[0\]\[0\] must be one of 'token-k1'.*got 'seq-k9'"),
         ({"correction": CORRECTION | {"policy": "current", "reject": (("seq-sum-k1", None, 2.0),)}},
          "bounds of a ratio"),
-        ({"optimizer__decay": "cosine"}, "final_rate_share is needed"),
         ({"objective__advantage": "gdpo"}, r"component_weights is missing and has no default"),
         ({"objective__advantage": "gdpo",
           "objective__advantage_args": {"component_weights": (1.0,)}}, "2 numbers"),

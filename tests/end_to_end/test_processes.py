@@ -116,7 +116,7 @@ def test_a_signal_in_the_middle_of_sampling_stops_all(home, tmp_path):
     workdir = tmp_path / "run"
     settings = RUN | {
         "reward__scorer": f"{ROOT / 'tests' / 'support' / 'scorers.py'}:plain",
-        "dynamic_sampling__max_rounds": 100_000,
+        "dynamic_sampling__max_prompts": 1_600_000,
     }
     started = begin(workdir, home, 0, **settings)
     time.sleep(5)

@@ -20,8 +20,8 @@ from dapo_jax.models.sharding import (
     team_size,
 )
 from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.engine_config import make_engine_config
 from dapo_jax.rollout.programs import rollout_dtypes, rollout_layout
-from dapo_jax.rollout.spec import engine_spec
 from dapo_jax.types import StopRequested, UserError
 from tests.support.helpers import tiny_config
 from tests.support.processes import RUN, Store, assert_same_run, run_all
@@ -141,9 +141,9 @@ def test_parameters_are_resharded_as_they_are(capfd, sizes, rollout_tensor, dtyp
     )
     mesh = make_mesh(config.mesh)
     rollout = rollout_mesh(mesh, rollout_tensor)
-    spec = engine_spec(config, rollout.shape, 24, (1,), platform="cpu")
+    engine_config = make_engine_config(config, rollout.shape, 24, (1,), platform="cpu")
     params = initial_params(config.model, config.mesh, mesh, seed=0)
-    loaded = DecoderEngine(spec, rollout, mesh).load_params(params)
+    loaded = DecoderEngine(engine_config, rollout, mesh).load_params(params)
     at = param_shardings(config.model, rollout_layout(config.mesh), rollout)
     wanted = rollout_dtypes(params, jnp.dtype(dtype))
     for ours, theirs, sharding in zip(

@@ -23,8 +23,8 @@ SETTINGS = {
     "evaluation__every_steps": 100,
     "reward__workers": 1,
     # Parameters are to be most of what lies on the device.
-    "model__width": 128,
-    "model__ff_width": 512,
+    "model__hidden_size": 128,
+    "model__intermediate_size": 512,
     "rollout__slots": 8,
     "rollout__prefill_prompts": 8,
 }

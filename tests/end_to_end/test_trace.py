@@ -36,10 +36,10 @@ def test_a_rollout_step_calls_what_readme_says_in_that_order(
             if call not in calls:
                 calls.append(call)
 
-    def recorded(run):
+    def recorded(loop, state):
         sys.setprofile(record)
         try:
-            step(run)
+            return step(loop, state)
         finally:
             sys.setprofile(None)
 
@@ -49,7 +49,7 @@ def test_a_rollout_step_calls_what_readme_says_in_that_order(
     config = tiny_config(
         pretrain__num_steps=2,
         train__num_steps=1,
-        reward__scorer=f"{ROOT / 'tests' / 'scorers.py'}:even",
+        reward__scorer=f"{ROOT / 'tests' / 'support' / 'scorers.py'}:even",
     )
     assert train(config, tmp_path / "run") is None
     assert [call for call in calls if call in documented()] == documented()

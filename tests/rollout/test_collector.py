@@ -48,7 +48,7 @@ def spell(sequences):
 
 @pytest.fixture(scope="module")
 def engine():
-    return make_engine(page_tokens=16, samples=4, num_pages=400, decode_steps=4, continued=True)
+    return make_engine(page_tokens=16, samples=4, num_pages=400, decode_steps=4, resumes=True)
 
 
 @pytest.fixture(scope="module")

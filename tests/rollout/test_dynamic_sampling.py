@@ -24,7 +24,7 @@ KINDS = {"r": [True] * 4, "w": [False] * 4, "m": [True, False, False, True]}
 
 
 def make_config(num_prompts=4, **sampling):
-    sampling = {"max_rounds": 5, "max_round_prompts": 8} | sampling
+    sampling = {"max_prompts": 40} | sampling
     return tiny_config(
         train__prompts_per_step=num_prompts,
         **{f"dynamic_sampling__{name}": value for name, value in sampling.items()},
@@ -117,10 +117,10 @@ def test_a_step_without_informative_groups_ends():
     assert batch.groups == [] and len(batch.sampled) == position == len(claimed) == 40
 
 
-@pytest.mark.parametrize("rounds", [{}, {"max_rounds": 1, "max_round_prompts": 1}])
-def test_switched_off_every_group_is_kept(rounds):
+@pytest.mark.parametrize("limits", [{}, {"max_prompts": 1}])
+def test_switched_off_every_group_is_kept(limits):
     """The batch may be larger than dynamic sampling's most prompts."""
-    config = make_config(6, enabled=False, **rounds)
+    config = make_config(6, enabled=False, **limits)
     for seed in range(10):
         batch, _, position, claimed = one_step("rwmw", seed, config=config)
         assert ids(batch.groups) == ids(batch.sampled) == claimed == list(range(6))
@@ -135,7 +135,7 @@ def test_the_end_of_a_first_batch_is_not_claimed_prompt_by_prompt(
     """In each wave all prompts start that may, and all end: a wave lasts a whole response."""
     monkeypatch.setattr(work_queue, "POLL_SECONDS", 0.0)
     config = dataclasses.replace(
-        make_config(max_rounds=100, max_round_prompts=100),
+        make_config(max_prompts=10_000),
         train=dataclasses.replace(CONFIG.train, prompts_per_step=64),
     )
     informative = np.random.default_rng(3).random(10_000) < informative_share

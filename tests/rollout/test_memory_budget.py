@@ -19,8 +19,8 @@ from dapo_jax.models.sharding import (
 )
 from dapo_jax.rollout import memory_budget
 from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.engine_config import make_engine_config
 from dapo_jax.rollout.memory_budget import GIB, held, with_replica_size
-from dapo_jax.rollout.spec import engine_spec
 from dapo_jax.setup import RunComponents
 from dapo_jax.tools.plan import chips, plan
 from dapo_jax.training import step
@@ -53,16 +53,16 @@ def test_a_process_of_several_samples_from_the_trainers_own_arrays():
     config = tiny_config(**ONE | {"mesh__data": 8})
     mesh = make_mesh(config.mesh)
     own = Mesh(mesh.devices[:4], AXES, axis_types=AXIS_TYPES)
-    spec = engine_spec(
+    engine_config = make_engine_config(
         config, own.shape, config.data.max_prompt_tokens, (1,), platform="cpu", run_sizes=mesh.shape
     )
     params = initial_params(config.model, config.mesh, mesh, seed=0)
-    loaded = DecoderEngine(spec, own, mesh).load_params(params).prefill
+    loaded = DecoderEngine(engine_config, own, mesh).load_params(params).prefill
     assert own_buffers(loaded, params) == set() and copied_bytes(loaded, params) == 0
     assert jax.tree.leaves(loaded)[0].sharding.mesh.size == 4
     halved = tiny_config(**ONE | {"mesh__data": 8, "model__compute_dtype": "bfloat16"})
-    spec = dataclasses.replace(spec, model=halved.model)
-    loaded = DecoderEngine(spec, own, mesh).load_params(params).prefill
+    engine_config = dataclasses.replace(engine_config, model=halved.model)
+    loaded = DecoderEngine(engine_config, own, mesh).load_params(params).prefill
     assert copied_bytes(loaded, params) > 0 and own_buffers(loaded, params)
 
 
@@ -97,8 +97,8 @@ def test_held_bytes_are_those_of_the_arrays(changes):
     assert 0 <= bytes_of(state) - sum(found.always.values()) <= counters
     rollout_on = rollout_mesh(mesh, config.mesh.rollout_tensor)
     prompt = config.data.max_prompt_tokens
-    spec = engine_spec(config, rollout_on.shape, prompt, (1,), platform="cpu")
-    engine = DecoderEngine(spec, rollout_on, mesh)
+    engine_config = make_engine_config(config, rollout_on.shape, prompt, (1,), platform="cpu")
+    engine = DecoderEngine(engine_config, rollout_on, mesh)
     assert found.rollout["KV cache"] == bytes_of(engine.init_decode_state().pool)
     loaded = engine.load_params(params).prefill
     assert found.rollout.get(COPY, 0) == copied_bytes(loaded, params) / 8

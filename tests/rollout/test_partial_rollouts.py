@@ -31,7 +31,7 @@ def problems():
 
 @pytest.fixture(scope="module")
 def engine():
-    return make_engine(page_tokens=16, samples=4, num_pages=400, decode_steps=4, continued=True)
+    return make_engine(page_tokens=16, samples=4, num_pages=400, decode_steps=4, resumes=True)
 
 
 def spell(sequences):
@@ -137,7 +137,7 @@ def test_log_probs_are_those_of_the_policy_that_sampled_the_token(resumed, polic
 
 def test_slots_devices_and_preemption_do_not_matter(resumed, policies, problems, partial):
     shards = dict(num_devices=2, data=2, num_pages=12 * 2, slots=10, prefill=2)
-    other = make_engine(page_tokens=16, samples=4, continued=True, **shards)
+    other = make_engine(page_tokens=16, samples=4, resumes=True, **shards)
     responses, stats = generate(other, policies[1], problems, **step_6(partial))
     assert stats.preempted > 0
     for ours, theirs in zip(resumed[0], responses, strict=True):

@@ -48,9 +48,9 @@ def problems():
 
 @pytest.fixture(scope="module")
 def engine():
-    """Fewer entries than problems, so that each is used several times."""
+    """Fewer request slots than problems, so that each is used several times."""
     engine = make_engine(slots=8, prefill=2, samples=4, decode_steps=4)
-    assert engine.spec.entries == 10
+    assert engine.config.requests == 10
     return engine
 
 
@@ -174,7 +174,7 @@ def test_only_the_ends_are_decoded_and_nothing_without_strings(engine, params, p
     ended = sorted(len(r.tokens) for row in whole for r in row)
     for length in ended:
         lengths.remove(length)
-    assert 0 < max(lengths) <= tail_tokens(nowhere) + engine.spec.decode_steps < max(ended)
+    assert 0 < max(lengths) <= tail_tokens(nowhere) + engine.config.decode_steps < max(ended)
 
 
 def test_invalid_tokens_complete_nothing(engine, params, problems):

@@ -92,7 +92,7 @@ DEFECTS = (
         "dapo_jax/rollout/slots.py",
         "jax.random.fold_in(jax.random.wrap_key_data(key_2), sample)",
         "jax.random.fold_in(jax.random.wrap_key_data(key_2), 0 * sample)",
-        "tests/rollout/test_engine.py -k draw_differently",
+        "tests/rollout/test_engine.py::test_samples_problems_epochs_and_steps_differ",
     ),
     Defect(
         "samples of a prompt write into one page",
@@ -111,31 +111,31 @@ DEFECTS = (
     Defect(
         "untempered log-probs stored by the rollout",
         "dapo_jax/rollout/programs.py",
-        "drawn.token_B, drawn.log_prob_B, drawn.model_log_prob_B, flags_B, entry_B,",
-        "drawn.token_B, drawn.model_log_prob_B, drawn.model_log_prob_B, flags_B, entry_B,",
+        "                sampled.log_prob_B,\n                sampled.model_log_prob_B,",
+        "                sampled.model_log_prob_B,\n                sampled.model_log_prob_B,",
         "tests/rollout/test_engine.py -k log_probs_are_the_trainers",
     ),
     Defect(
         "rejected tokens stay in the denominator",
         "dapo_jax/training/batch.py",
-        'out["mask_BT"][mask_N] = correction.kept_N',
-        'out["correction_BT"][mask_N] *= correction.kept_N',
+        'out["mask_BT"][mask_M] = correction.kept_M',
+        'out["correction_BT"][mask_M] *= correction.kept_M',
         "tests/training/test_batch.py",
     ),
     Defect(
         "whitening over a mini-batch instead of the batch",
         "dapo_jax/algorithms/advantages.py",
-        "return Advantages(whiten(advantage_N), return_N)",
-        "half = len(advantage_N) // 2\n"
-        "        halves = [whiten(advantage_N[:half]), whiten(advantage_N[half:])]\n"
-        "        return Advantages(np.concatenate(halves), return_N)",
+        "return Advantages(whiten(advantage_M), return_M)",
+        "half = len(advantage_M) // 2\n"
+        "        halves = [whiten(advantage_M[:half]), whiten(advantage_M[half:])]\n"
+        "        return Advantages(np.concatenate(halves), return_M)",
         "tests/algorithms/test_advantages.py",
     ),
     Defect(
         "the value of the next response bootstraps the last token",
         "dapo_jax/algorithms/advantages.py",
-        "next_N[np.cumsum(lengths_R) - 1] = 0.0",
-        "next_N[-1] = 0.0",
+        "next_M[np.cumsum(lengths_R) - 1] = 0.0",
+        "next_M[-1] = 0.0",
         "tests/algorithms/test_advantages.py",
     ),
     Defect(

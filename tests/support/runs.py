@@ -1,20 +1,24 @@
-"""Whole runs in processes of their own, for the end-to-end tests."""
+"""Whole runs for the end-to-end tests: in this process, or in processes of their own."""
 
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 
+from dapo_jax import setup, train
 from dapo_jax.models import decoder
 from dapo_jax.models.sharding import AXES, make_mesh
 from dapo_jax.runs.checkpoint import Checkpoints
 from dapo_jax.training import step as train_step
-from dapo_jax.training.learner import RunState
+from dapo_jax.training.learner import LearnerState
 from tests.conftest import FAST_COMPILATION, ROOT
 from tests.support.helpers import tiny_config, tiny_dict
 
@@ -35,6 +39,30 @@ def write_config(directory, **overrides):
         f"def get_config():\n    return ml_collections.ConfigDict({tiny_dict(**overrides)!r})\n"
     )
     return file
+
+
+def programs(home):
+    """The directory of compiled programs, one for all processes of a test session."""
+    # pytest-xdist gives each worker a directory popen-gwN of its own.
+    shared = home.parent.parent if home.parent.name.startswith("popen-") else home.parent
+    return os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(shared / "programs")
+
+
+def run_here(workdir, home, *, devices=1, **overrides):
+    """Trains in this process, on so many of its devices. Returns the signal that stopped the run,
+    if one did, and what the run printed."""
+    mesh_of = lambda config: make_mesh(config, jax.devices()[:devices])
+    jax.config.update("jax_compilation_cache_dir", programs(home))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    out = io.StringIO()
+    with (
+        mock.patch.dict(os.environ, XDG_CACHE_HOME=str(home)),
+        mock.patch.object(setup, "make_mesh", mesh_of),
+        jax.numpy_dtype_promotion("standard"),
+        contextlib.redirect_stdout(out),
+    ):
+        stopped_by = train.train(tiny_config(**overrides), workdir)
+    return stopped_by, out.getvalue()
 
 
 TRAIN = ROOT / "launch" / "train.py"
@@ -77,7 +105,7 @@ def environment(home, *, devices=1, optimise=False):
     return os.environ | {
         "XDG_CACHE_HOME": str(home),
         "XLA_FLAGS": flags,
-        "JAX_COMPILATION_CACHE_DIR": str(home / "programs"),
+        "JAX_COMPILATION_CACHE_DIR": programs(home),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
 
@@ -112,9 +140,9 @@ def params_at(workdir, step, **overrides):
     """The parameters of a checkpoint, on one device."""
     config = tiny_config(**overrides | {f"mesh__{axis}": 1 for axis in AXES})
     mesh = make_mesh(config.mesh, jax.devices()[:1])
-    state = RunState(train_step.state_shardings(config, mesh), None)
+    state = LearnerState(train_step.state_shardings(config, mesh), None)
     shapes = jax.eval_shape(
-        lambda key: RunState(
+        lambda key: LearnerState(
             train_step.init_state(config, decoder.init_params(config.model, key)), None
         ),
         jax.random.key(0),

@@ -206,7 +206,7 @@ def test_first_update_by_hand(params, sequences):
     only the weight decay is left. The old values are further off than the clip: V = 0 is beyond it.
     """
     rng, packed, rate, W = np.random.default_rng(1), packed_rows(sequences), 1e-3, 3.0
-    N = len(packed.where_N)
+    N = len(packed.where_M)
     target, old, weight = rng.standard_normal(N), 0.7 * rng.standard_normal(N), rng.random(N)
     rows = packing.fill(packed, weight_BT=weight, value_old_BT=old, return_BT=target)
     stacked = packing.to_micro_batches(rows, rows_per_micro_batch=1, num_micro_batches=8)

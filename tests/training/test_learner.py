@@ -99,15 +99,15 @@ def test_recomputed_log_probs_are_those_of_tokens_that_the_policy_itself_sampled
     groups.append(others[2]._replace(step=1))  # carried from an earlier step
     samples = make_samples(learner.config, groups, 3, learner.detokenize)
     columns, numbers = learner._score(state, samples, learner._cut(samples))
-    stale_N = samples.lag_N > 0
-    old_N = columns["log_prob_old_BT"]
-    assert 0 < stale_N[: len(versions)].sum() < len(versions) and stale_N[-1]
-    assert (old_N[stale_N] == -1.0).all(), "what the rollout stored"
-    assert not (old_N[~stale_N] == -1.0).any()
-    gap = np.abs(old_N[~stale_N] + 1.0)
+    stale_M = samples.staleness_M > 0
+    old_M = columns["log_prob_old_BT"]
+    assert 0 < stale_M[: len(versions)].sum() < len(versions) and stale_M[-1]
+    assert (old_M[stale_M] == -1.0).all(), "what the rollout stored"
+    assert not (old_M[~stale_M] == -1.0).any()
+    gap = np.abs(old_M[~stale_M] + 1.0)
     assert numbers["rollout/log_prob_gap_mean"] == pytest.approx(gap.mean(), rel=1e-5)
     found = metrics.staleness_metrics(samples)
-    assert found == {"batch/stale_share": stale_N.mean(), "batch/staleness_max": 2}
+    assert found == {"batch/stale_share": stale_M.mean(), "batch/staleness_max": 2}
 
 
 @pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3"])

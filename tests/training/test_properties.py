@@ -18,9 +18,9 @@ from tests.support.helpers import make_mesh, make_params, pack_samples, random_s
 GROUPS = [0, 0, 0, 1, 1, 1, 1, 2, 2, 2]  # of ten responses
 FILTERED, EQUAL_REWARDS = 4, 2  # a response left out of the loss; a group that teaches nothing
 MICRO = {
-    "model__width": 16, "model__num_layers": 1, "model__num_heads": 2, "model__num_kv_heads": 1,
-    "model__ff_width": 16, "objective__kl_coefficient": 0.1, "objective__kl_estimator": "k3",
-    "objective__entropy_coefficient": 0.01,
+    "model__hidden_size": 16, "model__num_layers": 1, "model__num_heads": 2,
+    "model__num_kv_heads": 1, "model__intermediate_size": 16, "objective__kl_coefficient": 0.1,
+    "objective__kl_estimator": "k3", "objective__entropy_coefficient": 0.01,
 }  # fmt: skip
 gradient = jax.jit(step.gradient, static_argnums=0, static_argnames="mesh")
 
@@ -34,18 +34,18 @@ def make_batch(seed=0):
     )
     lengths_R = np.array([len(s.response_tokens) for s in samples])
     n = lengths_R.sum()
-    trained_N = np.repeat(np.arange(10) != FILTERED, lengths_R)
-    old_N = np.concatenate([s.log_prob_old for s in samples])
-    old_N[lengths_R[0] + rng.choice(lengths_R[1], 2, replace=False)] = -1e4  # of response 1
-    old_N[~trained_N] = -np.inf  # whatever stands under the mask
-    teaches_N = np.repeat(np.array(GROUPS) != EQUAL_REWARDS, lengths_R)
+    trained_M = np.repeat(np.arange(10) != FILTERED, lengths_R)
+    old_M = np.concatenate([s.log_prob_old for s in samples])
+    old_M[lengths_R[0] + rng.choice(lengths_R[1], 2, replace=False)] = -1e4  # of response 1
+    old_M[~trained_M] = -np.inf  # whatever stands under the mask
+    teaches_M = np.repeat(np.array(GROUPS) != EQUAL_REWARDS, lengths_R)
     columns = {
-        "mask_BT": trained_N,
-        "log_prob_old_BT": old_N,
-        "log_prob_ref_BT": np.where(trained_N, -3.4 + 0.3 * rng.standard_normal(n), -np.inf),
-        "advantage_BT": np.repeat(rng.standard_normal(10), lengths_R) * teaches_N,
-        "correction_BT": trained_N * rng.uniform(0.5, 1.5, n),
-        "selected_BT": trained_N & (rng.random(n) < 0.2),
+        "mask_BT": trained_M,
+        "log_prob_old_BT": old_M,
+        "log_prob_ref_BT": np.where(trained_M, -3.4 + 0.3 * rng.standard_normal(n), -np.inf),
+        "advantage_BT": np.repeat(rng.standard_normal(10), lengths_R) * teaches_M,
+        "correction_BT": trained_M * rng.uniform(0.5, 1.5, n),
+        "selected_BT": trained_M & (rng.random(n) < 0.2),
     }
     return samples, lengths_R, columns
 
@@ -143,8 +143,8 @@ def test_a_group_of_equal_rewards_has_no_gradient(name):
     def gradient_with(groups, aggregation):
         """The gradient with other old log-probs for the responses of these groups."""
         spoilt = np.repeat(np.isin(GROUPS, groups), lengths_R) & columns["mask_BT"]
-        old_N = columns["log_prob_old_BT"] + np.where(spoilt, -0.5, 0.0)
-        batch = (samples, lengths_R, columns | {"log_prob_old_BT": old_N})
+        old_M = columns["log_prob_old_BT"] + np.where(spoilt, -0.5, 0.0)
+        batch = (samples, lengths_R, columns | {"log_prob_old_BT": old_M})
         rows, W = rows_of_batch(batch, np.arange(10), aggregation)
         return jax.tree.leaves(gradient(config, params, *cut(rows, 8, 1), W)[0])
 

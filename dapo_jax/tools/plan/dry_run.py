@@ -98,8 +98,7 @@ def _batch_lines(config: Config) -> list[tuple[str, str]]:
     responses = t.prompts_per_step * r.group_size
     updates = t.prompts_per_step // t.prompts_per_update
     sampled = (
-        f"up to {d.max_rounds * d.max_round_prompts:,} prompts, until "
-        f"{t.prompts_per_step:,} are informative"
+        f"up to {d.max_prompts:,} prompts, until {t.prompts_per_step:,} are informative"
         if d.enabled
         else "off"
     )
@@ -168,8 +167,12 @@ def _objective_lines(config: Config) -> list[tuple[str, str]]:
         ("rollout correction", _correction(config)),
         (
             "AdamW",
-            f"rate {p.learning_rate:g} after {p.warmup_steps} steps of warm-up, then {p.decay}"
-            + ("" if p.final_rate_share is None else f" to {p.final_rate_share:g} of it")
+            f"rate {p.learning_rate:g} after {p.warmup_steps} steps of warm-up, then "
+            + (
+                "constant"
+                if p.final_rate_share is None
+                else f"cosine to {p.final_rate_share:g} of it"
+            )
             + f", weight decay {p.weight_decay:g}, betas {p.beta1:g} {p.beta2:g}"
             + f", norm {p.max_grad_norm:g}, moments in {p.moments_dtype}",
         ),

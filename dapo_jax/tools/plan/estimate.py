@@ -23,8 +23,8 @@ from dapo_jax.models import decoder
 from dapo_jax.models.attention import kernels, xla
 from dapo_jax.models.sharding import rollout_shape
 from dapo_jax.rollout import paged
+from dapo_jax.rollout.engine_config import PREFILL_CHUNK_TOKENS
 from dapo_jax.rollout.programs import rollout_dtypes
-from dapo_jax.rollout.spec import PREFILL_CHUNK_TOKENS
 from dapo_jax.tools.plan.chips import Chip
 from dapo_jax.training.packing import max_micro_batches
 
