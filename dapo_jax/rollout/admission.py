@@ -70,8 +70,8 @@ def requests_of(
 
 
 class RequestTable:
-    """The engine's request slots as the host knows them, one call late: E slots on each of R shards,
-    each with up to G samples of at most T tokens. Tokens sampled now are of rollout step `step`."""
+    """The engine's request slots as the host knows them, one call late: E on each of R shards, each
+    with up to G samples of at most T tokens. Tokens sampled now are of rollout step `step`."""
 
     def __init__(self, config: EngineConfig, step: int = 0):
         self.step = step

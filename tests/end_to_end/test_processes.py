@@ -44,7 +44,7 @@ from tests.support.runs import (
     metrics_of,
     params_at,
     rollouts_of,
-    run,
+    run_here,
 )
 
 
@@ -52,7 +52,7 @@ from tests.support.runs import (
 def one(tmp_path_factory, home):
     """The run in one process."""
     workdir = tmp_path_factory.mktemp("one") / "run"
-    run(workdir, home, devices=DEVICES, **RUN)
+    run_here(workdir, home, devices=DEVICES, **RUN)
     return workdir
 
 

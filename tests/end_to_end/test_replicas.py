@@ -25,7 +25,7 @@ from dapo_jax.rollout.programs import rollout_dtypes, rollout_layout
 from dapo_jax.types import StopRequested, UserError
 from tests.support.helpers import tiny_config
 from tests.support.processes import RUN, Store, assert_same_run, run_all
-from tests.support.runs import run
+from tests.support.runs import run_here
 
 
 def replicas(store, number=4):
@@ -157,7 +157,7 @@ def test_parameters_are_resharded_as_they_are(capfd, sizes, rollout_tensor, dtyp
 @pytest.mark.slow
 def test_two_replicas_of_two_processes_train_as_one_process(home, tmp_path):
     settings = RUN | {"mesh__rollout_tensor": 2}
-    run(tmp_path / "one", home, devices=4, **settings)
+    run_here(tmp_path / "one", home, devices=4, **settings)
     _, *others = run_all(tmp_path / "four", home, 4, **settings)
     assert others == [[], [], []]
     assert_same_run(tmp_path / "one", tmp_path / "four")
