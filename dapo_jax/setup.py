@@ -37,7 +37,7 @@ class RunComponents:
         # The least memory of any process, so that all choose the same layout of their arrays.
         each = process_group.all_gather(memory_budget.device_bytes(jax.local_devices()))
         least = min((size for size in each if size is not None), default=None)
-        config = memory_budget.with_teams(config, jax.devices(), least, progress.say)
+        config = memory_budget.with_replica_size(config, jax.devices(), least, progress.say)
         self.config, self.process_group, self.say = config, process_group, progress.say
         self.mesh = make_mesh(config.mesh)
         check_batch_shapes(config, self.mesh.shape)

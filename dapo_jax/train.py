@@ -21,7 +21,7 @@ from dapo_jax.distributed.process_group import ALONE, ProcessGroup
 from dapo_jax.evaluation.evaluate import evaluate
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.types import Rubric
-from dapo_jax.rollout import memory_budget, prompt_filter
+from dapo_jax.rollout import memory_budget
 from dapo_jax.rollout import metrics as rollout_metrics
 from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.collector import RolloutCollector
@@ -34,6 +34,7 @@ from dapo_jax.rollout.dynamic_sampling import (
     state_to_json,
     take_informative,
 )
+from dapo_jax.rollout.prompt_filter import PromptFilterState
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.runs import run_directory
 from dapo_jax.runs.checkpoint import Checkpoints
@@ -180,14 +181,13 @@ class TrainLoop:
         # Before anything is read or sampled: a refusal by the compiler comes within minutes.
         telemetry.phase("compiling the programs of the update")
         run.learner.compile()
-        with self.process_group.loading():
-            telemetry.phase("looking for a checkpoint")
-            restored, base, base_seconds = self._restore(), None, 0.0
-            if restored is None or run.learner.needs_reference:
-                telemetry.phase("loading or making the base model")
-                check_stop = telemetry.watchdog.moving(self.signals.check_together)
-                base, base_seconds = run.load_base(self.directory.path, check_stop)
-            learner = run.learner.start(base, None if restored is None else restored.learner)
+        telemetry.phase("looking for a checkpoint")
+        restored, base, base_seconds = self._restore(), None, 0.0
+        if restored is None or run.learner.needs_reference:
+            telemetry.phase("loading or making the base model")
+            check_stop = telemetry.watchdog.moving(self.signals.check_together)
+            base, base_seconds = run.load_base(self.directory.path, check_stop)
+        learner = run.learner.start(base, None if restored is None else restored.learner)
         telemetry.phase("compiling the programs of the rollout")
         run.warm_up(learner.policy.params)
         return restored or self._evaluate_base(learner, base_seconds)
@@ -219,7 +219,7 @@ class TrainLoop:
         filters = self.config.dynamic_sampling.prefilter
         host = HostState(
             data=self.components.stream.get_state(),
-            sampling=SamplingState(prefilter=prompt_filter.initial_state() if filters else None),
+            sampling=SamplingState(prompt_filter=PromptFilterState() if filters else None),
             base_accuracy=numbers[self.accuracy_name],
             accuracy=numbers[self.accuracy_name],
             reward_kl_coefficient=self.config.objective.reward_kl_coefficient,
@@ -363,8 +363,8 @@ class TrainLoop:
         rollout_metrics.check_finite(batch.sampled)
         if faults := rollout_metrics.scorer_faults(batch.sampled):
             self.telemetry.say(f"  warning: step {step}: {faults}")
-        if before.prefilter is not None:
-            numbers |= rollout_metrics.prefilter_metrics(batch, before.prefilter)
+        if before.prompt_filter is not None:
+            numbers |= rollout_metrics.prompt_filter_metrics(batch, before.prompt_filter)
         if self.config.dynamic_sampling.partial_rollouts:
             numbers |= rollout_metrics.partial_metrics(batch, step)
         stats, seconds = self.collector.take_stats()

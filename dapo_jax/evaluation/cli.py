@@ -132,7 +132,7 @@ def evaluate_model(config: Config, request: Request) -> int | None:
     longest = _padded(max(len(problem.prompt_tokens) for problem in found))
     with_prompts = dataclasses.replace(config.data, max_prompt_tokens=longest)
     devices = jax.devices()
-    config = memory_budget.with_teams(
+    config = memory_budget.with_replica_size(
         dataclasses.replace(config, data=with_prompts),
         devices,
         memory_budget.device_bytes(devices),

@@ -19,7 +19,7 @@ from dapo_jax.rewards.async_scoring import GroupScoring
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.types import Rubric
 from dapo_jax.rollout.admission import GenerationRequest
-from dapo_jax.rollout.collector import RolloutCollector, Turn
+from dapo_jax.rollout.collector import CollectorOutput, RolloutCollector
 from dapo_jax.types import Problem, Response, StopRequested, UserError
 from dapo_jax.utils.progress import Progress
 from dapo_jax.utils.telemetry import SILENT, Telemetry
@@ -54,7 +54,7 @@ class Policy(RolloutCollector):
         self.num_right, self.seed, self.most = num_right, seed, most
         self.telemetry, self.problems = SILENT, []
 
-    def turns(self, prompts, key, *, step=0):
+    def run(self, prompts, key, *, step=0):
         num = prompts.num_prompts
         self.problems = [prompts.problem(number) for number in range(num)]
         scoring = GroupScoring(
@@ -73,11 +73,11 @@ class Policy(RolloutCollector):
             scoring.submit([(number, problem, sample, response)])
             groups = list(scoring.completed())
             num_done += len(groups)
-            yield Turn(True, groups, [], False)
+            yield CollectorOutput(True, groups, [], False)
         while num_done < num:
             groups = list(scoring.completed())
             num_done += len(groups)
-            yield Turn(False, groups, [], True)
+            yield CollectorOutput(False, groups, [], True)
 
 
 @pytest.fixture(scope="module")

@@ -53,10 +53,10 @@ DEFECTS = (
     Defect(
         "end of sequence left out of the response",
         "dapo_jax/rollout/scheduler.py",
-        "        tokens = [response.tokens for response in sampled]\n",
-        "        n = [len(r.tokens) - (r.tokens[-1] in stops) for r in sampled]\n"
-        "        sampled = [r._replace(tokens=r.tokens[:end]) for r, end in zip(sampled, n)]\n"
-        "        tokens = [response.tokens for response in sampled]\n",
+        "        texts = self.detokenize([response.tokens for response in responses])\n",
+        "        n = [len(r.tokens) - (r.tokens[-1] in stops) for r in responses]\n"
+        "        responses = [r._replace(tokens=r.tokens[:i]) for r, i in zip(responses, n)]\n"
+        "        texts = self.detokenize([response.tokens for response in responses])\n",
         "tests/rollout/test_engine.py::test_finish_reasons",
     ),
     Defect(
