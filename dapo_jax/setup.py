@@ -21,8 +21,7 @@ from dapo_jax.rollout import memory_budget
 from dapo_jax.rollout.engine import make_engine
 from dapo_jax.rollout.engine_config import EngineConfig
 from dapo_jax.rollout.sampling import SamplingParams
-from dapo_jax.training import base_model
-from dapo_jax.training.learner import Learner
+from dapo_jax.training import Learner, base_model
 from dapo_jax.utils.progress import Progress
 
 GREEDY = SamplingParams(temperature_X=0.0)  # of ReMax's baselines

@@ -40,9 +40,13 @@ from dapo_jax.runs import run_directory
 from dapo_jax.runs.checkpoint import Checkpoints
 from dapo_jax.runs.run_directory import RunDirectory
 from dapo_jax.setup import GREEDY, RunComponents, reward_pool
-from dapo_jax.training import metrics
-from dapo_jax.training.batch import next_kl_coefficient, shaped_rewards
-from dapo_jax.training.learner import LearnerState, state_bytes
+from dapo_jax.training import (
+    LearnerState,
+    made_an_update,
+    next_kl_coefficient,
+    shaped_rewards,
+    state_bytes,
+)
 from dapo_jax.types import Group, RunError, StopRequested
 from dapo_jax.utils.compilations import CompilationCounter
 from dapo_jax.utils.profiling import traced
@@ -263,7 +267,7 @@ class TrainLoop:
             sampling=sampling,
             accuracy=numbers.get(self.accuracy_name, host.accuracy),
             reward_kl_coefficient=kl_coefficient,
-            updated_steps=host.updated_steps + metrics.made_an_update(numbers),
+            updated_steps=host.updated_steps + made_an_update(numbers),
         )
         return self._complete(RunState(step, learner, host), numbers | self._measured(before))
 

@@ -28,15 +28,15 @@ LEARNING_RATE = 3e-3
 
 
 def levels(config: Config) -> tuple[int, ...]:
-    """Terms of a sum: those of the training sources."""
+    """Returns the numbers of terms of the training sources' sums."""
     sources = config.data.train.values()
     return tuple(dict.fromkeys(n for source in sources for n in source.num_terms or ()))
 
 
 def text_rows(config: Config, tokenizer: Any) -> Iterator[Rows]:
-    """Endless batches of packed rows [rows_per_step, row_tokens] of prompts with written responses.
+    """Yields batches of packed rows [rows_per_step, row_tokens], prompts with written responses.
 
-    Deterministic in `config.seed`. Held-out problems are never shown.
+    Deterministic in `config.seed`, and without the held-out problems.
     """
     p, row_tokens = config.pretrain, config.train.row_tokens
     assert p is not None
@@ -68,7 +68,7 @@ def text_rows(config: Config, tokenizer: Any) -> Iterator[Rows]:
 
 
 def schedule(config: PretrainConfig) -> optax.Schedule:
-    """Linear warm-up over a twelfth of the steps, then cosine to a tenth of the rate."""
+    """Returns linear warm-up over a twelfth of the steps, then cosine to a tenth of the rate."""
     warmup_steps = max(1, config.num_steps // 12)
     return optax.warmup_cosine_decay_schedule(
         0.0, LEARNING_RATE, warmup_steps, config.num_steps, LEARNING_RATE / 10
@@ -81,7 +81,7 @@ def make_base(
     tokenizer: Any,
     report: Callable[[int, float], None],
 ) -> decoder.Params:
-    """Parameters of the base model, laid out for the mesh.
+    """Returns the parameters of the base model, laid out for the mesh.
 
     Args:
         report: called with (step, loss in nats per token) after every step.

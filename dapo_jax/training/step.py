@@ -103,7 +103,7 @@ def loss_and_sums(
     aggregation.
 
     Args:
-        mesh: that the parameters and rows lie on; None: one device.
+        mesh: of the parameters and rows; None: one device.
     """
     o, mask_BT = config.objective, rows.mask_BT
     statistics = log_probs.row_statistics(
@@ -267,24 +267,24 @@ def update(
 
 def compile_update(config: Config, mesh: Mesh) -> Callable[..., tuple[TrainState, UpdateMetrics]]:
     """Returns `update` jitted for the mesh; the state is donated."""
-    state = state_shardings(config, mesh)
-    return jit_update(functools.partial(update, config, mesh=mesh), state, mesh)
+    return jit_update(
+        functools.partial(update, config, mesh=mesh), state_shardings(config, mesh), mesh
+    )
 
 
 def jit_update(
-    function: Callable[..., tuple[TrainState, Any]], state: TrainState, mesh: Mesh, *more: Any
+    function: Callable[..., tuple[TrainState, Any]], state: TrainState, mesh: Mesh
 ) -> Callable[..., tuple[TrainState, Any]]:
     """Returns an update jitted for the mesh, its state donated.
 
     Args:
-        function: (state, rows, micro-batches used, denominator, learning rate, ...) -> (state,
-            metrics).
-        state, more: shardings of the state, and of arguments after the learning rate.
+        function: (state, rows, micro-batches used, denominator, learning rate) -> (state, metrics).
+        state: its shardings.
     """
     rows, everywhere = row_sharding(mesh, batch_dim=1), replicated(mesh)
     return jax.jit(
         function,
-        in_shardings=(state, rows, everywhere, everywhere, everywhere, *more),
+        in_shardings=(state, rows, everywhere, everywhere, everywhere),
         out_shardings=(state, everywhere),
         donate_argnums=0,
     )

@@ -36,7 +36,17 @@ PPO = {
     "train__prompts_per_step": 8,
     "train__prompts_per_update": 4,
 }
-CORRECTION = dict(policy="old")
+
+
+def correction(policy="current", **fields):
+    return {"correction": {"policy": policy} | fields}
+
+
+def advantage(name, **arguments):
+    return {"objective__advantage": name, "objective__advantage_args": arguments}
+
+
+CAPPED = {"importance": "token", "importance_cap": 2.0}
 WAYS = {
     "process": NO_OVERLONG
     | {
@@ -50,20 +60,18 @@ WAYS = {
         "objective__kl_estimator": "k3+",
         "objective__entropy_coefficient": 0.01,
     },
-    "truncated-importance": {
-        "rollout__log_prob_source": "recompute",
-        "correction": CORRECTION | dict(importance="token", importance_cap=2.0, normalise=True),
-    },
+    "truncated-importance": correction("old", **CAPPED, normalise=True)
+    | {"rollout__log_prob_source": "recompute"},
     "rejection": configured("policy-gradient")
-    | {
-        "correction": CORRECTION
-        | dict(
-            policy="current", importance="sequence", importance_cap=1.001, importance_floor=0.999,
-            reject=(("seq-mean-k1", 0.999, 1.001),), sequence_mask_delta=0.001,
-        ),
-        "optimizer__learning_rate": 1e-3,
-    },
-}  # fmt: skip
+    | correction(
+        importance="sequence",
+        importance_cap=1.001,
+        importance_floor=0.999,
+        reject=(("seq-mean-k1", 0.999, 1.001),),
+        sequence_mask_delta=0.001,
+    )
+    | {"optimizer__learning_rate": 1e-3},
+}
 
 
 def make_learner(config):
@@ -98,7 +106,7 @@ def test_a_step_that_shares_prompts_learns_the_same():
     ways = PPO | {
         "rollout__log_prob_source": "recompute",
         "rollout__group_size": 4,
-        "correction": CORRECTION | dict(importance="token", importance_cap=2.0),
+        "correction": {"policy": "old"} | CAPPED,
         "objective__kl_coefficient": 0.1,
         "objective__kl_estimator": "k3",
     }
@@ -206,43 +214,40 @@ def test_ppo_resumes_bit_for_bit(ppo, home, tmp_path):
     assert metrics_of(workdir) == metrics_of(ppo)
 
 
+RECOMPUTED = {"rollout__log_prob_source": "recompute"}
+BFLOAT16 = {"model__compute_dtype": "bfloat16"}
+REWARD_KL = advantage("grpo-process") | {
+    "objective__reward_kl_coefficient": 0.1,
+    "objective__reward_kl_estimator": "k1",
+}
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"objective__advantage": "rloo", "objective__advantage_args": {"std_ddof": 1}},
-         r"advantage_args\.std_ddof is not a field\. config\.objective\.advantage_args has: none"),
-        ({"objective__advantage_args": {"gamma": 0.9}}, r"gamma is not a field.* has: normalise_"),
-        ({"objective__advantage_args": {"std_ddof": 2}}, r"std_ddof must be one of 0, 1; got 2"),
-        ({"objective__advantage": "gae"}, "config.critic is needed"),
-        ({"objective__advantage": "nosuch"}, r"objective\.advantage must be one of grpo, rloo"),
-        ({"objective__advantage": "maxrl"}, "incorrect must be 0 or more"),
-        ({"objective__advantage": "maxrl", "reward__incorrect": 0.0},
-         "overlong_penalty must be 0"),
+        (advantage("rloo", std_ddof=1), r"advantage_args\.std_ddof is not a field.* has: none"),
+        (advantage("grpo", gamma=0.9), r"gamma is not a field.* has: normalise_"),
+        (advantage("grpo", std_ddof=2), r"std_ddof must be one of 0, 1; got 2"),
+        (advantage("gae"), "config.critic is needed"),
+        (advantage("nosuch"), r"objective\.advantage must be one of grpo, rloo"),
+        (advantage("maxrl"), "incorrect must be 0 or more"),
+        (advantage("maxrl") | {"reward__incorrect": 0.0}, "overlong_penalty must be 0"),
+        (advantage("gdpo"), r"component_weights is missing and has no default"),
+        (advantage("gdpo", component_weights=(1.0,)), "2 numbers"),
+        (advantage("grpo-process"), "overlong_penalty must be 0 for .*outcome_as_step to True"),
+        (NO_OVERLONG | REWARD_KL, "reward_kl_coefficient must be 0 for .*outcome_as_step to True"),
         ({"objective__kl_coefficient": 0.1}, "kl_estimator is needed"),
         ({"objective__reward_kl_target": 0.1}, "give both, or set both to None"),
-        ({"correction": CORRECTION | {"sequence_mask_delta": 0.1}}, "'recompute', or policy"),
-        ({"correction": CORRECTION, "rollout__log_prob_source": "recompute"}, "corrects nothing"),
-        ({"correction": CORRECTION | {"policy": "current", "importance": "token",
-                                      "importance_cap": 2.0}}, "would count it twice"),
-        ({"correction": CORRECTION | {"policy": "current", "reject": (("seq-k9", None, 1.0),)}},
-         r"reject\[0\]\[0\] must be one of 'token-k1'.*got 'seq-k9'"),
-        ({"correction": CORRECTION | {"policy": "current", "reject": (("seq-sum-k1", None, 2.0),)}},
-         "bounds of a ratio"),
-        ({"objective__advantage": "gdpo"}, r"component_weights is missing and has no default"),
-        ({"objective__advantage": "gdpo",
-          "objective__advantage_args": {"component_weights": (1.0,)}}, "2 numbers"),
+        (correction("old", sequence_mask_delta=0.1), "'recompute', or policy"),
+        (correction("old") | RECOMPUTED, "corrects nothing"),
+        (correction(**CAPPED), "would count it twice"),
+        (correction(reject=(("seq-k9", None, 1.0),)), r"reject\[0\]\[0\] must be .*got 'seq-k9'"),
+        (correction(reject=(("seq-sum-k1", None, 2.0),)), "bounds of a ratio"),
         (configured("policy-gradient"), "2 updates of a step .*prompts_per_update to 4 "),
-        (configured("gspo") | {"model__compute_dtype": "bfloat16"},
-         "compute_dtype 'bfloat16' makes .*to 'recompute', or compute_dtype to 'float32'"),
-        (configured("gspo-token") | {"model__compute_dtype": "bfloat16"}, "bounds of .*gspo-token"),
-        ({"objective__advantage": "grpo-process"},
-         "overlong_penalty must be 0 for .*outcome_as_step to True"),
-        (NO_OVERLONG | {"objective__advantage": "grpo-process",
-                        "objective__reward_kl_coefficient": 0.1,
-                        "objective__reward_kl_estimator": "k1"},
-         "reward_kl_coefficient must be 0 for .*outcome_as_step to True"),
+        (configured("gspo") | BFLOAT16, "compute_dtype 'bfloat16' makes .* to 'float32'"),
+        (configured("gspo-token") | BFLOAT16, "bounds of .*gspo-token"),
     ],
-)  # fmt: skip
+)
 def test_contradictions_are_errors(changes, message):
     with pytest.raises(UserError, match=message):
         Config.from_dict(tiny_dict(**changes))
@@ -254,8 +259,7 @@ def test_contradictions_are_errors(changes, message):
         configured("policy-gradient") | {"train__prompts_per_update": 4},
         WAYS["rejection"],  # several updates, held to the sampling policy by importance weights
         configured("gspo"),
-        configured("gspo")
-        | {"model__compute_dtype": "bfloat16", "rollout__log_prob_source": "recompute"},
+        configured("gspo") | BFLOAT16 | RECOMPUTED,
     ],
 )
 def test_losses_with_the_ratio_that_they_need_are_accepted(changes):

@@ -315,9 +315,7 @@ def test_a_rejected_response_leaves_the_mask_and_the_others_get_weights():
     rollout_M = np.full(5, -1.0, np.float32)
     current_M = np.array([-1.0, 0.0, -3.0, -3.0, -3.0], np.float32)  # the second far below
     mask_M = np.array([True, True, True, True, False])
-    columns = {
-        "mask_BT": mask_M, "log_prob_old_BT": rollout_M, "advantage_BT": np.ones(5),
-    }  # fmt: skip
+    columns = dict(mask_BT=mask_M, log_prob_old_BT=rollout_M, advantage_BT=np.ones(5))
     got = finished_columns(
         config, columns, np.array([2, 3]), rollout_M, current_M=current_M, priority_M=np.zeros(5)
     )

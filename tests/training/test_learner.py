@@ -68,6 +68,18 @@ def test_a_head_start_of_the_critic_uses_up_none_of_the_policys_warm_up():
     assert state.policy.updates == 6
 
 
+def test_every_scored_mini_batch_and_update_is_reported():
+    """However long they take together: the watchdog waits for the next."""
+    learner, state = make_learner(rollout__log_prob_source="recompute")
+    shown = []
+    learner.doing = shown.append
+    train_on(learner, state, make_groups())
+    assert [text.removeprefix("step 1: ") for text in shown] == [
+        *(f"{i} of 2 mini-batches scored" for i in (1, 2)),
+        *(f"{i} of 2 updates made" for i in (1, 2)),
+    ]
+
+
 def test_where_the_schedules_are_is_saved_with_the_run():
     from dapo_jax.rollout.dynamic_sampling import SamplingState
 

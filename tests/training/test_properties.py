@@ -18,10 +18,15 @@ from tests.support.helpers import make_mesh, make_params, pack_samples, random_s
 GROUPS = [0, 0, 0, 1, 1, 1, 1, 2, 2, 2]  # of ten responses
 FILTERED, EQUAL_REWARDS = 4, 2  # a response left out of the loss; a group that teaches nothing
 MICRO = {
-    "model__hidden_size": 16, "model__num_layers": 1, "model__num_heads": 2,
-    "model__num_kv_heads": 1, "model__intermediate_size": 16, "objective__kl_coefficient": 0.1,
-    "objective__kl_estimator": "k3", "objective__entropy_coefficient": 0.01,
-}  # fmt: skip
+    "model__hidden_size": 16,
+    "model__num_layers": 1,
+    "model__num_heads": 2,
+    "model__num_kv_heads": 1,
+    "model__intermediate_size": 16,
+    "objective__kl_coefficient": 0.1,
+    "objective__kl_estimator": "k3",
+    "objective__entropy_coefficient": 0.01,
+}
 gradient = jax.jit(step.gradient, static_argnums=0, static_argnames="mesh")
 
 
@@ -80,11 +85,11 @@ def assert_same(a, b):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=3e-6 * largest)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in ("ppo-clip", "gspo", "kl-cov") else pytest.param(name, marks=pytest.mark.slow)
-     for name in LOSSES],
-)  # fmt: skip
+NOT_SLOW = "ppo-clip", "gspo", "kl-cov"
+slow = lambda name: () if name in NOT_SLOW else pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slow(name)) for name in LOSSES])
 def test_no_way_of_cutting_the_batch_matters(name):
     """Packing, padding, order and micro-batches; eight devices as one."""
     sizes = {"mesh__data": 2, "mesh__fsdp": 2, "mesh__context": 2}
