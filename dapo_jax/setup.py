@@ -17,7 +17,7 @@ from dapo_jax.models.sharding import (
     check_batch_shapes,
     head_layout,
     make_mesh,
-    team_size,
+    num_processes,
 )
 from dapo_jax.rollout import memory_budget
 from dapo_jax.rollout.make_engine import make_engine
@@ -68,7 +68,7 @@ class RunComponents:
             config, self.mesh, self.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens
         )
         progress.say(attention_line(choice, self.engine.spec))
-        self.team = Replica(process_group, team_size(self.engine.mesh))
+        self.team = Replica(process_group, num_processes(self.engine.mesh))
         self.learner = Learner(config, self.mesh, self.detokenize, progress.say, progress.doing)
 
     def detokenize(self, sequences: Sequence[np.ndarray]) -> list[str]:

@@ -19,11 +19,11 @@ from dapo_jax.models import decoder
 from dapo_jax.models.sharding import (
     AXES,
     bytes_per_device,
-    can_draw_together,
     check_divides,
     mesh_shape,
     param_specs,
     parts_of,
+    replicas_fit,
     rollout_shape,
 )
 from dapo_jax.rollout.programs import rollout_dtypes, rollout_layout
@@ -193,7 +193,7 @@ def _possible(
     """Whether so many devices can draw together: of processes, of heads, and with slots and prompts
     of a prefill that divide among the rest."""
     devices, r = math.prod(sizes.values()), config.rollout
-    if devices % number or not can_draw_together(number, of_processes):
+    if devices % number or not replicas_fit(number, of_processes):
         return False
     if r.slots % (devices // number) or r.prefill_prompts % (devices // number):
         return False

@@ -24,9 +24,9 @@ from dapo_jax.models.sharding import (
     own_part,
     param_shardings,
     replicated,
+    reshard_steps,
     rollout_mesh,
     to_mesh,
-    towards_rollout,
 )
 from dapo_jax.rollout import paged, slots
 from dapo_jax.rollout.sampling import Mode, sample
@@ -145,7 +145,7 @@ class Programs:
         self.on_shards, self.state_at, self.everywhere = on_shards, state_at, everywhere
         self.elsewhere, together = mesh != trained_on, mesh.shape["tensor"]
         everywhere = rollout_mesh(trained_on, together)
-        way = towards_rollout(c, spec.layout, trained_on, together)
+        way = reshard_steps(c, spec.layout, trained_on, together)
 
         def to_rollout(params: decoder.Params) -> decoder.Params:
             params = rollout_dtypes(params, jnp.dtype(c.compute_dtype))

@@ -12,10 +12,10 @@ from dapo_jax.models.sharding import (
     check_batch_shapes,
     initial_params,
     make_mesh,
+    num_processes,
     own_mesh,
     param_shardings,
     rollout_mesh,
-    team_size,
 )
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.programs import rollout_dtypes, rollout_layout
@@ -85,7 +85,7 @@ def test_the_mesh_that_responses_are_drawn_on():
     drawn_on = rollout_mesh(mesh, 2)
     assert dict(drawn_on.shape) == {"data": 4, "fsdp": 1, "context": 1, "tensor": 2}
     assert drawn_on.devices.ravel().tolist() == mesh.devices.ravel().tolist()
-    assert own_mesh(drawn_on) is drawn_on and team_size(drawn_on) == 1
+    assert own_mesh(drawn_on) is drawn_on and num_processes(drawn_on) == 1
     mesh = make_mesh(layout(data=2, fsdp=2, tensor=2))
     assert rollout_mesh(mesh, None) is mesh
     with pytest.raises(UserError, match=r"rollout_tensor \(3\) must divide the number of devices"):
