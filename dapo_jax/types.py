@@ -13,6 +13,7 @@ The name of an array ends in its dimensions, a letter for each:
     C  components of the reward       F  feed-forward size
     S  positions in the cache         L  layers
     N  query heads                    K  key-value heads
+    X  tokens of any shape            P  columns of a part of the vocabulary
 """
 
 import base64

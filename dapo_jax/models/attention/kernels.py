@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from dapo_jax.config import ModelConfig
 from dapo_jax.models.attention import zigzag
@@ -156,11 +156,11 @@ def _padded(x: jax.Array, axis: int, multiple: int) -> jax.Array:
     return jnp.pad(x, widths)
 
 
-def whole_rows(x_BT: jax.Array, parts: int) -> jax.Array:
+def whole_rows(x_BTX: Shaped[Array, "B T *X"], parts: int) -> jax.Array:
     """Gathers whole rows in their own order from this device's part of their tokens."""
     if parts == 1:
-        return x_BT
-    return zigzag.to_rows(jax.lax.all_gather(x_BT, "context", axis=1, tiled=True), parts)
+        return x_BTX
+    return zigzag.to_rows(jax.lax.all_gather(x_BTX, "context", axis=1, tiled=True), parts)
 
 
 def splash_size(tokens: int) -> tuple[int, int]:
@@ -305,7 +305,7 @@ def _within_segments(kernel: Any, segments: Any) -> Any:
     )
 
 
-def splash_blocks(segments_BT: jax.Array) -> tuple[int, int]:
+def splash_blocks(segments_BT: Int[Array, "B T"]) -> tuple[int, int]:
     """Counts (blocks that a head computes forward, blocks at or below the diagonal)."""
     from jax.experimental.pallas.ops.tpu import splash_attention as library
 

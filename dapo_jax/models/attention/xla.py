@@ -118,14 +118,14 @@ def _over_context(segments_BT: Array, choice: kernels.Choice, shared: Any) -> At
     def local(_: Any, window: Array, rows: Any, q: Array, k: Array, v: Array) -> Array:
         whole = lambda x: kernels.whole_rows(x, parts)
         k, v = at_least_float32(whole(k)), at_least_float32(whole(v))
-        segments_BC, shared = rows
+        segments_BT, shared = rows
         if shared is None:
             start = jax.lax.axis_index("context") * (T // parts)
-            own_C = jax.lax.dynamic_slice_in_dim(order_T, start, T // parts)
-            own = TokenPositions(segments_BC, own_C[None], None)
-            row = TokenPositions(whole(segments_BC), jnp.arange(T)[None], None)
+            own_T = jax.lax.dynamic_slice_in_dim(order_T, start, T // parts)
+            own = TokenPositions(segments_BT, own_T[None], None)
+            row = TokenPositions(whole(segments_BT), jnp.arange(T)[None], None)
         else:
-            own = TokenPositions(segments_BC, shared.positions_BT, shared.prefixes_BT)
+            own = TokenPositions(segments_BT, shared.positions_BT, shared.prefixes_BT)
             row = jax.tree.map(whole, own)
         if T > LONG_ROW:
             return _by_query_chunks(q, k, v, own, row, window)
@@ -185,8 +185,8 @@ def _by_query_chunks(
 
     @jax.checkpoint
     def attended(chunk: tuple[jax.Array, TokenPositions]) -> jax.Array:
-        q_BCNH, of_chunk = chunk
-        return _in_q_dtype(q_BCNH, k_BSKH, v_BSKH, attention_mask(of_chunk, keys, window))
+        q_chunk, of_chunk = chunk
+        return _in_q_dtype(q_chunk, k_BSKH, v_BSKH, attention_mask(of_chunk, keys, window))
 
     out = jax.lax.map(attended, (split(q_BTNH), jax.tree.map(split, queries)))
     return out.swapaxes(0, 1).reshape(B, -1, N, H)[:, :T]
@@ -195,19 +195,19 @@ def _by_query_chunks(
 def prefilling(start: Int[Array, ""], num: int) -> Attend:
     """Returns attention of prompt tokens `start` to `start + num` to all tokens up to themselves.
 
-    The cache holds keys and values [L, B, T, K, H]; those of these tokens are written first.
+    The cache holds keys and values [L, B, S, K, H]; those of these tokens are written first.
     """
 
     def attend(layer: Any, q: Array, k: Array, v: Array, cache: Any, window: Any) -> Any:
-        B, T = q.shape[0], cache[0].shape[2]
+        B, S = q.shape[0], cache[0].shape[2]
         zero = jnp.int32(0)
         at = (jnp.asarray(layer, jnp.int32), zero, start.astype(jnp.int32), zero, zero)
         put = lambda x, new: jax.lax.dynamic_update_slice(x, new[None].astype(x.dtype), at)
         cache = tuple(map(put, cache, (k, v)))
         own = lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
-        k_BTKH, v_BTKH = map(own, cache)
-        mask_CT = _near(start + jnp.arange(num)[:, None] - jnp.arange(T)[None], window)
-        mask_BCT = jnp.broadcast_to(mask_CT[None], (B, num, T))
-        return dot_product_attention(q, k_BTKH, v_BTKH, mask_BCT), cache
+        k_BSKH, v_BSKH = map(own, cache)
+        mask_TS = _near(start + jnp.arange(num)[:, None] - jnp.arange(S)[None], window)
+        mask_BTS = jnp.broadcast_to(mask_TS[None], (B, num, S))
+        return dot_product_attention(q, k_BSKH, v_BSKH, mask_BTS), cache
 
     return attend

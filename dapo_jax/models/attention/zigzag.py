@@ -17,23 +17,23 @@ def order(tokens: int, parts: int) -> np.ndarray:
     return np.stack([early, late[::-1]], 1).reshape(-1)
 
 
-def to_devices(x_BT: Shaped[Array, "B T *X"], parts: int) -> Shaped[Array, "B T *X"]:
+def to_devices(x_BTX: Shaped[Array, "B T *X"], parts: int) -> Shaped[Array, "B T *X"]:
     """Puts rows into zig-zag order.
 
     Args:
         parts: C; twice as many must divide T. With one nothing changes.
     """
     if parts == 1:
-        return x_BT
-    B, _, *rest = x_BT.shape
-    halves = x_BT.reshape(B, 2, parts, -1, *rest)
-    return jnp.stack([halves[:, 0], halves[:, 1, ::-1]], 2).reshape(x_BT.shape)
+        return x_BTX
+    B, _, *rest = x_BTX.shape
+    halves = x_BTX.reshape(B, 2, parts, -1, *rest)
+    return jnp.stack([halves[:, 0], halves[:, 1, ::-1]], 2).reshape(x_BTX.shape)
 
 
-def to_rows(x_BT: Shaped[Array, "B T *X"], parts: int) -> Shaped[Array, "B T *X"]:
+def to_rows(x_BTX: Shaped[Array, "B T *X"], parts: int) -> Shaped[Array, "B T *X"]:
     """Puts rows back into their own order, the inverse of `to_devices`."""
     if parts == 1:
-        return x_BT
-    B, _, *rest = x_BT.shape
-    pairs = x_BT.reshape(B, parts, 2, -1, *rest)
-    return jnp.stack([pairs[:, :, 0], pairs[:, ::-1, 1]], 1).reshape(x_BT.shape)
+        return x_BTX
+    B, _, *rest = x_BTX.shape
+    pairs = x_BTX.reshape(B, parts, 2, -1, *rest)
+    return jnp.stack([pairs[:, :, 0], pairs[:, ::-1, 1]], 1).reshape(x_BTX.shape)
