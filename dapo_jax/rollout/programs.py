@@ -159,7 +159,13 @@ class Programs:
         self.to_rollout = jax.jit(to_rollout, out_shardings=self.rolled_at)
 
     def _on_shards(
-        self, function: Any, given: Any, made: Any, *, whole: int = -1, donated: tuple[int, ...] = ()
+        self,
+        function: Any,
+        given: Any,
+        made: Any,
+        *,
+        whole: int = -1,
+        donated: tuple[int, ...] = (),
     ) -> Any:
         """Returns the jitted program that runs `function`, written for one shard, on all shards.
 
