@@ -1,0 +1,160 @@
+"""Integrity of checkpoints: sums over the bits of arrays, and reads that tell damage from errors.
+
+A failed read is damage where a file is missing or cannot be decoded, and otherwise an error of the
+storage. Errors of this program and of its devices pass through.
+"""
+
+import contextlib
+import errno
+import gc
+import hashlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dapo_jax.types import RunError, UserError, causes
+
+T = TypeVar("T")
+READS = 3  # attempts to read a checkpoint before a storage error ends the run
+PAUSE_SECONDS = 5.0  # between attempts
+# Status codes of tensorstore for files that are missing, cut short or changed.
+DECODE_ERRORS = (
+    "DATA_LOSS",
+    "OUT_OF_RANGE",
+    "FAILED_PRECONDITION",
+    "NOT_FOUND",
+    "INVALID_ARGUMENT",
+)
+# Errors of this program and its devices, which no state of the storage explains.
+OWN_ERRORS = (UserError, MemoryError, jax.errors.JaxRuntimeError)
+
+
+class CheckpointError(RunError):
+    """A checkpoint could not be written or read. Earlier checkpoints are intact."""
+
+
+class Damaged(Exception):
+    """A file of a checkpoint is missing, or holds something else than was written."""
+
+
+def describe(arrays: Any, root: str = "") -> dict[str, str]:
+    """Returns shape and dtype of each array by its path, as text."""
+    leaves = jax.tree_util.tree_leaves_with_path(arrays)
+    return {root + jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}" for path, x in leaves}
+
+
+def bit_sums(arrays: Any, root: str = "") -> dict[str, list[int]]:
+    """Returns two sums over the bits of each array by its path, computed on its devices."""
+    leaves = jax.tree_util.tree_leaves_with_path(arrays)
+    sums = jax.device_get(_bit_sums([x for _, x in leaves]))
+    return {root + jax.tree_util.keystr(path): s.tolist() for (path, _), s in zip(leaves, sums)}
+
+
+def check_sums(saved: dict[str, list[int]], found: dict[str, list[int]]) -> None:
+    """Raises Damaged where an array has other sums than were saved."""
+    for name, value in saved.items():
+        if found[name] != value:
+            raise Damaged(f"the contents of {name} are not what was saved")
+
+
+def fingerprint(arrays: Any) -> str:
+    """Returns a hash of the arrays' contents."""
+    return hashlib.sha256(json.dumps(bit_sums(arrays), sort_keys=True).encode()).hexdigest()[:16]
+
+
+@jax.jit
+def _bit_sums(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Returns two sums over each array's words modulo 2^32, the second weighted by position."""
+
+    def sums(x: jax.Array) -> jax.Array:
+        kind = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+        words = (x if x.dtype == kind else jax.lax.bitcast_convert_type(x, kind)).astype(jnp.uint32)
+        position = sum(
+            jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) * jnp.uint32(2 * stride + 1)
+            for axis, stride in enumerate(np.cumprod([1, *words.shape[::-1]])[-2::-1] % 2**31)
+        )
+        weighted = words * (2 * jnp.asarray(position, jnp.uint32) + 1)
+        return jnp.stack([jnp.sum(words, dtype=jnp.uint32), jnp.sum(weighted, dtype=jnp.uint32)])
+
+    return [sums(x) for x in arrays]
+
+
+def retried(read: Callable[[], T]) -> T:
+    """Returns the result of `read`, after up to READS attempts.
+
+    Raises:
+        Damaged: a file is missing or cannot be decoded.
+        CheckpointError: the storage gave an error each time.
+    """
+    for attempt in range(1, READS + 1):
+        try:
+            return read()
+        except (Damaged, *OWN_ERRORS):
+            raise
+        except Exception as error:  # tensorstore, epath and gcsfs each have their own
+            if is_damage(error):
+                raise Damaged(reason(error)) from error
+            if attempt == READS:
+                raise CheckpointError(reason(error), restart=True) from error
+        time.sleep(PAUSE_SECONDS)
+    raise AssertionError
+
+
+def is_damage(error: Exception) -> bool:
+    """Returns whether a file was missing or could not be decoded.
+
+    tensorstore raises a ValueError whose text begins with a code or holds "Error decoding"; orbax
+    may raise its own error from that one.
+    """
+    decoding = (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError)
+    is_decode_error = lambda text: text.startswith(DECODE_ERRORS) or "Error decoding" in text
+    return any(
+        isinstance(cause, decoding)
+        or (isinstance(cause, ValueError) and is_decode_error(str(cause)))
+        for cause in causes(error)
+    )
+
+
+def is_disk_full(error: Exception) -> bool:
+    """Returns whether a write failed for lack of space; tensorstore says so in text alone."""
+    return any(
+        (isinstance(cause, OSError) and cause.errno == errno.ENOSPC)
+        or "No space left on device" in str(cause)
+        for cause in causes(error)
+    )
+
+
+def reason(error: Exception, line: int = 0) -> str:
+    """Returns one line of an error's text."""
+    return (str(error).strip() or repr(error)).splitlines()[line][:200]
+
+
+@contextlib.contextmanager
+def one_failure_reported() -> Iterator[None]:
+    """Silences asyncio and closed event loops while arrays are read.
+
+    orbax reads all arrays at once and raises the first failure. The others would each print a
+    traceback on standard error, hundreds for one damaged checkpoint.
+    """
+    logger, hook = logging.getLogger("asyncio"), sys.unraisablehook
+    level = logger.level
+
+    def without_closed_loops(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            hook(unraisable)
+
+    logger.setLevel(logging.CRITICAL)
+    sys.unraisablehook = without_closed_loops
+    try:
+        yield
+    finally:
+        gc.collect()
+        logger.setLevel(level)
+        sys.unraisablehook = hook
