@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, TextIO
 import jax
 
 from dapo_jax.evaluation.benchmark_page import write_page
-from dapo_jax.evaluation.evaluate import attempts_of, statistics
 from dapo_jax.evaluation.majority_vote import votes
+from dapo_jax.evaluation.metrics import attempts_of, statistics
 from dapo_jax.rewards.types import Rubric
 from dapo_jax.rollout.collector import IDLE_SECONDS, RolloutCollector
 from dapo_jax.rollout.prompt_queue import PromptQueue
@@ -70,7 +70,7 @@ def run(
     *,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Returns the figures of a benchmark, see `evaluate.statistics`; its transcripts and its page
+    """Returns the figures of a benchmark, see `metrics.statistics`; its transcripts and its page
     are in the directory then.
 
     Args:
