@@ -18,7 +18,7 @@ import numpy as np
 from dapo_jax.config import Config
 from dapo_jax.distributed.preemption import StopSignals
 from dapo_jax.distributed.process_group import ALONE, ProcessGroup
-from dapo_jax.evaluation.evaluate import evaluate
+from dapo_jax.evaluation.metrics import evaluate
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.types import Rubric
 from dapo_jax.rollout import memory_budget
