@@ -11,13 +11,13 @@ from tests.support.problems import CHAT_TEMPLATE, character_tokenizer, prepare_r
 @pytest.fixture
 def reads(monkeypatch):
     """The files that were read, in order."""
-    found, read_rows = [], dataset.records.read_rows
+    found, read_records = [], dataset.records.read_records
 
     def count(file, columns, field):
         found.append(file.name)
-        return read_rows(file, columns, field)
+        return read_records(file, columns, field)
 
-    monkeypatch.setattr(dataset.records, "read_rows", count)
+    monkeypatch.setattr(dataset.records, "read_records", count)
     return found
 
 
@@ -33,7 +33,7 @@ def test_what_was_prepared_is_not_made_again(tmp_path, monkeypatch):
     def fail(*_):
         raise AssertionError("read again")
 
-    monkeypatch.setattr(dataset.records, "read_rows", fail)
+    monkeypatch.setattr(dataset.records, "read_records", fail)
     assert prepare_rows(tmp_path, MESSY, max_prompt_tokens=20) == first
     # What the problems do not depend on: how often and how they are scored, where the file is.
     source = {"weight": 3.0, "scorer": "boxed"}

@@ -7,7 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from dapo_jax.data.records import BATCH_ROWS, Columns, Row, Unusable, read_rows
+from dapo_jax.data.records import BATCH_RECORDS, Columns, Record, Unusable, read_records
 from dapo_jax.types import UserError
 
 FIELD = "config.data.train.sums"
@@ -28,7 +28,7 @@ def write_parquet(tmp_path, rows, schema=None):
 
 
 def read(file, prompt_key=None, answer_key=None, answer_in=None):
-    return list(read_rows(file, Columns(prompt_key, answer_key, answer_in), FIELD))
+    return list(read_records(file, Columns(prompt_key, answer_key, answer_in), FIELD))
 
 
 def line(question: object = "1+1?", answer: object = "2", **more: object):
@@ -44,9 +44,9 @@ def row_of(tmp_path, columns, **keys):
 def test_rows_in_order_without_blank_lines(tmp_path):
     content = "\n".join(["", line("a ü", "x"), "  ", line(" b\n", -7) + "\r", line("a ü", " 0 ")])
     assert read(write_jsonl(tmp_path, content)) == [
-        Row("a ü", "x", {}),
-        Row(" b\n", "-7", {}),  # the prompt as it is, the answer without the space around it
-        Row("a ü", "0", {}),
+        Record("a ü", "x", {}),
+        Record(" b\n", "-7", {}),  # the prompt as it is, the answer without the space around it
+        Record("a ü", "0", {}),
     ]
 
 
@@ -65,7 +65,7 @@ def test_both_kinds_of_file_hold_the_same_rows(tmp_path, write):
 
 
 def test_more_rows_than_are_read_at_once(tmp_path):
-    num = 2 * BATCH_ROWS + 1
+    num = 2 * BATCH_RECORDS + 1
     file = write_parquet(tmp_path, [{"prompt": f"p{i}", "answer": i} for i in range(num)])
     assert [row.prompt for row in read(file)] == [f"p{i}" for i in range(num)]
     rows = [{"prompt": f"p{i}", "answer": "1" if i != num - 2 else " "} for i in range(num)]
@@ -118,7 +118,7 @@ def test_columns_are_found_by_their_names(tmp_path, columns, prompt, answer):
 )
 def test_columns_by_key(tmp_path, columns, keys, prompt, answer, metadata):
     row = row_of(tmp_path, columns, prompt_key=keys[0], answer_key=keys[1])
-    assert row == Row(prompt, answer, metadata)
+    assert row == Record(prompt, answer, metadata)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_columns_by_key(tmp_path, columns, keys, prompt, answer, metadata):
 )
 def test_where_the_answer_stands(tmp_path, text, answer_in, answer):
     row = row_of(tmp_path, {"question": "q", "answer": text}, answer_in=answer_in)
-    assert isinstance(row, Row) and row.answer == answer
+    assert isinstance(row, Record) and row.answer == answer
 
 
 def test_the_answer_of_a_solution_is_in_its_box(tmp_path):
@@ -157,7 +157,7 @@ def test_the_answer_of_a_solution_is_in_its_box(tmp_path):
 def test_numbers_as_answers(tmp_path, number, answer):
     assert row_of(tmp_path, {"question": "q", "answer": number}).answer == answer
     (row,) = read(write_parquet(tmp_path, [{"question": "q", "answer": number}]))
-    assert isinstance(row, Row) and row.answer == answer
+    assert isinstance(row, Record) and row.answer == answer
 
 
 def test_a_number_beyond_floats_as_answer(tmp_path):
@@ -168,7 +168,7 @@ def test_metadata_are_the_other_columns_as_json_can_hold_them(tmp_path):
     when = datetime.datetime(2024, 2, 3)
     rows = [{"question": "q", "answer": "a", "when": when, "raw": b"x", "list": [1, 2], "no": None}]
     (row,) = read(write_parquet(tmp_path, rows))
-    assert isinstance(row, Row)
+    assert isinstance(row, Record)
     assert row.metadata == {"when": str(when), "raw": "b'x'", "list": [1, 2], "no": None}
     assert json.loads(json.dumps(row.metadata)) == row.metadata
 
@@ -202,7 +202,7 @@ def test_a_row_without_a_problem_is_passed_over(tmp_path, columns, reason):
     assert isinstance(row, Unusable)
     assert row.reason.startswith(f"{FIELD}: {file}, line 3: {reason}")
     row.reason.encode()  # what is printed of a half pair is not a half pair
-    assert first == last == Row("1+1?", "2", {})
+    assert first == last == Record("1+1?", "2", {})
 
 
 def test_a_box_that_is_asked_for_must_be_there(tmp_path):
@@ -246,8 +246,8 @@ def test_a_box_that_is_asked_for_must_be_there(tmp_path):
 def test_a_faulty_line_is_named(tmp_path, faulty, wanted):
     faulty = faulty if isinstance(faulty, bytes) else faulty.encode()
     file = write_jsonl(tmp_path, b"\n" + line().encode() + b"\n" + faulty + b"\n" + line().encode())
-    rows = read_rows(file, AS_THEY_SHOW, FIELD)
-    assert next(rows) == Row("1+1?", "2", {})
+    rows = read_records(file, AS_THEY_SHOW, FIELD)
+    assert next(rows) == Record("1+1?", "2", {})
     with pytest.raises(UserError) as error:
         next(rows)
     message = str(error.value)
