@@ -69,8 +69,9 @@ class GroupScoring:
         done = [n for n, verdicts in self.verdicts.items() if len(verdicts) == self.group_size]
         for number in done:
             responses, verdicts = self.responses.pop(number), self.verdicts.pop(number)
-            in_order = [(responses[g], verdicts[g]) for g in range(self.group_size)]
-            yield number, Group(self.problems[number], *zip(*in_order), self.step)
+            in_order = lambda by_sample: tuple(by_sample[g] for g in range(self.group_size))
+            group = (self.problems[number], in_order(responses), in_order(verdicts), self.step)
+            yield number, Group(*group)
 
     def _send(self) -> None:
         places = [(number, sample) for number, sample, _ in self.waiting]

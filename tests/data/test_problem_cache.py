@@ -64,7 +64,7 @@ def test_what_was_prepared_is_not_made_again(tmp_path, monkeypatch):
         {"tokenizer": character_tokenizer(CHAT_TEMPLATE, eos="!", pad="~")},
     ],
 )
-def test_what_the_problems_depend_on_makes_them_anew(tmp_path, reads, changes):
+def test_what_the_problems_depend_on_makes_them_again(tmp_path, reads, changes):
     tokenizer = character_tokenizer(CHAT_TEMPLATE)
     settings = {"rows": ROWS, "tokenizer": tokenizer, "overlong_prompts": "drop"}
     if "system_prompt" in changes:
@@ -79,7 +79,7 @@ def test_what_the_problems_depend_on_makes_them_anew(tmp_path, reads, changes):
     assert len(reads) == 2, "each has its own"
 
 
-def test_changed_code_makes_problems_anew(tmp_path, reads, monkeypatch):
+def test_changed_code_makes_problems_again(tmp_path, reads, monkeypatch):
     prepare_rows(tmp_path, ROWS)
     (tmp_path / "code.py").write_text("")
     module = type(dataset)("other")
@@ -97,7 +97,7 @@ def cache_file(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "text", "other", "untold", "directory"])
-def test_a_damaged_cache_is_made_anew(tmp_path, reads, damage):
+def test_a_damaged_cache_is_made_again(tmp_path, reads, damage):
     first = prepare_rows(tmp_path, ROWS)
     file = cache_file(tmp_path)
     content = file.read_bytes()

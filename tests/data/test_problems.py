@@ -92,7 +92,7 @@ def test_prompts_that_differ_in_white_space_only_are_one_problem(tmp_path):
 
 
 @pytest.mark.parametrize("overlong, num, done", [("drop", 1, "left out"), ("truncate", 2, "cut")])
-def test_held_out_problems_that_the_run_does_not_evaluate_whole_are_told(
+def test_held_out_problems_that_the_run_does_not_evaluate_whole_are_reported(
     tmp_path, overlong, num, done
 ):
     """launch/evaluate.py keeps all of them, whole."""
@@ -118,7 +118,7 @@ def test_more_prompts_than_are_tokenised_at_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "prompts, told",
+    "prompts, note",
     [
         ("abcabc", "3 distinct prompts, 2 records of each"),
         ("aaaa", "1 distinct prompts, 4 records of each"),
@@ -127,10 +127,10 @@ def test_more_prompts_than_are_tokenised_at_once(tmp_path, monkeypatch):
         ("aaab", "2 records repeat a prompt: 2 are distinct"),  # as many as two of each
     ],
 )
-def test_the_note_for_a_benchmark_that_repeats_its_prompts(tmp_path, prompts, told):
+def test_the_note_for_a_benchmark_that_repeats_its_prompts(tmp_path, prompts, note):
     found = prepare_rows(tmp_path, [row(prompt) for prompt in prompts])
     wanted = f"{len(set(prompts))} problems of {len(prompts)} records"
-    assert found.describe() == wanted + (f" ({told})" if told else "")
+    assert found.describe() == wanted + (f" ({note})" if note else "")
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_that_there_is_no_chat_template_is_said(tmp_path):
         assert sum("no chat template: problems" in line for line in lines) == said
 
 
-def test_what_does_not_fit_the_chat_template_is_told(tmp_path):
+def test_what_does_not_fit_the_chat_template_is_reported(tmp_path):
     tool = [row([{"role": "tool", "content": "6 * 7"}])]
     with pytest.raises(UserError, match=r"does not take the prompt '6 \* 7': no tools here\. Set"):
         prepare_rows(tmp_path, tool, chat=True, tokenizer=character_tokenizer(CHAT_TEMPLATE))
@@ -292,7 +292,7 @@ def test_problems_are_numbered_across_their_sources(two_sources):
         ('{"prompt": "a long one, too long", "answer": "1"}', r"max_prompt_tokens \(20\)\."),
     ],
 )
-def test_a_source_without_problems_is_told(two_sources, tmp_path, content, wanted):
+def test_a_source_without_problems_is_reported(two_sources, tmp_path, content, wanted):
     config, chosen = two_sources
     config = dataclasses.replace(
         config, data=dataclasses.replace(config.data, max_prompt_tokens=20)
@@ -314,7 +314,7 @@ def test_several_files_are_one_source(tmp_path):
     assert found.counts["records"] == 6 and found.counts["conflicting"] == 1
 
 
-def test_a_file_that_cannot_be_read_is_told(tmp_path):
+def test_a_file_that_cannot_be_read_is_reported(tmp_path):
     """As what remains in a hub's cache of a file that was deleted."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "1.jsonl").symlink_to(tmp_path / "gone")

@@ -1,4 +1,4 @@
-"""Rows of data files: both shapes, where the answer stands, and what a faulty file is told."""
+"""Records of data files: both schemas, the place of the answer, errors of faulty files."""
 
 import datetime
 import json
@@ -195,7 +195,7 @@ def test_a_row_without_a_problem_is_passed_over(tmp_path, columns, reason):
     first, row, last = read(file)
     assert isinstance(row, Unusable)
     assert row.reason.startswith(f"{FIELD}: {file}, line 3: {reason}")
-    row.reason.encode()  # what is printed of a half pair is not a half pair
+    row.reason.encode()  # no half pair itself
     assert first == last == Record("1+1?", "2", {})
 
 

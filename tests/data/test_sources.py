@@ -105,7 +105,7 @@ def test_a_link_to_nothing_is_not_passed_over(tmp_path):
         ("many", "test", r"there are 9 data files \(0\.jsonl, .*, 7\.jsonl, \.\.\.\), and none"),
     ],
 )
-def test_what_is_not_there_is_told(tmp_path, monkeypatch, path, split, wanted):
+def test_what_is_not_there_is_reported(tmp_path, monkeypatch, path, split, wanted):
     make_files(tmp_path, "notes.txt", "a.jsonl", "empty/notes.txt", "some/a.jsonl")
     make_files(tmp_path, "some/sub/b.parquet", *(f"many/{i}.jsonl" for i in range(9)))
     monkeypatch.chdir(tmp_path)
@@ -212,12 +212,12 @@ def test_the_hub_is_asked_once_and_then_the_cache(tmp_path):
     assert found[: len(wanted)] == wanted, "from the cache, where the hub is down"
     for path, message in zip(more, found[len(wanted) :]):
         repository = path.removesuffix("/socratic")
-        told = f"the data set {repository} could not be fetched from the hub (ConnectError: "
-        assert isinstance(message, str) and told in message, "and never a part for the whole"
+        wanted_text = f"the data set {repository} could not be fetched from the hub (ConnectError: "
+        assert isinstance(message, str) and wanted_text in message, "and never a part for the whole"
     assert seconds < 20
 
 
-def test_what_the_hub_does_not_give_is_told(tmp_path):
+def test_what_the_hub_does_not_give_is_reported(tmp_path):
     datasets = {"own/gated": FILES, "own/private": FILES, "own/broken": FILES, "own/data": FILES}
     refused = {"gated": "own/gated", "private": "own/private", "broken": "own/broken"}
     paths = ("own/none", "own/gated", "own/private", "own/broken", "math500", "own--it/data")
@@ -231,8 +231,10 @@ def test_what_the_hub_does_not_give_is_told(tmp_path):
         if "own/data" not in path:
             repository = DATASETS[path].path if path in DATASETS else path
             absent = "" if path in DATASETS else f"there is no file {ROOT}/{path}, and "
-            told = f"{FIELD}: {absent}the data set {repository} could not be fetched from the hub ("
-            assert message.startswith(told) and ".)" not in message
+            wanted_text = (
+                f"{FIELD}: {absent}the data set {repository} could not be fetched from the hub ("
+            )
+            assert message.startswith(wanted_text) and ".)" not in message
             for remedy in ("Check its name", "the network", "HF_TOKEN", "the path of a file"):
                 assert remedy in message
             assert "\n" not in message and len(message) < 600

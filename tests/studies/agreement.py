@@ -111,7 +111,7 @@ def math_verify_cases(folder: Path) -> Iterator[Case]:
 
 
 def areal_cases(folder: Path) -> Iterator[Case]:
-    """Both of AReaL's functions are math-verify; our `gsm8k` beside the one of that name."""
+    """Both of AReaL's functions are math-verify; our `gsm8k` is compared with its namesake."""
     name = "areal_reward_cases.json"
     for row in json.loads((folder / name).read_text()):
         for scorer in ("gsm8k", "math_verify"):
@@ -122,7 +122,7 @@ def areal_cases(folder: Path) -> Iterator[Case]:
 
 def equivalent_pairs(folder: Path) -> Iterator[Case]:
     """MATH's answer as the response, Qwen's normal form of it as the reference: all pairs should
-    be right. `gsm8k` on those that are numbers."""
+    be right. `gsm8k` is run on numbers only."""
     name = "math_train_equivalent_pairs.json"
     for row in json.loads((folder / name).read_text()):
         for scorer in SCORERS:

@@ -68,7 +68,7 @@ def which_process(response: str, answer: str) -> Score:
 
 
 def of_lists(texts, token_ids, answers, metadata):
-    """Correct if the text is the answer, and what it was given in `extra`, but for some texts."""
+    """Correct if the text is the answer, with its arguments in `extra`; some texts are faults."""
     (text,), (answer,) = texts, answers
     if text == "nan":
         return [float("nan")]
