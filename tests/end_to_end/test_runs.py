@@ -304,7 +304,7 @@ def test_a_damaged_newest_checkpoint_is_told_and_more_steps_go_on(finished, tmp_
 def test_a_run_in_which_nothing_moves_ends_and_can_be_started_again(tmp_path, home):
     """In a step: the base, evaluated before, takes as long as it takes."""
     settings = RUN | {
-        "reward__scorer": f"{ROOT / 'tests' / 'support' / 'scorers.py'}:hanging",
+        "reward__scorer": f"{ROOT / 'tests' / 'scorers.py'}:hanging",
         "reward__timeout_seconds": 100.0,
         "data__heldout__sums__scorer": "exact_match",
         "rollout__watchdog_limit_seconds": 3.0,
