@@ -248,7 +248,7 @@ def test_avg_at_32_on_the_official_file(run, tmp_path):
     found = dataset.load(
         config, {"stub": source}, arithmetic_tokenizer(), field="benchmark", say=said.append
     )
-    assert len(found) == 30 and "30 distinct prompts, 32 rows of each" in said[0]
+    assert len(found) == 30 and "30 distinct prompts, 32 records of each" in said[0]
     figures = run(tmp_path, Policy(32, lambda i: i), num=30, all_problems=found)
     assert figures["avg@32"]["value"] == pytest.approx(np.mean(np.arange(30) / 32))
     assert figures["pass@32"]["value"] == pytest.approx(29 / 30)

@@ -2,9 +2,8 @@
 
 Command: python tests/studies/planted_defects.py [--passed]
 
-Each defect is one of those that other trainers shipped. The tests named with it must pass on the
-copy as it is and fail on the copy with the defect. --passed: they are known to pass as it is,
-because the whole suite has just been run.
+Other trainers shipped each of these defects. Its tests must pass on the copy without it and fail on
+the copy with it. --passed: skip the former, because the whole suite has just passed.
 """
 
 import concurrent.futures
