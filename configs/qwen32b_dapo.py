@@ -7,7 +7,7 @@ Time:      not measured; docs/plan.md estimates it
 Result:    none yet
 
 The values are those of the paper, arXiv:2503.14476, section 4.1, also where they equal a default.
-A comment marks what is the published script's (verl, recipe/dapo, commit 4f80e465) or ours.
+Comments mark values of the published script (verl, recipe/dapo, commit 4f80e465) and ours.
 """
 
 from ml_collections import ConfigDict

@@ -15,15 +15,16 @@ from dapo_jax.distributed.process_group import ALONE, ProcessGroup
 from dapo_jax.distributed.replica import Replica
 from dapo_jax.evaluation.majority_vote import equivalences
 from dapo_jax.models.attention import kernels
-from dapo_jax.models.sharding import check_batch_shapes, head_layout, make_mesh, team_size
+from dapo_jax.models.sharding import check_batch_shapes, head_layout, make_mesh, num_processes
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.types import Rubric
-from dapo_jax.rollout import memory_budget, prompt_filter
+from dapo_jax.rollout import memory_budget
 from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.collector import RolloutCollector
 from dapo_jax.rollout.dynamic_sampling import SamplingState, state_from_json, state_to_json
 from dapo_jax.rollout.engine import make_engine
 from dapo_jax.rollout.engine_config import EngineConfig
+from dapo_jax.rollout.prompt_filter import PromptFilterState
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.training import Learner, LearnerState, base_model
 from dapo_jax.utils.progress import Progress
@@ -69,7 +70,7 @@ class RunComponents:
         # The least memory of any process, so that all choose the same layout of their arrays.
         each = process_group.all_gather(memory_budget.device_bytes(jax.local_devices()))
         least = min((size for size in each if size is not None), default=None)
-        config = memory_budget.with_teams(config, jax.devices(), least, progress.say)
+        config = memory_budget.with_replica_size(config, jax.devices(), least, progress.say)
         self.config, self.process_group, self.say = config, process_group, progress.say
         self.mesh = make_mesh(config.mesh)
         check_batch_shapes(config, self.mesh.shape)
@@ -96,7 +97,7 @@ class RunComponents:
             max_prompt_tokens=config.data.max_prompt_tokens,
         )
         progress.say(attention_line(choice, self.engine.config))
-        self.replica = Replica(process_group, team_size(self.engine.mesh))
+        self.replica = Replica(process_group, num_processes(self.engine.mesh))
         self.learner = Learner(config, self.mesh, self.detokenize, progress.say, progress.doing)
         if process_group.count > 1:
             progress.say(process_group.described())
@@ -131,7 +132,7 @@ class RunComponents:
         filters = self.config.dynamic_sampling.prefilter
         return HostState(
             data=self.stream.get_state(),
-            sampling=SamplingState(prefilter=prompt_filter.initial_state() if filters else None),
+            sampling=SamplingState(prompt_filter=PromptFilterState() if filters else None),
             base_accuracy=accuracy,
             accuracy=accuracy,
             reward_kl_coefficient=self.config.objective.reward_kl_coefficient,

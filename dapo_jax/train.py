@@ -18,7 +18,7 @@ import numpy as np
 from dapo_jax.config import Config
 from dapo_jax.distributed.preemption import StopSignals
 from dapo_jax.distributed.process_group import ALONE, ProcessGroup
-from dapo_jax.evaluation.evaluate import evaluate
+from dapo_jax.evaluation.metrics import evaluate
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rollout import memory_budget
 from dapo_jax.rollout import metrics as rollout_metrics
@@ -150,14 +150,13 @@ class TrainLoop:
         # Before anything is read or sampled: a refusal by the compiler comes within minutes.
         telemetry.phase("compiling the programs of the update")
         run.learner.compile()
-        with self.process_group.loading():
-            telemetry.phase("looking for a checkpoint")
-            restored, base, base_seconds = self._restore(), None, 0.0
-            if restored is None or run.learner.needs_reference:
-                telemetry.phase("loading or making the base model")
-                check_stop = telemetry.watchdog.moving(self.signals.check_together)
-                base, base_seconds = run.load_base(self.directory.path, check_stop)
-            learner = run.learner.start(base, None if restored is None else restored.learner)
+        telemetry.phase("looking for a checkpoint")
+        restored, base, base_seconds = self._restore(), None, 0.0
+        if restored is None or run.learner.needs_reference:
+            telemetry.phase("loading or making the base model")
+            check_stop = telemetry.watchdog.moving(self.signals.check_together)
+            base, base_seconds = run.load_base(self.directory.path, check_stop)
+        learner = run.learner.start(base, None if restored is None else restored.learner)
         telemetry.phase("compiling the programs of the rollout")
         run.warm_up(learner.policy.params)
         return restored or self._evaluate_base(learner, base_seconds)
@@ -315,8 +314,8 @@ class TrainLoop:
         rollout_metrics.check_finite(batch.sampled)
         if faults := rollout_metrics.scorer_faults(batch.sampled):
             self.telemetry.say(f"  warning: step {step}: {faults}")
-        if before.prefilter is not None:
-            numbers |= rollout_metrics.prefilter_metrics(batch, before.prefilter)
+        if before.prompt_filter is not None:
+            numbers |= rollout_metrics.prompt_filter_metrics(batch, before.prompt_filter)
         if self.config.dynamic_sampling.partial_rollouts:
             numbers |= rollout_metrics.partial_metrics(batch, step)
         stats, seconds = self.collector.take_stats()

@@ -1,12 +1,10 @@
 """Draws runs on one page: python launch/report.py --workdir=DIR [--compare DIR2 DIR3 ...]
 
-Writes report.html and report.png into the directory of the run, also while it goes on.
+Writes report.html and report.png into the directory of the run, also while it continues.
 
 --workdir  the run
 --compare  other runs, drawn into the same plots
---paper    draw the curves of the DAPO paper into the same plots, in grey; --paper=FOLDER takes
-           them from other CSV files; which files and columns, see
-           dapo_jax/runs/report/paper_curves.py
+--paper    draw the curves of the DAPO paper into the same plots, in grey
 """
 
 import argparse
@@ -15,11 +13,11 @@ from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
-FLAGS = "Flags: --workdir=DIR, --compare DIR2 DIR3 ..., --paper or --paper=FOLDER."
+FLAGS = "Flags: --workdir=DIR, --compare DIR2 DIR3 ..., --paper."
 
 
 class Parser(argparse.ArgumentParser):
-    """Tells mistakes as the other programs do, where argparse would print its usage and exit."""
+    """Raises UserError for a mistake, where argparse would print its usage and exit."""
 
     def error(self, message: str) -> NoReturn:
         from dapo_jax.types import UserError
@@ -35,17 +33,15 @@ def directory(text: str) -> Path:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The flags `workdir`, `compare` and `paper` as paths.
+    """Returns the flags `workdir`, `compare` and `paper`.
 
     Raises:
         UserError: an unknown, missing or malformed flag.
     """
-    from dapo_jax.runs.report import paper_curves
-
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--workdir", type=directory)
     parser.add_argument("--compare", type=directory, nargs="+", action="extend", default=[])
-    parser.add_argument("--paper", type=directory, nargs="?", const=paper_curves.CURVES)
+    parser.add_argument("--paper", action="store_true")
     # argparse lets only the first directory of a list stand behind an equals sign.
     apart = [
         part
@@ -73,9 +69,7 @@ def main(argv: list[str]) -> int:
         from dapo_jax.runs.report.page import write_report
         from dapo_jax.runs.report.paper_curves import load_paper
 
-        paper = load_paper(flags.paper) if flags.paper else None
-        for file in paper.missing if paper else ():
-            print(f"{flags.paper} has no {file}: its curve is left out")
+        paper = load_paper() if flags.paper else ()
         print(write_report(flags.workdir, beside=flags.compare, paper=paper))
     except Exception as error:
         return fail(error)

@@ -26,7 +26,7 @@ PLACES = {
     "safetensors": {"models.hf_weights", "tools.bench.load"},
     "pyarrow": {"data.records", "data.dataset"},
     "jinja2": {"data.prompts"},
-    "matplotlib": {"runs.report.plots", "evaluation.benchmark_page"},
+    "matplotlib": {"runs.report.plots"},
     "tensorboardX": {"runs.run_directory"},
     "pebble": {"rewards.pool"},
     "math_verify": {"rewards.scorers"},

@@ -169,7 +169,7 @@ def _check_pretrain(config: "Config") -> None:
                 "None."
             )
         return
-    why = "None with config.pretrain, which fits a base model on generated arithmetic"
+    why = "None with config.pretrain, which fits a base model on sums; or set that to None"
     require(model.path is None, "model.path", model.path, why)
     require(model.tokenizer is None, "model.tokenizer", model.tokenizer, why)
     if all(source.num_terms is None for source in config.data.train.values()):

@@ -124,21 +124,21 @@ def _help(argv: list[str], usage: str) -> None:
 def _parse_flags(
     argv: list[str],
     texts: Mapping[str, str | None],
-    integers: Mapping[str, float | None],
+    integers: Mapping[str, int | None],
     floats: Mapping[str, float | None],
     switches: Sequence[str],
     before: Sequence[str] = (),
 ) -> flags.FlagValues:
     """Parses flags with these defaults; `before` are other flags, named in errors."""
     values = flags.FlagValues()
-    for define, defaults in (
-        (flags.DEFINE_string, texts),
-        (flags.DEFINE_integer, integers),
-        (flags.DEFINE_float, floats),
-        (flags.DEFINE_bool, dict.fromkeys(switches, False)),
-    ):
-        for name, default in defaults.items():
-            define(name, default, name, flag_values=values)
+    for name, text in texts.items():
+        flags.DEFINE_string(name, text, name, flag_values=values)
+    for name, integer in integers.items():
+        flags.DEFINE_integer(name, integer, name, flag_values=values)
+    for name, number in floats.items():
+        flags.DEFINE_float(name, number, name, flag_values=values)
+    for name in switches:
+        flags.DEFINE_bool(name, False, name, flag_values=values)
     known = ", ".join(f"--{name}" for name in (*before, *texts, *integers, *floats, *switches))
     try:
         rest = values(argv)[1:]

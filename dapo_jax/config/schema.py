@@ -90,7 +90,15 @@ class MeshConfig:
     )
 
 
-Template = Annotated[str, fields.Range(lambda text: "{prompt}" in text, "a text with {prompt}")]
+def _is_template(text: str) -> bool:
+    try:
+        return "\0\1" in text.format(prompt="\0\1")
+    except (LookupError, ValueError, AttributeError, TypeError):
+        return False
+
+
+TEMPLATE = "a str.format template with {prompt}, every other brace twice, as in \\boxed{{}}"
+Template = Annotated[str, fields.Range(_is_template, TEMPLATE)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

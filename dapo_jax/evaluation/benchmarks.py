@@ -1,13 +1,13 @@
-"""Benchmarks: n samples of every problem, kept as transcripts, and the figures quoted of them.
+"""Benchmarks: n samples of every problem, their transcripts, and the figures that are quoted.
 
-A directory holds what was drawn with one model and one set of settings:
+A directory holds the samples of one model with one set of settings:
 
-settings.json    what the samples depend on
+settings.json    all that the samples depend on
 NAME.jsonl       the transcripts of a benchmark, one problem to a line
-NAME.html        the same to be read, one problem after the other
+NAME.html        a page of the same transcripts
 results.json     the figures of every benchmark
 
-Problems are written as they are done, and a call that finds some of them goes on with the others.
+A problem is written as soon as it is done. A later call resumes with the problems that are left.
 """
 
 import json
@@ -20,25 +20,29 @@ from typing import Any, NamedTuple, TextIO
 import jax
 
 from dapo_jax.evaluation.benchmark_page import write_page
-from dapo_jax.evaluation.evaluate import attempts_of, statistics
 from dapo_jax.evaluation.majority_vote import votes
+from dapo_jax.evaluation.metrics import attempts_of, statistics
 from dapo_jax.rewards.types import Rubric
 from dapo_jax.rollout.collector import IDLE_SECONDS, RolloutCollector
 from dapo_jax.rollout.prompt_queue import PromptQueue
+from dapo_jax.runs.run_directory import write_atomically
 from dapo_jax.types import Attempt, Attempts, Problem, UserError, Verdict, verdict_from_json
 from dapo_jax.utils.progress import Progress, duration
 
 REPORT_EVERY_SECONDS = 10.0
+ATTEMPT = ("text", "length", "truncated", "invalid")  # fields of a sample besides its verdict
 
 
 class Benchmark(NamedTuple):
+    """A named set of problems with its scorers."""
+
     name: str
     problems: Sequence[Problem]  # all of the source `name`
     rubric: Rubric
 
 
 def open_directory(directory: Path, settings: Mapping[str, Any]) -> None:
-    """Makes the directory of an evaluation, or makes sure that it is that of this one.
+    """Creates the directory of an evaluation, or checks that it belongs to this one.
 
     Raises:
         UserError: it cannot be written to, or holds samples of another model or other settings.
@@ -48,7 +52,7 @@ def open_directory(directory: Path, settings: Mapping[str, Any]) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if not file.exists():
-            _write(file, json.dumps(wanted, indent=1) + "\n")
+            write_atomically(file, json.dumps(wanted, indent=1) + "\n")
         found = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise UserError(
@@ -70,16 +74,17 @@ def run(
     *,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Returns the figures of a benchmark, see `evaluate.statistics`; its transcripts and its page
-    are in the directory then.
+    """Runs a benchmark: writes its transcripts and page, and returns its figures.
+
+    See `metrics.statistics` for the figures.
 
     Args:
         collector: generates and scores the samples; its engine holds the weights.
         directory: see `open_directory`.
 
     Raises:
-        UserError: transcripts that are there are of other problems or judged by other scorers.
-        StopRequested: a stop was requested; the problems that are done are kept.
+        UserError: the directory holds transcripts of other problems or of other scorers.
+        StopRequested: a stop was requested; finished problems are kept.
     """
     num_samples, pool = collector.request.num_samples, collector.pool
     file = directory / f"{benchmark.name}.jsonl"
@@ -93,13 +98,13 @@ def run(
             _record(benchmark, left, collector, key, out, done, progress)
     groups = [done[problem.id] for problem in benchmark.problems]
     lines = [_line(group, benchmark.rubric) + "\n" for group in groups]
-    _write(file, "".join(lines))  # in the order of the problems
+    write_atomically(file, "".join(lines))  # in the order of the problems
     collector.telemetry.phase(f"reward workers: which answers to {benchmark.name} are equal")
     figures = statistics(groups, votes(groups, {benchmark.name: benchmark.rubric}, pool))
     figures = {"problems": len(groups), "samples": num_samples} | figures
     results = directory / "results.json"
     every = json.loads(results.read_text()) if results.exists() else {}
-    _write(results, json.dumps(every | {benchmark.name: figures}, indent=1) + "\n")
+    write_atomically(results, json.dumps(every | {benchmark.name: figures}, indent=1) + "\n")
     settings = json.loads((directory / "settings.json").read_text())
     write_page(directory / f"{benchmark.name}.html", benchmark.name, groups, figures, settings)
     return figures
@@ -114,26 +119,26 @@ def _record(
     done: dict[int, Attempts],
     progress: Progress,
 ) -> None:
-    """Generates the problems' samples, and writes each problem down as soon as it is scored."""
+    """Generates the problems' samples, and writes each problem as soon as it is scored."""
     wanted, num_done = len(problems), 0
     begun = reported = time.monotonic()
-    for turn in collector.turns(PromptQueue.of_list(problems), key):
-        for _, scored in turn.groups:
+    for output in collector.run(PromptQueue.of_list(problems), key):
+        for _, scored in output.groups:
             group = attempts_of(scored)
             done[group.problem.id] = group
             out.write(_line(group, benchmark.rubric) + "\n")
             out.flush()
             os.fsync(out.fileno())
             num_done += 1
-        if turn.idle:
+        if output.idle:
             time.sleep(IDLE_SECONDS)
         now = time.monotonic()
         if num_done and now - reported > REPORT_EVERY_SECONDS:
             reported = now
-            said = [v.correct for group in done.values() for v in group.verdicts]
+            correct = [v.correct for group in done.values() for v in group.verdicts]
             progress.say(
                 f"{benchmark.name}: {num_done:,} of {wanted:,} problems, "
-                f"{100 * sum(said) / len(said):.1f} % correct so far, about "
+                f"{100 * sum(correct) / len(correct):.1f} % correct so far, about "
                 f"{duration((now - begun) * (wanted - num_done) / num_done)} left"
             )
 
@@ -148,12 +153,10 @@ def _line(group: Attempts, rubric: Rubric) -> str:
             "rubric": rubric._asdict(),
             "samples": [
                 {
-                    "text": attempt.text,
-                    "length": attempt.length,
-                    "truncated": attempt.truncated,
-                    "invalid": attempt.invalid,
-                    **attempt.verdict._asdict(),
+                    name: getattr(attempt, name)
+                    for name in ("text", "length", "truncated", "invalid")
                 }
+                | attempt.verdict._asdict()
                 for attempt in group.attempts
             ],
         }
@@ -161,7 +164,7 @@ def _line(group: Attempts, rubric: Rubric) -> str:
 
 
 def _read(file: Path, benchmark: Benchmark, num_samples: int) -> dict[int, Attempts]:
-    """The problems that are done, by their ids. A line that a kill left half written is removed."""
+    """Returns finished problems by their ids. Removes a line that a kill left half written."""
     if not file.exists():
         return {}
     problems = {problem.id: problem for problem in benchmark.problems}
@@ -169,44 +172,28 @@ def _read(file: Path, benchmark: Benchmark, num_samples: int) -> dict[int, Attem
     lines = file.read_text(encoding="ascii").splitlines(keepends=True)
     whole = [line for line in lines if line.endswith("\n")]
     if len(whole) < len(lines):
-        _write(file, "".join(whole))
+        write_atomically(file, "".join(whole))
     done = {}
     for number, line in enumerate(whole, 1):
-        row = json.loads(line)
-        problem = problems.get(row["problem_id"])
-        same = problem is not None and (problem.prompt, problem.answer) == (
-            row["prompt"],
-            row["answer"],
-        )
-        if problem is None or not same or len(row["samples"]) != num_samples:
+        record = json.loads(line)
+        problem = problems.get(record["problem_id"])
+        found = (record["prompt"], record["answer"], len(record["samples"]))
+        if problem is None or found != (problem.prompt, problem.answer, num_samples):
             raise UserError(
                 f"{file}, line {number}: these are transcripts of other problems, or of another "
                 "number of samples. Choose another --output, or remove the file."
             )
-        judged_by = row["rubric"]
-        if judged_by != rubric:
+        if record["rubric"] != rubric:
             raise UserError(
-                f"{file}, line {number}: these were judged by {judged_by}, and {rubric} is asked "
-                "for. Choose another --output, or remove the file."
+                f"{file}, line {number}: these were judged by {record['rubric']}, and {rubric} is "
+                "requested. Choose another --output, or remove the file."
             )
-        attempts = tuple(_attempt(sample) for sample in row["samples"])
+        attempts = tuple(_attempt(sample) for sample in record["samples"])
         done[problem.id] = Attempts(problem, attempts)
     return done
 
 
 def _attempt(sample: dict[str, Any]) -> Attempt:
-    said = {name: value for name, value in sample.items() if name in Verdict._fields}
-    return Attempt(
-        sample["text"],
-        sample["length"],
-        sample["truncated"],
-        verdict_from_json(said),
-        sample["invalid"],
-    )
-
-
-def _write(file: Path, text: str) -> None:
-    """The whole text or what was there before."""
-    temporary = file.with_name(f".{file.name}.tmp")
-    temporary.write_text(text, encoding="ascii")
-    os.replace(temporary, file)
+    verdict = {name: value for name, value in sample.items() if name in Verdict._fields}
+    fields = {name: sample[name] for name in ATTEMPT}
+    return Attempt(verdict=verdict_from_json(verdict), **fields)

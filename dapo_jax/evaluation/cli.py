@@ -1,4 +1,4 @@
-"""Evaluation of a model by itself: what launch/evaluate.py does."""
+"""Evaluation of a model on benchmarks: the work of launch/evaluate.py."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ PROMPT_TOKENS_MULTIPLE = 16  # of the longest prompt, so that like benchmarks sh
 
 
 class Request(NamedTuple):
-    """What is to be evaluated, and how."""
+    """A request for an evaluation."""
 
     workdir: Path | None  # of a run; None: the base model of the config
     step: int | None  # of the run; None: its newest checkpoint
@@ -59,30 +59,29 @@ class Request(NamedTuple):
 
 
 def request(config: Config, flags: Any) -> Request:
-    """The request of a command line; what is not given is as the config says.
+    """Returns the request of a command line; defaults are those of the config.
 
     Raises:
         UserError: a flag is out of range, or contradicts another.
     """
-    given = lambda value, default: default if value is None else value
     place = lambda value: None if value is None else Path(value).expanduser().resolve()
+    e = config.evaluation
+    sampling = {"temperature": e.temperature, "top_p": e.top_p, "top_k": 0, "min_p": 0.0}
+    sampling |= {n: getattr(flags, n) for n in sampling if getattr(flags, n) is not None}
     if flags.step is not None and flags.workdir is None:
-        raise UserError(f"--step={flags.step} is that of a run: give its --workdir.")
+        raise UserError(f"--step={flags.step} needs the --workdir of a run.")
     if flags.output is None and flags.workdir is None:
         raise UserError("--output is needed where there is no --workdir.")
     asked = Request(
         workdir=place(flags.workdir),
         step=flags.step,
         benchmarks=tuple(filter(None, (flags.benchmarks or "").split(","))),
-        num_samples=given(flags.num_samples, 32),
+        num_samples=32 if flags.num_samples is None else flags.num_samples,
         num_problems=flags.num_problems,
-        temperature=given(flags.temperature, config.evaluation.temperature),
-        top_p=given(flags.top_p, config.evaluation.top_p),
-        top_k=given(flags.top_k, 0),
-        min_p=given(flags.min_p, 0.0),
-        seed=given(flags.seed, 0),
+        seed=flags.seed or 0,
         scorer=flags.scorer,
         output=place(flags.output),
+        **sampling,
     )
     for ok, name, wanted in (
         (asked.num_samples > 0, "num_samples", "above 0"),
@@ -107,19 +106,19 @@ def request(config: Config, flags: Any) -> Request:
 
 
 def evaluate_model(config: Config, request: Request) -> int | None:
-    """Evaluates, prints the table and leaves transcripts, pages and figures in the output.
+    """Evaluates, prints the table, and writes transcripts, pages and figures to the output.
 
     Returns:
-        The number of the signal that stopped it, or None when it is done.
+        The number of the signal that stopped the evaluation, or None when it is done.
 
     Raises:
-        UserError: for what the user can mend.
+        UserError: for mistakes that the user can mend.
     """
     begun = time.monotonic()
     progress = Progress(0, 0)
     chosen = _sources(config, request)
     tokenizer = load_tokenizer(config.model)
-    # Every problem of a benchmark counts: none is left out for its length.
+    # Every problem of a benchmark counts, whatever its length.
     everything = dataclasses.replace(config.data, max_prompt_tokens=2**30)
     found = problems.load(
         dataclasses.replace(config, data=everything),
@@ -132,7 +131,7 @@ def evaluate_model(config: Config, request: Request) -> int | None:
     longest = _padded(max(len(problem.prompt_tokens) for problem in found))
     with_prompts = dataclasses.replace(config.data, max_prompt_tokens=longest)
     devices = jax.devices()
-    config = memory_budget.with_teams(
+    config = memory_budget.with_replica_size(
         dataclasses.replace(config, data=with_prompts),
         devices,
         memory_budget.device_bytes(devices),
@@ -162,7 +161,7 @@ def evaluate_model(config: Config, request: Request) -> int | None:
             settings = _settings(config, request, label, params)
             benchmarks.open_directory(output, settings)
             for name in chosen:
-                # Numbered anew: which benchmarks stand before one changes none of its samples.
+                # Numbers of its own: other benchmarks change none of its samples.
                 own = (problem for problem in found if problem.source == name)
                 of_benchmark = [problem._replace(id=i) for i, problem in enumerate(own)]
                 telemetry.phase(f"{name}: the device")
@@ -176,13 +175,13 @@ def evaluate_model(config: Config, request: Request) -> int | None:
                         benchmark, collector, key, output, progress=progress
                     )
         except StopRequested:
-            progress.say("stopped; the same command goes on with the problems that are left")
+            progress.say("stopped; the same command resumes with the problems that are left")
             return signals.received
     progress.say(
-        f"\n{label}, {_sampled(request)}, seed {request.seed}, in "
+        f"\n{label}, temperature {request.temperature:g}, top-p {request.top_p:g}, "
+        f"top-k {request.top_k}, min-p {request.min_p:g}, seed {request.seed}, in "
         f"{duration(time.monotonic() - begun)}; in brackets the 95 % interval over problems\n\n"
-        f"{table(results)}\n\n{output}: results.json, and transcripts and a page "
-        "of each benchmark"
+        f"{table(results)}\n\n{output}: results.json, transcripts and a page of each benchmark"
     )
     return None
 
@@ -197,8 +196,7 @@ def _collector(
     pool: RewardPool,
     telemetry: Telemetry,
 ) -> RolloutCollector:
-    """Returns the collector of a benchmark. Which part of its problems is left to do, and what
-    other benchmarks there are, does not change a sample."""
+    """Returns the collector of a benchmark, which depends on no other benchmark."""
     longest = max(len(problem.prompt_tokens) for problem in problems)
     return RolloutCollector(
         make_engine(
@@ -219,7 +217,7 @@ def _padded(tokens: int) -> int:
 
 
 def _sources(config: Config, request: Request) -> dict[str, SourceConfig]:
-    """The benchmarks by their names."""
+    """Returns the benchmarks by their names."""
     chosen = {name: _source(config, name) for name in request.benchmarks}
     if len({_name(path) for path in chosen}) < len(chosen):
         raise UserError(f"--benchmarks={','.join(chosen)}: two of them have one name.")
@@ -231,7 +229,7 @@ def _sources(config: Config, request: Request) -> dict[str, SourceConfig]:
 
 
 def _name(path: str) -> str:
-    """A benchmark is called as it is known, a file by its stem."""
+    """Returns the name of a benchmark; for a file, its stem."""
     stem = path if path in DATASETS else Path(path.rstrip("/")).stem
     return re.sub(r"[^\w-]", "_", stem)
 
@@ -239,9 +237,7 @@ def _name(path: str) -> str:
 def _source(config: Config, path: str) -> SourceConfig:
     if path in config.data.heldout:
         return config.data.heldout[path]
-    dataset = DATASETS.get(path)
-    split = None if dataset is None else dataset.heldout_split
-    return SourceConfig(path=path, split=split)
+    return SourceConfig(path=path, split=DATASETS[path].heldout_split if path in DATASETS else None)
 
 
 def load_params(
@@ -253,8 +249,8 @@ def load_params(
     progress: Progress,
     check_stop: Callable[[], None],
 ) -> tuple[str, decoder.Params]:
-    """(what the model is called, its parameters): of a checkpoint of a run, the newest if no step
-    is given; without a run the base model of the config.
+    """Returns (label, parameters) of a run's checkpoint, the newest if no step is given, or without
+    a run of the config's base model.
 
     Raises:
         UserError: there is no such run or checkpoint, or it is of another model.
@@ -277,13 +273,13 @@ def load_params(
 
 
 def _run_of(config: Config, workdir: Path) -> dict[str, Any]:
-    """The config of a run, which must be of the model that this config describes."""
+    """Returns the config of a run, which must have the model that `config` describes."""
     try:
         run = run_directory.read_config(workdir / "config.json")
         frozen = run["model"]
     except run_directory.UNREADABLE as error:
         raise UserError(f"--workdir={workdir} holds no run: {error}.") from error
-    # As JSON has it, where tuples are lists.
+    # JSON turns tuples into lists.
     for name, value in json.loads(json.dumps(dataclasses.asdict(config.model))).items():
         if frozen.get(name) != value:
             raise UserError(
@@ -304,25 +300,15 @@ def _output(request: Request, label: str) -> Path:
     return request.workdir / "evaluations" / f"step_{step}_{how}_s{request.seed}"
 
 
-def _sampled(request: Request) -> str:
-    said = f"temperature {request.temperature:g}, top-p {request.top_p:g}"
-    said += f", top-k {request.top_k}" if request.top_k else ""
-    return said + (f", min-p {request.min_p:g}" if request.min_p else "")
-
-
 def _settings(
     config: Config, request: Request, label: str, params: decoder.Params
 ) -> Mapping[str, Any]:
-    """What the samples and their verdicts depend on, besides the problems."""
+    """Returns all that the samples and their verdicts depend on, besides the problems."""
+    names = ("num_samples", "temperature", "top_p", "top_k", "min_p", "seed")
     return {
         "model": label,
         "parameters": integrity.fingerprint(params),
-        "num_samples": request.num_samples,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "top_k": request.top_k,
-        "min_p": request.min_p,
-        "seed": request.seed,
+        **{name: getattr(request, name) for name in names},
         "max_response_tokens": config.rollout.max_response_tokens,
         "stop_strings": list(config.rollout.stop_strings),
         "scorer": request.scorer or config.reward.scorer,

@@ -1,8 +1,7 @@
-"""Statistics of n samples per problem, as the field quotes them: avg@k, pass@k, cons@k.
+"""Statistics of n samples per problem: avg@k, pass@k, cons@k and their bootstrap interval.
 
-All are exact functions of the samples, one value per problem; the figure that is quoted is their
-mean. The reference's evaluation reports best@k and maj@k as bootstrap averages, which differ from
-these by resampling noise.
+Each returns one value per problem; the quoted figure is their mean. The reference reports best@k
+and maj@k as bootstrap averages, which differ from these by resampling noise.
 """
 
 import collections
@@ -14,7 +13,7 @@ from numpy.typing import ArrayLike
 
 
 def avg_at_k(correct_QK: ArrayLike) -> np.ndarray:
-    """Share of correct samples of each problem, float64 [Q].
+    """Returns the share of correct samples of each problem, float64 [Q].
 
     Args:
         correct_QK: bool, sample k of problem q is correct.
@@ -23,7 +22,7 @@ def avg_at_k(correct_QK: ArrayLike) -> np.ndarray:
 
 
 def pass_at_k(correct_QK: ArrayLike, k: int) -> np.ndarray:
-    """Unbiased estimate of the probability that at least one of k samples is correct, float64 [Q].
+    """Returns the unbiased estimate of P(one of k samples is correct), float64 [Q].
 
         pass@k of problem q = 1 - C(n - c_q, k) / C(n, k)
 
@@ -42,17 +41,15 @@ def pass_at_k(correct_QK: ArrayLike, k: int) -> np.ndarray:
 
 
 def cons_at_k(answers_QK: Sequence[Sequence[str | None]], correct_QK: ArrayLike) -> np.ndarray:
-    """Credit of the majority vote over the answers to each problem, float64 [Q].
+    """Returns the credit of the majority vote over the answers to each problem, float64 [Q].
 
-    Where several answers are the most frequent, the vote is split evenly between them: that is the
-    expectation of breaking the tie at random, and does not depend on the order of the samples.
+    The most frequent answers share the vote: the expectation of breaking the tie at random.
 
     Args:
-        answers_QK: the answer of each sample; equal texts are one answer. None abstains: no answer
-            could be read, or no verdict on it was reached. A problem on which all abstain has
-            credit 0.
+        answers_QK: the answer of each sample; equal texts are one answer. None abstains. A problem
+            on which all abstain has credit 0.
         correct_QK: bool, the sample is correct. The credit of an answer is the share of its samples
-            that are; with a scorer that looks at nothing but the answer, 0 or 1.
+            that are correct: 0 or 1 if the scorer looks at the answer alone.
     """
     correct_QK = _as_bool_QK(correct_QK)
     credits = []
@@ -68,17 +65,17 @@ def cons_at_k(answers_QK: Sequence[Sequence[str | None]], correct_QK: ArrayLike)
 
 
 def powers_up_to(n: int) -> list[int]:
-    """1, 2, 4, ... and n itself: the k at which pass@k is reported."""
+    """Returns 1, 2, 4, ... and n itself: the k at which pass@k is reported."""
     return sorted({1 << i for i in range(n.bit_length()) if 1 << i <= n} | {n})
 
 
 def bootstrap_interval(
     values_Q: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 2000, seed: int = 0
 ) -> tuple[float, float]:
-    """Percentile interval (low, high) of the mean over problems, by bootstrap.
+    """Returns the percentile interval (low, high) of the mean over problems, by bootstrap.
 
-    It speaks of the choice of problems, resampled with replacement; each problem's own value is
-    taken as it is. Source: Efron and Tibshirani 1993, section 13.3.
+    Problems are resampled with replacement; the value of each is fixed. Source: Efron and
+    Tibshirani 1993, section 13.3.
 
     Args:
         values_Q: one value per problem, such as its share of correct samples.

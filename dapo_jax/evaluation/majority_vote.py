@@ -1,4 +1,4 @@
-"""Which of the answers to a problem are the same, for the majority vote of cons@k."""
+"""Equal answers to a problem, for the majority vote of cons@k."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +9,7 @@ from dapo_jax.types import Attempts
 
 
 def equivalences(rubrics: Mapping[str, Rubric]) -> set[str]:
-    """The scorers that `votes` asks for, beside those of the rubrics."""
+    """Returns the scorers that `votes` calls in addition to those of the rubrics."""
     first = {rubric.scorers[0][0] for rubric in rubrics.values()}
     return {EQUIVALENCES[name] for name in first if name in EQUIVALENCES}
 
@@ -17,15 +17,14 @@ def equivalences(rubrics: Mapping[str, Rubric]) -> set[str]:
 def votes(
     groups: Sequence[Attempts], rubrics: Mapping[str, Rubric], pool: RewardPool
 ) -> list[list[str | None]] | None:
-    """The answer that each response votes for, for each group; equal answers as one text. None
-    where a scorer does not tell the answers that it reads.
+    """Returns the answer that each response of each group votes for, equal answers as one text.
 
-    Answers are equal if their texts are. With a scorer whose answers may differ as texts and be
-    equal (math_verify), correct ones are equal to the reference and so to each other, and wrong
-    ones are compared in pairs, as far as they can decide the vote.
+    Answers with equal texts are equal. Different texts may be equal too with math_verify: correct
+    answers equal the reference and so each other, and wrong ones are compared in pairs where they
+    can decide the vote. Returns None if a scorer does not report the answers that it reads.
     """
-    said = [verdict for group in groups for verdict in group.verdicts]
-    if any(verdict.correct and verdict.extracted is None for verdict in said):
+    verdicts = [verdict for group in groups for verdict in group.verdicts]
+    if any(verdict.correct and verdict.extracted is None for verdict in verdicts):
         return None
     same = [{v.extracted: v.extracted for v in group.verdicts} for group in groups]
     pairs: list[tuple[int, str, str]] = []
@@ -38,7 +37,7 @@ def votes(
         wrong = [v.extracted for v in group.verdicts if not v.correct and v.extracted is not None]
         same[q] |= dict.fromkeys(right, right[0] if right else None)
         texts = list(dict.fromkeys(wrong))
-        if len(wrong) < len(right):  # even together they lose
+        if len(wrong) < len(right):  # even all equal they lose
             continue
         for i, ours in enumerate(texts):
             for theirs in texts[:i]:

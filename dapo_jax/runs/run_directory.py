@@ -1,9 +1,9 @@
-"""The run directory: what a run leaves behind, and what it needs to go on.
+"""The run directory: the files of a run, and the check that a config may resume it.
 
 config.json              the frozen config, versions, git commit and command
 metrics.jsonl            one object per rollout step
 tensorboard/             the same as TensorBoard events
-rollouts/step_*.jsonl    a sample of responses with their rewards
+rollouts/step_*.jsonl    some responses with their rewards
 tokenizer/               in Hugging Face format
 base/, checkpoints/      see `dapo_jax.training.base_model` and `dapo_jax.runs.checkpoint`
 summary.json             at the end
@@ -23,13 +23,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import tensorboardX
-
 from dapo_jax.config import Config
 from dapo_jax.types import Group, RunError, UserError
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy")
-# Fields that may differ when a run goes on: they change how long, how closely and where, not what.
+# Fields that may differ when a run is resumed: they do not change what is computed.
 MAY_CHANGE = (
     "train.num_steps",
     "checkpoint.every_steps",
@@ -38,14 +36,14 @@ MAY_CHANGE = (
     "reward.workers",
     "rollout.watchdog_",
 )
-UNREADABLE = (OSError, ValueError, LookupError, TypeError)  # of `read_config`
+UNREADABLE = (OSError, ValueError, LookupError, TypeError)  # errors of `read_config`
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """Returns the config of the run whose config.json it is, as `frozen` had it.
+    """Returns the config in a config.json, as `frozen` wrote it.
 
     Raises:
-        UNREADABLE: the file is no such thing.
+        UNREADABLE: the file holds no complete config.
     """
     config = json.loads(file.read_text())["config"]
     missing = [field.name for field in dataclasses.fields(Config) if field.name not in config]
@@ -55,19 +53,15 @@ def read_config(file: Path) -> dict[str, Any]:
 
 
 def checkpoints(workdir: Path, config: Mapping[str, Any]) -> str:
-    """Returns where the checkpoints of a run are.
-
-    Args:
-        config: the run's, as `frozen` has it.
-    """
+    """Returns the place of a run's checkpoints, from its config as `frozen` wrote it."""
     return config["checkpoint"]["directory"] or str(workdir / "checkpoints")
 
 
 class RunDirectory:
-    """Opens a run directory, new or to be continued.
+    """A run directory, new or of a run that is resumed.
 
     Args:
-        writes: False: of another process of the run, which leaves the writing to the first.
+        writes: whether this process writes: the primary one.
 
     Raises:
         UserError: it is not writable, belongs to a run with another config, or is past the last
@@ -90,22 +84,24 @@ class RunDirectory:
             ) from error
         file = path / "config.json"
         if file.exists():
-            _check_goes_on(file, config)
-        _write_atomically(file, json.dumps(_frozen_config(config), indent=1))
+            _check_resumes(file, config)
+        write_atomically(file, json.dumps(_frozen_config(config), indent=1))
         self._metrics = path / "metrics.jsonl"
-        self._events: tensorboardX.SummaryWriter | None = None
+        self._events: Any = None  # a SummaryWriter
 
     def rewind(self, step: int) -> None:
-        """Forgets metrics, events and rollouts after `step`, which a continued run makes again."""
+        """Deletes metrics, events and rollouts after `step`, which a resumed run repeats."""
         if not self.writes:
             return
         lines = self._metrics.read_text().splitlines() if self._metrics.exists() else []
         kept = [line for line in lines if _step_of(line) <= step]
-        _write_atomically(self._metrics, "".join(line + "\n" for line in kept))
+        write_atomically(self._metrics, "".join(line + "\n" for line in kept))
         for file in (self.path / "rollouts").glob("step_*.jsonl"):
             if int(file.stem.removeprefix("step_")) > step:
                 file.unlink()
         (self.path / "summary.json").unlink(missing_ok=True)
+        import tensorboardX  # here, because it takes a second to load
+
         self._events = tensorboardX.SummaryWriter(
             str(self.path / "tensorboard"), purge_step=step + 1, flush_secs=10
         )
@@ -136,7 +132,7 @@ class RunDirectory:
     def save_rollouts(
         self, step: int, groups: Sequence[Group], rewards: Sequence, most: int
     ) -> None:
-        """Writes the first `most` responses of a step, spread over its groups.
+        """Writes up to `most` responses of a step, spread over its groups.
 
         Args:
             rewards: shaped rewards, one sequence per group.
@@ -146,34 +142,32 @@ class RunDirectory:
         directory = self.path / "rollouts"
         directory.mkdir(exist_ok=True)
         per_group = max(1, most // max(1, len(groups)))
-        records = [
-            {
-                "step": step,
-                "problem_id": group.problem.id,
-                "source": group.problem.source,
-                "prompt": group.problem.prompt,
-                "answer": group.problem.answer,
-                "response": response.text,
-                "correct": verdict.correct,
-                "reward": float(reward),
-                "length": len(response.tokens),
-                "finish_reason": response.finish_reason,
-                "note": verdict.note,
-                **({} if verdict.extra is None else {"extra": verdict.extra}),
-            }
-            for group, values in zip(groups, rewards)
-            for response, verdict, reward in list(zip(group.responses, group.verdicts, values))[
-                :per_group
-            ]
-        ][:most]
-        text = "".join(json.dumps(record) + "\n" for record in records)
-        _write_atomically(directory / f"step_{step:06d}.jsonl", text)
+        lines = []
+        for group, values in zip(groups, rewards):
+            shown = list(zip(group.responses, group.verdicts, values))[:per_group]
+            for response, verdict, reward in shown:
+                record = {
+                    "step": step,
+                    "problem_id": group.problem.id,
+                    "source": group.problem.source,
+                    "prompt": group.problem.prompt,
+                    "answer": group.problem.answer,
+                    "response": response.text,
+                    "correct": verdict.correct,
+                    "reward": float(reward),
+                    "length": len(response.tokens),
+                    "finish_reason": response.finish_reason,
+                    "note": verdict.note,
+                    **({} if verdict.extra is None else {"extra": verdict.extra}),
+                }
+                lines.append(json.dumps(record) + "\n")
+        write_atomically(directory / f"step_{step:06d}.jsonl", "".join(lines[:most]))
 
     def save_summary(self, summary: dict[str, Any]) -> None:
         """Writes summary.json."""
         if not self.writes:
             return
-        _write_atomically(self.path / "summary.json", json.dumps(summary, indent=1) + "\n")
+        write_atomically(self.path / "summary.json", json.dumps(summary, indent=1) + "\n")
 
     def close(self) -> None:
         """Flushes the TensorBoard events."""
@@ -181,15 +175,15 @@ class RunDirectory:
             self._events.close()
 
 
-def _write_atomically(path: Path, text: str) -> None:
-    """The whole text or what was there before, whatever happens in between."""
+def write_atomically(path: Path, text: str) -> None:
+    """Writes the whole text, or leaves the file as it was."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text)
     os.replace(temporary, path)
 
 
 def _step_of(line: str) -> float:
-    """The step of a metrics line; infinity for a line that a kill left half written."""
+    """Returns the step of a metrics line; infinity for a line that a kill left half written."""
     try:
         return json.loads(line)["step"]
     except (json.JSONDecodeError, KeyError, TypeError):
@@ -207,7 +201,7 @@ def _frozen_config(config: Config) -> dict[str, Any]:
 
 
 def _git_commit() -> str | None:
-    """The commit of the checkout, or None outside one or without git."""
+    """Returns the commit of the checkout; None outside one or without git."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -225,7 +219,7 @@ def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
     }
 
 
-def _check_goes_on(file: Path, config: Config) -> None:
+def _check_resumes(file: Path, config: Config) -> None:
     path = file.parent
     try:
         old = read_config(file)
@@ -236,15 +230,14 @@ def _check_goes_on(file: Path, config: Config) -> None:
         ) from error
     steps, saved = _steps(path), _saved_steps(path, old)
     if not (steps or saved or (path / "base").exists()):
-        return  # it was stopped by a mistake in the config, which may have been mended
+        return  # nothing ran, perhaps for a mistake in the config that is mended now
     check_same(old, config, path)
-    # It goes on from what is saved, if that is here: what came after is made again.
+    # The run resumes from its last checkpoint and repeats later steps.
     check_not_past(max(saved or steps, default=0), config, path)
 
 
 def check_not_past(step: int, config: Config, where: Any) -> None:
-    """Raises UserError where `step`, the last one of the run that is found there, is beyond the
-    config's last."""
+    """Raises UserError if `step`, the last one of the run in `where`, is beyond the config's."""
     if step > config.train.num_steps:
         raise UserError(
             f"config.train.num_steps is {config.train.num_steps}, and the run in {where} is past "
@@ -253,31 +246,30 @@ def check_not_past(step: int, config: Config, where: Any) -> None:
 
 
 def _steps(path: Path) -> list[int]:
-    """Those with a line in metrics.jsonl, which is written before a checkpoint is."""
+    """Returns the steps in metrics.jsonl, which is written before a checkpoint is."""
     file = path / "metrics.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
     return [int(step) for step in map(_step_of, lines) if step < math.inf]
 
 
 def _saved_steps(path: Path, config: Mapping[str, Any]) -> list[int]:
-    """Those with a checkpoint. A bucket is not looked into: `check_same` is asked when one of its
-    is restored."""
+    """Returns the steps with a checkpoint on disk. Those in a bucket are checked when restored."""
     place = Path(checkpoints(path, config)).expanduser()
     names = [entry.name for entry in place.iterdir()] if place.is_dir() else []
     return [int(name) for name in names if name.isdigit()]
 
 
 def frozen(config: Config) -> dict[str, Any]:
-    """The config as JSON has it."""
+    """Returns the config as JSON holds it."""
     return json.loads(json.dumps(config.to_dict()))
 
 
 def check_same(old: dict[str, Any], config: Config, where: Any) -> None:
-    """Raises UserError unless the config may go on with a run.
+    """Raises UserError unless the config may resume a run.
 
     Args:
-        old: the run's own, from `frozen`.
-        where: it was found.
+        old: the run's config, from `frozen`.
+        where: its place, for the error.
     """
     old, new = _flat(old), _flat(frozen(config))
     differing = [
@@ -288,8 +280,8 @@ def check_same(old: dict[str, Any], config: Config, where: Any) -> None:
     ends = [values.get("train.num_steps") for values in (old, new)]
     if ends[0] != ends[1] and config.optimizer.final_rate_share is not None:
         differing.append(
-            f"config.train.num_steps: {ends[0]} there, {ends[1]} now, and by "
-            "config.optimizer.final_rate_share the learning rate of every step hangs on it"
+            f"config.train.num_steps: {ends[0]} there, {ends[1]} now, and with "
+            "config.optimizer.final_rate_share the learning rate of every step depends on it"
         )
     if differing:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Counts compilations, and gives their memory back."""
+"""Listeners to XLA's compilations: a counter, and the return of freed memory to the system."""
 
 import ctypes
 import functools
@@ -6,12 +6,11 @@ import functools
 import jax
 
 EVENT = "/jax/core/compile/backend_compile_duration"
-LEAST_SECONDS = 0.2  # of a compilation that leaves enough behind
+LEAST_SECONDS = 0.2  # shorter compilations leave little memory behind
 
 
 class CompilationCounter:
-    """`count` grows by one with every program that XLA compiles in this process, so that one that
-    recompiles at every step cannot hide."""
+    """`count` is the number of programs that this process has compiled since."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -23,10 +22,10 @@ class CompilationCounter:
 
 @functools.cache  # one listener is enough
 def return_memory() -> None:
-    """From now on memory that a compilation has freed goes back to the system after it.
+    """Returns memory that a compilation has freed to the system, after each one from now on.
 
-    XLA's compiler takes hundreds of megabytes in small pieces. glibc keeps them for more such, and
-    what comes then is arrays, which it takes from the system. Other C libraries are left alone.
+    glibc would keep it, some 330 MB, while arrays are taken from the system. Other C libraries have
+    no such call and are left alone.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is None:

@@ -1,7 +1,7 @@
-"""Types of config fields with their ranges, and plain values checked against them.
+"""Types of config fields with their ranges, and checks of plain values against them.
 
-`dapo_jax.config` declares its sections with these types; `policy_losses` and `advantage` declare
-the arguments of their methods. `convert` accepts a value or raises an error that names the field.
+`dapo_jax.config` declares its sections with these types, and `dapo_jax.algorithms` the arguments of
+its methods. A value that does not fit raises an error that names the field.
 """
 
 import ast
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 
 class Range(NamedTuple):
-    """Values that a field may have; `wanted` completes "must be" in the message."""
+    """The values that a field may have."""
 
     holds: Callable[[Any], bool]
-    wanted: str
+    wanted: str  # completes "must be" in the message
 
 
 ABOVE_0 = Range(lambda x: x > 0, "greater than 0")
@@ -38,7 +38,7 @@ class Argument(NamedTuple):
     """An argument of a loss or an advantage that a config may set."""
 
     type: Any  # with its range
-    default: Any = dataclasses.MISSING  # the config has to give it
+    default: Any = dataclasses.MISSING  # where the config must set it
 
 
 class FrozenDict(dict[str, T]):
@@ -61,10 +61,12 @@ def build(cls: type[T], values: Any, path: str) -> T:
     if isinstance(values, cls):
         return values
     given = converted(cls, values, path)
-    for field in dataclasses.fields(typing.cast(Any, cls)):
-        required = field.default is field.default_factory is dataclasses.MISSING
-        if required and field.name not in given:
-            raise UserError(f"{path}.{field.name} is missing and has no default: add it.")
+    required = [
+        field.name
+        for field in dataclasses.fields(typing.cast(Any, cls))
+        if field.default is field.default_factory is dataclasses.MISSING
+    ]
+    _check_given([name for name in required if name not in given], path)
     return cls(**given)
 
 
@@ -91,9 +93,7 @@ def bind(arguments: Mapping[str, Argument], values: Mapping[str, Any], path: str
     """
     _check_known(values, arguments, path)
     bound = {name: values.get(name, argument.default) for name, argument in arguments.items()}
-    for name, value in bound.items():
-        if value is dataclasses.MISSING:
-            raise UserError(f"{path}.{name} is missing and has no default: add it.")
+    _check_given([name for name, value in bound.items() if value is dataclasses.MISSING], path)
     checked = lambda name: convert(arguments[name].type, bound[name], f"{path}.{name}")
     return FrozenDict({name: checked(name) for name in bound})
 
@@ -132,7 +132,13 @@ def convert(hint: Any, value: Any, path: str) -> Any:
             raise UserError(f"{path} must be a group of named fields, not {value!r}.")
         return FrozenDict({k: convert(args[0], v, f"{path}.{k}") for k, v in value.items()})
     if origin is tuple:
-        return _convert_tuple(args, value, path)
+        if not isinstance(value, (tuple, list)):
+            raise UserError(f"{path} must be a tuple; got {value!r}.")
+        if args[1:] == (Ellipsis,):
+            args = args[:1] * len(value)
+        if len(value) != len(args):
+            raise UserError(f"{path} must have {len(args)} entries; got {value!r}.")
+        return tuple(convert(a, v, f"{path}[{i}]") for i, (a, v) in enumerate(zip(args, value)))
     if hint is Any:
         return value
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
@@ -142,14 +148,9 @@ def convert(hint: Any, value: Any, path: str) -> Any:
     return value
 
 
-def _convert_tuple(args: tuple[Any, ...], value: Any, path: str) -> tuple[Any, ...]:
-    if not isinstance(value, (tuple, list)):
-        raise UserError(f"{path} must be a tuple; got {value!r}.")
-    if args[1:] == (Ellipsis,):
-        args = args[:1] * len(value)
-    if len(value) != len(args):
-        raise UserError(f"{path} must have {len(args)} entries; got {value!r}.")
-    return tuple(convert(a, v, f"{path}[{i}]") for i, (a, v) in enumerate(zip(args, value)))
+def _check_given(missing: list[str], path: str) -> None:
+    if missing:
+        raise UserError(f"{path}.{missing[0]} is missing and has no default: add it.")
 
 
 def _check_known(values: Mapping[str, Any], known: Mapping[str, Any], path: str) -> None:

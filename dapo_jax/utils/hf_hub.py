@@ -1,4 +1,4 @@
-"""Repositories of the Hugging Face hub, in its own cache on this machine."""
+"""Repositories of the Hugging Face hub, in its cache on this machine."""
 
 import contextlib
 import functools
@@ -15,24 +15,20 @@ from dapo_jax.types import UserError
 def snapshot(
     repository: str, repo_type: Literal["dataset", "model"], patterns: Sequence[str]
 ) -> Path:
-    """The directory of a repository in the cache, its files brought up to date if the hub can be
-    asked. Downloads show their progress, and go on where they were stopped.
+    """Returns the directory of a repository in the cache, updated if the hub answers.
+
+    Downloads show their progress and resume where they were stopped.
 
     Args:
-        patterns: of the files that are needed.
+        patterns: names of the files that are needed.
 
     Raises:
-        Exception: whatever comes out of the client, whose HTTP and transfer libraries have errors
-            of their own.
+        Exception: any error of the client or of its HTTP and transfer libraries.
     """
-    fetch = functools.partial(
-        huggingface_hub.snapshot_download,
-        repository,
-        repo_type=repo_type,
-        allow_patterns=list(patterns),
-    )
+    download, files = huggingface_hub.snapshot_download, list(patterns)
+    fetch = functools.partial(download, repository, repo_type=repo_type, allow_patterns=files)
     limit = huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT
-    try:  # first a question with a time limit: those of snapshot_download have none
+    try:  # a request with a time limit first: those of snapshot_download have none
         huggingface_hub.HfApi().repo_info(repository, repo_type=repo_type, timeout=limit)
     except Exception:
         with contextlib.suppress(LocalEntryNotFoundError):
@@ -42,22 +38,22 @@ def snapshot(
 
 
 def reason(error: Exception) -> str:
-    """What the client said, on one line."""
+    """Returns the text of a client's error on one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:2])}".rstrip(".")
 
 
 def is_repository(path: str) -> bool:
-    """Whether it is the id of a repository on the hub, and no directory of this machine."""
+    """Returns whether `path` is the id of a repository, and no directory of this machine."""
     looks_so = path.count("/") == 1 and not path.startswith((".", "/", "~"))
     return looks_so and not Path(path).is_dir()
 
 
 def model_directory(path: str, patterns: Sequence[str], field: str = "config.model.path") -> Path:
-    """The directory of a model: `path` itself, or what the hub has under that id.
+    """Returns the directory of a model: `path` itself, or that of the hub's repository.
 
     Args:
-        field: that `path` comes from, for errors.
+        field: the config field or flag that holds `path`, for errors.
 
     Raises:
         UserError: there is neither such a directory nor such a repository.

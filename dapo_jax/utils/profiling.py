@@ -1,4 +1,4 @@
-"""Traces of whole rollout steps, by JAX's profiler: what device and host did, and when."""
+"""Traces of whole rollout steps by JAX's profiler."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -17,10 +17,10 @@ def traced(
     progress: Progress,
     writing: Callable[[], None],
 ) -> Iterator[None]:
-    """Writes what happens within to profile/step_N of the run's directory, if `step` is one of
-    `steps`; of several processes each to a place of its own. What `progress` says is being done is
-    in the trace as a span from there to the next. A trace that cannot be made is told, and ends
-    nothing.
+    """Traces the block to `workdir`/profile/step_N if `step` is one of `steps`.
+
+    Each of several processes has a directory below. Each phase that `progress` shows is a span of
+    the trace. A trace that fails is reported and does not end the run.
 
     Args:
         writing: called before the trace is written, which takes several times as long as the step.
@@ -30,35 +30,32 @@ def traced(
         return
     place = workdir / "profile" / f"step_{step:06d}"
     if jax.process_count() > 1:
-        place = place / f"process_{jax.process_index()}"
+        place /= f"process_{jax.process_index()}"
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # every call of Python's would be most of the trace
-    told, spans = progress.watch, contextlib.ExitStack()
+    options.python_tracer_level = 0  # calls of Python functions would be most of the trace
+    watch, spans = progress.watch, contextlib.ExitStack()
 
-    def tell(what: str) -> None:
-        told(what)
+    def next_span(phase: str) -> None:
+        watch(phase)
         spans.close()
-        spans.enter_context(jax.profiler.TraceAnnotation(what))
+        spans.enter_context(jax.profiler.TraceAnnotation(phase))
 
-    def failed(error: Exception) -> None:
-        progress.say(f"  warning: step {step} is not traced in {place}: {error}")
-
+    failed = lambda e: progress.say(f"  warning: step {step} is not traced in {place}: {e}")
     try:
         jax.profiler.start_trace(place, profiler_options=options)
     except Exception as error:  # XLA's own, of several kinds
         failed(error)
         yield
         return
-    progress.watch = tell
+    progress.watch = next_span
     try:
         with spans, jax.profiler.StepTraceAnnotation("rollout step", step_num=step):
             yield
     finally:
-        progress.watch = told
+        progress.watch = watch
         writing()
         try:
             jax.profiler.stop_trace()
+            progress.say(f"  step {step} is traced in {place}")
         except Exception as error:
             failed(error)
-        else:
-            progress.say(f"  step {step} is traced in {place}")

@@ -1,18 +1,14 @@
-"""What the terminal shows."""
+"""Progress of a run on the terminal."""
 
 import sys
 from collections.abc import Callable
 from typing import Any, TextIO
 
-COLUMNS = (
-    ("step", 9), ("reward", 8), ("sampled", 8), ("trained", 8), ("held-out", 9), ("length", 7),
-    ("entropy", 8), ("tok/s", 7), ("s/step", 7), ("left", 8),
-)  # fmt: skip
 HEADER_EVERY_LINES = 20
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people write them: 8 s, 3 min 20 s, 2 h 05 min."""
+    """Returns seconds as text: 8 s, 3 min 20 s, 2 h 05 min."""
     seconds = round(seconds)
     if seconds < 60:
         return f"{seconds} s"
@@ -22,8 +18,7 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """One line per step on standard output, or on `out`; on a terminal, also what is being done
-    right now.
+    """One line per step on standard output, or on `out`; on a terminal also the current phase.
 
     Args:
         quiet: shows nothing.
@@ -37,7 +32,7 @@ class Progress:
         self.seconds = 0.0
         self.lines = 0
         self.live = sys.stderr.isatty() and not quiet
-        self.watch: Callable[[str], None] = lambda _: None  # told of all that is being done
+        self.watch: Callable[[str], None] = lambda _: None  # receives every phase
 
     def say(self, text: str) -> None:
         """Prints a line."""
@@ -46,7 +41,7 @@ class Progress:
             print(text, file=self.out, flush=True)
 
     def doing(self, text: str) -> None:
-        """Shows on a terminal, until the next output, what is being done."""
+        """Shows the current phase on a terminal, until the next output."""
         if text:
             self.watch(text)
         if self.live:
@@ -54,26 +49,26 @@ class Progress:
             sys.stderr.flush()
 
     def step(self, metrics: dict[str, Any]) -> None:
-        """Prints the line of a step and the time that the rest should take."""
+        """Prints the line of a step, with an estimate of the time left."""
         step = metrics["step"]
         self.seconds += metrics["time/step"]
         left = self.seconds / max(1, step - self.first_step) * (self.num_steps - step)
-        held_out = next((v for k, v in metrics.items() if k.startswith("eval/avg@")), None)
-        percent = lambda x: "" if x is None else f"{100 * x:.1f} %"
+        accuracy = next((key for key in metrics if key.startswith("eval/avg@")), "")
+        percent = lambda key: f"{100 * metrics[key]:.1f} %" if key in metrics else ""
         number = lambda key, form: format(metrics[key], form) if key in metrics else ""
-        values = (
-            f"{step}/{self.num_steps}",
-            number("reward/mean", "+.3f"),
-            percent(metrics.get("accuracy/sampled")),
-            percent(metrics.get("accuracy/trained")),
-            percent(held_out),
-            number("length/mean", ".1f"),
-            number("policy/entropy", ".3f"),
-            number("perf/tokens_per_second", ".0f"),
-            number("time/step", ".1f"),
-            duration(left) if step else "",
+        columns = (
+            ("step", 9, f"{step}/{self.num_steps}"),
+            ("reward", 8, number("reward/mean", "+.3f")),
+            ("sampled", 8, percent("accuracy/sampled")),
+            ("trained", 8, percent("accuracy/trained")),
+            ("held-out", 9, percent(accuracy)),
+            ("length", 7, number("length/mean", ".1f")),
+            ("entropy", 8, number("policy/entropy", ".3f")),
+            ("tok/s", 7, number("perf/tokens_per_second", ".0f")),
+            ("s/step", 7, number("time/step", ".1f")),
+            ("left", 8, duration(left) if step else ""),
         )
         if self.lines % HEADER_EVERY_LINES == 0:
-            self.say("".join(name.rjust(width) for name, width in COLUMNS))
+            self.say("".join(title.rjust(width) for title, width, _ in columns))
         self.lines += 1
-        self.say("".join(v.rjust(max(w, len(v) + 1)) for v, (_, w) in zip(values, COLUMNS)))
+        self.say("".join(text.rjust(max(width, len(text) + 1)) for _, width, text in columns))

@@ -1,10 +1,9 @@
-"""Random streams of the host that have names.
+"""Named random streams of the host.
 
 NumPy pads the words of a seed with zeros: `default_rng([s, step])` is `default_rng([s, step, 0])`.
-A name as the first word keeps one use of the seed from the numbers of another. Four streams have
-no name, so that the published figures of the tiny runs stay theirs: generated problems (seed,
-side), text of the base model (seed, 1), order of the problems (seed, source) and order of the
-groups in an update (seed, step). These still share the numbers of (seed, 1).
+A name as the first word keeps the uses of a seed apart. Four older streams have no name, so that
+published figures stay: generated problems (seed, side), text of the base model (seed, 1), order of
+the problems (seed, source) and of the groups in an update (seed, step).
 """
 
 import zlib
@@ -13,10 +12,10 @@ import numpy as np
 
 
 def named_seed(name: str, *words: int) -> np.random.SeedSequence:
-    """The seed of one use of `words`, such as (config.seed, step)."""
+    """Returns the seed of one use of `words`, such as (config.seed, step)."""
     return np.random.SeedSequence([zlib.crc32(name.encode()), *words])
 
 
 def named_generator(name: str, *words: int) -> np.random.Generator:
-    """A generator of `named_seed`."""
+    """Returns a generator with that seed."""
     return np.random.default_rng(named_seed(name, *words))

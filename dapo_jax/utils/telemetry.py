@@ -1,8 +1,6 @@
-"""Telemetry: what a run shows, times and watches while it works, in one object.
+"""Telemetry: one object for progress display, timers, watchdog and stop requests.
 
-The training loop and the collector hold it. It prints lines and the current phase, adds up seconds
-by phase, feeds the watchdog, and raises where a stop was requested. Nothing that is computed
-depends on it.
+The training loop and the collector hold it. No result depends on it.
 """
 
 import contextlib
@@ -18,7 +16,7 @@ class Telemetry:
 
     Args:
         progress: prints; None: nothing is shown.
-        watchdog: is fed with every sign of movement.
+        watchdog: receives every sign of movement.
         stop: raises StopRequested where a stop was requested.
     """
 
@@ -30,19 +28,15 @@ class Telemetry:
     ):
         self.progress = progress or Progress(0, 0, quiet=True)
         self.watchdog, self.check_stop = watchdog, stop
+        self.say = self.progress.say
         self.seconds: dict[str, float] = {}  # by timer, since they were taken last
 
     def without_stop(self) -> "Telemetry":
-        """Returns a telemetry that shows and watches the same, and has no stop requests: for work
-        that cannot be repeated after an update."""
+        """Returns a telemetry without stop requests, for work that cannot be repeated."""
         return Telemetry(self.progress, self.watchdog)
 
-    def say(self, text: str) -> None:
-        """Prints a line."""
-        self.progress.say(text)
-
     def phase(self, text: str) -> None:
-        """Shows the phase that begins now; it is awaited from now on."""
+        """Shows the phase that begins now; the watchdog names it in a silence."""
         self.watchdog.moved(text)
         self.progress.doing(text)
 
@@ -51,12 +45,12 @@ class Telemetry:
         self.watchdog.moved()
 
     def waiting_for(self, what: str) -> None:
-        """Names what is awaited from now on."""
+        """Names the event that is awaited from now on."""
         self.watchdog.waiting_for(what)
 
     @contextlib.contextmanager
     def timer(self, name: str) -> Iterator[None]:
-        """Adds the seconds spent within to `seconds[name]`."""
+        """Adds the seconds of the block to a timer."""
         start = time.monotonic()
         try:
             yield
@@ -68,7 +62,7 @@ class Telemetry:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def take_seconds(self) -> dict[str, float]:
-        """Returns the seconds of every timer, and begins anew."""
+        """Returns the seconds of every timer and resets them."""
         taken, self.seconds = self.seconds, {}
         return taken
 

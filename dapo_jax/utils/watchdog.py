@@ -1,12 +1,8 @@
-"""Says what a run is waiting for when nothing has moved for a while, and ends it in the end.
+"""Watchdog: reports what a run is waiting for when nothing moves, and ends the run after a limit.
 
-A hung device, a lost host or a stuck scorer shows as silence: the main thread sits in a call that
-does not come back. A thread beside it needs nothing of the main thread but what that has said
-before it went to wait. It says so, and after a limit ends the process, so that what started the run
-can start it again.
-
-Movement is a token, a verdict, a phase of the loop, or news of the step from another process. So
-waiting for others is no silence as long as they get on.
+A hung device, a lost host or a stuck scorer blocks the main thread in a call that never returns. A
+second thread watches the time since the last movement: a token, a verdict, a phase of the loop, or
+news of another process.
 """
 
 import math
@@ -17,25 +13,22 @@ from collections.abc import Callable
 from dapo_jax.utils.progress import duration
 
 WATCHDOG_SECONDS = 120.0  # of silence before a run says what it waits for
-LOOKS_A_SILENCE = 8  # how often the thread looks within the silence that it tells of
+LOOKS_A_SILENCE = 8  # how often the thread looks before the first line
 LONGEST_LOOK_SECONDS = 5.0
 
 
 class Watchdog:
-    """Tells of silence once it has lasted `seconds`, and each time that it has doubled; gives up
-    when it has lasted `most`.
+    """Reports a silence after `seconds` and each time that it has doubled; gives up after `most`.
 
-    A context manager: the thread lives within it.
+    A context manager: the thread lives within it. It gives up only while `limited` is set: loading
+    weights and writing checkpoints may be slow for reasons outside the run.
 
     Args:
-        seconds: of silence before the first line; 0: it never says anything.
+        seconds: of silence before the first line; 0: no lines.
         say: prints a line; called from the thread.
-        clock: seconds that pass.
-        most: seconds of silence; 0: it never gives up.
-        give_up: is told why; called from the thread.
-
-    `limited` says whether to give up now: not while what is slow is outside the run, such as
-    weights that are fetched, or checkpoints.
+        clock: returns seconds.
+        most: seconds of silence before giving up; 0: never.
+        give_up: receives the reason; called from the thread.
     """
 
     def __init__(
@@ -51,13 +44,13 @@ class Watchdog:
         self.most, self.give_up = most or math.inf, give_up
         self.what, self.limited = "the run to begin", False
         self._since, self._due = clock(), self.seconds
-        # Of the same thread again: a signal may interrupt `moved` and have something to say.
+        # Reentrant: a signal handler may interrupt `moved` and say something itself.
         self._lock = threading.RLock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
-        if self._shortest < math.inf:
+        if min(self.seconds, self.most) < math.inf:
             self._thread.start()
         return self
 
@@ -67,23 +60,17 @@ class Watchdog:
             self._thread.join()
 
     def waiting_for(self, what: str) -> None:
-        """Takes what is being waited for from now on. The silence goes on."""
+        """Names the awaited event. The silence continues."""
         self.what = what
 
-    def moved(self, what: str | None = None) -> None:
-        """Ends the silence.
-
-        Args:
-            what: the phase that begins, which is waited for from now on; None: it is the same.
-        """
+    def moved(self, phase: str | None = None) -> None:
+        """Ends the silence; `phase`, if given, is awaited from now on."""
         with self._lock:
             self._since, self._due = self.clock(), self.seconds
-            if what is not None:
-                self.what = what
+            self.what = self.what if phase is None else phase
 
     def moving(self, then: Callable[[], None]) -> Callable[[], None]:
-        """A call that ends the silence and then does something: to be given to what loads a model,
-        in the place of that."""
+        """Returns a callback for loaders of weights: it ends the silence, then calls `then`."""
 
         def call() -> None:
             self.moved()
@@ -92,7 +79,7 @@ class Watchdog:
         return call
 
     def look(self) -> None:
-        """Says what is being waited for if the silence has lasted long enough."""
+        """Reports a silence that has lasted long enough."""
         with self._lock:
             silence = self.clock() - self._since
             due = silence >= self._due
@@ -104,13 +91,10 @@ class Watchdog:
         elif due:
             self.say(f"  {text}")
 
-    @property
-    def _shortest(self) -> float:
-        return min(self.seconds, self.most)
-
     def _watch(self) -> None:
-        while not self._over.wait(min(self._shortest / LOOKS_A_SILENCE, LONGEST_LOOK_SECONDS)):
+        pause = min(min(self.seconds, self.most) / LOOKS_A_SILENCE, LONGEST_LOOK_SECONDS)
+        while not self._over.wait(pause):
             self.look()
 
 
-UNWATCHED = Watchdog(0.0, lambda _: None)  # for callers who watch nothing; its thread never runs
+UNWATCHED = Watchdog(0.0, lambda _: None)  # never starts its thread

@@ -69,7 +69,7 @@ ADDRESSES = ("garbage", ":9", "host:", "host:99999", "host:x")
         ),
     ],
 )
-def test_a_wrong_command_is_told(capsys, tmp_path, flags, message):
+def test_a_wrong_command_is_reported(capsys, tmp_path, flags, message):
     workdir = tmp_path / "run"
     status, _, err = call(capsys, TINY, f"--workdir={workdir}", *flags.split())
     assert status == 2
@@ -122,13 +122,13 @@ def test_any_field_that_may_be_none_can_be_set_to_none():
         ("get_config = lambda: {}", r"must return an ml_collections\.ConfigDict; it returned dict"),
     ],
 )
-def test_a_mistake_in_a_config_file_is_told(capsys, tmp_path, text, message):
+def test_a_mistake_in_a_config_file_is_reported(capsys, tmp_path, text, message):
     (tmp_path / "a_config.py").write_text(text)
     status, _, err = call(capsys, f"--config={tmp_path / 'a_config.py'}", "--dry_run")
     assert status == 2 and re.search(message, err), err
 
 
-def test_what_a_config_file_raises_is_told_with_its_traceback(capsys, tmp_path):
+def test_what_a_config_file_raises_is_reported_with_its_traceback(capsys, tmp_path):
     file = tmp_path / "a_config.py"
     file.write_text("def get_config():\n    return helper()\n\ndef helper():\n    return 1 / 0\n")
     assert train(["program", f"--config={file}", "--dry_run"]) == 2
@@ -208,7 +208,7 @@ def test_a_workdir_that_cannot_be(capsys, tmp_path, place):
     assert (tmp_path / "broken" / "config.json").read_text() == "{"
 
 
-def test_an_evaluation_without_a_place_is_told_before_a_model_is_made(capsys):
+def test_an_evaluation_without_a_place_is_reported_before_a_model_is_made(capsys):
     status, out, err = call(capsys, TINY, main=load_launcher("evaluate"))
     assert status == 2 and out == "" and "--output is needed where there is no --workdir" in err
 

@@ -11,13 +11,13 @@ from tests.support.problems import CHAT_TEMPLATE, character_tokenizer, prepare_r
 @pytest.fixture
 def reads(monkeypatch):
     """The files that were read, in order."""
-    found, read_rows = [], dataset.records.read_rows
+    found, read_records = [], dataset.records.read_records
 
     def count(file, columns, field):
         found.append(file.name)
-        return read_rows(file, columns, field)
+        return read_records(file, columns, field)
 
-    monkeypatch.setattr(dataset.records, "read_rows", count)
+    monkeypatch.setattr(dataset.records, "read_records", count)
     return found
 
 
@@ -33,7 +33,7 @@ def test_what_was_prepared_is_not_made_again(tmp_path, monkeypatch):
     def fail(*_):
         raise AssertionError("read again")
 
-    monkeypatch.setattr(dataset.records, "read_rows", fail)
+    monkeypatch.setattr(dataset.records, "read_records", fail)
     assert prepare_rows(tmp_path, MESSY, max_prompt_tokens=20) == first
     # What the problems do not depend on: how often and how they are scored, where the file is.
     source = {"weight": 3.0, "scorer": "boxed"}
@@ -64,7 +64,7 @@ def test_what_was_prepared_is_not_made_again(tmp_path, monkeypatch):
         {"tokenizer": character_tokenizer(CHAT_TEMPLATE, eos="!", pad="~")},
     ],
 )
-def test_what_the_problems_depend_on_makes_them_anew(tmp_path, reads, changes):
+def test_what_the_problems_depend_on_makes_them_again(tmp_path, reads, changes):
     tokenizer = character_tokenizer(CHAT_TEMPLATE)
     settings = {"rows": ROWS, "tokenizer": tokenizer, "overlong_prompts": "drop"}
     if "system_prompt" in changes:
@@ -79,7 +79,7 @@ def test_what_the_problems_depend_on_makes_them_anew(tmp_path, reads, changes):
     assert len(reads) == 2, "each has its own"
 
 
-def test_changed_code_makes_problems_anew(tmp_path, reads, monkeypatch):
+def test_changed_code_makes_problems_again(tmp_path, reads, monkeypatch):
     prepare_rows(tmp_path, ROWS)
     (tmp_path / "code.py").write_text("")
     module = type(dataset)("other")
@@ -97,7 +97,7 @@ def cache_file(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "text", "other", "untold", "directory"])
-def test_a_damaged_cache_is_made_anew(tmp_path, reads, damage):
+def test_a_damaged_cache_is_made_again(tmp_path, reads, damage):
     first = prepare_rows(tmp_path, ROWS)
     file = cache_file(tmp_path)
     content = file.read_bytes()

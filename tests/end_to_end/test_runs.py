@@ -312,7 +312,7 @@ def test_a_run_in_which_nothing_moves_ends_and_can_be_started_again(tmp_path, ho
     }
     code, _, err = finish(start(tmp_path / "run", home, **settings))
     assert code == EXIT_RESTART, err
-    assert "waiting for reward workers" in err and "goes on from the last checkpoint" in err
+    assert "waiting for reward workers" in err and "resumes from the last checkpoint" in err
     assert len(metrics_of(tmp_path / "run")) == 1
 
 

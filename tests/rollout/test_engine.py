@@ -108,7 +108,7 @@ def test_responses_are_reported_as_they_end(engine, params, problems):
     """Each once, while others are still being generated, and the same as at the end."""
     spell = lambda sequences: [" ".join(map(str, sequence)) for sequence in sequences]
     loop = make_loop(engine, params, problems, detokenize=spell, num_samples=3)
-    calls = [turn.ended for turn in loop.turns() if turn.ended]
+    calls = [output.finished for output in loop.run() if output.finished]
     responses = loop.responses()
     ended = {(problem, sample): response for call in calls for problem, sample, response in call}
     assert len(ended) == sum(len(call) for call in calls) == 3 * len(problems)
@@ -122,8 +122,8 @@ def test_responses_are_reported_as_they_end(engine, params, problems):
 def test_a_loop_can_be_left(engine, params, problems, expected):
     ended = []
     loop = make_loop(engine, params, problems)
-    for turn in loop.turns():
-        ended += turn.ended
+    for output in loop.run():
+        ended += output.finished
         if len(ended) > 20:
             break
     assert 20 < len(ended) < 80
@@ -326,7 +326,7 @@ def test_no_prompt_is_claimed_before_it_can_be_handed_over(small_pages, params):
     """Another process could generate it."""
     padded_alike = [p for p in make_problems(60) if len(p.prompt_tokens) <= 12]
     run = make_loop(small_pages, params, padded_alike)
-    for _ in run.turns():
+    for _ in run.run():
         if run.table.waiting.sum() >= 13 and not run.admission.exhausted:
             assert not run.admission.queue
 

@@ -1,19 +1,21 @@
-"""The page of plots, from run directories written here. See also test_paper_curves.py."""
+"""The page of plots: run directories that the tests write, and the paper's curves."""
 
 import errno
 import json
 import re
 import struct
 
+import numpy as np
 import pytest
 
 from dapo_jax.runs.report import page as report
-from dapo_jax.runs.report import paper_curves, plots
+from dapo_jax.runs.report import plots
 from dapo_jax.runs.report.data import load_runs
+from dapo_jax.runs.report.paper_curves import SOURCES, Curve, load_paper
 from dapo_jax.types import UserError
+from tests.config.test_command_line import call, load_launcher
 from tests.conftest import ROOT
 from tests.support.helpers import tiny_config
-from tests.config.test_command_line import call, load_launcher
 
 launcher = load_launcher("report")
 
@@ -49,10 +51,8 @@ def write_run(directory, *, steps=6, summary=True, k=4, sources=(), updates=8):
     (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     (directory / "rollouts").mkdir()
     for step in (1, steps):
-        record = {
-            "prompt": f"prompt {step} <b>\n", "response": "Answer: 7", "answer": "8",
-            "correct": False, "reward": -2.0, "length": 3, "finish_reason": "length",
-        }  # fmt: skip
+        record = {"prompt": f"prompt {step} <b>\n", "response": "Answer: 7", "answer": "8"}
+        record |= {"correct": False, "reward": -2.0, "length": 3, "finish_reason": "length"}
         (directory / "rollouts" / f"step_{step:06d}.jsonl").write_text(json.dumps(record) + "\n")
     if summary:
         (directory / "summary.json").write_text(json.dumps({"seconds": 200.0}))
@@ -61,15 +61,14 @@ def write_run(directory, *, steps=6, summary=True, k=4, sources=(), updates=8):
 
 @pytest.fixture
 def without_plots(monkeypatch):
-    """For tests of the words on the page: drawing takes a second."""
+    """Drawing takes a second, and some tests read words alone."""
     monkeypatch.setattr(report, "plot", lambda *_: b"")
 
 
-def draw(places, paper=None):
+def draw(places, paper=()):
     """{title: axis} of the plots."""
     runs = load_runs(places)
-    loaded = paper_curves.load_paper(paper) if paper else None
-    axes = plots.draw(runs, [run.name for run in runs], loaded).axes
+    axes = plots.draw(runs, [run.name for run in runs], paper).axes
     return {axis.get_title(loc="left"): axis for axis in axes}
 
 
@@ -78,14 +77,16 @@ def legend(axis):
 
 
 ACCURACY, ENTROPY = "held-out accuracy, %", "entropy, nats per token"
+LENGTH = "response length, tokens"
 
 
-def test_the_page_says_what_happened(tmp_path):
+def test_the_page_of_a_run(tmp_path):
     page = report.write_report(write_run(tmp_path / "run")).read_text()
     assert "held-out accuracy 25.0 % to 85.0 % in 6 steps (3 min 20 s)" in page
     assert "<tr><td>held-out avg@4</td><td>25.0%</td><td>85.0%</td></tr>" in page
     assert "prompt 1 &lt;b&gt;" in page and "wrong, 8 is right, cut at the limit" in page
     assert "data:image/png;base64," in page and "http" not in page.split("base64,")[0]
+    assert "DAPO paper" not in page
     png = (tmp_path / "run" / "report.png").read_bytes()
     width, height = struct.unpack(">II", png[16:24])
     assert png[:4] == b"\x89PNG" and width > 1000 and height > 700
@@ -97,41 +98,37 @@ def test_every_plotted_metric_is_one_that_runs_log():
     for metric in plotted:
         if not metric.startswith("share/"):  # made from the counts of sampling/prompts_...
             assert f"`{metric}`" in documented, metric
-    assert {source.metric for source in paper_curves.SOURCES} <= plotted
+    assert {metric for *_, metric in SOURCES} <= plotted
 
 
-def test_while_the_run_goes_on_and_a_line_is_half_written(tmp_path, without_plots):
+def test_while_the_run_continues_and_a_line_is_half_written(tmp_path, without_plots):
     run = write_run(tmp_path / "run", summary=False)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "rew')
     assert "still running" in report.write_report(run).read_text()
 
 
-def test_two_runs_beside_each_other(tmp_path):
-    runs = [write_run(tmp_path / name) for name in ("dapo", "grpo")]
-    page = report.write_report(runs[0], beside=runs[1:]).read_text()
-    assert "dapo: before and after" in page and "grpo: before and after" in page
-    assert not (runs[1] / "report.html").exists()
-
-
-def test_several_runs_are_told_apart_by_colour_and_their_series_by_dashes(tmp_path):
+def test_several_runs_have_colours_and_their_series_dashes(tmp_path):
     runs = [write_run(tmp_path / place / "same") for place in ("a", "b", "c", "d", "e", "f")]
     assert [run.name for run in load_runs(runs)] == [f"{place}/same" for place in "abcdef"]
-    axis = draw(runs)[ACCURACY]
+    axes = draw(runs)
+    axis = axes[ACCURACY]
     assert legend(axis) == ["avg@4", "pass@4"]
-    looks = {(line.get_color(), line.get_linestyle()) for line in axis.get_lines()}
+    looks = {(str(line.get_color()), line.get_linestyle()) for line in axis.get_lines()}
     assert len(looks) == 12 and len({dashes for _, dashes in looks}) == 2
     above = axis.figure.legends[0]
     assert [text.get_text() for text in above.get_texts()] == [f"{p}/same" for p in "abcdef"]
-    assert len({line.get_color() for line in above.get_lines()}) == 6
-    assert not legend(draw(runs)[ENTROPY]), "one series: the title says it"
+    assert len({str(line.get_color()) for line in above.get_lines()}) == 6
+    assert not legend(axes[ENTROPY]), "one series: the title says it"
 
 
-def test_a_run_with_another_number_of_samples_is_drawn_too(tmp_path, without_plots):
+def test_runs_with_another_number_of_samples_are_compared(tmp_path, without_plots):
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", k=32)]
     axis = draw(runs)[ACCURACY]
     assert legend(axis) == ["avg@k", "pass@k"] and len(axis.get_lines()) == 4
-    assert "held-out avg@32</td>" in report.write_report(runs[0], beside=runs[1:]).read_text()
+    page = report.write_report(runs[0], beside=runs[1:]).read_text()
+    assert "a: before and after" in page and "b: before and after" in page
+    assert "held-out avg@32</td>" in page and not (runs[1] / "report.html").exists()
 
 
 def test_a_line_for_each_held_out_source(tmp_path, without_plots):
@@ -145,17 +142,8 @@ def test_a_line_for_each_held_out_source(tmp_path, without_plots):
     page = report.write_report(run).read_text()
     for source in sources:
         assert f"<td>held-out avg@4, {source}</td>" in page
-
-
-def test_sources_of_one_name_in_different_places_keep_their_places(tmp_path):
-    run = write_run(tmp_path / "run", sources=["a/test", "b/test"])
+    run = write_run(tmp_path / "other", sources=["a/test", "b/test"])
     assert legend(draw([run])[ACCURACY])[2:] == ["avg@4, a/test", "avg@4, b/test"]
-
-
-def test_a_run_given_twice(tmp_path):
-    run = write_run(tmp_path / "run")
-    with pytest.raises(UserError, match="run is given twice"):
-        report.write_report(run, beside=[tmp_path / "." / "run"])
 
 
 def test_flags_of_the_program(capsys, tmp_path, monkeypatch):
@@ -163,10 +151,10 @@ def test_flags_of_the_program(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "write_report", lambda *a, **kw: asked.append((a, kw)) or "PAGE")
     monkeypatch.chdir(tmp_path)
     for compare in (["--compare", "b", "c"], ["--compare=b", "c"], ["--compare=b", "--compare=c"]):
-        status, out, _ = call(capsys, "--workdir", "a", *compare, main=launcher)
+        status, out, _ = call(capsys, "--workdir", "a", "--paper", *compare, main=launcher)
         assert status == 0 and out == "PAGE\n"
         beside = [tmp_path / "b", tmp_path / "c"]
-        assert asked.pop() == ((tmp_path / "a",), {"beside": beside, "paper": None})
+        assert asked.pop() == ((tmp_path / "a",), {"beside": beside, "paper": load_paper()})
     status, out, _ = call(capsys, "--help", main=launcher)
     assert status == 0 and "--compare" in out and not asked
 
@@ -176,11 +164,11 @@ def test_flags_of_the_program(capsys, tmp_path, monkeypatch):
     [
         ([], "--workdir is needed"),
         (["runs/tiny"], "'runs/tiny' is not a flag. Flags: --workdir=DIR, --compare"),
-        (["--workdir=a", "--papers=x"], "'--papers=x' is not a flag"),
+        (["--workdir=a", "--papers"], "'--papers' is not a flag"),
         (["--workdir="], "--workdir: a directory is needed"),
         (["--workdir=a", "--compare"], "--compare: expected at least one argument. Flags:"),
-        (["--workdir=none"], "none holds no run.*Give the --workdir of a run"),
-        (["--workdir=a", "--paper=none"], "none: no such folder"),
+        (["--workdir=none"], "none holds no run.* --workdir"),
+        (["--workdir=a", "--compare=./a"], "a is given twice"),
     ],
 )
 def test_mistakes_on_the_command_line(capsys, tmp_path, monkeypatch, arguments, message):
@@ -191,37 +179,97 @@ def test_mistakes_on_the_command_line(capsys, tmp_path, monkeypatch, arguments, 
     assert err.startswith("error: ") and re.search(message, err), err
 
 
-def test_a_directory_that_may_not_be_written_to(capsys, tmp_path, monkeypatch):
-    run = write_run(tmp_path / "run")
-
+def test_a_directory_that_may_not_be_written_to(tmp_path, monkeypatch, without_plots):
     def refuse(self, *_):
         raise PermissionError(errno.EACCES, "Permission denied", str(self))
 
     monkeypatch.setattr("pathlib.Path.write_bytes", refuse)
-    status, _, err = call(capsys, "--workdir", run, main=launcher)
-    assert status == 2 and "report.png cannot be written (Permission denied)" in err
-
-
-@pytest.mark.parametrize("left", ["config.json", "metrics.jsonl"])
-def test_a_directory_without_a_run(tmp_path, left):
-    run = write_run(tmp_path / "run")
-    (run / left).unlink()
-    with pytest.raises(UserError, match=f"holds no run: .*{left}"):
-        report.write_report(run)
-
-
-def test_a_run_without_steps(tmp_path):
-    run = write_run(tmp_path / "run")
-    (run / "metrics.jsonl").write_text("")
-    with pytest.raises(UserError, match="no step is done yet"):
-        report.write_report(run)
+    with pytest.raises(UserError, match=r"report.png cannot be written \(Permission denied\)"):
+        report.write_report(write_run(tmp_path / "run"))
 
 
 @pytest.mark.parametrize(
-    "file, text", [("config.json", "{}"), ("config.json", "{"), ("metrics.jsonl", "{]}\n")]
+    "file, text, message",
+    [
+        ("config.json", None, "holds no run: .*config.json"),
+        ("metrics.jsonl", None, "holds no run: .*metrics.jsonl"),
+        ("metrics.jsonl", "", "no step is done yet"),
+        ("config.json", "{}", "config.json is not as launch/train.py writes it"),
+        ("config.json", "{", "config.json is not as"),
+        ("metrics.jsonl", "{]}\n", "metrics.jsonl is not as"),
+    ],
 )
-def test_a_damaged_file_is_named(tmp_path, file, text):
+def test_a_directory_without_a_whole_run(tmp_path, file, text, message):
     run = write_run(tmp_path / "run")
-    (run / file).write_text(text)
-    with pytest.raises(UserError, match=f"{file} is not as launch/train.py writes it"):
-        report.write_report(run)
+    (run / file).unlink()
+    if text is not None:
+        (run / file).write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_runs([run])
+
+
+def curve(metric="policy/entropy", values=(0.0, 1.0, 2.0), end=160):
+    """A curve of the paper with three points up to an update."""
+    return Curve(metric, f"paper, {metric}", tuple(zip((0, end / 2, end), values)))
+
+
+def points(axis, metric="policy/entropy"):
+    """The points of the paper's curve."""
+    (line,) = (line for line in axis.get_lines() if line.get_label() == f"paper, {metric}")
+    return line.get_xydata()
+
+
+def second_axes(axis):
+    """{label: number on the second axis at 1 of the first}."""
+    return {
+        child.get_xlabel() or child.get_ylabel(): child._functions[0](1.0)
+        for child in axis.child_axes
+    }
+
+
+def test_the_papers_own_curves(tmp_path):
+    paper = load_paper()
+    assert len(paper) == 8
+    last = {curve.label: curve.points[-1] for curve in paper}
+    # The paper's headline: 50 % with DAPO at the end of figure 1.
+    assert last["paper, figure 1: DAPO avg@32"][1] == pytest.approx(0.5, abs=0.02)
+    assert all(0 <= p <= 1 for c in paper if "7d" in c.label for _, p in c.points)
+    run = write_run(tmp_path / "run")
+    axes = draw([run], paper)
+    found = [label for axis in axes.values() for label in legend(axis) if "paper, " in label]
+    assert sorted(found) == sorted(last) and "paper, figure 7c: DAPO" in legend(axes[ENTROPY])
+    page = report.write_report(run, paper=paper).read_text()
+    assert "curves of the DAPO paper" in page
+
+
+def test_a_short_run_next_to_a_long_paper_fills_its_plot(tmp_path):
+    """6 rollout steps of 8 updates, 4800 updates of the paper: its curve is as wide as the run."""
+    run, paper = write_run(tmp_path / "run"), [curve("eval/avg@k", (0, 0.1, 0.5), 4800)]
+    axis = draw([run], paper)[ACCURACY]
+    np.testing.assert_allclose(points(axis, "eval/avg@k"), [[0, 0], [3, 10], [6, 50]])
+    assert second_axes(axis) == {"updates of the paper, on a scale of their own": 800}
+    axis = draw([run, write_run(tmp_path / "long", steps=10)], paper)[ACCURACY]
+    np.testing.assert_allclose(points(axis, "eval/avg@k")[-1, 0], 10)
+    # A run whose base alone is evaluated.
+    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().splitlines()[0] + "\n")
+    assert points(draw([run], paper)[ACCURACY], "eval/avg@k")[-1, 0] == 1
+
+
+def test_a_run_of_the_papers_length_has_its_scale(tmp_path):
+    run = write_run(tmp_path / "run")
+    axis = draw([run], [curve()])[ENTROPY]
+    np.testing.assert_allclose(points(axis)[:, 0], [0, 10, 20])  # 8 updates a step
+    assert second_axes(axis) == {"updates, of the run and of the paper": 8}
+    other = write_run(tmp_path / "other", updates=16)  # no scale fits both runs
+    np.testing.assert_allclose(points(draw([run, other], [curve()])[ENTROPY])[:, 0], [0, 3, 6])
+
+
+def test_only_lengths_of_another_magnitude_have_a_scale_of_their_own(tmp_path):
+    run, metric = write_run(tmp_path / "run"), "length/mean"
+    axis = draw([run], [curve(metric, (500, 1000, 4000))])[LENGTH]
+    # The longest response of the run is 40.
+    np.testing.assert_allclose(points(axis, metric)[:, 1], [5, 10, 40])
+    assert second_axes(axis)["tokens of the paper, on a scale of their own"] == 100
+    axis = draw([run], [curve(metric, (50, 100, 150))])[LENGTH]
+    np.testing.assert_allclose(points(axis, metric)[:, 1], [50, 100, 150])
+    assert len(second_axes(axis)) == 1

@@ -2,9 +2,8 @@
 
 Command: python tests/studies/planted_defects.py [--passed]
 
-Each defect is one of those that other trainers shipped. The tests named with it must pass on the
-copy as it is and fail on the copy with the defect. --passed: they are known to pass as it is,
-because the whole suite has just been run.
+Other trainers shipped each of these defects. Its tests must pass on the copy without it and fail on
+the copy with it. --passed: skip the former, because the whole suite has just passed.
 """
 
 import concurrent.futures
@@ -53,10 +52,10 @@ DEFECTS = (
     Defect(
         "end of sequence left out of the response",
         "dapo_jax/rollout/scheduler.py",
-        "        tokens = [response.tokens for response in sampled]\n",
-        "        n = [len(r.tokens) - (r.tokens[-1] in stops) for r in sampled]\n"
-        "        sampled = [r._replace(tokens=r.tokens[:end]) for r, end in zip(sampled, n)]\n"
-        "        tokens = [response.tokens for response in sampled]\n",
+        "        texts = self.detokenize([response.tokens for response in responses])\n",
+        "        n = [len(r.tokens) - (r.tokens[-1] in stops) for r in responses]\n"
+        "        responses = [r._replace(tokens=r.tokens[:i]) for r, i in zip(responses, n)]\n"
+        "        texts = self.detokenize([response.tokens for response in responses])\n",
         "tests/rollout/test_engine.py::test_finish_reasons",
     ),
     Defect(

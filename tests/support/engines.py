@@ -60,25 +60,25 @@ def no_text(sequences):
 
 
 def make_loop(
-    engine, params, problems, *, detokenize=no_text, key=KEY, step=0, begun=None, **request
+    engine, params, problems, *, detokenize=no_text, key=KEY, step=0, partial=None, **request
 ):
     """A generation loop over the problems, 4 samples each unless the request says otherwise."""
     asked = GenerationRequest(**({"num_samples": 4} | request))
     with engine.weights(params):
         return GenerationLoop(
-            engine, iter(problems), detokenize, key, asked, step=step, begun=begun
+            engine, iter(problems), detokenize, key, asked, step=step, partial=partial
         )
 
 
 def generate(engine, params, problems, **more):
     """(responses to each problem, stats)."""
     loop = make_loop(engine, params, problems, **more)
-    for _ in loop.turns():
+    for _ in loop.run():
         pass
     return loop.responses(), loop.stats
 
 
 def complete(loop):
-    for _ in loop.turns():
+    for _ in loop.run():
         pass
     return tokens_of(loop.responses())

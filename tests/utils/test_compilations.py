@@ -1,4 +1,4 @@
-"""Memory that compilations have freed goes back to the system."""
+"""Memory that compilations have freed returns to the system."""
 
 from types import SimpleNamespace
 
@@ -8,32 +8,21 @@ import pytest
 from dapo_jax.utils import compilations
 
 
-@pytest.fixture
-def listening(monkeypatch):
-    """(what `return_memory` has registered, the calls of the C library's malloc_trim)."""
-    listeners, calls = [], []
+@pytest.mark.parametrize("has_trim", [True, False])
+def test_memory_returns_after_each_compilation_that_takes_its_time(monkeypatch, has_trim):
+    """Other C libraries than glibc have no malloc_trim."""
+    listeners, trimmed = [], []
     monkeypatch.setattr(jax.monitoring, "register_event_duration_secs_listener", listeners.append)
-    library = SimpleNamespace(malloc_trim=calls.append)
+    library = SimpleNamespace(**{"malloc_trim": trimmed.append} if has_trim else {})
     monkeypatch.setattr(compilations.ctypes, "CDLL", lambda name: library)
-    return listeners, calls, library
-
-
-def test_after_each_compilation_that_takes_its_time(listening):
-    listeners, calls, _ = listening
     compilations.return_memory.__wrapped__()
-    (listen,) = listeners
-    listen("/jax/core/compile/jaxpr_trace_duration", 5.0)
-    listen(compilations.EVENT, 0.01)
-    assert not calls
-    listen(compilations.EVENT, 0.5, fun_name="update")
-    assert calls == [0]
-
-
-def test_other_c_libraries_are_left_alone(listening):
-    listeners, _, library = listening
-    del library.malloc_trim
-    compilations.return_memory.__wrapped__()
-    assert not listeners
+    assert len(listeners) == has_trim
+    for listen in listeners:
+        listen("/jax/core/compile/jaxpr_trace_duration", 5.0)
+        listen(compilations.EVENT, 0.01)
+        assert not trimmed
+        listen(compilations.EVENT, 0.5, fun_name="update")
+        assert trimmed == [0]
 
 
 def test_the_event_is_that_of_jax():

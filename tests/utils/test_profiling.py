@@ -1,4 +1,4 @@
-"""Traces of steps: what fails there ends no run, and hides no stop."""
+"""Traces of steps: a failure ends no run and hides no stop."""
 
 import jax
 import pytest
@@ -9,7 +9,7 @@ from dapo_jax.utils.progress import Progress
 
 
 @pytest.mark.parametrize("fails", ["start_trace", "stop_trace"])
-def test_a_trace_that_cannot_be_made_is_told(monkeypatch, capsys, tmp_path, fails):
+def test_a_trace_that_cannot_be_made_is_reported(monkeypatch, capsys, tmp_path, fails):
     def broken(*_, **__):
         raise RuntimeError("no room")
 

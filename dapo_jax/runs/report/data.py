@@ -1,5 +1,4 @@
-"""What the page of plots is made from: the directories of runs. They are read only, also while
-their runs go on."""
+"""Runs as the page of plots sees them, read from their directories, also while they continue."""
 
 import json
 import re
@@ -11,26 +10,28 @@ from dapo_jax.types import UserError
 
 
 class Run(NamedTuple):
-    name: str  # differs from those of the runs beside it
+    """One run."""
+
+    name: str  # unique on the page
     directory: Path
     num_samples: int  # k of the held-out metrics
     frozen: dict[str, Any]  # config.json
     steps: list[dict[str, Any]]  # one per line of metrics.jsonl; `eval/avg@32` as `eval/avg@k`
-    summary: dict[str, Any] | None  # None while the run goes on
+    summary: dict[str, Any] | None  # None while the run continues
 
     def values(self, metric: str) -> list[tuple[float, float]]:
-        """(rollout step, value) of each step that has the metric."""
+        """Returns (rollout step, value) of each step that has the metric."""
         return [(n["step"], n[metric]) for n in self.steps if metric in n]
 
     def sources(self) -> list[str]:
-        """Names of the held-out sources, where there are several."""
+        """Returns the names of the held-out sources, if there are several."""
         names = dict.fromkeys(name for numbers in self.steps for name in numbers)
         matches = (re.fullmatch("eval/(.+)/avg@k", name) for name in names)
         return [match[1] for match in matches if match]
 
 
 def load_runs(directories: Sequence[Path]) -> list[Run]:
-    """What run directories say of their runs, in the order given.
+    """Returns the runs of the directories, in the order given.
 
     Raises:
         UserError: a directory is given twice, holds no run, or no step of its run is done.
@@ -43,7 +44,7 @@ def load_runs(directories: Sequence[Path]) -> list[Run]:
 
 
 def _names(places: Sequence[Path]) -> list[str]:
-    """The last part of each path, and as many before it as it takes to tell them apart."""
+    """Returns the ends of the paths, as short as they can be and differ."""
     depth = 1
     while True:
         names = ["/".join(place.parts[-depth:]) for place in places]
@@ -78,7 +79,7 @@ def _load_run(name: str, directory: Path) -> Run:
 
 
 def _metrics(numbers: dict[str, Any], k: int) -> dict[str, Any]:
-    """Metrics under one name whatever k is, and the shares of prompts without signal."""
+    """Returns metrics with names that do not hold k, and shares of prompts without signal."""
     of_k = f"@{k}"
     numbers = {
         f"{name.removesuffix(of_k)}@k" if name.endswith(of_k) else name: value

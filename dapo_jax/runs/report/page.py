@@ -1,30 +1,36 @@
-"""A run, or several, on one page: the plots, a table of before and after, and what the model wrote.
-Reads the run directories only, also while the runs go on."""
+"""The page of one run or several: plots, a table of before and after, and sampled responses."""
 
-import base64
 import errno
-import html
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from dapo_jax.runs.report.paper_curves import Paper
-from dapo_jax.utils.progress import duration
+from dapo_jax.runs.report import html
 from dapo_jax.runs.report.data import Run, load_runs
+from dapo_jax.runs.report.paper_curves import Curve
 from dapo_jax.runs.report.plots import plot
 from dapo_jax.types import UserError
+from dapo_jax.utils.progress import duration
 
 EXAMPLES = 4  # responses shown of the first and of the last step
+ABOUT = """One point per rollout step. Held-out accuracy has a band: its 95 % interval over the
+choice of problems. Entropy, probability and clipping are means over trained tokens."""
+ABOUT_PAPER = """Grey: the curves of the DAPO paper (arXiv:2503.14476), of a model with 32 billion
+parameters and of AIME 2024; compare their shape, not their height. The paper counts updates, 16 of
+them to a rollout step, on the axis above each plot. Where that axis has a scale of its own, the
+paper's training is stretched over the width of the run's."""
 
 
 def write_report(
-    directory: Path, *, beside: Sequence[Path] = (), paper: Paper | None = None
+    directory: Path, *, beside: Sequence[Path] = (), paper: Sequence[Curve] = ()
 ) -> Path:
     """Writes report.png and the self-contained report.html into the run directory.
 
+    Reads the run directories only, also while the runs continue.
+
     Args:
         directory: the run.
-        beside: other runs, drawn into the same plots and given a table of their own.
+        beside: other runs, drawn into the same plots, each with a table of its own.
         paper: the DAPO paper's curves, drawn into the same plots.
 
     Returns:
@@ -36,10 +42,25 @@ def write_report(
     runs = load_runs([directory, *beside])
     headlines = [_headline(run, timed=len(runs) == 1) for run in runs]
     png = plot(runs, headlines, paper)
-    page = directory / "report.html"
+    header = ("", "before", "after")
+    page = html.page(
+        runs[0].name,
+        headlines,
+        html.note(f"{ABOUT} {ABOUT_PAPER if paper else ''}"),
+        html.image(png, "plots of the run"),
+        *(
+            html.heading(f"{run.name}: before and after") + html.table(_rows(run), header)
+            for run in runs
+        ),
+        html.heading("Sampled responses"),
+        *_examples(runs[0]),
+        html.heading("Config"),
+        html.details("fields, versions, command", html.pre(json.dumps(runs[0].frozen, indent=1))),
+    )
+    file = directory / "report.html"
     try:
         (directory / "report.png").write_bytes(png)
-        page.write_text(_page(runs, headlines, png, paper))
+        file.write_text(page)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
@@ -47,7 +68,7 @@ def write_report(
             f"{error.filename} cannot be written ({error.strerror}). Put first a run whose "
             "directory you may write to."
         ) from error
-    return page
+    return file
 
 
 def _headline(run: Run, *, timed: bool) -> str:
@@ -58,13 +79,13 @@ def _headline(run: Run, *, timed: bool) -> str:
     line += f"{run.steps[-1]['step']} steps"
     if run.summary is None:
         line += " (still running)"
-    elif timed:  # not beside others: one run makes the base, the next reuses it
+    elif timed:  # alone: of several runs one makes the base, the next reuses it
         line += f" ({duration(run.summary['seconds'])})"
     return line
 
 
 def _rows(run: Run) -> list[tuple[str, str, str]]:
-    """(what, before, after) of the table. Before is the base model, or the first step."""
+    """Returns (title, before, after) of the table. Before is the base model, or the first step."""
     k = run.num_samples
     rows = [
         (f"held-out avg@{k}", "eval/avg@k", "{:.1%}"),
@@ -87,67 +108,17 @@ def _rows(run: Run) -> list[tuple[str, str, str]]:
     return table
 
 
-def _examples(run: Run) -> str:
-    """Responses of the first and of the last step, as HTML."""
+def _examples(run: Run) -> list[str]:
+    """Returns responses of the first and of the last step, as HTML."""
     files = sorted((run.directory / "rollouts").glob("step_*.jsonl"))
     parts = []
     for file in [files[0], files[-1]] if len(files) > 1 else files:
         records = [json.loads(line) for line in file.read_text().splitlines()]
-        parts.append(f"<h3>step {int(file.stem.removeprefix('step_'))}</h3>")
+        parts.append(html.heading(f"step {int(file.stem.removeprefix('step_'))}", level=3))
         for record in records[:: max(1, len(records) // EXAMPLES)][:EXAMPLES]:
             verdict = "correct" if record["correct"] else f"wrong, {record['answer']} is right"
             if record["finish_reason"] == "length":
                 verdict += ", cut at the limit"
-            parts.append(
-                f"<pre><b>{html.escape(record['prompt'])}</b>{html.escape(record['response'])}</pre>"
-                f"<p class=verdict>{html.escape(verdict)}; {record['length']} tokens, reward "
-                f"{record['reward']:+.2f}</p>"
-            )
-    return "".join(parts)
-
-
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 72em; margin: 2em auto; padding: 0 1em; }
-img { width: 100%; } table { border-collapse: collapse; }
-td, th { padding: .2em 1.2em .2em 0; text-align: right; border-bottom: 1px solid #ddd; }
-td:first-child, th:first-child { text-align: left; }
-pre { background: #f5f5f3; padding: .6em; margin: .8em 0 0; white-space: pre-wrap; }
-.verdict { margin: 0; color: #666; font-size: 13px; }
-"""
-
-
-OF_THE_PAPER = """
-Grey: the curves of the DAPO paper (arXiv:2503.14476), whose model has 32 billion parameters and
-whose held-out problems are AIME 2024; beside another model and other problems they compare in
-shape, not in height. The paper counts updates, 16 of them to a rollout step. Their axis is above
-each plot; where it says that it has a scale of its own, the paper's training is stretched over the
-width of the run's."""
-
-
-def _page(runs: Sequence[Run], headlines: Sequence[str], png: bytes, paper: Paper | None) -> str:
-    image = base64.b64encode(png).decode()
-    tables = []
-    for run in runs:
-        body = "".join(
-            f"<tr><td>{html.escape(title)}</td><td>{before}</td><td>{after}</td></tr>"
-            for title, before, after in _rows(run)
-        )
-        tables.append(
-            f"<h2>{html.escape(run.name)}: before and after</h2><table>"
-            f"<tr><th></th><th>before</th><th>after</th></tr>{body}</table>"
-        )
-    first = runs[0]
-    frozen = html.escape(json.dumps(first.frozen, indent=1))
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(first.name)}</title>"
-        f"<style>{STYLE}</style>"
-        f"<h1>{'<br>'.join(html.escape(line) for line in headlines)}</h1>"
-        "<p>One point per rollout step; held-out accuracy where it was measured, its band the 95 % "
-        "interval over the choice of problems. Entropy, probability and clipping are means over "
-        "trained tokens."
-        f"{OF_THE_PAPER if paper else ''}</p>"
-        f'<img alt="plots of the run" src="data:image/png;base64,{image}">{"".join(tables)}'
-        f"<h2>What the model writes</h2>{_examples(first)}"
-        f"<h2>Config</h2><details><summary>fields, versions, command</summary><pre>{frozen}</pre>"
-        "</details></html>\n"
-    )
+            about = f"{verdict}; {record['length']} tokens, reward {record['reward']:+.2f}"
+            parts += [html.pre(record["response"], bold=record["prompt"]), html.note(about)]
+    return parts

@@ -1,11 +1,9 @@
-"""The plots of the page, in the manner of the DAPO paper's figures 2, 3 and 7.
+"""The plots of a run's page, after the DAPO paper's figures 2, 3 and 7; matplotlib is used here.
 
-One run is drawn in colours by series. Several are drawn in colours by run, told above the plots,
-and in dashes and markers by series, told in each. The paper's curves are grey.
-
-The paper counts gradient updates, a run of ours rollout steps. Where the runs make as many updates
-per rollout step as each other and at least a quarter of the paper's, both are drawn to one scale.
-Otherwise the paper's curve is stretched over the width of the run, and its axis, above, says so.
+One run has a colour for each series. Several runs have a colour each, named above the plots, and
+dashes and markers for each series. The paper's curves are grey. The paper counts updates: its
+curves have the runs' scale where these make equally many updates per rollout step, and at least a
+quarter of the paper's in all. Otherwise they are stretched over the width of the runs.
 """
 
 import io
@@ -19,24 +17,17 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from dapo_jax.runs.report.paper_curves import Curve, Paper
 from dapo_jax.runs.report.data import Run
+from dapo_jax.runs.report.paper_curves import Curve
 
 COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#8d6a9f", "#c17c1e")
-MORE_COLOURS = ("#1f9e9e", "#5b4636", "#e377c2", "#7f8f1f", "#23235b")
 DASHES = ("-", "--", ":")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # as many as have no factor in common with DASHES
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # their number has no factor in common with DASHES
 INK, GREY = "#222222", "#777777"
 PAPER_STYLES = (("#777777", "--"), ("#555555", "-."), ("#a5a5a5", "--"))
 SOURCE_CHARACTERS = 20
 LEGEND_INSIDE = 4  # entries; a longer legend is put below its plot
-LEGEND_BELOW = {
-    "loc": "upper left", "bbox_to_anchor": (-0.05, -0.17), "ncols": 2, "columnspacing": 1.0,
-    "fontsize": 7,
-}  # fmt: skip
-NOISY_POINTS = 200  # of a curve too dense for dashes
 COMPARABLE = 4.0  # scales that differ by no more than this are drawn as one
-
 PERCENT, NUMBER = 100.0, 1.0
 
 
@@ -46,60 +37,76 @@ class Panel(NamedTuple):
     series: tuple[tuple[str, str], ...]  # (metric, label)
 
 
+ACCURACY = (("eval/avg@k", "avg@k"), ("eval/cons@k", "cons@k"), ("eval/pass@k", "pass@k"))
+TRAINING = (
+    ("accuracy/sampled", "all sampled responses"),
+    ("accuracy/trained", "after the filter"),
+)
+CLIPPED = (
+    ("policy/clip_high_share", "above 1 + clip_high"),
+    ("policy/clip_low_share", "below 1 - clip_low"),
+)
+WITHOUT_SIGNAL = (("share/all_right", "all right"), ("share/all_wrong", "all wrong"))
+TRUNCATED = (("length/truncated_share", "while training"), ("eval/truncated_share", "held-out"))
+LENGTH = (("length/mean", "mean"), ("length/max", "longest"))
+PROBABILITY = (("policy/token_prob", "probability"),)
 PANELS = (
-    Panel("held-out accuracy, %", PERCENT, (
-        ("eval/avg@k", "avg@k"), ("eval/cons@k", "cons@k"), ("eval/pass@k", "pass@k"))),
-    Panel("training accuracy, %", PERCENT, (
-        ("accuracy/sampled", "all that was sampled"), ("accuracy/trained", "after the filter"))),
+    Panel("held-out accuracy, %", PERCENT, ACCURACY),
+    Panel("training accuracy, %", PERCENT, TRAINING),
     Panel("reward of the trained responses, mean", NUMBER, (("reward/mean", "reward"),)),
-    Panel("response length, tokens", NUMBER, (("length/mean", "mean"), ("length/max", "longest"))),
+    Panel("response length, tokens", NUMBER, LENGTH),
     Panel("entropy, nats per token", NUMBER, (("policy/entropy", "entropy"),)),
-    Panel("probability of the sampled token, mean", NUMBER, (
-        ("policy/token_prob", "probability"),)),
-    Panel("clipped tokens, %", PERCENT, (
-        ("policy/clip_high_share", "above 1 + clip_high"),
-        ("policy/clip_low_share", "below 1 - clip_low"))),
-    Panel("sampled prompts without signal, %", PERCENT, (
-        ("share/all_right", "all right"), ("share/all_wrong", "all wrong"))),
-    Panel("responses cut at the limit, %", PERCENT, (
-        ("length/truncated_share", "while training"), ("eval/truncated_share", "held-out"))),
-)  # fmt: skip
+    Panel("probability of the sampled token, mean", NUMBER, PROBABILITY),
+    Panel("clipped tokens, %", PERCENT, CLIPPED),
+    Panel("sampled prompts without signal, %", PERCENT, WITHOUT_SIGNAL),
+    Panel("responses cut at the limit, %", PERCENT, TRUNCATED),
+)
 
 
-def plot(runs: Sequence[Run], headlines: Sequence[str], paper: Paper | None = None) -> bytes:
-    """The plots as a PNG. `headlines`: what is written of each run above them."""
+def new_figure(width: float, height: float) -> Figure:
+    """Returns an empty figure of this size in inches, which needs no display."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def label_axis(axis: Any, title: str, x_label: str) -> None:
+    """Gives an axis its title, label, grid and frame."""
+    axis.set_title(title, fontsize=11, loc="left")
+    axis.set_xlabel(x_label, fontsize=9)
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.tick_params(labelsize=9)
+
+
+def to_png(figure: Figure) -> bytes:
+    """Returns the figure as a PNG."""
     image = io.BytesIO()
-    draw(runs, headlines, paper).savefig(image, format="png", dpi=110)
+    figure.savefig(image, format="png", dpi=110)
     return image.getvalue()
 
 
-def draw(runs: Sequence[Run], headlines: Sequence[str], paper: Paper | None = None) -> Figure:
-    """The plots as a figure. Arguments as of `plot`."""
-    curves = paper.curves if paper else ()
-    figure = Figure(figsize=(13.5, 11.5 if curves else 9.5), layout="constrained")
-    FigureCanvasAgg(figure)
+def plot(runs: Sequence[Run], headlines: Sequence[str], paper: Sequence[Curve] = ()) -> bytes:
+    """Returns the plots as a PNG, with the headline of each run above them."""
+    return to_png(draw(runs, headlines, paper))
+
+
+def draw(runs: Sequence[Run], headlines: Sequence[str], curves: Sequence[Curve] = ()) -> Figure:
+    """Returns the plots as a figure. Arguments: see `plot`."""
+    figure = new_figure(13.5, 11.5 if curves else 9.5)
     updates = common_updates(runs, curves)
     for axis, panel in zip(figure.subplots(3, 3).ravel(), PANELS):
         series = _series(panel, runs)
         handles = _draw_runs(axis, panel.unit, series, runs)
-        beside = [curve for curve in curves if curve.metric in dict(panel.series)]
-        if beside:
-            handles += _draw_paper(axis, panel, beside, runs, updates)
-        axis.set_title(panel.title, fontsize=11, loc="left")
-        axis.set_xlabel("rollout step", fontsize=9)
+        of_panel = [curve for curve in curves if curve.metric in dict(panel.series)]
+        if of_panel:
+            handles += _draw_paper(axis, panel, of_panel, runs, updates)
+        label_axis(axis, panel.title, "rollout step")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.tick_params(labelsize=9)
+        below = {"loc": "upper left", "bbox_to_anchor": (-0.05, -0.17), "ncols": 2, "fontsize": 7}
         if handles:
-            below = len(handles) > LEGEND_INSIDE
-            axis.legend(
-                handles=handles,
-                handlelength=3,
-                framealpha=0.75,
-                edgecolor="none",
-                **(LEGEND_BELOW if below else {"fontsize": 8}),
-            )
+            place = below if len(handles) > LEGEND_INSIDE else {"fontsize": 8}
+            axis.legend(handles=handles, handlelength=3, edgecolor="none", **place)
     if len(runs) == 1:
         figure.suptitle(_plain(headlines[0]), fontsize=13)
     else:
@@ -110,30 +117,29 @@ def draw(runs: Sequence[Run], headlines: Sequence[str], paper: Paper | None = No
             ],
             loc="outside upper center",
             ncols=1 if len(runs) <= 4 else 2,
-            fontsize=12 if len(runs) <= 4 else 9,
             frameon=False,
         )
     return figure
 
 
 def common_updates(runs: Sequence[Run], curves: Sequence[Curve]) -> float | None:
-    """Updates per rollout step of the runs, if they can be drawn to one scale with the paper."""
+    """Returns updates per rollout step, if runs and paper can have one scale; else None."""
     steps = [run.steps[-1]["step"] for run in runs]
     updates = [sum(value for _, value in run.values("optimizer/updates")) for run in runs]
     rates = [u / max(1, s) for u, s in zip(updates, steps)]
     if not curves or min(rates) <= 0 or max(rates) > 1.01 * min(rates):
         return None
-    return rates[0] if max(updates) * COMPARABLE >= max(_end(curve) for curve in curves) else None
+    return rates[0] if max(updates) * COMPARABLE >= _end(curves) else None
 
 
-def _end(curve: Curve) -> float:
-    return curve.points[-1][0]
+def _end(curves: Sequence[Curve]) -> float:
+    return max(curve.points[-1][0] for curve in curves)
 
 
 def _series(panel: Panel, runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """(metric, label) of what the runs have of a panel, with a line for each held-out source."""
+    """Returns (metric, label) of each series that a run has, with one for each held-out source."""
     ks = {run.num_samples for run in runs}
-    at_k = f"@{min(ks)}" if len(ks) == 1 else "@k"  # k differs: the headlines tell
+    at_k = f"@{min(ks)}" if len(ks) == 1 else "@k"
     series = [(metric, label.replace("@k", at_k)) for metric, label in panel.series]
     if panel.series[0][0] == "eval/avg@k":
         sources = dict.fromkeys(source for run in runs for source in run.sources())
@@ -147,7 +153,7 @@ def _series(panel: Panel, runs: Sequence[Run]) -> list[tuple[str, str]]:
 def _draw_runs(
     axis: Any, unit: float, series: Sequence[tuple[str, str]], runs: Sequence[Run]
 ) -> list[Line2D]:
-    """Draws the runs of one panel, and returns the entries of its legend."""
+    """Draws the runs into one panel; returns the entries of its legend."""
     several = len(runs) > 1
     colours = _colours(len(runs) if several else len(series))
     handles = []
@@ -172,7 +178,7 @@ def _draw_runs(
 
 
 def _band(axis: Any, run: Run, colour: str) -> None:
-    """The interval of held-out accuracy over the choice of problems."""
+    """Draws the interval of held-out accuracy over the choice of problems."""
     low, high = dict(run.values("eval/interval_low")), dict(run.values("eval/interval_high"))
     steps = sorted(low.keys() & high.keys())
     if steps:
@@ -183,11 +189,11 @@ def _band(axis: Any, run: Run, colour: str) -> None:
 def _draw_paper(
     axis: Any, panel: Panel, curves: Sequence[Curve], runs: Sequence[Run], updates: float | None
 ) -> list[Line2D]:
-    """Draws the paper's curves in the units of the panel's axes, with axes of their own that tell
-    the true numbers above and, for lengths of another magnitude, on the right."""
+    """Draws the paper's curves with an axis for their updates and, for lengths of another
+    magnitude, one for their tokens; returns the entries of the legend."""
     if updates is None:
         width = max(run.steps[-1]["step"] for run in runs)
-        steps_per_update = max(1, width) / max(map(_end, curves))
+        steps_per_update = max(1, width) / _end(curves)
         title = "updates of the paper, on a scale of their own"
     else:
         steps_per_update = 1 / updates
@@ -205,13 +211,12 @@ def _draw_paper(
     handles = []
     for c, curve in enumerate(curves):
         colour, dashes = PAPER_STYLES[c % len(PAPER_STYLES)]
-        noisy = len(curve.points) > NOISY_POINTS
         handles += axis.plot(
             [steps_per_update * update for update, _ in curve.points],
             [height * panel.unit * value for _, value in curve.points],
             color=colour,
-            linestyle="-" if noisy else dashes,
-            linewidth=0.8 if noisy else 1.3,
+            linestyle=dashes,
+            linewidth=1.1,
             zorder=1.5,  # below the runs
             label=_plain(curve.label),
         )
@@ -219,8 +224,7 @@ def _draw_paper(
 
 
 def _height(panel: Panel, curves: Sequence[Curve], runs: Sequence[Run]) -> float:
-    """What the paper's lengths are multiplied with to be as high as the runs'; 1 if they can be
-    drawn to one scale."""
+    """Returns the factor that makes the paper's lengths as high as the runs'; 1 for one scale."""
     theirs = max(value for curve in curves for _, value in curve.points)
     values = [v for run in runs for metric, _ in panel.series for _, v in run.values(metric)]
     ours = max(values, default=theirs)
@@ -230,7 +234,7 @@ def _height(panel: Panel, curves: Sequence[Curve], runs: Sequence[Run]) -> float
 
 
 def _second_axis(make: Any, side: str, factor: float) -> Any:
-    """An axis on the other side whose numbers, times the factor, are those of the first."""
+    """Returns an axis on the other side; its numbers times the factor are those of the first."""
     second = make(side, functions=(lambda x: x / factor, lambda x: x * factor))
     second.tick_params(labelsize=8, colors=GREY)
     second.spines[side].set_color(GREY)
@@ -238,20 +242,18 @@ def _second_axis(make: Any, side: str, factor: float) -> Any:
 
 
 def _colours(number: int) -> list[Any]:
-    chosen = COLOURS + MORE_COLOURS
-    if number <= len(chosen):
-        return list(chosen[:number])
+    if number <= len(COLOURS):
+        return list(COLOURS[:number])
     return list(matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, number)))
 
 
 def _short_names(sources: Sequence[str]) -> list[str]:
-    """The last part of a hub id or path, where that tells the sources apart, and its end where it
-    is long. The table below the plots has the full names."""
+    """Returns the last part of each hub id or path, or its end, where these differ."""
     names = [source.rsplit("/", 1)[-1] for source in sources]
     names = names if len(set(names)) == len(names) else list(sources)
     return [n if len(n) <= SOURCE_CHARACTERS else "…" + n[1 - SOURCE_CHARACTERS :] for n in names]
 
 
 def _plain(text: str) -> str:
-    """Text that matplotlib takes for itself and not for a formula."""
+    """Returns text that matplotlib does not take for a formula."""
     return text.replace("$", r"\$")

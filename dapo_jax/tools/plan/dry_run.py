@@ -17,8 +17,7 @@ from dapo_jax.models.sharding import (
 )
 from dapo_jax.rewards.scorers import load_scorer
 from dapo_jax.rewards.types import parse_scorers
-from dapo_jax.rollout import memory_budget
-from dapo_jax.rollout.prompt_filter import GRESO
+from dapo_jax.rollout import memory_budget, prompt_filter
 from dapo_jax.training.packing import max_micro_batches
 
 
@@ -114,8 +113,8 @@ def _batch_lines(config: Config) -> list[tuple[str, str]]:
         ("dynamic sampling", sampled),
         (
             "prefilter",
-            f"up to {GRESO.max_skips:,} prompts left out in a step, at first 1 - "
-            f"{GRESO.initial_probability:g}^z of those that taught nothing z times in a row"
+            f"up to {prompt_filter.MAX_SKIPS:,} prompts left out in a step, at first 1 - "
+            f"{prompt_filter.INITIAL_PROBABILITY:g}^z of those that taught nothing z times in a row"
             if d.prefilter
             else "off",
         ),
@@ -206,11 +205,11 @@ def _memory_lines(config: Config, axis_sizes: dict[str, int]) -> list[tuple[str,
         notes["KV cache"] += f", config.rollout.cache_gib {r.cache_gib:g}"
     line = lambda name, size: (name, _size(size) + (f"   {notes[name]}" if name in notes else ""))
     lines = [line(*item) for item in held.always.items()]
-    lines += [line(*item) for item in held.drawing.items()]
-    lines.append(("together, drawing", _size(held.drawing_bytes)))
-    lines += [line(*item) for item in held.updating.items()]
+    lines += [line(*item) for item in held.rollout.items()]
+    lines.append(("together, drawing", _size(held.rollout_bytes)))
+    lines += [line(*item) for item in held.update.items()]
     note = "without what is drawn with; activations not counted"
-    lines.append(("together, updating", f"{_size(held.updating_bytes)}   {note}"))
+    lines.append(("together, updating", f"{_size(held.update_bytes)}   {note}"))
     return lines
 
 

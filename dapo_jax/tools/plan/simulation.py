@@ -150,7 +150,7 @@ class Host:
         pool: Any = self.pool
         request = GenerationRequest(setting.config.rollout.group_size)
         collector = RolloutCollector(engine, pool, RUBRICS, detokenize, request)
-        self.turns = collector.turns(prompts, jax.random.key(0))
+        self.outputs = collector.run(prompts, jax.random.key(0))
 
     def wait(self) -> float:
         """Returns when it has something to do, as far as it knows itself."""
@@ -169,7 +169,7 @@ def play(hosts: list[Host], queue: OneWorkQueue) -> None:
             del idle[i]
         host = hosts[i]
         host.clock.wait(at)
-        turn = next(host.turns, None)
+        turn = next(host.outputs, None)
         if turn is not None and not turn.idle:
             heapq.heappush(ready, (host.clock.now, i))
         elif turn is not None:

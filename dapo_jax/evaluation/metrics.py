@@ -1,4 +1,4 @@
-"""Evaluation: k samples of every problem, scored, and the figures that are quoted of them."""
+"""Evaluation metrics: k scored samples of every problem, and the figures that are quoted."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,10 +17,10 @@ from dapo_jax.types import Attempt, Attempts, Group, Problem
 def evaluate(
     collector: RolloutCollector, problems: Sequence[Problem], key: jax.Array
 ) -> dict[str, float]:
-    """Returns the figures of the engine's weights as metrics `eval/...`, over all problems; where
-    they are from several sources, avg@k and its like of each as `eval/<source>/...` too.
+    """Returns the metrics `eval/...` of the engine's weights over all problems.
 
-    The processes of the run generate a share each, and all have all figures.
+    Several sources also have metrics `eval/<source>/...` each. The processes of the run generate a
+    share each, and all return the same metrics.
     """
     rubrics, pool = collector.rubrics, collector.pool
     groups = [attempts_of(group) for group in collector.collect(problems, key)]
@@ -33,7 +33,7 @@ def evaluate(
 
 
 def attempts_of(group: Group) -> Attempts:
-    """Returns what is kept of an evaluated group."""
+    """Returns the parts of a group that an evaluation keeps."""
     return Attempts(
         group.problem,
         tuple(
@@ -66,18 +66,16 @@ def statistics(
     *,
     ks: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """What is quoted of n responses to each problem.
+    """Returns the figures that are quoted of n responses to each problem.
+
+    avg@n, cons@n and pass@k are dicts of "value" and "interval", the 95 % bootstrap interval over
+    problems. Over responses: mean length in tokens, the truncated share, the share without an
+    answer that the scorer found, and the numbers of invalid responses and of scorer faults.
 
     Args:
         groups: n responses each.
         answers_QK: see `votes`; None: no cons@n and no share of unparsed responses.
         ks: of pass@k; None: 1, 2, 4, ... and n.
-
-    Returns:
-        avg@n, cons@n and pass@k, each a dict of "value" and "interval", the 95 % bootstrap interval
-        over problems; and over responses the mean length in tokens, the share that was cut, the
-        share in which the scorer found no answer, how many broke off as their logits were no
-        numbers (invalid), and how many it could not judge (faults).
     """
     n = len(groups[0].attempts)
     correct_QK = np.array([[v.correct for v in group.verdicts] for group in groups], bool)
