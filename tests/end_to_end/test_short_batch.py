@@ -13,7 +13,8 @@ def train_on(num_groups, exhausted):
     """(groups trained on, lines said) by a step that found `num_groups` of the 4 groups wanted."""
     said = []
     config = tiny_config(dynamic_sampling__exhausted=exhausted, train__prompts_per_step=4)
-    loop = types.SimpleNamespace(config=config, progress=types.SimpleNamespace(say=said.append))
+    shown = types.SimpleNamespace(say=said.append)
+    loop = types.SimpleNamespace(config=config, progress=shown, telemetry=shown)
     groups = [make_group([True, False], id=i) for i in range(num_groups)]
     return TrainLoop._groups_to_train(loop, groups, 7), said  # pyright: ignore[reportArgumentType]
 
