@@ -15,7 +15,7 @@ from dapo_jax.distributed.process_group import ALONE, ProcessGroup
 from dapo_jax.distributed.replica import Replica
 from dapo_jax.evaluation.majority_vote import equivalences
 from dapo_jax.models.attention import kernels
-from dapo_jax.models.sharding import check_batch_shapes, head_layout, make_mesh, team_size
+from dapo_jax.models.sharding import check_batch_shapes, head_layout, make_mesh, num_processes
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rollout import memory_budget
 from dapo_jax.rollout.engine import make_engine
@@ -66,7 +66,7 @@ class RunComponents:
             max_prompt_tokens=config.data.max_prompt_tokens,
         )
         progress.say(attention_line(choice, self.engine.config))
-        self.replica = Replica(process_group, team_size(self.engine.mesh))
+        self.replica = Replica(process_group, num_processes(self.engine.mesh))
         self.learner = Learner(config, self.mesh, self.detokenize, progress.say, progress.doing)
         if process_group.count > 1:
             progress.say(process_group.described())

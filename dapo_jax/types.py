@@ -14,6 +14,7 @@ The name of an array ends in its dimensions, a letter for each:
     S  positions in the cache         L  layers
     N  query heads                    K  key-value heads
     A  micro-batches (gradient accumulation)
+    X  tokens of any shape            P  columns of a part of the vocabulary
 """
 
 import base64

@@ -47,26 +47,26 @@ def empty_sums(shape: tuple[int, ...], dtype: Any) -> Sums:
     return Sums(below, zero, zero, zero)
 
 
-def add_part(sums: Sums, z_CP: Float[Array, "C P"], targets_C: Int[Array, " C"]) -> Sums:
-    """Adds a part of the vocabulary to the sums of C tokens.
+def add_part(sums: Sums, z_XP: Float[Array, "X P"], targets_X: Int[Array, " X"]) -> Sums:
+    """Adds a part of the vocabulary to the sums of X tokens.
 
     Args:
-        z_CP: logits.
-        targets_C: target tokens counted from the part's first, see `VocabParts.targets`.
+        z_XP: logits.
+        targets_X: target tokens counted from the part's first, see `VocabParts.targets`.
     """
-    P = z_CP.shape[1]
-    top = jnp.maximum(sums.top, jnp.max(z_CP, axis=1))
-    below_CP = z_CP - top[:, None]
-    exp_CP = written_out(jnp.exp(below_CP))
-    dot = lambda x_CP: jnp.einsum("CP,CP->C", exp_CP, x_CP)
-    index_C1 = jnp.clip(targets_C, 0, P - 1)[:, None]
-    z_target_C = jnp.take_along_axis(z_CP, index_C1, axis=1)[:, 0]
+    P = z_XP.shape[1]
+    top = jnp.maximum(sums.top, jnp.max(z_XP, axis=1))
+    below_XP = z_XP - top[:, None]
+    exp_XP = written_out(jnp.exp(below_XP))
+    dot = lambda x_XP: jnp.einsum("XP,XP->X", exp_XP, x_XP)
+    index_X1 = jnp.clip(targets_X, 0, P - 1)[:, None]
+    z_target_X = jnp.take_along_axis(z_XP, index_X1, axis=1)[:, 0]
     sums = _with_top(sums, top)
     return Sums(
         top=top,
-        total=sums.total + jnp.sum(exp_CP, axis=1),
-        spread=sums.spread + dot(below_CP),
-        target=jnp.where((targets_C >= 0) & (targets_C < P), z_target_C, sums.target),
+        total=sums.total + jnp.sum(exp_XP, axis=1),
+        spread=sums.spread + dot(below_XP),
+        target=jnp.where((targets_X >= 0) & (targets_X < P), z_target_X, sums.target),
     )
 
 
@@ -119,22 +119,22 @@ class VocabParts:
             unembed_PD = jax.lax.all_gather(unembed_PD, self.width_axis, axis=1, tiled=True)
         return columns_first(unembed_PD)
 
-    def logits(self, hidden_CD: jax.Array, unembed_PD: jax.Array, start: jax.Array) -> jax.Array:
-        """Returns logits [C, P]; those of padding in the last part are BELOW_ALL."""
-        logits_CP = logits(hidden_CD, unembed_PD, temperature=self.temperature)
+    def logits(self, hidden_XD: jax.Array, unembed_PD: jax.Array, start: jax.Array) -> jax.Array:
+        """Returns logits [X, P]; those of padding in the last part are BELOW_ALL."""
+        logits_XP = logits(hidden_XD, unembed_PD, temperature=self.temperature)
         if not self.padded:
-            return logits_CP
+            return logits_XP
         real_1P = (start + jnp.arange(self.size) < self.end)[None]
-        return jnp.where(real_1P, logits_CP, jnp.asarray(BELOW_ALL, logits_CP.dtype))
+        return jnp.where(real_1P, logits_XP, jnp.asarray(BELOW_ALL, logits_XP.dtype))
 
-    def targets(self, targets_C: jax.Array, start: jax.Array) -> jax.Array:
+    def targets(self, targets_X: jax.Array, start: jax.Array) -> jax.Array:
         """Returns tokens counted from the first of a part; -1 for those of the next device.
 
         The numbers of padding in the last part are those of the next device's first tokens.
         """
         if not self.padded:
-            return targets_C - start
-        return jnp.where(targets_C < self.end, targets_C - start, -1)
+            return targets_X - start
+        return jnp.where(targets_X < self.end, targets_X - start, -1)
 
     def reduce(self, d_unembed_PD: jax.Array) -> jax.Array:
         """Sums a gradient over the tokens of all devices, for the width that this device holds."""

@@ -140,9 +140,9 @@ def _forward(
         start, unembed_PD = part[0], parts.gather(part[1])
 
         def add_chunk(sums: chunked_softmax.Sums, chunk: Any) -> chunked_softmax.Sums:
-            hidden_CD, targets_C = chunk
-            logits_CP = parts.logits(hidden_CD, unembed_PD, start)
-            return chunked_softmax.add_part(sums, logits_CP, parts.targets(targets_C, start))
+            hidden_XD, targets_X = chunk
+            logits_XP = parts.logits(hidden_XD, unembed_PD, start)
+            return chunked_softmax.add_part(sums, logits_XP, parts.targets(targets_X, start))
 
         add_wanted = order.where_wanted(add_chunk, lambda sums, _: sums)
         return jax.lax.map(lambda x: add_wanted(x[2], *x[:2]), (sums, tokens, order.wanted)), None
@@ -155,8 +155,8 @@ def _forward(
     log_prob, entropy = sums.target - sums.top - log_total, log_total - sums.spread / sums.total
     found = TokenStatistics(log_prob, entropy), _Residuals(log_total + sums.top, entropy)
     if order.wanted is not None:  # a skipped chunk has no sum to take the logarithm of
-        seen_C1 = order.wanted[:, None]
-        found = jax.tree.map(lambda x: jnp.where(seen_C1, x, jnp.zeros_like(x)), found)
+        seen_X1 = order.wanted[:, None]
+        found = jax.tree.map(lambda x: jnp.where(seen_X1, x, jnp.zeros_like(x)), found)
     return jax.tree.map(functools.partial(order.join, shape=targets_BT.shape), found)
 
 
@@ -189,26 +189,26 @@ def _backward(
 
         def add_chunk(carry: tuple[jax.Array, jax.Array], i: jax.Array, chunk: Any) -> Any:
             d_unembed_PD, d_hidden = carry
-            hidden_CD, targets_C, kept, slopes = chunk
-            log_p_CP = parts.logits(hidden_CD, unembed_PD, start) - kept.log_total[:, None]
-            pull_CP = jnp.zeros((len(targets_C), 1), dtype)  # towards p, per unit of p
-            d_logits_CP = pull_CP
+            hidden_XD, targets_X, kept, slopes = chunk
+            log_p_XP = parts.logits(hidden_XD, unembed_PD, start) - kept.log_total[:, None]
+            pull_XP = jnp.zeros((len(targets_X), 1), dtype)  # towards p, per unit of p
+            d_logits_XP = pull_XP
             if slopes.log_prob is not None:
-                g_C1 = slopes.log_prob.astype(dtype)[:, None]
-                target_C1 = parts.targets(targets_C, start)[:, None]
-                at_target_CP = jnp.arange(parts.size)[None] == target_C1
-                d_logits_CP = jnp.where(at_target_CP, g_C1, jnp.zeros_like(g_C1))
-                pull_CP = -g_C1
+                g_X1 = slopes.log_prob.astype(dtype)[:, None]
+                target_X1 = parts.targets(targets_X, start)[:, None]
+                at_target_XP = jnp.arange(parts.size)[None] == target_X1
+                d_logits_XP = jnp.where(at_target_XP, g_X1, jnp.zeros_like(g_X1))
+                pull_XP = -g_X1
             if slopes.entropy is not None:
-                e_C1 = slopes.entropy.astype(dtype)[:, None]
-                pull_CP = pull_CP - e_C1 * (log_p_CP + kept.entropy[:, None])
-            d_logits_CP = (d_logits_CP + jnp.exp(log_p_CP) * pull_CP) / plan.temperature
-            d_logits_CP = d_logits_CP.astype(hidden_CD.dtype)
+                e_X1 = slopes.entropy.astype(dtype)[:, None]
+                pull_XP = pull_XP - e_X1 * (log_p_XP + kept.entropy[:, None])
+            d_logits_XP = (d_logits_XP + jnp.exp(log_p_XP) * pull_XP) / plan.temperature
+            d_logits_XP = d_logits_XP.astype(hidden_XD.dtype)
             d_unembed_PD = d_unembed_PD + product(
-                "CP,CD->PD", columns_first(d_logits_CP), hidden_CD
+                "XP,XD->PD", columns_first(d_logits_XP), hidden_XD
             )
             # Into the whole array: a chunk handed in and out would be copied.
-            d_hidden = d_hidden.at[i].add(product("CP,PD->CD", d_logits_CP, weights_PD))
+            d_hidden = d_hidden.at[i].add(product("XP,PD->XD", d_logits_XP, weights_PD))
             return d_unembed_PD, d_hidden
 
         add_wanted = order.where_wanted(add_chunk, lambda carry, *_: carry)
@@ -237,7 +237,7 @@ class _Order:
             self.wanted = jnp.any(self.chunks(wanted_BT), axis=1)  # any token of each chunk
 
     def chunks(self, of_tokens: Any) -> Any:
-        """Returns arrays [B, T, ...] as [chunks, C, ...]."""
+        """Returns arrays [B, T, ...] as [chunks, X, ...]."""
 
         def split(x: jax.Array) -> jax.Array:
             x = x.reshape(-1, *x.shape[2:])

@@ -4,14 +4,12 @@
 in for them while JetStream is imported, and only then.
 """
 
-import logging
 import sys
 import types
 from typing import Any
 
 import jax
 import numpy as np
-from absl import logging as absl_logging
 from flax import struct
 
 
@@ -27,7 +25,6 @@ def _import_engine_api() -> types.ModuleType:
         stand_ins[name] = module = types.ModuleType(name)
         vars(module).update(dict.fromkeys(attributes, object))  # named in annotations only
     shadowed = {name: sys.modules[name] for name in stand_ins if name in sys.modules}
-    level = logging.getLogger().level, absl_logging.get_verbosity()
     sys.modules.update(stand_ins)
     try:
         from jetstream.engine import engine_api
@@ -35,8 +32,6 @@ def _import_engine_api() -> types.ModuleType:
         for name in stand_ins:
             del sys.modules[name]
         sys.modules.update(shadowed)
-        logging.getLogger().setLevel(level[0])
-        absl_logging.set_verbosity(level[1])
     return engine_api
 
 

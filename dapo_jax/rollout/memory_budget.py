@@ -20,11 +20,11 @@ from dapo_jax.models import decoder
 from dapo_jax.models.sharding import (
     AXES,
     bytes_per_device,
-    can_draw_together,
     check_divides,
     mesh_shape,
     param_specs,
     parts_of,
+    replicas_fit,
     rollout_shape,
 )
 from dapo_jax.rollout.engine_config import make_engine_config
@@ -184,7 +184,7 @@ def _is_possible(
 ) -> bool:
     """Returns whether so many devices can form a replica: processes, heads and slots divide."""
     devices, r = math.prod(sizes.values()), config.rollout
-    if devices % number or not can_draw_together(number, by_process):
+    if devices % number or not replicas_fit(number, by_process):
         return False
     if r.slots % (devices // number) or r.prefill_prompts % (devices // number):
         return False

@@ -24,9 +24,9 @@ from dapo_jax.models.sharding import (
     own_part,
     param_shardings,
     replicated,
+    reshard_steps,
     rollout_mesh,
     to_mesh,
-    towards_rollout,
 )
 from dapo_jax.rollout import paged, slots
 from dapo_jax.rollout.engine_config import EngineConfig
@@ -143,7 +143,7 @@ class Programs:
 
         self.elsewhere, tensor = mesh != trained_on, mesh.shape["tensor"]
         self.rolled_at = param_shardings(c, layout, rollout_mesh(trained_on, tensor))
-        path = towards_rollout(c, config.layout, trained_on, tensor)
+        path = reshard_steps(c, config.layout, trained_on, tensor)
 
         def to_rollout(params: decoder.Params) -> decoder.Params:
             params = rollout_dtypes(params, jnp.dtype(c.compute_dtype))

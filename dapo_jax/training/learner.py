@@ -18,7 +18,7 @@ from dapo_jax.algorithms import aggregation
 from dapo_jax.algorithms.losses import COVARIANCE_LOSSES
 from dapo_jax.config import Config
 from dapo_jax.models import decoder
-from dapo_jax.models.sharding import batch_shards, row_sharding, to_host, to_mesh
+from dapo_jax.models.sharding import BATCH_AXES, parts_of, row_sharding, to_host, to_mesh
 from dapo_jax.training import critic, metrics, packing
 from dapo_jax.training import step as train_step
 from dapo_jax.training.batch import (
@@ -263,7 +263,7 @@ class Learner:
                 samples.lengths_R[responses],
                 self.config.train.row_tokens,
                 rows_per_micro_batch=self.config.train.rows_per_micro_batch,
-                shards=batch_shards(self.mesh),
+                shards=parts_of(BATCH_AXES, self.mesh.shape),
                 share_prompts=self.config.train.share_prompts,
             )
             scored = self._micro_batches(packed.rows) if self.needs_scoring else None

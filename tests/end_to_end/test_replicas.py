@@ -14,10 +14,10 @@ from dapo_jax.models.sharding import (
     check_batch_shapes,
     initial_params,
     make_mesh,
+    num_processes,
     own_mesh,
     param_shardings,
     rollout_mesh,
-    team_size,
 )
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.engine_config import make_engine_config
@@ -85,7 +85,7 @@ def test_the_mesh_of_rollouts():
     rollout = rollout_mesh(mesh, 2)
     assert dict(rollout.shape) == {"data": 4, "fsdp": 1, "context": 1, "tensor": 2}
     assert rollout.devices.ravel().tolist() == mesh.devices.ravel().tolist()
-    assert own_mesh(rollout) is rollout and team_size(rollout) == 1
+    assert own_mesh(rollout) is rollout and num_processes(rollout) == 1
     mesh = make_mesh(layout(data=2, fsdp=2, tensor=2))
     assert rollout_mesh(mesh, None) is mesh
     with pytest.raises(UserError, match=r"rollout_tensor \(3\) must divide the number of devices"):

@@ -11,9 +11,9 @@ from dapo_jax.runs.report import page as report
 from dapo_jax.runs.report import paper_curves, plots
 from dapo_jax.runs.report.data import load_runs
 from dapo_jax.types import UserError
+from tests.config.test_command_line import call, load_launcher
 from tests.conftest import ROOT
 from tests.support.helpers import tiny_config
-from tests.config.test_command_line import call, load_launcher
 
 launcher = load_launcher("report")
 

@@ -109,7 +109,7 @@ class Run:
         self.at = train_step.state_shardings(self.config, mesh)
         samples = random_samples(np.random.default_rng(0), 12)
         rows, n, W = stack(samples, rows_per_micro_batch=8, num_micro_batches=2)
-        self.rest = (rows, n, W, np.float32(1e-3), None)
+        self.rest = (rows, n, W, np.float32(1e-3))
         self.program = train_step.compile_update(self.config, mesh)
 
     def start(self):

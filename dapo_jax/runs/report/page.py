@@ -8,11 +8,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from dapo_jax.runs.report.paper_curves import Paper
-from dapo_jax.utils.progress import duration
 from dapo_jax.runs.report.data import Run, load_runs
+from dapo_jax.runs.report.paper_curves import Paper
 from dapo_jax.runs.report.plots import plot
 from dapo_jax.types import UserError
+from dapo_jax.utils.progress import duration
 
 EXAMPLES = 4  # responses shown of the first and of the last step
 

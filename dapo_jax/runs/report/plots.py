@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from dapo_jax.runs.report.paper_curves import Curve, Paper
 from dapo_jax.runs.report.data import Run
+from dapo_jax.runs.report.paper_curves import Curve, Paper
 
 COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#8d6a9f", "#c17c1e")
 MORE_COLOURS = ("#1f9e9e", "#5b4636", "#e377c2", "#7f8f1f", "#23235b")

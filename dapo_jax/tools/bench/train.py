@@ -94,7 +94,7 @@ def bench_train(shape: TrainShape, base: dict[str, Any]) -> dict[str, Any]:
     stacked = packing.to_micro_batches(rows, rows_per_micro_batch=B, num_micro_batches=used)
     on_mesh = jax.device_put(stacked, row_sharding(mesh, batch_dim=1))
     program: Any = learner.update
-    rest = (on_mesh, np.int32(used), np.float32(rows.mask_BT.sum()), np.float32(1e-6), None)
+    rest = (on_mesh, np.int32(used), np.float32(rows.mask_BT.sum()), np.float32(1e-6))
     begun = time.perf_counter()
     compiled = program.lower(state, *rest).compile()
     compile_seconds = time.perf_counter() - begun
