@@ -86,6 +86,7 @@ def test_a_half_written_one_is_never_used(bucket):
             checkpoints.save(step, arrays(step), {}, accuracy=None)
     (mark,) = (file for file in (bucket / "2").iterdir() if "commit_success" in file.name)
     mark.unlink()
+    assert restore_part(bucket, None, ("n",), shapes().n) == (1, 1)
     with opened(bucket) as checkpoints:
         found = checkpoints.restore(shapes())
     assert found is not None and found[0] == 1
