@@ -1,14 +1,14 @@
 """Evaluates: python launch/evaluate.py --config=configs/tiny_dapo.py --workdir=runs/tiny_dapo
 
 Prints avg@n, cons@n (majority vote over equal answers, a tie shared between the answers in it) and
-the unbiased pass@k for k = 1, 2, 4 ... n, each with its 95 % interval over problems. Leaves
-results.json, the transcripts, and a page of each benchmark on which every problem can be opened.
-Stopped anywhere, the same command goes on.
+the unbiased pass@k for k = 1, 2, 4 ... n, each with its 95 % interval over problems. Writes
+results.json, the transcripts, and a page of each benchmark that shows every problem. After a stop
+anywhere the same command resumes.
 
 --config        of the model; --config.FIELD=VALUE as in launch/train.py
 --workdir       of a run; --step: of its checkpoints, the newest if not given
---model         a Hugging Face directory or hub id in the place of a run, with neither the base; or
-                beside --workdir what the run was given so
+--model         a Hugging Face directory or hub id, evaluated where there is no --workdir; with one,
+                the --model that the run was given; with neither, the base model of the config
 --benchmarks    aime24, aime25, amc23, math500, gsm8k, ..., hub ids or files, with commas between
                 them; the held-out problems of the config if not given
 --num_samples   n, 32 if not given; --num_problems: the first so many of each benchmark

@@ -322,9 +322,7 @@ def restore_part(
     directory = place(directory)
     if not directory.is_dir():
         raise UserError(f"{directory}: there are no checkpoints.")
-    options = ocp.CheckpointManagerOptions(read_only=True)
-    with ocp.CheckpointManager(directory, options=options) as manager:
-        steps = sorted(manager.all_steps())
+    steps = sorted(ocp.utils.checkpoint_steps(directory))
     there = ", ".join(map(str, steps))
     if not steps or (step is not None and step not in steps):
         wanted = "" if step is None else step

@@ -1,16 +1,17 @@
-"""Benchmarks: figures of a policy whose answers are known, transcripts, what a stop costs."""
+"""Benchmarks of a policy whose answers are known: figures, transcripts, and stops."""
 
 import contextlib
 import itertools
 import json
 import random
 import re
+import types
 
 import jax
 import numpy as np
 import pytest
 
-from dapo_jax.config import Config, SourceConfig
+from dapo_jax.config import SourceConfig
 from dapo_jax.data import dataset
 from dapo_jax.data.tokenizer import arithmetic_tokenizer
 from dapo_jax.evaluation import benchmark_page, benchmarks, cli
@@ -23,7 +24,7 @@ from dapo_jax.rollout.collector import CollectorOutput, RolloutCollector
 from dapo_jax.types import Problem, Response, StopRequested, UserError
 from dapo_jax.utils.progress import Progress
 from dapo_jax.utils.telemetry import SILENT, Telemetry
-from tests.support.helpers import SHARED, source_dict, tiny_config, tiny_dict
+from tests.support.helpers import SHARED, source_dict, tiny_config
 
 SETTINGS = {"model": "a stub", "seed": 0}
 RUBRIC = Rubric((("math_dapo", 1.0),), 1.0, -1.0)
@@ -122,13 +123,14 @@ def test_figures_of_known_answers(run, tmp_path):
     assert figures["problems"] == 4 and figures["samples"] == 6 and figures["faults"] == 0
 
 
-def test_what_is_left_behind(run, tmp_path):
+def test_transcripts_figures_and_page(run, tmp_path):
     figures = run(tmp_path, Policy(4, lambda i: i), num=3)
     assert json.loads((tmp_path / "results.json").read_text()) == {"stub": figures}
-    rows = [json.loads(line) for line in lines_of(tmp_path)]
-    assert [row["problem_id"] for row in rows] == [0, 1, 2]
-    assert [sum(s["correct"] for s in row["samples"]) for row in rows] == [0, 1, 2]
-    assert rows[2]["samples"][0]["extracted"] == "102" and rows[2]["samples"][1]["truncated"]
+    records = [json.loads(line) for line in lines_of(tmp_path)]
+    assert [record["problem_id"] for record in records] == [0, 1, 2]
+    assert [sum(s["correct"] for s in record["samples"]) for record in records] == [0, 1, 2]
+    first, second, *_ = records[2]["samples"]
+    assert first["extracted"] == "102" and second["truncated"]
     page = (tmp_path / "stub.html").read_text()
     assert page.count("<details>") == 3 + 12 and "2 of 4 correct" in page
     text = benchmark_page.table({"stub": figures, "other": {"avg@4": figures["avg@4"]}})
@@ -137,7 +139,7 @@ def test_what_is_left_behind(run, tmp_path):
 
 
 @pytest.mark.parametrize("most", [1, 17, 39])
-def test_a_stop_costs_only_what_was_not_whole(run, tmp_path, most):
+def test_a_stop_costs_only_unfinished_problems(run, tmp_path, most):
     whole = run(tmp_path / "whole", Policy(4, lambda i: i % 5), num=10)
     place = tmp_path / "stopped"
     with pytest.raises(StopRequested):
@@ -149,20 +151,21 @@ def test_a_stop_costs_only_what_was_not_whole(run, tmp_path, most):
     policy = Policy(4, lambda i: i % 5, seed=1)
     assert run(place, policy, num=10) == whole
     again = [problem.id for problem in policy.problems]
-    assert sorted(again + done) == list(range(10)), "what is done is not drawn again"
+    assert sorted(again + done) == list(range(10)), "finished problems are not sampled again"
     for name in ("stub.jsonl", "results.json", "stub.html"):
         assert (place / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_an_evaluation_that_is_done_draws_nothing(run, tmp_path):
+def test_an_evaluation_that_is_done_samples_nothing(run, tmp_path):
     first = run(tmp_path, Policy(4, lambda i: i), num=3)
-
     policy = Policy(4, lambda i: pytest.fail("nothing is left to generate"))
     assert run(tmp_path, policy, num=3) == first
 
 
 def test_samples_of_another_evaluation_are_refused(run, tmp_path):
     run(tmp_path, Policy(4, lambda i: i), num=3)
+    with pytest.raises(UserError, match="--output=.*stub.jsonl/below cannot be used"):
+        benchmarks.open_directory(tmp_path / "stub.jsonl" / "below", SETTINGS)
     with pytest.raises(UserError, match="seed was 0 and is 1 now. Choose another --output"):
         benchmarks.open_directory(tmp_path, SETTINGS | {"seed": 1})
     other = [problem._replace(answer="7") for problem in make_problems(3)]
@@ -175,7 +178,7 @@ def test_samples_of_another_evaluation_are_refused(run, tmp_path):
         run(tmp_path, Policy(4, lambda i: i), num=3, rubric=judged)
 
 
-def test_what_stands_before_a_benchmark_does_not_number_its_problems(tmp_path, monkeypatch):
+def test_a_benchmark_numbers_its_problems_whatever_stands_before_it(tmp_path, monkeypatch):
     """The key of a sample is made from the number of its problem."""
     for name, answers in (("a", (1, 2, 3)), ("b", (4, 5))):
         lines = [f'{{"question": "Add: a={n}\\n", "answer": "{n}"}}\n' for n in answers]
@@ -191,16 +194,15 @@ def test_what_stands_before_a_benchmark_does_not_number_its_problems(tmp_path, m
     monkeypatch.setattr(Policy, "engine", StubEngine(), raising=False)
     monkeypatch.setattr(cli, "table", lambda _: "")
     config = tiny_config()
-    request = cli.Request(
-        None, None, tuple(str(tmp_path / f"{name}.jsonl") for name in "ab"), 1, None, 1.0, 1.0, 0,
-        0.0, 0, None, tmp_path / "out",
-    )  # fmt: skip
+    names = ",".join(str(tmp_path / f"{name}.jsonl") for name in "ab")
+    flags = dict.fromkeys(cli.Request._fields) | {"benchmarks": names, "output": tmp_path / "out"}
+    request = cli.request(config, types.SimpleNamespace(**flags))
     assert cli.evaluate_model(config, request) is None
     assert numbers == {"a": [(0, "1"), (1, "2"), (2, "3")], "b": [(0, "4"), (1, "5")]}
 
 
-def test_verdicts_that_are_waited_for_are_told_of(run, tmp_path):
-    """With the last problems, whose verdicts are not there when all is drawn."""
+def test_awaited_verdicts_are_named(run, tmp_path):
+    """The last verdicts are missing when all is sampled."""
     waited = []
 
     class Listening(Telemetry):
@@ -213,16 +215,9 @@ def test_verdicts_that_are_waited_for_are_told_of(run, tmp_path):
     assert any(re.match(r"reward workers: \d of 6 verdicts there, 3 prompts", w) for w in waited)
 
 
-def test_a_directory_that_cannot_be(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be used"):
-        benchmarks.open_directory(tmp_path / "file" / "below", SETTINGS)
-
-
 def test_the_page_leaves_out_what_a_browser_cannot_hold(run, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark_page, "PAGE_CHARACTERS", 80)
     text = "<b>" + "x" * 500 + "\ud800 Answer: 100"
-
     run(tmp_path, Policy(1, lambda i: i, text=text), num=2)
     page = (tmp_path / "stub.html").read_text()
     assert "characters left out" in page and "<b>x" not in page and "x" * 100 not in page
@@ -235,14 +230,8 @@ def test_avg_at_32_on_the_official_file(run, tmp_path):
     file = SHARED / "data" / "aime" / "aime-2024.parquet"
     if not file.exists():
         pytest.skip(f"the official file is not there: {file}")
-    config = Config.from_dict(
-        tiny_dict(
-            data__max_prompt_tokens=2**20,
-            train__row_tokens=2**21,
-            pretrain=None,
-            model__tokenizer="not read",
-        )
-    )
+    long = {"data__max_prompt_tokens": 2**20, "train__row_tokens": 2**21}
+    config = tiny_config(pretrain=None, model__tokenizer="not read", **long)
     source = SourceConfig(**source_dict(str(file)))
     said = []
     found = dataset.load(

@@ -74,17 +74,6 @@ def test_cons_at_k_by_hand(answers, right, wanted):
         assert cons_at_k([list(order)], correct) == wanted
 
 
-def test_cons_at_k_two_spellings_may_both_be_right():
-    assert cons_at_k([["1/2", "0.5"]], [[True, True]]) == 1.0
-    assert cons_at_k([["1/2", "0.5", "3"]], [[True, True, False]]) == 2 / 3
-
-
-def test_cons_at_k_of_each_problem():
-    answers_QK = [["1", "1"], ["1", "2"], [None, None]]
-    credits_Q = cons_at_k(answers_QK, [[True, True], [True, False], [False, False]])
-    assert credits_Q.tolist() == [1.0, 0.5, 0.0]
-
-
 def test_cons_at_k_is_the_expectation_of_a_random_tie_break():
     generator = np.random.default_rng(1)
     answers_QK = generator.integers(0, 4, (40, 6)).astype(str).tolist()
@@ -99,16 +88,14 @@ def test_cons_at_k_is_the_expectation_of_a_random_tie_break():
 
 
 def test_an_answer_judged_both_ways_has_the_share_that_is_right():
-    """A scorer may look at more than the answer."""
+    """A scorer may look at more than the answer; two texts may both be right."""
     answers, correct = [["1", "1", "1", "2"]], [[True, False, False, True]]
     assert cons_at_k(answers, correct) == pytest.approx(1 / 3)
+    assert cons_at_k([["1/2", "0.5", "3"]], [[True, True, False]]) == 2 / 3
 
 
 def test_the_k_of_pass_at_k():
-    assert powers_up_to(1) == [1]
-    assert powers_up_to(2) == [1, 2]
-    assert powers_up_to(6) == [1, 2, 4, 6]
-    assert powers_up_to(32) == [1, 2, 4, 8, 16, 32]
+    assert [powers_up_to(n) for n in (1, 2, 6)] == [[1], [1, 2], [1, 2, 4, 6]]
 
 
 def test_bootstrap_interval_of_two_values_is_exact():
@@ -124,15 +111,6 @@ def test_bootstrap_interval_agrees_with_enumeration():
     # Within one percent of probability of the exact quantiles, which are steps.
     assert np.quantile(means, 0.09) <= low <= np.quantile(means, 0.11)
     assert np.quantile(means, 0.89) <= high <= np.quantile(means, 0.91)
-
-
-def test_bootstrap_interval_of_many_values_is_the_normal_one():
-    values_Q = np.random.default_rng(0).random(400)
-    low, high = bootstrap_interval(values_Q, seed=1)
-    half = 1.96 * values_Q.std() / 20
-    assert [low, high] == pytest.approx(
-        [values_Q.mean() - half, values_Q.mean() + half], abs=0.1 * half
-    )
 
 
 def test_bootstrap_interval_repeats_and_degenerates():

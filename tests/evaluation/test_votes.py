@@ -1,4 +1,4 @@
-"""Which answers are one and the same for the majority vote, against a plain clustering."""
+"""Equal answers of the majority vote, against a plain clustering."""
 
 import random
 
@@ -18,7 +18,7 @@ RUBRICS = {
 
 
 class StubPool(RewardPool):
-    """Says of two texts that they are equal if `equal` does; counts what it is asked."""
+    """Scores two texts as equal if `equal` does; remembers the pairs."""
 
     def __init__(self, equal):
         self.equal, self.asked = equal, []
@@ -42,7 +42,7 @@ def group_of(answers, source="verified"):
 
 
 def credit(groups, answers):
-    """Of the vote on each problem, see `estimators.cons_at_k`."""
+    """Returns the credit of the vote on each problem."""
     right = [[[v.correct for v in group.verdicts]] for group in groups]
     return [float(cons_at_k([a], r)[0]) for a, r in zip(answers, right, strict=True)]
 
@@ -81,7 +81,7 @@ def test_answers_of_other_scorers_are_equal_if_their_texts_are():
     assert not pool.asked
 
 
-def test_a_scorer_that_does_not_tell_the_answer_has_no_votes():
+def test_a_scorer_that_does_not_report_the_answer_has_no_votes():
     groups = [group_of([("7", True), ("8", False)]), group_of([("7", True), (None, True)])]
     pool = StubPool(lambda ours, theirs: True)
     assert votes(groups, RUBRICS, pool) is None and not pool.asked
@@ -110,9 +110,11 @@ def test_a_comparison_without_a_verdict_joins_nothing():
 
 
 def clusters(group, equal):
-    """The cluster of each response: those with equal texts, those that are correct, and those that
-    are wrong and equal, directly or over others, belong together. Every pair is looked at, until
-    nothing changes."""
+    """Returns the cluster of each response, from every pair, until nothing changes.
+
+    Responses belong together if their texts are equal, if both are correct, or if both are wrong
+    and equal, directly or through others.
+    """
     verdicts = group.verdicts
     found = list(range(len(verdicts)))
     changed = True
@@ -145,10 +147,10 @@ def test_votes_are_those_of_a_plain_clustering(seed):
         def equal(ours, theirs, pairs=pairs):
             return (min(ours, theirs), max(ours, theirs)) in pairs
 
-        drawn = [rng.choice([None, *texts, *"xyz"]) for _ in range(rng.randrange(1, 9))]
+        answers = [rng.choice([None, *texts, *"xyz"]) for _ in range(rng.randrange(1, 9))]
         # x and y are right, z is now and then, as where a scorer reads more than the answer.
-        right = [t in ("x", "y") or (t == "z" and rng.random() < 0.5) for t in drawn]
-        group = group_of(list(zip(drawn, right)))
+        right = [t in ("x", "y") or (t == "z" and rng.random() < 0.5) for t in answers]
+        group = group_of(list(zip(answers, right)))
         pool = StubPool(equal)
         found = votes([group], RUBRICS, pool)
         wanted = clusters(group, equal)
@@ -158,7 +160,7 @@ def test_votes_are_those_of_a_plain_clustering(seed):
         if pool.asked or not pairs:
             assert partition(found[0]) == partition(wanted), (group.verdicts, pairs)
             compared += 1
-            joined += partition(found[0]) != partition(drawn)
+            joined += partition(found[0]) != partition(answers)
     assert compared > 80 and joined > 20
 
 

@@ -25,7 +25,7 @@ def storage():
     port = free_port()
     command = [sys.executable, str(ROOT / "tests" / "support" / "storage_server.py"), str(port)]
     pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
-    # What it says of connections that a client has closed is nobody's concern.
+    # It logs connections that clients have closed.
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=quiet, text=True) as server:
         assert server.stdout is not None and server.stdout.readline() == "ready\n"
         at = f"http://127.0.0.1:{port}"
@@ -58,13 +58,17 @@ def shapes():
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays(0))
 
 
-def test_they_come_back_and_the_oldest_go(bucket):
-    with Checkpoints(bucket / "run", keep_newest=2, keep_best=1) as checkpoints:
+def opened(place, say=print):
+    return Checkpoints(place, keep_newest=2, keep_best=1, say=say)
+
+
+def test_checkpoints_are_restored_and_the_oldest_deleted(bucket):
+    with opened(bucket / "run") as checkpoints:
         for step, accuracy in enumerate((0.5, 0.9, 0.1, 0.2)):
             checkpoints.save(step, arrays(step), {"step": step}, accuracy=accuracy)
         checkpoints.wait()
         assert checkpoints.steps == [1, 2, 3]
-    with Checkpoints(bucket / "run", keep_newest=2, keep_best=1) as checkpoints:
+    with opened(bucket / "run") as checkpoints:
         found = checkpoints.restore(shapes())
     assert found is not None and (found[0], found[2]) == (3, {"step": 3})
     jax.tree.map(np.testing.assert_array_equal, found[1], arrays(3))
@@ -77,27 +81,26 @@ def test_they_come_back_and_the_oldest_go(bucket):
 
 def test_a_half_written_one_is_never_used(bucket):
     """A step without the file that orbax leaves last."""
-    with Checkpoints(bucket, keep_newest=5, keep_best=0) as checkpoints:
+    with opened(bucket) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, arrays(step), {}, accuracy=None)
-    marks = [file for file in (bucket / "2").iterdir() if "commit_success" in file.name]
-    assert len(marks) == 1
-    marks[0].unlink()
-    with Checkpoints(bucket, keep_newest=5, keep_best=0) as checkpoints:
+    (mark,) = (file for file in (bucket / "2").iterdir() if "commit_success" in file.name)
+    mark.unlink()
+    assert restore_part(bucket, None, ("n",), shapes().n) == (1, 1)
+    with opened(bucket) as checkpoints:
         found = checkpoints.restore(shapes())
     assert found is not None and found[0] == 1
 
 
-def test_a_damaged_one_is_set_aside_and_told(bucket):
+def test_a_damaged_one_is_set_aside(bucket):
     said = []
-    with Checkpoints(bucket, keep_newest=5, keep_best=0, say=said.append) as checkpoints:
+    with opened(bucket, said.append) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, arrays(step), {"step": step}, accuracy=None)
         checkpoints.wait()
-        data = [file for file in _files(bucket / "2" / "arrays") if "/d/" in str(file)]
-        assert data
-        for file in data:
-            file.write_bytes(b"\0" * 100)
+        for file in _files(bucket / "2" / "arrays"):
+            if "/d/" in str(file):
+                file.write_bytes(b"\0" * 100)
         found = checkpoints.restore(shapes())
         assert found is not None and (found[0], found[2]) == (1, {"step": 1})
         assert len(said) == 1 and "checkpoint 2 in gs://bucket/" in said[0] and "moved" in said[0]
@@ -117,17 +120,14 @@ def _files(place):
             yield path
 
 
-def test_places_that_cannot_be(monkeypatch):
+def test_places_that_cannot_be(bucket, monkeypatch):
+    with pytest.raises(UserError, match="cannot be kept in gs://nobodys/run: .* --workdir"):
+        opened("gs://nobodys/run")
     with pytest.raises(UserError, match="s3://b/c: it must be gs://BUCKET/PLACE or a directory"):
-        Checkpoints("s3://b/c", keep_newest=1, keep_best=0)  # pyright: ignore
+        opened("s3://b/c")
     monkeypatch.setattr(checkpoint.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match="gs://b/c is read and written with gcsfs: pip install"):
-        Checkpoints("gs://b/c", keep_newest=1, keep_best=0)  # pyright: ignore
-
-
-def test_a_bucket_that_there_is_not(bucket):
-    with pytest.raises(UserError, match="cannot be kept in gs://nobodys/run: .*Choose another"):
-        Checkpoints("gs://nobodys/run", keep_newest=1, keep_best=0)  # pyright: ignore
+    with pytest.raises(UserError, match="gs://b/c .* gcsfs: pip install"):
+        opened("gs://b/c")
 
 
 @pytest.mark.slow
@@ -148,11 +148,13 @@ def test_processes_share_nothing_but_the_bucket(storage, home, tmp_path, monkeyp
         common = (f"--coordinator_address=127.0.0.1:{free_port()}", "--num_processes=2")
         started = [
             start(
-                tmp_path / f"of_{i}_{steps}", home, flags=(*common, f"--process_id={i}"),
+                tmp_path / f"of_{i}_{steps}",
+                home,
+                flags=(*common, f"--process_id={i}"),
                 **settings | {"train__num_steps": steps},
             )
             for i in range(2)
-        ]  # fmt: skip
+        ]
         ended = finish_all(started)
         assert [code for code, *_ in ended] == [0, 0], ended
     assert "resuming after step 1 of 2" in ended[0][1]
@@ -161,7 +163,7 @@ def test_processes_share_nothing_but_the_bucket(storage, home, tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_a_run_goes_on_from_a_bucket_in_a_new_directory(storage, home, tmp_path, monkeypatch):
-    """As on machines that are new after every preemption."""
+    """Machines are new after every preemption."""
     for name, value in storage.items():
         monkeypatch.setenv(name, value)
     here = {"pretrain__num_steps": 2}
@@ -170,8 +172,7 @@ def test_a_run_goes_on_from_a_bucket_in_a_new_directory(storage, home, tmp_path,
     run(tmp_path / "whole", home, **here)
 
     def in_bucket(workdir, **settings):
-        code, out, err = finish(start(tmp_path / workdir, home, **there, **settings))
-        return code, out, err
+        return finish(start(tmp_path / workdir, home, **there, **settings))
 
     code, out, err = in_bucket("first", train__num_steps=1)
     assert code == 0, err

@@ -1,4 +1,4 @@
-"""Checkpoint directories for tests, and the models whose logits transformers computed."""
+"""Hugging Face checkpoints for tests, and small models with logits that transformers computed."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ GOLDENS = Path(__file__).parent.parent / "goldens" / "logits.npz"
 
 
 def config_of(path: Path, **changes: Any) -> Config:
-    """The config of a run on the checkpoint in `path`, with everything read from there."""
+    """Returns the config of a run on the checkpoint in `path`."""
     values = tiny_dict(pretrain=None, model__path=str(path), model__tokenizer="none", **changes)
     values["model"] |= dict.fromkeys(hf_config.FIELDS)
     values["model"] = hf_config.filled(values["model"])
@@ -24,29 +24,29 @@ def config_of(path: Path, **changes: Any) -> Config:
 
 
 def load(config: Config, devices: int = 1) -> decoder.Params:
-    """The parameters of the checkpoint of the config."""
+    """Returns the parameters of the config's checkpoint."""
     mesh = make_mesh(config, devices)
     return hf_weights.load(config.model, param_shardings(config.model, config.mesh, mesh))
 
 
 class Golden(NamedTuple):
-    """A small random model and what transformers makes of a sequence, in float32."""
+    """A small random model and the logits that transformers computes with it, in float32."""
 
     config: dict[str, Any]  # config.json, as its save_pretrained wrote it
     weights: dict[str, np.ndarray]  # float32, by their names in a checkpoint
     tokens_T: np.ndarray  # int32
-    positions_X: np.ndarray  # whose logits there are
+    positions_X: np.ndarray  # of the logits
     logits_XV: np.ndarray  # float32
 
 
 def golden_families() -> list[str]:
-    """The names of the goldens."""
+    """Returns the names of the goldens."""
     with np.load(GOLDENS) as file:
         return [name.removesuffix(".config") for name in file.files if name.endswith(".config")]
 
 
 def golden(family: str) -> Golden:
-    """One of them; written by goldens/make_logits.py."""
+    """Returns a golden, which goldens/make_logits.py wrote."""
     with np.load(GOLDENS) as file:
         entry = lambda name: file[f"{family}.{name}"]
         shapes = json.loads(entry("shapes").item())
@@ -62,7 +62,7 @@ def golden(family: str) -> Golden:
 
 
 def write(place: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
-    """A checkpoint directory."""
+    """Writes a checkpoint directory."""
     place.mkdir(exist_ok=True)
     (place / "config.json").write_text(json.dumps(config))
     save_file(tensors, place / "model.safetensors")

@@ -1,8 +1,8 @@
 """Google's object storage on loopback, for the tests of buckets: python storage_server.py PORT
 
-The emulator of gcp-storage-emulator, in memory, with what it lacks of the real one and its clients
-rely on: the generation of an object with its contents, conditions on it (by these the writers of a
-checkpoint agree on its manifest), and moving an object. Ends with its standard input.
+The server of gcp-storage-emulator, in memory, with additions that clients rely on: the generation
+of an object, conditions on it (writers of a checkpoint agree on its manifest by these), and moving
+an object. It ends with its standard input.
 """
 
 import sys
@@ -14,7 +14,7 @@ from gcp_storage_emulator.handlers import objects
 
 
 def generation(storage, bucket, name):
-    """Of an object as it is now; "0": there is none."""
+    """Returns the generation of an object; "0" if there is none."""
     try:
         return storage.get_file_obj(bucket, name)["generation"]
     except NotFound:
@@ -22,7 +22,7 @@ def generation(storage, bucket, name):
 
 
 def conditional(handler):
-    """The handler of a request for one object, with conditions."""
+    """Returns the handler of a request for one object, with conditions."""
 
     def handle(request, response, storage):
         given = lambda key: request.query.get(key, [None])[0]
