@@ -32,7 +32,7 @@ CASES = [(name, settings) for name, all_of_one in SETTINGS.items() for settings 
 READS = {
     "grpo": ("rewards_R", "groups_R"),
     "rloo": ("rewards_R", "groups_R"),
-    "opo": ("rewards_R", "groups_R", "drawn_R"),
+    "opo": ("rewards_R", "groups_R", "total_lengths_R"),
     "remax": ("rewards_R", "baselines_R"),
     "pass-at-k": ("rewards_R", "groups_R"),
     "gpg": ("rewards_R", "groups_R"),
@@ -62,7 +62,7 @@ def make_outcomes(seed=0, sizes=(5, 2, 1, 3, 4)):
         components_RC=components,
         groups_R=groups,
         lengths_R=lengths,
-        drawn_R=drawn,
+        total_lengths_R=drawn,
         token_rewards_M=rng.standard_normal(N),
         steps=tuple(
             tuple((int(rng.integers(1, n + 3)), float(rng.standard_normal())) for _ in range(k))
@@ -109,7 +109,7 @@ def outcome_by_hand(name, o, p):
         elif name == "rloo":
             A = r[i] - mean(others) if others else 0.0
         elif name == "opo":
-            m = o.drawn_R
+            m = o.total_lengths_R
             weight = sum(m[j] for j in peers[i])
             A = r[i] - sum(m[j] * r[j] for j in peers[i]) / weight if weight and others else 0.0
         elif name == "remax":
@@ -263,7 +263,7 @@ def test_rloo_is_dr_grpo_times_g_over_g_minus_1():
 
 
 def test_opo_is_dr_grpo_where_lengths_are_equal():
-    o = make_outcomes()._replace(lengths_R=np.full(15, 3), drawn_R=np.full(15, 3))
+    o = make_outcomes()._replace(lengths_R=np.full(15, 3), total_lengths_R=np.full(15, 3))
     A = outcome("grpo", o, dict(normalise_std=False, std_ddof=1))
     assert_close(outcome("opo", o, {}), A)
 
@@ -385,7 +385,7 @@ def test_edges_stay_finite(name, settings, sizes, longest, scale):
         components_RC=scale * o.components_RC[:R],
         groups_R=np.repeat(np.arange(5), sizes),
         lengths_R=lengths,
-        drawn_R=lengths,
+        total_lengths_R=lengths,
         token_rewards_M=scale * o.token_rewards_M[:N],
         steps=tuple(tuple((e, scale * x) for e, x in s) for s in o.steps[:R]),
         baselines_R=scale * o.baselines_R[:R],
