@@ -1,14 +1,11 @@
-"""Advantages: pure NumPy functions of a batch's rewards, float64.
+"""Advantages: pure NumPy functions of the rewards of a batch, float64.
 
-Two kinds. An outcome advantage is one number per response, from its reward and its group's; every
-token of the response gets it. A token advantage differs from token to token. `ADVANTAGES` names the
-fields of `Outcomes` that a function reads, and the arguments that `config.objective.advantage_args`
-sets: everything after `*`. All of it happens on the host, once for the whole batch of a rollout
-step, so that no advantage depends on how the batch is cut into mini-batches.
+An outcome advantage is one number per response, which every token of it gets; a token advantage
+differs from token to token. `estimate` runs once for the whole batch of a rollout step, so that no
+advantage depends on how the batch is split into mini-batches.
 
-Where a group's mean is the baseline, a lone response and a group of equal rewards have advantage 0;
-the reference gives a lone response its raw reward in most of them. Where the batch is whitened
-afterwards, that 0 moves with the others.
+Deviation: a lone response and a group of equal rewards have advantage 0 (before whitening); verl
+gives a lone response its raw reward in most estimators.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,15 +21,14 @@ WHITEN_EPSILON = 1e-8  # the same for whole batches
 
 
 class Outcomes(NamedTuple):
-    """R responses with M trained tokens in all. A response may have no trained token and still be
-    in its group's baseline."""
+    """R responses with M trained tokens in all; one without any still counts in the baseline."""
 
-    rewards_R: np.ndarray  # shaped reward, its KL penalty included
+    rewards_R: np.ndarray  # shaped reward, KL penalty included
     components_RC: np.ndarray  # its components, without the KL penalty
-    groups_R: np.ndarray  # int, which prompt
+    groups_R: np.ndarray  # int, the prompt of each response
     lengths_R: np.ndarray  # int, trained tokens of each response; they sum to M
-    drawn_R: np.ndarray  # int, all its tokens
-    token_rewards_M: np.ndarray  # the reward as it falls due: KL per token, the rest at the end
+    total_lengths_R: np.ndarray  # int, all tokens of each response
+    token_rewards_M: np.ndarray  # reward per token: KL where it arises, the rest at the end
     steps: tuple[tuple[tuple[int, float], ...], ...] = ()  # (tokens up to its end, reward) of each
     baselines_R: np.ndarray | None = None  # reward of the greedy response to the same prompt
     values_M: np.ndarray | None = None  # critic's value before each token
@@ -48,13 +44,12 @@ def group_advantages(
 ) -> Float[np.ndarray, " G"]:
     """A_i = (R_i - mean(R)) / (std(R) + 1e-6), [G].
 
-    Source: DAPO, arXiv:2503.14476, eq. 9. The paper does not say which standard deviation:
-    `std_ddof` 1 is the reference implementation's (torch.std).
+    Source: DAPO, arXiv:2503.14476, eq. 9.
 
     Args:
         rewards_G: rewards of one group.
         normalise_std: False leaves out the division (Dr. GRPO, arXiv:2503.20783).
-        std_ddof: 0 or 1.
+        std_ddof: 0, or 1 as the reference implementation (torch.std); the paper names none.
     """
     rewards_G = np.asarray(rewards_G, np.float64)
     if len(rewards_G) < 2 or not np.ptp(rewards_G):
@@ -72,37 +67,29 @@ def grpo(
     normalise_std: bool,
     std_ddof: int,
 ) -> Float[np.ndarray, " R"]:
-    """`group_advantages` of each group [R]: GRPO (arXiv:2402.03300, section 4.1.2), DAPO; Dr. GRPO
-    without the division."""
-    return _by_group(
-        lambda r_G: group_advantages(r_G, normalise_std=normalise_std, std_ddof=std_ddof),
-        groups_R,
-        rewards_R,
-    )
+    """`group_advantages` of each group [R]. Source: GRPO, arXiv:2402.03300, section 4.1.2."""
+    one = lambda r_G: group_advantages(r_G, normalise_std=normalise_std, std_ddof=std_ddof)
+    return _by_group(one, groups_R, rewards_R)
 
 
 def rloo(
     rewards_R: Float[np.ndarray, " R"], groups_R: Int[np.ndarray, " R"]
 ) -> Float[np.ndarray, " R"]:
-    """A_i = R_i - mean of the others' rewards [R].
+    """A_i = R_i - mean of the others' rewards [R]. Source: RLOO, arXiv:2402.14740."""
 
-    Source: RLOO, arXiv:2402.14740.
-    """
-
-    def leave_one_out(r_G: np.ndarray) -> np.ndarray:
+    def one(r_G: np.ndarray) -> np.ndarray:
         G = len(r_G)
         return (r_G - r_G.mean()) * (G / (G - 1)) if np.ptp(r_G) else np.zeros(G)
 
-    return _by_group(leave_one_out, groups_R, rewards_R)
+    return _by_group(one, groups_R, rewards_R)
 
 
 def opo(
     rewards_R: Float[np.ndarray, " R"],
     groups_R: Int[np.ndarray, " R"],
-    drawn_R: Int[np.ndarray, " R"],
+    total_lengths_R: Int[np.ndarray, " R"],
 ) -> Float[np.ndarray, " R"]:
-    """A_i = R_i - sum_j n_j R_j / sum_j n_j, the baseline of least variance when gradients grow
-    with length [R]; n_j all tokens of a response, also of one that counts and is not trained.
+    """A_i = R_i - sum_j n_j R_j / sum_j n_j, n_j all tokens of a response [R].
 
     Source: OPO, arXiv:2505.23585.
     """
@@ -112,7 +99,7 @@ def opo(
             return np.zeros(len(r_G))
         return r_G - (n_G * r_G).sum() / n_G.sum()
 
-    return _by_group(one, groups_R, rewards_R, drawn_R)
+    return _by_group(one, groups_R, rewards_R, total_lengths_R)
 
 
 def remax(
@@ -132,10 +119,11 @@ def pass_at_k(
     normalise_std: bool,
     std_ddof: int,
 ) -> Float[np.ndarray, " R"]:
-    """The best response of a group gets its lead over the second, the others 0 [R]; with
-    `normalise_std` over the group's standard deviation. Of equal bests the lead is 0.
+    """The best response of a group gets its lead over the second best, the others 0 [R].
 
-    Source: arXiv:2503.19595, as the reference implements it: its leave-one-out form for k = G.
+    `normalise_std` divides the lead by the group's standard deviation.
+
+    Source: arXiv:2503.19595, its leave-one-out form for k = G, as verl implements it.
     """
 
     def one(r_G: np.ndarray) -> np.ndarray:
@@ -154,8 +142,8 @@ def gpg(
 ) -> Float[np.ndarray, " R"]:
     """A_i = alpha (R_i - mean(R)) / gpg_norm [R], alpha = responses / responses of reward not 0.
 
-    Source: GPG, arXiv:2504.02546, with alpha as the reference counts it: for rewards of 0 and 1.
-    Where wrong answers earn -1, alpha is 1. The paper leaves out the groups without a gradient.
+    Source: GPG, arXiv:2504.02546, with alpha as verl counts it, for rewards of 0 and 1. The paper
+    leaves out groups without a gradient.
     """
     alpha = len(rewards_R) / max(1, np.count_nonzero(rewards_R))
     return alpha * _centred(rewards_R, groups_R) / gpg_norm
@@ -180,7 +168,7 @@ def maxrl(
     Source: MaxRL, arXiv:2602.02710. A group of mean 0 gets 0.
 
     Raises:
-        ValueError: a reward below 0, for which the mean says nothing of the pass rate.
+        ValueError: a reward is below 0.
     """
     if (rewards_R < 0).any():
         raise ValueError(
@@ -204,10 +192,9 @@ def gdpo(
     normalise_std: bool,
     std_ddof: int,
 ) -> Float[np.ndarray, " R"]:
-    """sum_k w_k A_k, each component normalised in its group by itself, then whitened over the
-    tokens of the batch [R].
+    """sum_k w_k A_k, A_k `grpo` of component k, whitened over the tokens of the batch [R].
 
-    Source: GDPO, arXiv:2601.05242; whitening over tokens as the reference does it.
+    Source: GDPO, arXiv:2601.05242; whitening over tokens as verl does.
 
     Raises:
         ValueError: not one weight per component.
@@ -257,21 +244,18 @@ def process_grpo(
     std_ddof: int,
     outcome_as_step: bool,
 ) -> Float[np.ndarray, " M"]:
-    """GRPO with process supervision [M]: sum of the normalised rewards of the steps that end at or
-    after the token.
+    """GRPO with process supervision [M].
 
         r~ = (r - mean(all step rewards of the group)) / (std + 1e-6)
         A_t = sum over steps j of the response with end(j) >= t of r~_j
-
-    Tokens after the last step, and responses without steps, have advantage 0.
 
     Source: GRPO, arXiv:2402.03300, section 4.1.3.
 
     Args:
         steps: (tokens up to the end of the step, reward) of each step, per response.
         rewards_R: outcome rewards; read only with `outcome_as_step`.
-        outcome_as_step: the outcome reward is one more step of every response, which ends with it.
-            Not in the paper. Without other steps this is GRPO.
+        outcome_as_step: the outcome reward is one more step, which ends with the response (not in
+            the paper).
     """
     if outcome_as_step:
         steps = tuple((*s, (n, r)) for s, n, r in zip(steps, lengths_R, rewards_R, strict=True))
@@ -283,10 +267,10 @@ def process_grpo(
     )
     out = []
     for end, reward_S, n in zip(ends, np.split(normalised_S, np.cumsum(count_R)[:-1]), lengths_R):
-        due_n = np.zeros(n)  # normalised reward that falls due at each token
+        step_reward_n = np.zeros(n)  # sum of the normalised rewards of steps that end here
         if n:
-            np.add.at(due_n, np.clip(np.array(end, int) - 1, 0, n - 1), reward_S)
-        out.append(np.cumsum(due_n[::-1])[::-1])
+            np.add.at(step_reward_n, np.clip(np.array(end, int) - 1, 0, n - 1), reward_S)
+        out.append(np.cumsum(step_reward_n[::-1])[::-1])
     return np.concatenate(out) if out else np.zeros(0)
 
 
@@ -320,7 +304,7 @@ def whiten(
 ) -> Float[np.ndarray, " n"]:
     """(x - mean) / sqrt(var + 1e-8), var with ddof 1, each entry counted `counts` times.
 
-    0 where fewer than two are counted.
+    Fewer than two counted entries are whitened to 0.
     """
     counts = np.ones(len(x)) if counts is None else counts.astype(np.float64)
     n = counts.sum()
@@ -332,7 +316,7 @@ def whiten(
 
 
 class Advantage(NamedTuple):
-    """An advantage and what a config may set of it."""
+    """An estimator in the config."""
 
     function: Callable[..., Any]
     reads: tuple[str, ...]  # fields of `Outcomes`, in the function's order
@@ -346,7 +330,7 @@ GROUPS = ("rewards_R", "groups_R")
 ADVANTAGES = {
     "grpo": Advantage(grpo, GROUPS, STD),
     "rloo": Advantage(rloo, GROUPS),
-    "opo": Advantage(opo, (*GROUPS, "drawn_R")),
+    "opo": Advantage(opo, (*GROUPS, "total_lengths_R")),
     "remax": Advantage(remax, ("rewards_R", "baselines_R")),
     "pass-at-k": Advantage(pass_at_k, GROUPS, STD),
     "gpg": Advantage(gpg, GROUPS, {"gpg_norm": Argument(Positive, 1.0)}),
@@ -380,7 +364,7 @@ ADVANTAGES = {
 
 
 def estimate(name: str, outcomes: Outcomes, arguments: Mapping[str, Any]) -> Advantages:
-    """Advantages of every trained token by the estimator of that name.
+    """Returns the advantages of every trained token by the estimator of that name.
 
     Args:
         arguments: the estimator's, by the names of its keyword-only arguments.
@@ -397,7 +381,7 @@ def estimate(name: str, outcomes: Outcomes, arguments: Mapping[str, Any]) -> Adv
 def _by_group(
     function: Callable[..., np.ndarray], groups_R: np.ndarray, *columns_R: np.ndarray
 ) -> np.ndarray:
-    """The function of each group's entries, put back in their places."""
+    """Applies the function to each group's entries and puts the results in their places."""
     out_R = np.zeros(len(groups_R))
     for group in np.unique(groups_R):
         at_R = groups_R == group
@@ -411,9 +395,7 @@ def _centred(rewards_R: np.ndarray, groups_R: np.ndarray) -> np.ndarray:
 
 def _to_go(x_M: np.ndarray, lengths_R: np.ndarray, decay: float) -> np.ndarray:
     """y_t = x_t + decay y_{t+1} within each response."""
-    from scipy.signal import (
-        lfilter,  # here: it takes seconds to load, and most runs need none of it
-    )
+    from scipy.signal import lfilter  # here: most runs need none of it, and it loads for seconds
 
     out = [
         lfilter([1.0], [1.0, -decay], x_n[::-1])[::-1] if len(x_n) else x_n

@@ -1,13 +1,10 @@
-"""How the losses of tokens become the loss of a mini-batch: sum_t w_t l_t / W.
+"""Aggregation of token losses to the loss of a mini-batch: sum_t w_t l_t / W.
 
-Numerator weights w and denominator W are kept apart: W is a plain sum over responses, so that what
-micro-batches, packed rows, devices and hosts compute adds up to the same loss however the
-mini-batch was cut. Only tokens that are trained count: a response that was filtered or rejected is
-in no denominator.
+Weights w and denominator W stay apart, so that the sums of micro-batches, packed rows and devices
+add up to the same loss however the mini-batch was split. Only trained tokens count in W.
 
-Deviation from the paper: DAPO's eq. 8 normalises over the tokens of one prompt's group and then
-averages over prompts ("token-mean-per-group"); the default, "token-mean", is over the mini-batch,
-as in the reference implementation's current version.
+Deviation: DAPO's eq. 8 averages over the tokens of each group first ("token-mean-per-group"); the
+default "token-mean" is over the mini-batch, as verl's current version.
 """
 
 from typing import NamedTuple
@@ -28,7 +25,7 @@ def aggregate(
     aggregation: str,
     max_response_tokens: int,
 ) -> Aggregation:
-    """w of each response's tokens and W of the mini-batch.
+    """Returns w of each response's tokens and W of the mini-batch.
 
         name                     w                         W
         token-mean               1                         sum_j n_j   DAPO over the mini-batch
@@ -38,12 +35,12 @@ def aggregate(
         seq-mean-token-sum       1                         R           Dr. GRPO, 2503.20783, eq. 2
         seq-mean-token-sum-norm  1                         R L         as its authors run it
 
-    Q prompts, R responses of n_i trained tokens, L `max_response_tokens`; those with n_i = 0 count
-    nowhere and get w = 0.
+    Q prompts, R responses of n_i trained tokens, L `max_response_tokens`. A response of n_i = 0 has
+    w = 0 and counts nowhere.
 
     Args:
         lengths_R: n_i, trained tokens of each response of the mini-batch.
-        groups_R: which prompt each belongs to.
+        groups_R: prompt of each response.
         aggregation: one of the names.
         max_response_tokens: the constant divisor of the last.
     """

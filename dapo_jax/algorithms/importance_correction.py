@@ -1,14 +1,12 @@
-"""Corrections for rollouts that another program, or older parameters, drew: pure NumPy, float64.
+"""Importance correction of rollouts by another program or older parameters: NumPy, float64.
 
-With mu the policy that sampled a token and pi the one it is compared with, log rho_t = log pi_t -
-log mu_t. Importance weights multiply the policy term of a token; a rejected token leaves the loss,
-and with it every denominator. Both are constants for the gradient. All functions take the trained
-tokens of R responses one after the other, cut by `lengths_R`.
+mu is the policy that sampled a token, pi the one it is compared with, log rho_t = log pi_t -
+log mu_t. Importance weights multiply the policy term; a rejected token leaves the loss and every
+denominator. Functions take the M trained tokens of R responses one after the other.
 
 Sources: truncated importance sampling, F. Yao et al., "Your efficient RL framework secretly brings
-you off-policy RL training" (2025); IcePop (masked importance sampling), arXiv:2510.18855; rejection
-by divergence, "When speed kills stability" (2025), as in verl; off-policy sequence masking,
-DeepSeek-V3.2, arXiv:2512.02556.
+you off-policy RL training" (2025); IcePop, arXiv:2510.18855; rejection by divergence, "When speed
+kills stability" (2025), as in verl; sequence masking, DeepSeek-V3.2, arXiv:2512.02556.
 """
 
 from typing import Any, NamedTuple
@@ -32,7 +30,7 @@ def importance_weights(
     cap: float,
     floor: float | None = None,
 ) -> Correction:
-    """Truncated importance weights, or with a floor masked ones.
+    """Returns truncated importance weights, or with a floor masked ones.
 
         w_t = min(rho_t, cap)                     truncated (TIS)
         w_t = rho_t where floor <= rho_t <= cap   masked (IcePop); other tokens are rejected
@@ -58,7 +56,7 @@ def importance_weights(
 def normalised(
     weight_M: Float[np.ndarray, " M"], lengths_R: Int[np.ndarray, " R"], *, level: str
 ) -> Float[np.ndarray, " M"]:
-    """The weights divided by their mean over tokens, or at level "sequence" over responses."""
+    """Divides the weights by their mean over tokens, or at level "sequence" over responses."""
     n_R = lengths_R[lengths_R > 0]
     if not len(weight_M):
         return weight_M
@@ -77,14 +75,13 @@ def kept_by_divergence(
     cap: float,
     floor: float | None = None,
 ) -> Bool[np.ndarray, " M"]:
-    """Which tokens stay [M]: those whose statistic is within its bounds.
+    """Keeps tokens whose statistic is within its bounds [M].
 
         k1 = -log rho, k2 = (log rho)^2 / 2, k3 = rho - 1 - log rho, of the token itself, or summed,
         averaged or maximised over its response
 
-    k1 has a sign: it stays within [log floor, log cap], bounds of mu/pi as a ratio. So
-    "seq-sum-k1" rejects by the ratio of whole sequences and "seq-mean-k1" by its geometric mean. k2
-    and k3 are not negative: they stay up to `cap`, and `floor` is None.
+    k1 is kept within [log floor, log cap], bounds of mu/pi as a ratio. k2 and k3 are kept up to
+    `cap`, and `floor` is None.
 
     Args:
         log_ratio_M: log rho_t; bounded by 20 first.
@@ -118,10 +115,9 @@ def kept_by_sequence_masking(
     *,
     delta: float,
 ) -> Bool[np.ndarray, " M"]:
-    """Off-policy sequence masking [M]: a response of negative advantage goes when the policy has
-    moved away from it.
+    """Rejects responses of negative advantage that the policy has moved away from [M].
 
-        dropped if A < 0 and 1/|y| sum_t log(mu_t / pi_t) > delta
+        rejected if A < 0 and 1/|y| sum_t log(mu_t / pi_t) > delta
 
     Source: DeepSeek-V3.2, arXiv:2512.02556. A is the mean advantage of the response.
     """
@@ -138,7 +134,7 @@ def correct(
     advantage_M: Float[np.ndarray, " M"],
     lengths_R: Int[np.ndarray, " R"],
 ) -> Correction:
-    """All corrections of `config.correction` on the trained tokens of a mini-batch.
+    """Applies all corrections of `config.correction` to the trained tokens of a mini-batch.
 
     Args:
         settings: a `CorrectionConfig`.
@@ -146,7 +142,7 @@ def correct(
         log_prob_rollout_M: under mu.
         advantage_M: for off-policy sequence masking.
     """
-    # float64 before the difference: the sums over long responses are what is compared.
+    # float64 before the difference: sums over long responses are compared.
     log_ratio_M = np.asarray(log_prob_M, np.float64) - np.asarray(log_prob_rollout_M, np.float64)
     weight_M, kept_M = np.ones(len(log_ratio_M)), np.ones(len(log_ratio_M), bool)
     if settings.importance != "none":
@@ -175,12 +171,11 @@ def mismatch(
     log_prob_rollout_M: Float[np.ndarray, " M"],
     lengths_R: Int[np.ndarray, " R"],
 ) -> dict[str, float]:
-    """How far pi is from the mu that sampled: numbers of a batch of trained tokens.
+    """Measures the log-prob mismatch between pi and the mu that sampled, over trained tokens.
 
-    kl: mean of log mu - log pi, the KL from mu to pi in nats per token; k3_kl: the same by k3;
-    training_ppl, rollout_ppl: mean perplexity of a response; chi2_token, chi2_seq: mean rho^2 - 1
-    of tokens and of responses; prob_gap_mean, _max: |pi - mu| as probabilities. What is
-    exponentiated is bounded by 20 first.
+    kl: mean of log mu - log pi in nats per token; k3_kl: by k3; training_ppl, rollout_ppl: mean
+    perplexity of a response; chi2_token, chi2_seq: mean rho^2 - 1; prob_gap_mean, _max: |pi - mu|
+    of probabilities. Exponents are bounded by 20.
     """
     pi_M = np.asarray(log_prob_M, np.float64)
     mu_M = np.asarray(log_prob_rollout_M, np.float64)

@@ -1,15 +1,10 @@
-"""The policy losses around DAPO, each the objective of a token, to be maximised.
+"""Policy losses: the objective of each token, to be maximised. `LOSSES` names them for the config.
 
-All take the same arrays and return the same record, so that one name in the config exchanges them;
-what follows, weights and sum, is the aggregation's (`objective.loss_weights`). The clipped
-surrogate of PPO and DAPO itself is `objective.surrogate`. Packed rows hold several responses: a
-mean over a response is a mean over the masked tokens of a segment.
-
-Shared arguments: `log_prob_BT` under the policy that is trained, `log_prob_old_BT` under the one
-that anchors the ratio (no gradient), `advantage_BT` (no gradient), `mask_BT` True on trained
-tokens, `segments_BT` the response each token belongs to, 0 on padding. The two of COVARIANCE_LOSSES
-also take `selected_BT`, the tokens that `covariance` chose. Objectives are float32, or float64
-where the inputs are.
+All take the same arrays and return the same record: `log_prob_BT` under the policy that is trained,
+`log_prob_old_BT` under the policy that anchors the ratio (no gradient), `advantage_BT` (no
+gradient), `mask_BT` True on trained tokens, `segments_BT` the response of each token, 0 on padding.
+COVARIANCE_LOSSES also take `selected_BT`, the tokens that `covariance` selects. Objectives are
+float32, or float64 where the inputs are.
 """
 
 import functools
@@ -44,11 +39,9 @@ def ppo_clip(
     clip_high: float,
     clip_dual: float | None = None,
 ) -> Surrogate:
-    """`objective.surrogate`: PPO (equal bounds), DAPO (decoupled bounds), dual clip."""
-    return surrogate(
-        log_prob_BT, log_prob_old_BT, advantage_BT, mask_BT,
-        clip_low=clip_low, clip_high=clip_high, clip_dual=clip_dual,
-    )  # fmt: skip
+    """`surrogate`: PPO (equal bounds), DAPO (decoupled bounds), dual clip."""
+    arrays = log_prob_BT, log_prob_old_BT, advantage_BT, mask_BT
+    return surrogate(*arrays, clip_low=clip_low, clip_high=clip_high, clip_dual=clip_dual)
 
 
 def gspo(
@@ -70,8 +63,8 @@ def gspo(
     with A the mean advantage of the response, or with `token_level` the token's own and
     s_it = sg(s_i) pi_t / sg(pi_t), whose value is s_i and whose gradient is the token's.
 
-    Source: GSPO, arXiv:2507.18071, eq. 5 and 7; token form eq. 13 and 14. There the responses are
-    averaged: aggregation seq-mean-token-mean. verl implements the token form only.
+    Source: GSPO, arXiv:2507.18071, eq. 5 and 7; token form eq. 13 and 14, which verl implements;
+    aggregation seq-mean-token-mean.
     """
     log_ratio_BT = masked_log_ratio(log_prob_BT, log_prob_old_BT, mask_BT)
     log_s_BT = response_mean(log_ratio_BT, mask_BT, segments_BT)
@@ -102,16 +95,15 @@ def gmpo(
     clip_low: float,
     clip_high: float,
 ) -> Surrogate:
-    """Geometric-mean policy optimization: token ratios are clipped, then averaged geometrically.
+    """Geometric-mean policy optimization: the geometric mean of clipped token ratios.
 
         J_t = A exp(1/|y_i| sum_t l_t)
         l_t A_t = min(A_t log r_t, A_t clip(log r_t, -clip_low, clip_high))
 
     with A the mean advantage of the response. The bounds are on the log-ratio.
 
-    Source: GMPO, arXiv:2507.20673; aggregation seq-mean-token-mean. Log-ratios are bounded
-    by 20 before anything else, which the reference leaves out: one wild token there makes the
-    whole response infinite.
+    Source: GMPO, arXiv:2507.20673; aggregation seq-mean-token-mean. Deviation: log-ratios are
+    bounded by 20 first.
     """
     log_ratio_BT = _bounded(masked_log_ratio(log_prob_BT, log_prob_old_BT, mask_BT))
     advantage_BT = jnp.where(mask_BT, at_least_float32(advantage_BT), 0.0)
@@ -170,8 +162,7 @@ def sapo(
         J_t = 4/tau sigmoid(tau (r_t - 1)) A_t
         tau = tau_positive where A_t > 0, else tau_negative
 
-    Source: SAPO, arXiv:2511.20347; aggregation seq-mean-token-mean. Nothing is clipped: the shares
-    of clipped tokens are 0.
+    Source: SAPO, arXiv:2511.20347; aggregation seq-mean-token-mean. Nothing is clipped.
     """
     ratio_BT = jnp.exp(_bounded(masked_log_ratio(log_prob_BT, log_prob_old_BT, mask_BT)))
     advantage_BT = jnp.where(mask_BT, at_least_float32(advantage_BT), 0.0)
@@ -246,8 +237,7 @@ def dro(
 ) -> Surrogate:
     """J_t = A_t log pi_t - dro_beta/2 (log r_t)^2: direct reward optimisation, per token.
 
-    Source: DRO, arXiv:2405.19107, as verl applies it to tokens. Not bounded: a log-ratio of
-    1e4 is punished as such.
+    Source: DRO, arXiv:2405.19107, as verl applies it to tokens. Log-ratios are not bounded.
     """
     log_ratio_BT = masked_log_ratio(log_prob_BT, log_prob_old_BT, mask_BT)
     objective_BT = _advantage_log_prob(advantage_BT, log_prob_BT, mask_BT)
@@ -269,7 +259,7 @@ def clip_cov(
 ) -> Surrogate:
     """The clipped surrogate, 0 and without gradient on the selected tokens.
 
-    Source: Clip-Cov, arXiv:2505.22617, section 4. `covariance.select_clip_cov` chooses.
+    Source: Clip-Cov, arXiv:2505.22617, section 4; selection: `covariance.select_clip_cov`.
     """
     terms = surrogate(
         log_prob_BT, log_prob_old_BT, advantage_BT, mask_BT, clip_low=clip_low, clip_high=clip_high
@@ -289,8 +279,8 @@ def kl_cov(
 ) -> Surrogate:
     """J_t = r_t A_t, unclipped, minus cov_kl_coefficient |log r_t| on the selected tokens.
 
-    Source: KL-Cov, arXiv:2505.22617, section 4, with the reference's estimate of the KL.
-    `covariance.select_kl_cov` chooses.
+    Source: KL-Cov, arXiv:2505.22617, section 4, with verl's estimate of the KL; selection:
+    `covariance.select_kl_cov`.
     """
     log_ratio_BT = _bounded(masked_log_ratio(log_prob_BT, log_prob_old_BT, mask_BT))
     ratio_BT = jnp.exp(log_ratio_BT)
@@ -303,14 +293,12 @@ def kl_cov(
 
 
 class Loss(NamedTuple):
-    """A policy loss and what a config may set of it."""
+    """A policy loss in the config."""
 
     function: Callable[..., Surrogate]
     clips: tuple[str, ...] = ("clip_low", "clip_high")  # fields of config.objective that it reads
     arguments: Mapping[str, Argument] = {}  # config.objective.loss_args
-    selects: tuple[
-        str, ...
-    ] = ()  # those of them for `dapo_jax.algorithms.covariance`, not for the function
+    selects: tuple[str, ...] = ()  # arguments for the selection in `covariance`, not the function
 
     def keywords(self, objective: Any) -> dict[str, Any]:
         """Returns the function's arguments in a `config.objective`."""
@@ -318,6 +306,14 @@ class Loss(NamedTuple):
         return {name: getattr(objective, name) for name in self.clips} | args
 
 
+TAU = {"tau_positive": Argument(Positive, 1.0), "tau_negative": Argument(Positive, 1.05)}
+RATIO_CAP = {"ratio_cap": Argument(Positive, 20.0)}
+CLIP_COV = {
+    "cov_share": Argument(UpTo1, 2e-4),
+    "cov_low": Argument(float, 1.0),
+    "cov_high": Argument(float, 5.0),
+}
+KL_COV = {"cov_share": Argument(UpTo1, 2e-3), "cov_kl_coefficient": Argument(Positive, 1.0)}
 # By the name in `config.objective.loss`.
 LOSSES = {
     "ppo-clip": Loss(ppo_clip, clips=("clip_low", "clip_high", "clip_dual")),
@@ -325,40 +321,13 @@ LOSSES = {
     "gspo-token": Loss(functools.partial(gspo, token_level=True)),
     "gmpo": Loss(gmpo),
     "cispo": Loss(cispo),
-    "sapo": Loss(
-        sapo,
-        clips=(),
-        arguments={
-            "tau_positive": Argument(Positive, 1.0),
-            "tau_negative": Argument(Positive, 1.05),
-        },
-    ),
-    "dppo-tv": Loss(
-        functools.partial(dppo, divergence="tv"), arguments={"ratio_cap": Argument(Positive, 20.0)}
-    ),
-    "dppo-kl": Loss(
-        functools.partial(dppo, divergence="kl"), arguments={"ratio_cap": Argument(Positive, 20.0)}
-    ),
+    "sapo": Loss(sapo, (), TAU),
+    "dppo-tv": Loss(functools.partial(dppo, divergence="tv"), arguments=RATIO_CAP),
+    "dppo-kl": Loss(functools.partial(dppo, divergence="kl"), arguments=RATIO_CAP),
     "policy-gradient": Loss(policy_gradient, clips=()),
     "dro": Loss(dro, clips=(), arguments={"dro_beta": Argument(Positive)}),
-    "clip-cov": Loss(
-        clip_cov,
-        arguments={
-            "cov_share": Argument(UpTo1, 2e-4),
-            "cov_low": Argument(float, 1.0),
-            "cov_high": Argument(float, 5.0),
-        },
-        selects=("cov_share", "cov_low", "cov_high"),
-    ),
-    "kl-cov": Loss(
-        kl_cov,
-        clips=(),
-        arguments={
-            "cov_share": Argument(UpTo1, 2e-3),
-            "cov_kl_coefficient": Argument(Positive, 1.0),
-        },
-        selects=("cov_share",),
-    ),
+    "clip-cov": Loss(clip_cov, arguments=CLIP_COV, selects=tuple(CLIP_COV)),
+    "kl-cov": Loss(kl_cov, (), KL_COV, selects=("cov_share",)),
 }
 COVARIANCE_LOSSES = tuple(name for name, loss in LOSSES.items() if loss.selects)
 
@@ -366,7 +335,7 @@ COVARIANCE_LOSSES = tuple(name for name, loss in LOSSES.items() if loss.selects)
 def response_mean(
     x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"], segments_BT: Int[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """Mean of x over the masked tokens of each token's response, [B, T]; 0 where there are none."""
+    """Returns the mean of x over the masked tokens of each token's response; 0 without any."""
     T = x_BT.shape[1]
 
     def total(values_T: jax.Array, segments_T: jax.Array) -> jax.Array:

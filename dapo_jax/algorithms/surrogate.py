@@ -1,9 +1,8 @@
-"""The objective: pure functions of log-probs, advantages and masks. All arithmetic is float32
-(float64 where the inputs are, as in the comparison with the reference's own numbers).
+"""The surrogate of DAPO and the KL estimates: pure functions of log-probs, advantages and masks.
 
-The loss of a mini-batch is sum_t w_t l_t / W over its response tokens. l_t comes from `surrogate`,
-or another of `policy_losses`, `kl_estimate` and the entropy on the device; w_t and W from
-`aggregation.aggregate` on the host, which sees the whole mini-batch.
+The loss of a mini-batch is sum_t w_t l_t / W over its response tokens. l_t comes from `surrogate`
+or another policy loss, `kl_estimate` and the entropy; w_t and W from `aggregation`. Arithmetic is
+float32, or float64 where the inputs are.
 """
 
 from typing import NamedTuple
@@ -33,15 +32,14 @@ def masked_log_ratio(
     log_prob_old_BT: Float[Array, "B T"],
     mask_BT: Bool[Array, "B T"],
 ) -> Float[Array, "B T"]:
-    """log pi_t - log old_t, 0 outside the mask."""
+    """Returns log pi_t - log old_t, 0 outside the mask."""
     # Mask before exp: padding may hold any log-prob, and inf * 0 is nan.
     masked = lambda x_BT: jnp.where(mask_BT, at_least_float32(x_BT), 0.0)
     return masked(log_prob_BT) - masked(log_prob_old_BT)
 
 
 def clamp(x: Float[Array, "*shape"], low: float, high: float) -> Float[Array, "*shape"]:
-    """x within [low, high]. At the very bounds the gradient passes, as torch.clamp's does; jnp.clip
-    would pass half of it."""
+    """Bounds x. At the bounds the gradient passes, as torch.clamp's; jnp.clip passes half of it."""
     return jnp.where(x < low, low, jnp.where(x > high, high, x)).astype(x.dtype)
 
 
@@ -55,7 +53,7 @@ def surrogate(
     clip_high: float,
     clip_dual: float | None = None,
 ) -> Surrogate:
-    """The decoupled-clip surrogate of each token.
+    """Returns the decoupled-clip surrogate of each token.
 
         J_t = min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t),  r_t = exp(logp_t - old_t)
 
@@ -98,13 +96,12 @@ def kl_estimate(
     *,
     estimator: str,
 ) -> Float[Array, "B T"]:
-    """Per-token estimate of KL(policy || reference) in nats, 0 outside the mask.
+    """Estimates KL(policy || reference) of each token in nats, 0 outside the mask.
 
         d = logp - ref;  k1 = d,  abs = |d|,  k2 = d^2 / 2,  k3 = exp(-d) - 1 + d
 
-    A `+` after the name keeps the value and takes the gradient of k2, which is the one whose
-    expectation is the gradient of the KL. k3 is bounded as in the reference: |d| by 20, the value
-    by 10, no gradient beyond.
+    A `+` after the name keeps the value and takes the gradient of k2, whose expectation is the
+    gradient of the KL. k3 is bounded as in verl: |d| by 20, the value by 10, no gradient beyond.
 
     Source: J. Schulman, "Approximating KL divergence" (2020); k3 is also GRPO's, arXiv:2402.03300,
     eq. 4.

@@ -1,6 +1,8 @@
-"""The decoder, its log-probs, its layout on a mesh, and its Hugging Face weights."""
+"""The decoder, its log-probs, its layout on a mesh, and its Hugging Face weights.
 
-from dapo_jax.models import hf_weights
+`hf_weights` is imported by itself: it takes the hub's libraries.
+"""
+
 from dapo_jax.models.attention.xla import packed, prefilling
 from dapo_jax.models.chunked_softmax import logits
 from dapo_jax.models.decoder import (
@@ -23,7 +25,6 @@ __all__ = [
     "Params",
     "TokenStatistics",
     "bind",
-    "hf_weights",
     "init_params",
     "logits",
     "make_mesh",

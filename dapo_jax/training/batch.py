@@ -146,7 +146,7 @@ def estimate_advantages(
         components_RC=components_RC,
         groups_R=samples.groups_R[counted_R],
         lengths_R=lengths_R,
-        drawn_R=samples.lengths_R[counted_R],
+        total_lengths_R=samples.lengths_R[counted_R],
         token_rewards_M=token_rewards_M,
         steps=tuple(s for s, counted in zip(samples.steps, counted_R) if counted),
         baselines_R=None if baselines_R is None else baselines_R[counted_R],

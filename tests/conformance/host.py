@@ -39,7 +39,7 @@ def advantages(
             else rewards.sum(axis=1)[:, None],
             groups_R=groups_R,
             lengths_R=tokens.lengths_R,
-            drawn_R=tokens.lengths_R,
+            total_lengths_R=tokens.lengths_R,
             token_rewards_M=tokens.take(rewards),
             baselines_R=a.get("reward_baselines"),
             values_M=tokens.take(a["values"]) if "values" in a else None,

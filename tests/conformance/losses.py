@@ -145,7 +145,7 @@ def _selected(name: str, case: Case, arguments: dict[str, Any]) -> np.ndarray:
     else:
         # The reference's cases draw the identity permutation, or take all candidates.
         chosen = covariance.select_clip_cov(
-            logp, old, adv, np.arange(len(logp)), **arguments, cov_share=p["clip_cov_ratio"],
+            logp, old, adv, np.arange(len(logp)) * 1.0, **arguments, cov_share=p["clip_cov_ratio"],
             cov_low=p["clip_cov_lb"], cov_high=p["clip_cov_ub"],
         )  # fmt: skip
     return tokens.put(chosen).astype(bool)
@@ -201,10 +201,8 @@ def micro_batches(case: Case) -> Compared:
 KL_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
 
-def kl(case: Case) -> Compared | None:
+def kl(case: Case) -> Compared:
     a, name = case.arrays, case.params["kl_penalty"]
-    if name == "full":
-        return None  # the reference raises
     base = name.rstrip("+")
     name = KL_NAMES.get(base, base) + "+" * name.endswith("+")
     logp, ref = jnp.asarray(a["logprob"]), jnp.asarray(a["ref_logprob"])
