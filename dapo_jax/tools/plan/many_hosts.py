@@ -65,9 +65,9 @@ def check(config: Config, flags: Flags) -> list[int]:
         )
     for name in (*POSITIVE, *SECONDS):
         value = getattr(flags, name)
-        least, wanted = (1, "above 0") if name in POSITIVE else (0, "0 or more")
+        least = 1 if name in POSITIVE else 1e-9 if name == "decode_seconds" else 0
         if value is not None and not least <= value < math.inf:
-            raise UserError(f"--{name} must be {wanted}; got {value}.")
+            raise UserError(f"--{name} must be {'above 0' if least else '0 or more'}; got {value}.")
     if flags.accept is not None and not 0 < flags.accept <= 1:
         raise UserError(f"--accept must be above 0 and at most 1; got {flags.accept:g}.")
     if (flags.decode_seconds is None) != (flags.prefill_seconds is None):
