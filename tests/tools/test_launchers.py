@@ -52,14 +52,11 @@ def test_a_dry_run_runs_nothing(tmp_path):
     assert calls(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", [name for name in DRY_RUNS if name != "restart"])
-def test_the_documentation_shows_what_is_printed(name):
-    """docs/pods.md has every command of the goldens, and all that it prints, as it is."""
-    text = (ROOT / "docs" / "pods.md").read_text()
-    lines = [line.strip() for line in text.splitlines() if line.startswith("    ")]
-    shown = {line.removeprefix("$ ") for line in lines}
-    for line in (GOLDENS / f"{name}.txt").read_text().splitlines():
-        assert line.removeprefix("$ ") in shown
+def test_the_documentation_has_the_commands_that_are_tested():
+    text = re.sub(r" \\\n *", " ", (ROOT / "docs" / "pods.md").read_text())
+    shown = {line.strip() for line in text.splitlines() if line.startswith("    ")}
+    lines = {line for name, lines in DRY_RUNS.items() if name != "restart" for line in lines}
+    assert lines <= shown, lines - shown
 
 
 @pytest.mark.parametrize(
