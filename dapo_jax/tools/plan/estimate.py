@@ -212,7 +212,7 @@ def batch_work(
     c, t = config.model, config.train
     m, update = matrices(c), program in TRAINED
     devices = math.prod(sizes.values())
-    tensor, apart = sizes["tensor"], sizes["fsdp"] * sizes["context"]
+    tensor, parts = sizes["tensor"], sizes["fsdp"] * sizes["context"]
     width = jnp.dtype(c.compute_dtype).itemsize
     tokens = t.rows_per_micro_batch * t.row_tokens
     own_tokens = tokens * tensor / devices  # of a device: tensor splits no tokens
@@ -233,12 +233,12 @@ def batch_work(
     heads, kv, ff = (n / tensor for n in (c.num_heads, c.num_kv_heads, c.intermediate_size))
     ends = 4 * c.hidden_size + (2 * heads + 2 * kv) * c.head_dim + 3 * ff
     moved = width * passes * ((m.layers + head) / tensor + own_tokens * c.num_layers * ends)
-    own = (m.layers + head) / tensor / apart
+    own = (m.layers + head) / tensor / parts
     if update:
         moved += 2 * 4 * own
 
     stage = 2 if update else 1
-    gathered = (stage + (1 if update else 0)) * (m.layers + head) / tensor * (1 - 1 / apart)
+    gathered = (stage + (1 if update else 0)) * (m.layers + head) / tensor * (1 - 1 / parts)
     sums = 2 * stage + (1 if again.attention else 0)
     summed = sums * c.num_layers * own_tokens * c.hidden_size * 2 * (1 - 1 / tensor)
     rows = own_tokens * sizes["context"] * 2 * kv * c.head_dim * (1 - 1 / sizes["context"])
@@ -409,8 +409,7 @@ def step(
         "assumptions": (
             f"{chip.products_share:.0%} of the peak in products, {MEMORY_SHARE:.0%} of the rate of "
             f"memory, {LINK_SHARE:.0%} of that of links; rows {ROW_FILL:.0%} full; "
-            f"{SLOTS_BUSY:.0%} of the slots busy, and one response of {r.max_response_tokens:,} "
-            "tokens to wait for; no time for rewards, the host, evaluation or checkpoints, nor for "
-            "prompts that dynamic sampling leaves out (--simulate_hosts has them)"
+            f"{SLOTS_BUSY:.0%} of the slots busy; no time for rewards, the host, evaluation, "
+            "checkpoints and prompts that dynamic sampling leaves out (see --simulate_hosts)"
         ),
     }

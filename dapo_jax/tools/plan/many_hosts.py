@@ -174,10 +174,9 @@ def _setting(config: Config, flags: Flags) -> tuple[Setting, list[str]]:
     slots, prompts = max(1, r.slots // shards), max(1, r.prefill_prompts // shards)
     prompt_tokens = flags.prompt_tokens or max(1, config.data.max_prompt_tokens // 4)
     assumptions = [
-        f"a host is one shard of the rollout: {devices} devices with {slots} slots and {prompts} "
-        f"prompts a prefill, as config.rollout has them for {shards}; whatever their number, the "
-        f"hosts generate the same batch of {config.train.prompts_per_step} prompts x "
-        f"{r.group_size}",
+        f"a host is one of {shards} shards of the rollout: {devices} devices with {slots} slots "
+        f"and {prompts} prompts a prefill; all hosts generate {config.train.prompts_per_step} "
+        f"prompts x {r.group_size} together",
     ]
     if flags.decode_seconds is not None:
         assert flags.prefill_seconds is not None
@@ -207,19 +206,15 @@ def _setting(config: Config, flags: Flags) -> tuple[Setting, list[str]]:
         )
         assumptions.append(
             f"{chip.name} at {estimate.MEMORY_SHARE:.0%} of the rate of its memory and "
-            f"{chip.products_share:.0%} of its peak, by arithmetic: every token in all slots "
-            f"reads {estimate.weight_bytes(config.model) / 1e9:,.1f} GB of weights, split over "
-            f"the devices, and the cache; prompts of {prompt_tokens} tokens, prefilled as "
-            f"{padded}, take {prefill:.3g} s a call; links take no time"
+            f"{chip.products_share:.0%} of its peak; a prefill of prompts of {prompt_tokens} "
+            f"tokens, padded to {padded}, takes {prefill:.3g} s; links take no time"
         )
     host = flags.host_seconds or 0.0
     reward = 0.001 if flags.reward_seconds is None else flags.reward_seconds
     assumptions += [
         f"{host:g} s of the host for each call; {reward:g} s of one of {config.reward.workers} "
         "workers of a host for each reward; no sequence waits for a page of the cache",
-        f"{unit} tokens are sampled as one, and lengths rounded to them"
-        if unit > 1
-        else "every token is simulated",
+        f"lengths are multiples of {unit} tokens, sampled as one",
     ]
     calls = max(1, unit // r.decode_steps)  # simulated as one
     costs = Costs(decode, prefill, host * calls, reward)

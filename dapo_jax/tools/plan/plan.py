@@ -75,7 +75,7 @@ def plan(
         result["slots_that_fit"] = programs.slots_that_fit(config, mesh, free)
     if not result["fits"]:
         result["needs_more_bytes"] = 0 if hbm is None else max(0, most - hbm)
-        result["remedy"] = remedy(config, result)
+        result["remedy"] = remedy(result)
     return result
 
 
@@ -92,29 +92,23 @@ def need(numbers: Mapping[str, Any]) -> int:
     return numbers["peak_bytes"] + numbers["held_bytes"]
 
 
-def remedy(config: Config, result: Mapping[str, Any]) -> str:
+def remedy(result: Mapping[str, Any]) -> str:
     """Returns by how much the worst program is too large, its parts, and what reduces it."""
     name, worst = max(result["programs"].items(), key=lambda item: need(item[1]))
     parts = {"arguments": worst["argument_bytes"], "temporaries": worst["temp_bytes"]}
     parts |= worst["held"]
     made_of = ", ".join(f"{part} {size / GIB:.2f}" for part, size in parts.items())
     reason = f" ({worst['refused']})" if worst["refused"] else ""
-    t, shards = config.train, result["mesh"]["data"] * result["mesh"]["fsdp"]
-    training = name in estimate.BATCHED
-    slots = result.get("slots_that_fit", 0) if name == "decode" else 0
-    ways = {
-        "config.model.remat='full'": training and config.model.remat != "full",
-        "config.optimizer.moments_dtype='bfloat16'": config.optimizer.moments_dtype == "float32",
-        f"config.train.rows_per_micro_batch={shards}": training and t.rows_per_micro_batch > shards,
-        "a shorter config.train.row_tokens with shorter responses": training,
-        "more devices on config.mesh.fsdp": training,
-        "a larger config.mesh.tensor": training,
-        f"config.rollout.slots={slots} or a config.rollout.cache_gib": slots > 0,
-        "a larger config.mesh.rollout_tensor": not training,
-    }
+    if name in estimate.BATCHED:
+        helps = (
+            "config.model.remat='full', fewer config.train.rows_per_micro_batch, a shorter "
+            "config.train.row_tokens, or more devices on config.mesh.fsdp or config.mesh.tensor"
+        )
+    else:
+        slots = result.get("slots_that_fit") or "fewer"
+        helps = f"config.rollout.slots={slots} or a larger config.mesh.rollout_tensor"
     least = "" if worst["compile_seconds"] else "at least "
     more = f"{least}{result['needs_more_bytes'] / GIB:.2f} GiB more than there are"
-    helps = "; ".join(way for way, possible in ways.items() if possible)
     return (
         f"{name} needs {more}: {made_of} GiB{reason}. What would help: {helps}. --search tries "
         "meshes and remat."
