@@ -145,7 +145,7 @@ def many(request: Request, source: Path, target: Path) -> int | None:
         return None
     ended: list[dict[int, Response]] = [{} for _ in problems]
     written, num, tokens = 0, 0, 0
-    begun = reported = time.monotonic()
+    start = reported = time.monotonic()
     with target.open("a", encoding="utf-8") as out:
         for turn in writer.turns(problems):
             for index, sample, response in turn.ended:
@@ -162,8 +162,8 @@ def many(request: Request, source: Path, target: Path) -> int | None:
             if num and turn.ended and (now - reported > REPORT_EVERY_SECONDS or num == total):
                 reported = now
                 writer.progress.say(
-                    f"{num} of {total} samples, {tokens / (now - begun):,.0f} tokens per second, "
-                    f"about {duration((now - begun) * (total - num) / num)} left"
+                    f"{num} of {total} samples, {tokens / (now - start):,.0f} tokens per second, "
+                    f"about {duration((now - start) * (total - num) / num)} left"
                 )
     return writer.stopped_by
 
@@ -281,12 +281,12 @@ class _Streams:
         self.streams = [stream() for _ in range(num)]
         self.held = [""] * num
         self.over = [False] * num
-        self.begun = False
+        self.has_text = False
 
     def show(self, news: Sequence[NewTokens]) -> None:
         """Takes the tokens of one engine call."""
-        if not self.begun:  # earlier, the model is still being loaded
-            self.begun = True
+        if not self.has_text:  # earlier, the model is still being loaded
+            self.has_text = True
             self._head()
         for _, sample, tokens, is_last in news:
             self.held[sample] += "".join(map(self.streams[sample], tokens))

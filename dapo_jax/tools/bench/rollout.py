@@ -119,9 +119,9 @@ def matmul_tokens_per_second(c: ModelConfig, shape: Shape, slots: int) -> float:
     jax.block_until_ready(product(inputs, weights))
     seconds = []
     for _ in range(20):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         jax.block_until_ready(product(inputs, weights))
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - start)
     return slots / sorted(seconds)[len(seconds) // 2]
 
 
@@ -148,11 +148,11 @@ def memory_tokens_per_second(
     words_W = jnp.zeros(words, jnp.float32)
     copy = jax.jit(lambda x: x + 1)
     jax.block_until_ready(copy(words_W))
-    begun = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(10):
         words_W = copy(words_W)
     jax.block_until_ready(words_W)
-    bytes_per_second = 10 * 2 * words_W.nbytes / (time.perf_counter() - begun)
+    bytes_per_second = 10 * 2 * words_W.nbytes / (time.perf_counter() - start)
     weights = sum(x.nbytes for x in jax.tree.leaves(params))
     if "unembed" in params:
         weights -= params["embed"].nbytes  # a step reads one row a slot
@@ -173,9 +173,9 @@ class _WaitingEngine(DecoderEngine):
         self.whole = 0.0  # seconds of the run
 
     def _timed(self, phase: str, call: Any, *arguments: Any) -> Any:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         found = jax.block_until_ready(call(*arguments))
-        self.seconds[phase] += time.perf_counter() - begun
+        self.seconds[phase] += time.perf_counter() - start
         self.calls[phase] += 1
         return found
 

@@ -70,7 +70,7 @@ def bench_step(shape: Shape, micro_batch: int, remat: str, base: dict[str, Any])
     for step in range(1, shape.runs + 2):
         if step == 2:
             counter = CompilationCounter()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         with engine.weights(state.policy.params):
             responses, _ = scheduler.generate(
                 engine,
@@ -80,13 +80,13 @@ def bench_step(shape: Shape, micro_batch: int, remat: str, base: dict[str, Any])
                 GenerationRequest(shape.group, limits_QG=lengths),
             )
         groups = [_scored(problem, of, step) for problem, of in zip(problems, responses)]
-        rollouts.append(time.perf_counter() - begun)
-        begun = time.perf_counter()
+        rollouts.append(time.perf_counter() - start)
+        start = time.perf_counter()
         state, numbers = learner.train_on(
             state, groups, step, updated_steps=step - 1, kl_coefficient=0.0
         )
         jax.block_until_ready(state)
-        updates.append(time.perf_counter() - begun)
+        updates.append(time.perf_counter() - start)
         padding = numbers["batch/padding_share"]
     seconds = [a + b for a, b in zip(rollouts, updates)][1:]
     median = statistics.median(seconds)

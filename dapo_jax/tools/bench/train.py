@@ -87,14 +87,14 @@ def bench_train(shape: TrainShape, base: dict[str, Any]) -> dict[str, Any]:
     on_mesh = jax.device_put(stacked, row_sharding(mesh, batch_dim=1))
     program: Any = learner.update
     rest = (on_mesh, np.int32(used), np.float32(rows.mask_BT.sum()), np.float32(1e-6), None)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     compiled = program.lower(state, *rest).compile()
-    compile_seconds = time.perf_counter() - begun
+    compile_seconds = time.perf_counter() - start
     seconds, skipped = [], 0
     for _ in range(shape.runs + 1):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         state, result = jax.block_until_ready(compiled(state, *rest))
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - start)
         skipped += int(result.skipped)
     assert skipped == 0, "a gradient was not finite"
     peak = peaks()  # before the products below are measured
@@ -220,7 +220,7 @@ def _product_seconds(rows: int, inner: int, columns: int, dtype: str) -> float:
     product = jax.jit(jnp.matmul).lower(a, b).compile()
     seconds = []
     for _ in range(8):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         jax.block_until_ready(product(a, b))
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[1:])
