@@ -1,4 +1,4 @@
-"""launch/generate.py: what is printed is what was drawn, and from the distribution it says."""
+"""launch/generate.py: samples, their log-probs, streaming, files of prompts and refusals."""
 
 import json
 import os
@@ -278,7 +278,7 @@ def test_a_wrong_line_is_named(capsys, place, tmp_path, line):
 
 @pytest.mark.slow
 def test_stories260k_by_the_engine_and_after_export(capsys, tmp_path):
-    """A trained model: every token that its own program drew, here and from what we write of it."""
+    """A trained model: the greedy tokens of its own program, before and after export."""
     place = data("weights", "stories260K")
     expected = json.loads((place / "expected_greedy.json").read_text())
     prompt, greedy = expected["prompt_ids"], expected["greedy_ids"]

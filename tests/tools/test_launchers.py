@@ -277,7 +277,7 @@ def test_a_job_asks_for_more_time(tmp_path, sent, again):
 
 
 def program(name):
-    """A program on the path or beside this Python."""
+    """A program on the path or in the folder of this Python."""
     return shutil.which(name) or shutil.which(name, path=Path(sys.executable).parent)
 
 
@@ -315,7 +315,7 @@ def test_the_manifest_has_the_fields_of_a_jobset(manifest):
 
 
 def test_the_manifest_starts_again_what_restart_does(manifest):
-    """A status that ends launch/restart.sh ends the JobSet; any other makes its pods anew."""
+    """A status that ends launch/restart.sh ends the JobSet; any other recreates its pods."""
     (job,) = manifest["spec"]["replicatedJobs"]
     pods = job["template"]["spec"]
     (container,) = pods["template"]["spec"]["containers"]
