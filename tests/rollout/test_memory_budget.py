@@ -186,7 +186,7 @@ def test_a_run_and_its_plan_take_as_many(monkeypatch, tmp_path):
     for_teams = target._replace(devices=there, hbm_bytes=alone)
     assert plan.with_replicas(config, for_teams, said.append) == trainer.config
     assert "2 devices draw responses together: each of 1 (config.mesh.tensor) would" in said[0]
-    assert plan.with_replicas(config, target, said.append) is config, "of CPUs a run does not know it"
+    assert plan.with_replicas(config, target, said.append) is config, "unknown for CPUs"
     least = for_teams._replace(hbm_bytes=1)
     assert plan.with_replicas(config, least, said.append).mesh.rollout_tensor == 4, "and is told"
     found = plan.plan(
