@@ -4,8 +4,8 @@
 
 dry_run='' # set by --dry_run
 rest=()    # what follows --
-# NAME=VALUE of what launch/train.py gets: a restart finds its programs compiled, and the weights and
-# data of the hub are fetched once for all hosts. Each --env adds one.
+# Variables of launch/train.py: caches of compiled programs, and of the hub's weights and data, that
+# all hosts share. Each --env adds one.
 # shellcheck disable=SC2034 # read by the launchers
 shared_env=(JAX_COMPILATION_CACHE_DIR=/shared/jax_cache HF_HOME=/shared/huggingface)
 env=()
@@ -19,8 +19,8 @@ fail() {
 usage() { awk 'NR > 1 && !/^#/ { exit } NR > 1 && !/^#SBATCH/ { sub(/^# ?/, ""); print }' "$0"; }
 
 # parse "names that take a value" "names of switches" ARGUMENT...
-# Sets the variable of each flag's name; a switch that is given becomes 1. Local names end in _, as
-# one that is also a flag's would hide its variable.
+# Sets the variable of each flag's name; a given switch becomes 1. Local names end in _, so that they
+# hide no flag's variable.
 parse() {
   local texts=" $1 " switches=" $2 dry_run " flag_ value_
   shift 2
@@ -67,7 +67,7 @@ unknown() {
   fail "'$1' is not a flag. Flags: ${names% }; what follows -- goes to the command."
 }
 
-# What the help says of a flag.
+# Prints the help of a flag.
 meaning() { usage | sed -n "s/^ *--$1\(=[^ ]*\)\{0,1\}  *//p" | head -n 1; }
 
 # Stops unless each of the named flags was given.
@@ -95,7 +95,7 @@ need_name() {
     || fail "--name must be at most 40 of a-z, 0-9 and -, from a letter on; got '$1'."
 }
 
-# The value of a --NAME=VALUE among what goes to launch/train.py.
+# Prints the value of a --NAME=VALUE for launch/train.py.
 train_flag() {
   local argument
   for argument in ${rest[@]+"${rest[@]}"}; do
@@ -103,7 +103,7 @@ train_flag() {
   done
 }
 
-# Stops unless what goes to launch/train.py has a config and a workdir below $1.
+# Stops unless the flags of launch/train.py have a config and a workdir below $1.
 need_train_flags() {
   local example="-- --config=configs/qwen32b_dapo.py --workdir=$1runs/qwen32b" workdir
   [ -n "$(train_flag config)" ] || fail "--config is needed after --, for example: $example"
@@ -115,7 +115,7 @@ need_train_flags() {
   esac
 }
 
-# The arguments as a line that a shell reads back as they are.
+# Prints the arguments quoted for a shell.
 quote() {
   local argument line='' flag escaped="'\\''"
   for argument in "$@"; do

@@ -1,21 +1,20 @@
 """Evaluates: python launch/evaluate.py --config=configs/tiny_dapo.py --workdir=runs/tiny_dapo
 
-Prints avg@n, cons@n (majority vote over equal answers, a tie shared between the answers in it) and
-the unbiased pass@k for k = 1, 2, 4 ... n, each with its 95 % interval over problems. Writes
-results.json, the transcripts, and a page of each benchmark that shows every problem. After a stop
-anywhere the same command resumes.
+Prints avg@n, cons@n (majority vote over equal answers; a tie is shared) and the unbiased pass@k for
+k = 1, 2, 4 ... n, each with its 95 % interval over problems. Writes results.json, the transcripts,
+and a page of each benchmark with every problem. After a stop the same command resumes.
 
 --config        of the model; --config.FIELD=VALUE as in launch/train.py
---workdir       of a run; --step: of its checkpoints, the newest if not given
---model         a Hugging Face directory or hub id, evaluated where there is no --workdir; with one,
-                the --model that the run was given; with neither, the base model of the config
---benchmarks    aime24, aime25, amc23, math500, gsm8k, ..., hub ids or files, with commas between
-                them; the held-out problems of the config if not given
---num_samples   n, 32 if not given; --num_problems: the first so many of each benchmark
---temperature   as config.evaluation if not given; so is --top_p; --top_k and --min_p: 0, off
---seed          0 if not given
---scorer        as the config says if not given
---output        directory; below the run if not given
+--workdir       of a run; --step: of a checkpoint, default the newest
+--model         a Hugging Face directory or hub id instead of a run; with --workdir, the one that
+                the run was given. Without both: the base model
+--benchmarks    aime24, aime25, amc23, math500, gsm8k, ..., hub ids or files, separated by commas;
+                default the config's eval problems
+--num_samples   n, default 32; --num_problems: only the first ones of each benchmark
+--temperature   default that of config.evaluation, as of --top_p; --top_k, --min_p: 0, off
+--seed          default 0
+--scorer        default the config's
+--output        directory; default below the run
 """
 
 import sys
@@ -25,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main(argv: list[str]) -> int:
-    """The exit status: 0 done, 2 the user's mistake, 1 a failure, 128 + n stopped by signal n."""
+    """Returns the exit status: 0 done, 2 the user's mistake, 1 a failure, 128 + n a signal n."""
     sys.path.insert(0, str(ROOT))
     from dapo_jax.config.cli import fail, parse
 

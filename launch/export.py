@@ -4,9 +4,9 @@ Writes a checkpoint of a run as a complete Hugging Face directory: config.json, 
 their index, tokenizer and generation_config.json.
 
 --workdir  of the run
---output   a directory that is not there yet
---step     of the run's checkpoints; the newest if not given
---dtype    of the tensors, float32 or bfloat16; that in which the run computes if not given
+--output   a new or empty directory
+--step     of a checkpoint, default the newest
+--dtype    of the tensors, float32 or bfloat16; default the run's compute dtype
 """
 
 import sys
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main(argv: list[str]) -> int:
-    """The exit status: 0 done, 2 the user's mistake, 1 a failure."""
+    """Returns the exit status: 0 done, 2 the user's mistake, 1 a failure."""
     sys.path.insert(0, str(ROOT))
     from dapo_jax.config.cli import fail, parse_flags
 

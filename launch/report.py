@@ -1,10 +1,10 @@
-"""Draws runs on one page: python launch/report.py --workdir=DIR [--compare DIR2 DIR3 ...]
+"""Plots runs on one page: python launch/report.py --workdir=DIR [--compare DIR2 DIR3 ...]
 
-Writes report.html and report.png into the directory of the run, also while it continues.
+Writes report.html and report.png into the directory of the run, which may still train.
 
 --workdir  the run
---compare  other runs, drawn into the same plots
---paper    draw the curves of the DAPO paper into the same plots, in grey
+--compare  other runs, in the same plots
+--paper    the curves of the DAPO paper in the same plots, in grey
 """
 
 import argparse
@@ -17,7 +17,7 @@ FLAGS = "Flags: --workdir=DIR, --compare DIR2 DIR3 ..., --paper."
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UserError for a mistake, where argparse would print its usage and exit."""
+    """Raises UserError as the other programs do, instead of printing the usage."""
 
     def error(self, message: str) -> NoReturn:
         from dapo_jax.types import UserError
@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def directory(text: str) -> Path:
-    # An unset variable of the shell; as a path it would be the current directory.
+    # An unset shell variable would be the current directory.
     if not text:
         raise argparse.ArgumentTypeError("a directory is needed, nothing was given")
     return Path(text).expanduser().resolve()
@@ -42,7 +42,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--workdir", type=directory)
     parser.add_argument("--compare", type=directory, nargs="+", action="extend", default=[])
     parser.add_argument("--paper", action="store_true")
-    # argparse lets only the first directory of a list stand behind an equals sign.
+    # argparse accepts an equals sign only before the first directory of a list.
     apart = [
         part
         for argument in arguments
@@ -57,7 +57,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """The exit status: 0 done, 2 the user's mistake, 1 a failure."""
+    """Returns the exit status: 0 done, 2 the user's mistake, 1 a failure."""
     sys.path.insert(0, str(ROOT))
     from dapo_jax.config.cli import fail
 

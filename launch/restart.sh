@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs a command, and runs it again for as long as its exit status says so:
+# Runs a command, and restarts it as its exit status says:
 #
 #   launch/restart.sh [FLAGS] -- COMMAND...
 #
@@ -19,7 +19,7 @@
 # --dry_run          prints the command and runs nothing
 # --help             prints this
 set -euo pipefail
-# A group of its own for the command, or Ctrl-C would reach it twice: from the terminal and from here.
+# The command has its own process group, or Ctrl-C would reach it twice.
 set -m
 # shellcheck source=launch/common.sh
 source "$(dirname "$0")/common.sh"
@@ -38,11 +38,11 @@ pass_on() {
 trap 'pass_on TERM' TERM
 trap 'pass_on INT' INT
 
-# The status of a command that signals may interrupt the wait for, but not end.
+# Sets $status to that of a command. Signals interrupt the wait and do not end it.
 run_to_the_end() {
   "$@" &
   child=$!
-  # A signal that came before there was a child is still to be passed on.
+  # Pass on a signal that came before the child.
   [ -z "$signal" ] || kill "-$signal" "$child" 2>/dev/null || true
   while :; do
     interrupted=''

@@ -1,14 +1,13 @@
 """Scores a file: python launch/score.py --scorer=math_dapo --input=IN.jsonl --output=OUT.jsonl
 
-Each line of the input is a JSON object with "prediction", a text, and "answer", a text or a number;
-the line with "correct", "extracted", "reward" (1 or -1, or the scorer's own; of several their
-weighted sum), "seconds" and "note" goes to the output. A line that is not such an object is named
-by its number and left out.
+Each line of the input is a JSON object with "prediction", a text, and "answer", a text or a number.
+The output adds "correct", "extracted", "reward" (1 or -1, or the scorer's own; of
+several their weighted sum), "seconds" and "note". Other lines are reported by number and skipped.
 
 --scorer           one of dapo_jax/rewards/scorers.py, module:function, path/to/file.py:function,
                    or several with weights: "math_dapo + 0.1 * answer_format"
---timeout_seconds  hard limit for one answer, 5 if not given
---workers          processes that score, 2 if not given
+--timeout_seconds  hard limit for one answer, default 5
+--workers          processes that score, default 2
 """
 
 import sys
@@ -18,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main(argv: list[str]) -> int:
-    """The exit status: 0 done, 2 the user's mistake, 1 a failure."""
+    """Returns the exit status: 0 done, 2 the user's mistake, 1 a failure."""
     sys.path.insert(0, str(ROOT))
     from dapo_jax.config.cli import fail, parse_flags
 

@@ -8,20 +8,19 @@
 #
 #   launch/slurm.sh FLAGS -- FLAGS OF launch/train.py
 #
-# submits itself by sbatch; as the job, it runs launch/train.py on all nodes by srun, each process in
+# submits itself with sbatch. The job runs launch/train.py on all nodes with srun, each process in
 # launch/restart.sh. The checkout, its .venv and --workdir must be on a file system that all nodes
-# see. Ten minutes before the job's time is over everything is saved, and the job goes into the queue
-# again; so it does when a node fails or the job is preempted. After scancel it does not.
+# see. Ten minutes before the time limit everything is saved and the job is requeued, as after a
+# failed node or a preemption. After scancel it ends.
 #
 # --nodes=N                  nodes of the job
 # --gpus_per_node=N          GPUs of a node
 # --cpus_per_process=N       processor cores of a process; the rewards are worked out on them
-# --processes_per_node=N     one per GPU, which is what is given if not given, or 1
-# --time=HH:MM:SS            the time limit of the job; the partition's if not given
-# --partition=NAME           where the job goes; the cluster's default if not given
-# --account=NAME             who pays; the user's default if not given
-# --compilation_cache=DIR    of compiled programs, seen by all nodes; .jax_cache beside the checkout's
-#                            README.md if not given
+# --processes_per_node=N     the number of GPUs (default), or 1
+# --time=HH:MM:SS            time limit of the job; default the partition's
+# --partition=NAME           default the cluster's
+# --account=NAME             who pays; default the user's
+# --compilation_cache=DIR    compiled programs, seen by all nodes; default .jax_cache in the checkout
 # --env=NAME=VALUE           sets a variable for launch/train.py; may be given several times
 # --dry_run                  prints every command and runs none
 # --help                     prints this
@@ -47,9 +46,8 @@ submit() {
     ${options[@]+"${options[@]}"} launch/slurm.sh ${given[@]+"${given[@]}"}
 }
 
-# Sets $train. JAX gives each process the GPU of its number on the node, unless told to give it all.
-# All are to be visible to each process, so Slurm must not bind any. A process whose restart.sh has
-# ended with a status other than 0 ends the others.
+# Sets $train. JAX gives each process the GPU of its number on the node; all GPUs must be visible to
+# it, so Slurm must not bind any. A restart.sh that ends with a status other than 0 ends the others.
 train_command() {
   local variables=("JAX_COMPILATION_CACHE_DIR=$compilation_cache") ids
   if [ "$processes_per_node" != "$gpus_per_node" ]; then
@@ -62,8 +60,8 @@ train_command() {
     launch/restart.sh -- .venv/bin/python launch/train.py "${rest[@]}")
 }
 
-# Trains, passes on the signals that the shell of the job gets, and where the one that precedes the
-# time limit has stopped the run, asks for more time. srun sends a SIGTERM on to all processes.
+# Trains, passes signals on, and requeues the job if the signal before the time limit stopped the run.
+# srun sends SIGTERM to all processes.
 job() {
   local status interrupted='' again='' child=''
   trap 'interrupted=1 again=1; [ -z "$child" ] || kill -TERM "$child"' USR1

@@ -1,36 +1,36 @@
 #!/usr/bin/env bash
-# Trains on a Cloud TPU slice that is asked for as a queued resource:
+# Trains on a Cloud TPU slice, requested as a queued resource:
 #
 #   launch/tpu_vm.sh COMMAND FLAGS [-- FLAGS OF launch/train.py]
 #
-# create  asks for the slice
+# create  requests the slice
 # setup   copies the last commit to all workers, mounts the shared directory, installs
 # start   starts launch/train.py on all workers, in launch/restart.sh, as a systemd unit
 # status  prints the state of the slice and of the unit on each worker
 # tail    follows the output of the first worker
 # stop    stops the run: everything is saved, then it ends
 # delete  deletes the slice
-# run     all of it: creates, sets up, starts; where the slice is preempted, deletes it and begins
-#         again; deletes it when the run is done. After a failure it keeps the slice, which costs until
-#         delete. Started again, it goes on with the slice that is there
+# run     creates, sets up, starts; deletes and recreates a preempted slice; deletes the slice when
+#         the run is done. After a failure it keeps the slice, which costs until delete. Started
+#         again, it continues with the slice that exists
 #
 # --project=ID             the Google Cloud project
 # --zone=ZONE              the zone of the slice, such as us-east5-a
 # --name=NAME              of the slice, and of its queued resource
 # --accelerator_type=TYPE  the kind and size of the slice: v5p-128 is 64 chips on 16 hosts
 # --runtime_version=NAME   the software of its machines: v2-alpha-tpuv5 for v5p
-# --nfs=HOST:/SHARE        what is mounted as /shared on every worker; none: it is there already
+# --nfs=HOST:/SHARE        what is mounted as /shared on every worker; none: it is mounted already
 # --spot                   takes a slice that may be preempted
 # --reserved               takes it from the project's reservation
-# --service_account=EMAIL  what the workers run as; the project's default if not given
-# --network=NAME           the network of the workers; the project's default if not given
+# --service_account=EMAIL  account of the workers; default the project's
+# --network=NAME           network of the workers; default the project's
 # --env=NAME=VALUE         sets a variable for launch/train.py; may be given several times
-# --delete_on_failure      run deletes the slice also where the run or its set-up failed
+# --delete_on_failure      run deletes the slice also after a failed run or set-up
 # --poll_seconds=N         how often run looks at the slice; 60
 # --dry_run                prints every command and runs none
 # --help                   prints this
 #
-# Nothing that is secret belongs into --env: it can be read on the workers.
+# Put no secret into --env: it can be read on the workers.
 set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname "$0")/common.sh"
@@ -56,14 +56,14 @@ create() {
     "--runtime-version=$runtime_version" ${options[@]+"${options[@]}"}
 }
 
-# Empty where there is none: a list that is empty differs from one that could not be had.
+# Prints nothing where there is no slice; fails where the list is not available.
 slice_state() {
   act gcloud compute tpus queued-resources list "--project=$project" "--zone=$zone" \
     "--filter=name~/$name\$" "--format=value(state.state)"
 }
 
-# The first set-up writes down which versions it has installed, and later ones install those: a slice
-# that is made anew in the middle of a run must not bring others.
+# The first set-up records the installed versions and later ones install those: a slice recreated in
+# the middle of a run must not bring others.
 setup() {
   local apt="sudo apt-get -q -o DPkg::Lock::Timeout=600" mount="mountpoint -q /shared"
   local logs="/shared/logs/$name" versions="/shared/logs/$name/versions.txt"
@@ -84,10 +84,9 @@ setup() {
  && .uv/bin/uv pip freeze > $versions.\$(hostname) && mv $versions.\$(hostname) $versions; fi"
 }
 
-# systemd and not a shell in the background: it outlives the connection, passes on the SIGTERM of a
-# machine that is shut down, and waits for the checkpoint. The limit on locked memory is lifted, as
-# at a login, because libtpu maps the chips into it. The output is in the shared directory, which
-# outlives the slice.
+# A systemd unit outlives the connection, passes on the SIGTERM of a shutdown, and waits for the
+# checkpoint. libtpu maps the chips into locked memory, so its limit is lifted. The output goes to
+# the shared directory, which outlives the slice.
 start() {
   local logs="/shared/logs/$name" command variable options
   options="--unit=dapo --uid=\$(id -u) --working-directory=\$HOME/dapo_jax --remain-after-exit"
@@ -120,7 +119,7 @@ delete() {
 
 note() { echo "tpu_vm.sh: $*" >&2; }
 
-# Does what there is to do; where that fails five times in a row, the run has ended.
+# Runs a step; after five failures in a row the run has ended.
 try() {
   if "$@"; then
     failures=0
@@ -133,21 +132,21 @@ try() {
 
 begin() { stop && setup && start; }
 
-# One look at the slice and what it calls for. Returns 1 as long as there is more to do; where the
-# run has ended, $ended is its status.
+# Looks at the slice once and acts. Returns 1 while there is more to do; at the end $ended is the
+# status of the run.
 advance() {
   local state states failed
   if ! state=$(slice_state); then
-    note "the state of the slice could not be had."
+    note "the state of the slice is not available."
     return 1
   fi
   case "$state" in
     '')
-      note "there is no slice $name: it is asked for."
+      note "there is no slice $name: it is requested."
       try create
       ;;
     SUSPENDED | FAILED)
-      note "the slice is $state: it is deleted and asked for again."
+      note "the slice is $state: it is deleted and requested again."
       try delete
       ;;
     ACTIVE)
@@ -159,7 +158,7 @@ advance() {
       if [ -n "$failed" ]; then
         ended=$failed
       elif grep -q '^status inactive' <<<"$states"; then
-        # A new slice, or a worker that was started anew and has forgotten its unit.
+        # A new slice, or a worker that was restarted and has forgotten its unit.
         note "the run is started."
         try begin
       elif ! grep -qv '^status active exited' <<<"$states"; then
@@ -176,8 +175,7 @@ advance() {
 run() {
   ended='' failures=0
   if [ -n "$dry_run" ]; then
-    note "the commands of a run that nothing interrupts; the states are asked for every" \
-      "$poll_seconds s, and where the slice was preempted, delete and all before it come again."
+    note "the commands of an uninterrupted run; the states are read every $poll_seconds s."
     slice_state && create && slice_state && unit_states && begin
     unit_states && stop && delete
     return

@@ -3,13 +3,13 @@
 --workdir=DIR is the directory of the run; without it runs/NAME, NAME being that of the config file:
 runs/tiny_dapo, or with --config=configs/tiny.py:grpo runs/tiny_grpo.
 
-Config fields are overridden as --config.optimizer.learning_rate=2e-4. --model=HFDIR takes a Hugging
-Face directory or hub id in the place of the config's model and tokenizer. --dry_run prints the plan
-of the run (sizes, mesh, batch arithmetic, memory) and touches nothing.
+--config.optimizer.learning_rate=2e-4 overrides a field of the config. --model=HFDIR replaces the
+config's model and tokenizer by a Hugging Face directory or hub id. --dry_run prints the plan of the
+run (sizes, mesh, batch arithmetic, memory) and touches nothing.
 
-On several hosts every process runs this command. On Cloud TPU, GKE and Slurm they find each other.
-Elsewhere, give each the address of process 0 and its own number: --coordinator_address=HOST:PORT
---num_processes=N --process_id=I. They wait --coordinator_timeout=300 seconds for each other.
+On several hosts every process runs this command. On Cloud TPU, GKE and Slurm they find each other;
+elsewhere give --coordinator_address=HOST:PORT (of process 0) --num_processes=N --process_id=I.
+They wait --coordinator_timeout=300 seconds for each other.
 """
 
 import sys
@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit status: 0 done, 2 the user's mistake, 1 a failure, 128 + n stopped by signal
-    n, 75 lost another process, a device or the storage. After 75 and 128 + 15 start it again."""
+    """Returns the exit status: 0 done, 2 the user's mistake, 1 a failure, 128 + n a signal n; 75
+    where another process, a device or the storage failed. After 75 and 128 + 15 start it again."""
     sys.path.insert(0, str(ROOT))
     from dapo_jax.config.cli import default_workdir, fail, parse
 

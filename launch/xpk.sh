@@ -12,8 +12,8 @@
 # tail      follows the output of the first process
 # stop      deletes the JobSet: everything is saved, then the pods end
 # delete    deletes the cluster; the storage is left
-# run       creates, sets up, starts, waits for the end and deletes. What restarts the run meanwhile
-#           is the JobSet and, in each pod, launch/restart.sh
+# run       creates, sets up, starts, waits for the end and deletes. The JobSet and, in each pod,
+#           launch/restart.sh restart the run meanwhile
 #
 # --project=ID         the Google Cloud project
 # --zone=ZONE          the zone of the slice, such as us-east5-a
@@ -30,12 +30,12 @@
 # --spot               takes a slice that may be preempted
 # --on_demand          takes one at the full price
 # --reservation=NAME   takes it from that reservation
-# --max_restarts=N     how often the JobSet may be made anew; 100
+# --max_restarts=N     how often the JobSet may be recreated; 100
 # --env=NAME=VALUE     sets a variable for launch/train.py; may be given several times
 # --dry_run            prints every command and runs none
 # --help               prints this
 #
-# Nothing that is secret belongs into --env: it can be read in the cluster.
+# Put no secret into --env: it can be read in the cluster.
 set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname "$0")/common.sh"
@@ -61,7 +61,7 @@ setup() {
   act docker push "$image"
 }
 
-json() { # the arguments as texts of JSON, with commas between them
+json() { # prints the arguments as JSON strings, separated by commas
   local text line=''
   for text in "$@"; do
     text=${text//\\/\\\\}
@@ -92,7 +92,7 @@ manifest() {
   echo "$text"
 }
 
-# Each kubectl is preceded by this: what it talks to must not depend on what was done last.
+# Precedes each kubectl, so that its cluster does not depend on earlier commands.
 credentials() {
   act gcloud container clusters get-credentials "$cluster" "--project=$project" \
     "--location=${zone%-*}" --dns-endpoint
@@ -126,8 +126,7 @@ stop() {
 
 delete() { act xpk cluster delete "--cluster=$cluster" "--project=$project" "--zone=$zone"; }
 
-# The JobSet restarts by itself, so all that is left is to wait for its end. A negative time limit
-# is a week for kubectl: it is asked again.
+# The JobSet restarts by itself: wait for its end. kubectl takes a negative time limit as a week.
 run() {
   local end=(kubectl get "jobset/$name" "--output=jsonpath={.status.terminalState}") state=''
   create && setup && start

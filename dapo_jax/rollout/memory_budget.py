@@ -68,7 +68,7 @@ def held(config: Config, sizes: Mapping[str, int], *, training: bool = True) -> 
 
     parameters = bytes_per_device(shapes, specs, sizes)
     moments = 2 * size(jnp.dtype(config.optimizer.moments_dtype))
-    copy, cache = _rollout_bytes(config, sizes)
+    copy, cache = rollout_copy_and_cache(config, sizes)
     always, update = {"parameters": parameters}, {}
     if training:
         o = config.objective
@@ -81,7 +81,7 @@ def held(config: Config, sizes: Mapping[str, int], *, training: bool = True) -> 
     return Held(nonzero(always), nonzero(rollout), update)
 
 
-def _rollout_bytes(config: Config, sizes: Mapping[str, int]) -> tuple[int, int]:
+def rollout_copy_and_cache(config: Config, sizes: Mapping[str, int]) -> tuple[int, int]:
     """Returns the bytes of the rollout copy of the parameters, without arrays that are the
     trainer's own, and those of the KV cache."""
     c = config.model

@@ -1,4 +1,4 @@
-"""A checkpoint of a run as a Hugging Face directory: what launch/export.py does."""
+"""Export of a checkpoint as a Hugging Face directory, for launch/export.py."""
 
 import dataclasses
 import json
@@ -19,18 +19,23 @@ from dapo_jax.utils.progress import Progress
 
 
 def export(workdir: Path, step: int | None, output: Path, dtype: str | None) -> str:
-    """Writes config.json, safetensors with their index, tokenizer and generation_config.json; a
-    line that says what was written.
+    """Writes config.json, safetensors with their index, tokenizer and generation_config.json.
 
     Args:
-        step: None: the newest checkpoint.
-        output: a directory that is not there yet, or empty.
-        dtype: of the tensors in the files; None: in which the run computes.
+        step: of the checkpoint; None: the newest.
+        output: a new or empty directory.
+        dtype: of the tensors; None: the run's compute dtype.
+
+    Returns:
+        A line of text about the files.
 
     Raises:
-        UserError: there is no such run or checkpoint, or the output cannot be written to.
+        UserError: no such run or checkpoint, or the output cannot be written.
     """
-    config = _config(workdir)
+    try:
+        config = Config.from_dict(run_directory.read_config(workdir / "config.json"))
+    except run_directory.UNREADABLE as error:
+        raise UserError(f"--workdir={workdir} holds no run: {error}.") from error
     dtype = dtype or config.model.compute_dtype
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"--dtype={dtype} must be float32 or bfloat16.")
@@ -43,7 +48,7 @@ def export(workdir: Path, step: int | None, output: Path, dtype: str | None) -> 
     tokenizer = load_tokenizer(
         dataclasses.replace(config.model, tokenizer=str(workdir / "tokenizer"))
     )
-    # Spread over the devices that are here, whatever those of the run were.
+    # The devices of this machine, which need not be those of the run.
     config = dataclasses.replace(config, mesh=fitting(config.model, jax.device_count()))
     progress = Progress(0, 0)
     mesh = make_mesh(config.mesh)
@@ -59,24 +64,15 @@ def export(workdir: Path, step: int | None, output: Path, dtype: str | None) -> 
     return f"{label}: {size / 1e6:,.1f} MB in {dtype} at {output}"
 
 
-def _config(workdir: Path) -> Config:
-    """The config that a run was made with."""
-    try:
-        values = run_directory.read_config(workdir / "config.json")
-    except run_directory.UNREADABLE as error:
-        raise UserError(f"--workdir={workdir} holds no run: {error}.") from error
-    return Config.from_dict(values)
-
-
 def _generation(config: Config, values: dict[str, Any]) -> dict[str, Any]:
-    """How the run evaluates, for tools that sample from the directory."""
+    """Returns the sampling of the run's evaluation, for tools that read the directory."""
     keys = ("bos_token_id", "eos_token_id")
     evaluation = config.evaluation
-    names = ("temperature", "top_p", "top_k", "min_p")
-    # top_k is said also where it is 0: transformers takes 50 where nothing is said.
-    drawn = {"do_sample": True} | {name: getattr(evaluation, name) for name in names}
+    # transformers takes top_k 50 unless it is given.
+    sampling = {"do_sample": True, "top_k": 0, "min_p": 0.0}
+    sampling |= {"temperature": evaluation.temperature, "top_p": evaluation.top_p}
     return {key: values[key] for key in keys} | (
-        drawn if evaluation.temperature > 0 else {"do_sample": False}
+        sampling if evaluation.temperature > 0 else {"do_sample": False}
     )
 
 

@@ -1,4 +1,4 @@
-"""Text from a Hugging Face model: what launch/generate.py does."""
+"""Generation with a Hugging Face model, for launch/generate.py."""
 
 import itertools
 import json
@@ -26,15 +26,15 @@ from dapo_jax.utils.progress import Progress, duration
 from dapo_jax.utils.telemetry import Telemetry
 from dapo_jax.utils.watchdog import Watchdog
 
-PROMPT_TOKENS_MULTIPLE = 16  # of the longest prompt, so that like prompts share programs
+PROMPT_TOKENS_MULTIPLE = 16  # the longest prompt is rounded up to it, to share programs
 DECODE_STEPS = 4  # few, so that text comes in short pieces
-PREFILL_PROMPTS = 8  # at most, on each shard of the batch
+PREFILL_PROMPTS = 8  # of a call on each shard, at most
 REPORT_EVERY_SECONDS = 10.0
-WATCHDOG_SECONDS = 60.0  # of silence, after which it is told what is waited for
+WATCHDOG_SECONDS = 60.0  # without movement until the watchdog reports
 
 
 class Request(NamedTuple):
-    """What is to be written, and how."""
+    """The flags that decide what is generated."""
 
     model: str  # Hugging Face directory or hub id
     num_samples: int  # of each prompt
@@ -46,7 +46,7 @@ class Request(NamedTuple):
     seed: int
     chat: bool  # put prompts into the tokenizer's chat template
     slots: int  # sequences decoded at once
-    dtype: str  # of the computation; "": float32 on CPUs, elsewhere that of the checkpoint
+    dtype: str  # of the computation; "": float32 on CPUs, elsewhere the checkpoint's
     stop: str  # text after which a sample ends, or a JSON list of texts; "": none
 
     @property
@@ -60,7 +60,8 @@ class Request(NamedTuple):
             return [self.stop]
 
     def check(self) -> None:
-        """Raises UserError for what is out of range."""
+        """Raises UserError for a value out of range."""
+        stops = all(isinstance(text, str) and text for text in self.stop_strings)
         for ok, name, wanted in (
             (self.num_samples > 0, "num_samples", "above 0"),
             (self.temperature >= 0, "temperature", "0 (greedy) or more"),
@@ -71,18 +72,21 @@ class Request(NamedTuple):
             (self.seed >= 0, "seed", "0 or more"),
             (self.slots > 0, "slots", "above 0"),
             (self.dtype in ("", "float32", "bfloat16"), "dtype", "float32 or bfloat16"),
-            (
-                all(isinstance(text, str) and text for text in self.stop_strings),
-                "stop",
-                "a text, or a JSON list of texts that are not empty",
-            ),
+            (stops, "stop", "a text, or a JSON list of texts that are not empty"),
         ):
             if not ok:
                 raise UserError(f"--{name} must be {wanted}; got {getattr(self, name)!r}.")
 
 
 def generate(flags: Mapping[str, Any]) -> int | None:
-    """What the flags of launch/generate.py ask for; returns and raises as `one`."""
+    """Runs launch/generate.py with these flags.
+
+    Returns:
+        The number of the signal that stopped it, or None when it is done.
+
+    Raises:
+        UserError: a flag, the model or a prompt is wrong.
+    """
     request = Request(**{name: flags[name] for name in Request._fields})
     sources = [name for name in ("prompt", "prompt_token_ids", "prompts") if flags[name]]
     if len(sources) != 1:
@@ -90,32 +94,21 @@ def generate(flags: Mapping[str, Any]) -> int | None:
     if bool(flags["prompts"]) != bool(flags["output"]):
         raise UserError("--prompts=FILE.jsonl and --output=FILE.jsonl are given together.")
     if flags["prompts"] and flags["json"]:
-        raise UserError("--json is for --prompt; what --prompts leaves in --output is JSON.")
+        raise UserError("--json is for --prompt: --output is JSON already.")
     request.check()
-    place = lambda name: Path(flags[name]).expanduser()
     if flags["prompts"]:
-        return many(request, place("prompts"), place("output"))
-    prompt = flags["prompt"]
+        return many(request, *(Path(flags[name]).expanduser() for name in ("prompts", "output")))
+    prompt, ids = flags["prompt"], flags["prompt_token_ids"]
     if not prompt:
         try:
-            prompt = [int(token) for token in flags["prompt_token_ids"].split(",")]
+            prompt = [int(token) for token in ids.split(",")]
         except ValueError:
-            raise UserError(
-                f"--prompt_token_ids={flags['prompt_token_ids']} must be integers with commas "
-                "between them."
-            ) from None
+            raise UserError(f"--prompt_token_ids={ids} must be integers and commas.") from None
     return one(request, prompt, as_json=flags["json"])
 
 
 def one(request: Request, prompt: str | Sequence[int], *, as_json: bool) -> int | None:
-    """Prints samples of one prompt, a text or token ids: as they come, or as one JSON object.
-
-    Returns:
-        The number of the signal that stopped it, or None when it is done.
-
-    Raises:
-        UserError: for what the user can mend.
-    """
+    """Prints samples of one prompt, a text or token ids: as they come, or as one JSON object."""
     writer = _Writer(request, needs_text=isinstance(prompt, str))
     problem = writer.problem(0, prompt)
     streams = None if as_json else _Streams(request.num_samples, writer.stream, sys.stdout)
@@ -131,17 +124,14 @@ def one(request: Request, prompt: str | Sequence[int], *, as_json: bool) -> int 
 
 
 def many(request: Request, source: Path, target: Path) -> int | None:
-    """Samples of every prompt of a jsonl file, a line of `target` for each, in order.
+    """Writes samples of every prompt of a jsonl file, a line of `target` for each, in order.
 
-    A line of the source holds "prompt", a text, or a list of messages with role and content, or
-    "prompt_token_ids"; it is written with "samples" and what they were drawn with. Stopped
-    anywhere, the same call goes on: a sample depends on the seed, its line and its number alone.
-
-    Returns, raises: as `one`.
+    Each line is the source's with "samples" and the settings in "drawn_with". A sample depends on
+    the seed, its line and its number alone: after a stop the same call resumes.
     """
     lines = _read(source)
     settings = request._asdict()
-    del settings["slots"]  # changes nothing
+    del settings["slots"]  # samples do not depend on it
     lines = [line | {"drawn_with": settings} for line in lines]
     done = _done(target, lines)
     writer = _Writer(request, needs_text=any("prompt" in line for line in lines))
@@ -155,14 +145,14 @@ def many(request: Request, source: Path, target: Path) -> int | None:
         return None
     ended: list[dict[int, Response]] = [{} for _ in problems]
     written, num, tokens = 0, 0, 0
-    begun = reported = time.monotonic()
+    start = reported = time.monotonic()
     with target.open("a", encoding="utf-8") as out:
         for turn in writer.turns(problems):
             for index, sample, response in turn.finished:
                 ended[index][sample] = response
                 tokens += len(response.tokens)
             num += len(turn.finished)
-            # In the order of the prompts, so that a stopped file is a beginning of the whole one.
+            # In prompt order: a stopped file is a prefix of the whole one.
             while written < len(problems) and len(ended[written]) == request.num_samples:
                 said = lines[done + written] | _said(problems[written], ended[written])
                 out.write(json.dumps(said) + "\n")
@@ -172,15 +162,14 @@ def many(request: Request, source: Path, target: Path) -> int | None:
             if num and turn.finished and (now - reported > REPORT_EVERY_SECONDS or num == total):
                 reported = now
                 writer.progress.say(
-                    f"{num} of {total} samples, {tokens / (now - begun):,.0f} tokens per second, "
-                    f"about {duration((now - begun) * (total - num) / num)} left"
+                    f"{num} of {total} samples, {tokens / (now - start):,.0f} tokens per second, "
+                    f"about {duration((now - start) * (total - num) / num)} left"
                 )
-
     return writer.stopped_by
 
 
 class _Writer:
-    """The model, loaded, and what draws from it."""
+    """A model with its tokenizer, and the generation loop over prompts."""
 
     def __init__(self, request: Request, *, needs_text: bool):
         self.request = request
@@ -195,7 +184,7 @@ class _Writer:
             self.tokenizer = None  # token ids in, token ids out
 
     def problem(self, number: int, prompt: Any) -> Problem:
-        """A prompt, as text, messages or token ids, with its tokens."""
+        """Returns the problem of a prompt: a text, messages or token ids."""
         if isinstance(prompt, str) or not all(isinstance(part, int) for part in prompt):
             text = prompts.render(
                 self.tokenizer, prompt, template=None, chat=self.request.chat, system_prompt=None
@@ -210,7 +199,7 @@ class _Writer:
         return Problem(number, text, tokens, "", "prompts")
 
     def stream(self) -> Callable[[int], str]:
-        """What turns one token after another into text."""
+        """Returns a function from one token after another to text."""
         if self.tokenizer is None:
             return lambda token: f"{token} "
         return text_stream(self.tokenizer)
@@ -218,7 +207,7 @@ class _Writer:
     def turns(
         self, problems: Sequence[Problem], *, stream: bool = False
     ) -> Iterator[SchedulerOutput]:
-        """Yields after each engine call, until all responses have ended or a signal came.
+        """Yields after each engine call, until all responses end or a signal comes.
 
         Args:
             stream: report tokens as they are sampled.
@@ -228,6 +217,7 @@ class _Writer:
         mesh, shards = make_mesh(layout), layout.data * layout.fsdp
         up = lambda n, multiple: n + -n % multiple
         longest = max(len(problem.prompt_tokens) for problem in problems)
+        ends = c.stop_token_ids if self.tokenizer is None else stop_tokens(c, self.tokenizer)
         engine_config = EngineConfig(
             model=c,
             layout=layout,
@@ -235,9 +225,7 @@ class _Writer:
             prefill_prompts=min(up(len(problems), shards), PREFILL_PROMPTS * shards),
             max_prompt_tokens=up(longest, PROMPT_TOKENS_MULTIPLE),
             max_response_tokens=request.max_new_tokens,
-            stop_tokens=c.stop_token_ids
-            if self.tokenizer is None
-            else stop_tokens(c, self.tokenizer),
+            stop_tokens=ends,
             params=SamplingParams.of(request),
             samples=request.num_samples,
             decode_steps=DECODE_STEPS,
@@ -258,16 +246,13 @@ class _Writer:
                 engine = DecoderEngine(engine_config, mesh)
                 telemetry.phase("the device")
                 with engine.weights(params):
+                    stops = tuple(request.stop_strings)
                     loop = GenerationLoop(
                         engine,
                         iter(problems),
                         self._detokenize,
                         jax.random.key(request.seed),
-                        GenerationRequest(
-                            request.num_samples,
-                            stop_strings=tuple(request.stop_strings),
-                            stream=stream,
-                        ),
+                        GenerationRequest(request.num_samples, stop_strings=stops, stream=stream),
                         telemetry,
                     )
                     for turn in loop.run():
@@ -285,33 +270,25 @@ class _Writer:
 def _model(request: Request) -> ModelConfig:
     stored = hf_config.stored_dtype(request.model)
     dtype = request.dtype or ("float32" if jax.default_backend() == "cpu" else stored)
-    fields = dict.fromkeys(hf_config.FIELDS) | {
-        "path": request.model,
-        "tokenizer": None,
-        "param_dtype": dtype,
-        "compute_dtype": dtype,
-        "remat": "none",
-        "attention": "auto",
-        "log_prob_chunk_tokens": 1,
-    }
-    return model_config(hf_config.filled(fields))
+    dtypes = dict.fromkeys(("param_dtype", "compute_dtype"), dtype)
+    return model_config(hf_config.filled({"path": request.model} | dtypes))
 
 
 class _Streams:
-    """Prints samples one below the other: the first unfinished one as it comes, what the others
-    have drawn meanwhile when it is their turn."""
+    """Prints samples one below the other: the first unfinished one as it comes. Text of the others
+    is held until their turn."""
 
     def __init__(self, num: int, stream: Callable[[], Callable[[int], str]], out: TextIO):
         self.num, self.out, self.shown = num, out, 0
         self.streams = [stream() for _ in range(num)]
         self.held = [""] * num
         self.over = [False] * num
-        self.begun = False
+        self.has_text = False
 
     def show(self, news: Sequence[NewTokens]) -> None:
         """Takes the tokens of one engine call."""
-        if not self.begun:  # not before, as the model is still to be loaded
-            self.begun = True
+        if not self.has_text:  # earlier, the model is still being loaded
+            self.has_text = True
             self._head()
         for _, sample, tokens, is_last in news:
             self.held[sample] += "".join(map(self.streams[sample], tokens))
@@ -347,7 +324,7 @@ def _said(problem: Problem, responses: Mapping[int, Response]) -> dict[str, Any]
 
 
 def _read(source: Path) -> list[dict[str, Any]]:
-    """The lines of the file, each with a usable prompt."""
+    """Returns the lines of the file; each has a usable prompt."""
     try:
         texts = [text for text in source.read_text().splitlines() if text.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -357,9 +334,8 @@ def _read(source: Path) -> list[dict[str, Any]]:
         try:
             line = json.loads(text)
             if "prompt_token_ids" in line:
-                assert line["prompt_token_ids"] and all(
-                    type(token) is int for token in line["prompt_token_ids"]
-                )
+                tokens = line["prompt_token_ids"]
+                assert tokens and all(type(token) is int for token in tokens)
             else:
                 _prompt(line)
         except (ValueError, LookupError, TypeError, AssertionError, AttributeError) as error:
@@ -384,8 +360,7 @@ def _prompt(line: dict[str, Any]) -> str | tuple[tuple[str, str], ...]:
 
 
 def _done(target: Path, lines: Sequence[dict[str, Any]]) -> int:
-    """How many of the lines the file holds with their samples, from a call like this one; what a
-    kill left of another is cut off."""
+    """Returns how many lines the file holds with their samples, and cuts off a partial one."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.touch()

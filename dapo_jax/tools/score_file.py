@@ -1,4 +1,4 @@
-"""Scoring a file of answers: what launch/score.py does."""
+"""Scoring of a file of answers, for launch/score.py."""
 
 import itertools
 import json
@@ -14,7 +14,7 @@ from dapo_jax.rewards.types import Rubric, Task, parse_scorers, verdict
 from dapo_jax.types import UserError
 from dapo_jax.utils.progress import duration
 
-WINDOW_LINES = 2000  # read, scored and written at a time: memory does not grow with the file
+WINDOW_LINES = 2000  # scored at a time: memory does not grow with the file
 REPORT_EVERY_SECONDS = 10.0
 
 
@@ -27,13 +27,13 @@ def score_file(
     workers: int,
     say: Callable[[str], None],
 ) -> str:
-    """Scores every line of `source` into `target`; what came of it, as a line of text.
+    """Scores every line of `source` into `target` and returns a summary of one line.
 
     Args:
-        say: told of malformed lines, and of the progress every ten seconds.
+        say: receives malformed lines, and the progress every ten seconds.
 
     Raises:
-        UserError: there is no such scorer or file, or the target cannot be written.
+        UserError: no such scorer or file, or the target cannot be written.
     """
     if timeout_seconds <= 0 or workers < 1:
         raise UserError(
@@ -60,28 +60,28 @@ def score_file(
         _opened(target) as out,
         source.open("rb") as lines,
     ):
-        rows = _rows(lines)
-        while window := list(itertools.islice(rows, WINDOW_LINES)):
+        records = _records(lines)
+        while window := list(itertools.islice(records, WINDOW_LINES)):
             good = []
-            for number, row in window:
-                if isinstance(row, str):
-                    say(f"{source}, line {number}: {row}; left out")
+            for number, record in window:
+                if isinstance(record, str):
+                    say(f"{source}, line {number}: {record}; left out")
                     malformed += 1
                 else:
-                    good.append(row)
-            results = pool.score([_task(rubric.names, row) for row in good])
-            for row, result in zip(good, results):
+                    good.append(record)
+            results = pool.score([_task(rubric.names, record) for record in good])
+            for record, result in zip(good, results):
                 said = _said(rubric, result)
                 scored, right = scored + 1, right + said["correct"]
                 faults += bool(said["note"])
                 # Lone surrogates cannot be written as UTF-8: the escapes of ASCII can hold them.
-                out.write(json.dumps(row | said) + "\n")
+                out.write(json.dumps(record | said) + "\n")
             now = time.monotonic()
             if now - reported > REPORT_EVERY_SECONDS:
                 reported, done = now, lines.tell() / max(1, size)
                 left = (now - start) * (1 - done) / max(done, 1e-9)
-                say(f"{scored:,} answers, {scored / (now - start):,.0f} per second, "
-                    f"about {duration(left)} left")  # fmt: skip
+                rate = scored / (now - start)
+                say(f"{scored:,} answers, {rate:,.0f} per second, about {duration(left)} left")
     seconds = time.monotonic() - start
     return (
         f"{scored:,} answers in {seconds:.1f} s, {scored / max(seconds, 1e-9):,.0f} per second; "
@@ -97,46 +97,42 @@ def _opened(target: Path) -> Any:
         raise UserError(f"--output={target} cannot be written: {error.strerror}.") from error
 
 
-def _rows(lines: Any) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """(line number, row or what is wrong with it); blank lines are passed over."""
+def _records(lines: Any) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """Yields (line number, the record or its problem); skips blank lines."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            record = json.loads(line)
         except (ValueError, RecursionError) as error:
             yield number, f"not JSON ({error})"
             continue
-        yield number, _problem(row) or row
+        yield number, _problem(record) or record
 
 
-def _problem(row: Any) -> str | None:
-    if not isinstance(row, dict):
-        return f"a JSON object is wanted, not {type(row).__name__}"
+def _problem(record: Any) -> str | None:
+    if not isinstance(record, dict):
+        return f"a JSON object is wanted, not {type(record).__name__}"
     for name in ("prediction", "answer"):
-        if name not in row:
-            return f'no "{name}"; it has {", ".join(map(repr, row)) or "nothing"}'
-    if not isinstance(row["prediction"], str):
-        return f'"prediction" must be text, not {type(row["prediction"]).__name__}'
+        if name not in record:
+            return f'no "{name}"; it has {", ".join(map(repr, record)) or "nothing"}'
+    if not isinstance(record["prediction"], str):
+        return f'"prediction" must be text, not {type(record["prediction"]).__name__}'
     try:
-        answer_text(row["answer"], "answer", "")
+        answer_text(record["answer"], "answer", "")
     except UserError:
-        return f'"answer" must be text or a number, not {row["answer"]!r:.40}'
+        return f'"answer" must be text or a number, not {record["answer"]!r:.40}'
     return None
 
 
-def _task(scorers: tuple[str, ...], row: dict[str, Any]) -> Task:
-    """The row's response; what else the row holds are its metadata."""
-    read = ("prediction", "answer", "token_ids")
-    rest = {name: value for name, value in row.items() if name not in read}
-    token_ids = row.get("token_ids")
-    return Task(
-        scorers,
-        row["prediction"],
-        answer_text(row["answer"], "answer", ""),  # as training reads it
-        tuple(token_ids) if isinstance(token_ids, list) else (),
-        rest,
-    )
+def _task(scorers: tuple[str, ...], record: dict[str, Any]) -> Task:
+    """Returns the record's response; its other fields are the metadata."""
+    metadata = dict(record)
+    text, answer = metadata.pop("prediction"), metadata.pop("answer")
+    ids = metadata.pop("token_ids", None)
+    tokens = tuple(ids) if isinstance(ids, list) else ()
+    # The answer is read as in training.
+    return Task(scorers, text, answer_text(answer, "answer", ""), tokens, metadata)
 
 
 def _said(rubric: Rubric, result: Scored) -> dict[str, Any]:

@@ -23,9 +23,15 @@ POD = {"data": 1, "fsdp": 16, "context": 1, "tensor": 4}
 # By hand, of one layer: q and o are 4 x 2 x 2 = 16 each, k and v 4 x 1 x 2 = 8 each: 48. gate and
 # up are 4 x 3 = 12 each, down 12, the unembedding 5 x 4 = 20.
 HAND = dict(
-    hidden_size=4, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=2,
-    intermediate_size=3, vocab_size=5, tie_embeddings=False,
-)  # fmt: skip
+    hidden_size=4,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=2,
+    intermediate_size=3,
+    vocab_size=5,
+    tie_embeddings=False,
+)
 
 
 def by_hand(**model_changes):
@@ -36,10 +42,8 @@ def by_hand(**model_changes):
 
 
 def batch(config, program, *, micro_batches=1, sequence_tokens=16.0, platform="cpu", sizes=None):
-    return estimate.batch_work(
-        config, sizes or ONE, platform, program,
-        micro_batches=micro_batches, sequence_tokens=sequence_tokens,
-    )  # fmt: skip
+    lengths = dict(micro_batches=micro_batches, sequence_tokens=sequence_tokens)
+    return estimate.batch_work(config, sizes or ONE, platform, program, **lengths)
 
 
 def test_a_tiny_model_by_hand():
@@ -67,8 +71,9 @@ def test_a_tiny_model_by_hand():
 def test_training_needs_six_operations_a_parameter():
     """6 N D, with N the parameters of all matrices but the embedding."""
     shapes = decoder.param_shapes(QWEN.model)
-    matrices = sum(x.size for name, x in shapes["layers"].items() if len(x.shape) > 2
-                   and not name.endswith(("bias", "norm"))) + shapes["unembed"].size  # fmt: skip
+    small = ("bias", "norm")
+    layers = (x for name, x in shapes["layers"].items() if not name.endswith(small))
+    matrices = sum(x.size for x in layers if len(x.shape) > 2) + shapes["unembed"].size
     assert matrices == pytest.approx(32.0e9, rel=0.01), "a 32B without its embedding"
     assert estimate.model_flops(QWEN, 0) == 6 * matrices
     # Causal attention: token t of S sees t keys, 2 products forward and 4 backward.
@@ -81,15 +86,22 @@ def test_training_needs_six_operations_a_parameter():
 @pytest.mark.parametrize("remat", ["none", "dots", "dots_no_batch", "attention_mlp", "full"])
 def test_operations_are_those_that_xla_counts(remat):
     """Of programs in which nothing is looped over: one layer, micro-batch, chunk and token."""
+    sizes = dict(hidden_size=256, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=32)
+    sizes |= dict(intermediate_size=512, vocab_size=512, remat=remat, log_prob_chunk_tokens=4096)
     config = tiny_config(
-        model__hidden_size=256, model__num_layers=1, model__num_heads=4, model__num_kv_heads=2,
-        model__head_dim=32, model__intermediate_size=512, model__vocab_size=512, model__remat=remat,
-        train__prompts_per_update=1, train__prompts_per_step=2, rollout__group_size=2,
-        train__row_tokens=256, train__rows_per_micro_batch=2,
-        rollout__decode_steps=1, rollout__slots=8, rollout__prefill_prompts=2,
-        data__max_prompt_tokens=64, rollout__max_response_tokens=64,
-        model__log_prob_chunk_tokens=4096,
-    )  # fmt: skip
+        **{f"model__{name}": value for name, value in sizes.items()},
+        train__prompts_per_update=1,
+        train__prompts_per_step=2,
+        train__row_tokens=256,
+        train__rows_per_micro_batch=2,
+        pretrain__row_tokens=256,
+        rollout__group_size=2,
+        rollout__decode_steps=1,
+        rollout__slots=8,
+        rollout__prefill_prompts=2,
+        rollout__max_response_tokens=64,
+        data__max_prompt_tokens=64,
+    )
     assert packing.max_micro_batches(config) == 1
     with jax.numpy_dtype_promotion("standard"):
         known = programs.programs(config, make_mesh(config.mesh, jax.devices()[:1]))

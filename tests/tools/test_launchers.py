@@ -1,4 +1,4 @@
-"""The launchers of pods: what they would run, what starts a run again, and the JobSet they fill."""
+"""The launchers of pods: their commands, restarts, and the JobSet that they fill."""
 
 import json
 import re
@@ -52,14 +52,11 @@ def test_a_dry_run_runs_nothing(tmp_path):
     assert calls(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", [name for name in DRY_RUNS if name != "restart"])
-def test_the_documentation_shows_what_is_printed(name):
-    """docs/pods.md has every command of the goldens, and all that it prints, as it is."""
-    text = (ROOT / "docs" / "pods.md").read_text()
-    lines = [line.strip() for line in text.splitlines() if line.startswith("    ")]
-    shown = {line.removeprefix("$ ") for line in lines}
-    for line in (GOLDENS / f"{name}.txt").read_text().splitlines():
-        assert line.removeprefix("$ ") in shown
+def test_the_documentation_has_the_commands_that_are_tested():
+    text = re.sub(r" \\\n *", " ", (ROOT / "docs" / "pods.md").read_text())
+    shown = {line.strip() for line in text.splitlines() if line.startswith("    ")}
+    lines = {line for name, lines in DRY_RUNS.items() if name != "restart" for line in lines}
+    assert lines <= shown, lines - shown
 
 
 @pytest.mark.parametrize(
@@ -79,64 +76,38 @@ def test_help_names_every_flag(script):
     [
         ("tpu_vm.sh", "a command is needed: create, setup, start"),
         ("tpu_vm.sh create", "--project is needed: the Google Cloud project"),
-        ("tpu_vm.sh delete --project=p", "--zone is needed: the zone of the slice"),
         ("tpu_vm.sh stop --project=p --zone=z", "--name is needed: of the slice"),
         ("tpu_vm.sh stop --project=p --zone=z --name=A_b", "--name must be .* got 'A_b'"),
         (f"tpu_vm.sh create {PLACE}", "--accelerator_type is needed: the kind and size"),
-        (f"tpu_vm.sh create {PLACE} --accelerator_type=v5p-128", "--runtime_version is needed"),
         (f"tpu_vm.sh create {PLACE} {SLICE} --reserved", "--spot and --reserved exclude"),
-        (f"tpu_vm.sh setup {PLACE}", "--nfs is needed: what is mounted as /shared"),
         (f"tpu_vm.sh run {PLACE} {SLICE} {TRAIN}", "--nfs is needed"),
-        (f"tpu_vm.sh start {PLACE}", "--config is needed after --, for example: -- --config="),
+        (f"tpu_vm.sh start {PLACE}", "--config is needed after --"),
         (f"tpu_vm.sh start {PLACE} -- --config=c.py", "--workdir is needed after --"),
-        (
-            f"tpu_vm.sh start {PLACE} -- --config=c.py --workdir=/tmp/a",
-            "--workdir must begin with /shared/, .* got /tmp/a",
-        ),
+        (f"tpu_vm.sh start {PLACE} -- --config=c --workdir=/tmp/a", "--workdir .* got /tmp/a"),
         (f"tpu_vm.sh start {PLACE} --env=A {TRAIN}", "--env must be --env=NAME=VALUE; got"),
-        (f"tpu_vm.sh stop {PLACE} --workdri=x", r"'--workdri=x' is not a flag. Flags: --project"),
+        (f"tpu_vm.sh stop {PLACE} --workdri=x", "'--workdri=x' is not a flag. Flags: --project"),
         (f"tpu_vm.sh stop {PLACE} stray", "'stray' is not a flag"),
         ("tpu_vm.sh stop --project", "--project needs a value"),
         ("tpu_vm.sh stop --project=", "--project is empty: the Google Cloud project"),
+        (f"tpu_vm.sh run {PLACE} {SLICE} {NFS} --poll_seconds=abc {TRAIN}", "got 'abc'"),
         ("xpk.sh create --project=p --zone=z", "--cluster is needed: of the cluster"),
-        (f"xpk.sh create {CLUSTER}", "--tpu_type is needed"),
-        (
-            f"xpk.sh create {CLUSTER} --tpu_type=v5p-128 --storage=s --storage_gb=1",
-            "one of --spot, --on_demand and --reservation=NAME is needed",
-        ),
-        ("xpk.sh setup", "--image is needed: the image with its registry"),
+        (f"xpk.sh create {CLUSTER} --tpu_type=t --storage=s --storage_gb=1", "one of --spot, "),
         (f"xpk.sh start {CLUSTER} {IMAGE} {TRAIN}", "--accelerator is needed"),
-        (
-            f"xpk.sh start {CLUSTER} {IMAGE} {NODES} --topology=64 {TRAIN}",
-            "--topology must be a shape such as 4x4x4; got '64'",
-        ),
+        (f"xpk.sh start {CLUSTER} {IMAGE} {NODES} --topology=64 {TRAIN}", "--topology .* got '64'"),
         (
             f"xpk.sh manifest {IMAGE} --name=a {NODES} --topology=2x2x1 --chips_per_host=8 {TRAIN}",
             "--chips_per_host=8 does not divide the 4 chips of --topology=2x2x1",
         ),
-        (
-            f"xpk.sh manifest {IMAGE} --name=a {NODES} --topology=0x2 {TRAIN}",
-            "--topology must be a shape such as 4x4x4; got '0x2'",
-        ),
-        (
-            f"xpk.sh setup {IMAGE} --storage_gb=foo",
-            "--storage_gb must be a whole number; got",
-        ),
+        (f"xpk.sh setup {IMAGE} --storage_gb=foo", "--storage_gb must be a whole number; got"),
         (f"xpk.sh setup {IMAGE} --max_restarts=-1", "--max_restarts must be a whole number; got"),
         (f"xpk.sh setup {IMAGE} --chips_per_host=0", "--chips_per_host .* at least 1 is wanted"),
-        (
-            f"tpu_vm.sh run {PLACE} {SLICE} {NFS} --poll_seconds=abc {TRAIN}",
-            "--poll_seconds must be a whole number; got 'abc'",
-        ),
         (f"slurm.sh --nodes=4 {TRAIN}", "--gpus_per_node is needed: GPUs of a node"),
         (f"slurm.sh {GPUS} --nodes=none {TRAIN}", "--nodes must be a whole number; got 'none'"),
         (f"slurm.sh {GPUS} --processes_per_node=3 {TRAIN}", "must be 1 or --gpus_per_node"),
-        (f"slurm.sh {GPUS}", "--config is needed after --"),
         ("restart.sh", "the command is missing"),
-        ("restart.sh --most=many -- true", "--most must be a whole number; got 'many'"),
     ],
 )
-def test_a_wrong_command_is_told(tmp_path, line, message):
+def test_a_wrong_command_is_refused(tmp_path, line, message):
     for name in ("gcloud", "xpk", "docker", "kubectl", "sbatch", "srun"):
         stand_in(tmp_path, name, "exit 1")
     status, out, err = call(f"launch/{line}", path=tmp_path)
@@ -152,10 +123,7 @@ def test_a_wrong_command_is_told(tmp_path, line, message):
     "given, status, starts",
     [
         ((0,), 0, 1),
-        ((143, 0), 0, 2),
         ((75, 134, 137, 139, 143, 0), 0, 6),
-        ((2,), 2, 1),
-        ((1,), 1, 1),
         ((130,), 130, 1),
         ((127,), 127, 1),
         ((75, 2), 2, 2),
@@ -309,7 +277,7 @@ def test_a_job_asks_for_more_time(tmp_path, sent, again):
 
 
 def program(name):
-    """A program on the path or beside this Python."""
+    """A program on the path or in the folder of this Python."""
     return shutil.which(name) or shutil.which(name, path=Path(sys.executable).parent)
 
 
@@ -347,7 +315,7 @@ def test_the_manifest_has_the_fields_of_a_jobset(manifest):
 
 
 def test_the_manifest_starts_again_what_restart_does(manifest):
-    """A status that ends launch/restart.sh ends the JobSet; any other makes its pods anew."""
+    """A status that ends launch/restart.sh ends the JobSet; any other recreates its pods."""
     (job,) = manifest["spec"]["replicatedJobs"]
     pods = job["template"]["spec"]
     (container,) = pods["template"]["spec"]["containers"]
@@ -368,28 +336,27 @@ def test_the_manifest_starts_again_what_restart_does(manifest):
     assert {"name": "LIBTPU_INIT_ARGS", "value": "--x=1"} in container["env"]
 
 
+VALUE = r"""a "b" 'c' \d & $e"""
+QUOTED = "'" + VALUE.replace("'", r"'\''") + "'"
+
+
 def test_values_stay_as_they_are_in_the_manifest():
-    value = r"""a "b" 'c' \d & $e"""
-    quoted = "'" + value.replace("'", r"'\''") + "'"
-    line = MANIFEST.replace("--env=LIBTPU_INIT_ARGS=--x=1", f"--env=X={quoted}")
-    _, out, _ = call(f"{line} --config.x={quoted}")
+    line = MANIFEST.replace("--env=LIBTPU_INIT_ARGS=--x=1", f"--env=X={QUOTED}")
+    _, out, _ = call(f"{line} --config.x={QUOTED}")
     spec = yaml.safe_load(out)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    assert spec["containers"][0]["env"][-1] == {"name": "X", "value": value}
-    assert spec["containers"][0]["args"][-1] == f"--config.x={value}"
+    assert spec["containers"][0]["env"][-1] == {"name": "X", "value": VALUE}
+    assert spec["containers"][0]["args"][-1] == f"--config.x={VALUE}"
 
 
 def test_values_stay_as_they_are_through_ssh(tmp_path):
     """Two shells read the command of start: the one here and the one of the worker."""
-    value = r"""a "b" 'c' \d & $e"""
-    quoted = "'" + value.replace("'", r"'\''") + "'"
-    line = f"launch/tpu_vm.sh start {PLACE} --dry_run {TRAIN} --config.x={quoted}"
-    _, printed, _ = call(line)
+    _, printed, _ = call(f"launch/tpu_vm.sh start {PLACE} --dry_run {TRAIN} --config.x={QUOTED}")
     stand_in(tmp_path, "gcloud", 'for a in "$@"; do :; done; bash -c "${a#--command=}"')
     stand_in(tmp_path, "sudo", 'printf "%s\\n" "$@"')
     stand_in(tmp_path, "mkdir", "")
     status, out, err = call(printed, path=tmp_path)
     assert status == 0, err
-    assert out.splitlines()[-1] == f"--config.x={value}"
+    assert out.splitlines()[-1] == f"--config.x={VALUE}"
 
 
 def test_what_the_image_holds():

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from dapo_jax.config.cli import parse
-from dapo_jax.models import decoder
 from dapo_jax.models.sharding import make_mesh
 from dapo_jax.tools.plan import chips, compiled, estimate, plan, programs, report, search
 from dapo_jax.training import packing
@@ -79,17 +78,8 @@ def test_the_result(found):
     assert set(step["parts"]) == {"weights", "prefill", "decode", "train"}
     assert 0 < step["seconds_at_best"] < step["seconds"]
     json.dumps(found, allow_nan=False)
-
-
-def test_the_text_says_what_is_fact_and_what_is_not(found):
     text = report.describe(CONFIG, found)
-    parts = (
-        "Compiled: per device",
-        "Arithmetic of one step",
-        "Estimate of one step, by arithmetic",
-    )
-    for part in (*parts, "assumed, not measured: 55% of the peak in products", "it fits"):
-        assert part in text, part
+    assert re.search(r"(?s)Compiled: per.*assumed, not measured: 55% of the peak.*it fits", text)
 
 
 def test_where_pages_may_run_short_the_longest_prefill_is_compiled_too():
@@ -139,55 +129,48 @@ def test_the_slots_that_are_said_to_fit_do(changes):
     assert plan.need(compiled.too_large(programs.programs(sized(slots), mesh)["decode"])) < least
     whole = dataclasses.replace(config.rollout, cache_gib=None)
     config = dataclasses.replace(config, rollout=whole)
-    for free in range(0, 10 * programs.cache(config, mesh).pool_bytes, 200_001):
+    pool = lambda config: programs.pool_bytes(programs.engine_of(config, mesh))
+    for free in range(0, 10 * pool(config), 200_001):
         slots = programs.slots_that_fit(config, mesh, free)
-        assert slots == 0 or programs.cache(sized(slots), mesh).pool_bytes <= free
-        assert programs.cache(sized(slots + 4), mesh).pool_bytes > free
+        assert slots == 0 or pool(sized(slots)) <= free
+        assert pool(sized(slots + 4)) > free
 
 
-@pytest.mark.parametrize(
-    "message, peak, reason",
-    [
-        (
-            "XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 123.50G "
-            "of 95.74G hbm. Exceeded hbm capacity by 27.76G.",
-            123.5,
-            "Used 123.50G of 95.74G hbm",
-        ),
-        (
-            "E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
-            "temporaries (103.50G) exceeds available HBM (95.73G). HLO module: jit_update.",
-            103.5,
-            "required for HLO temporaries (103.50G) exceeds available HBM (95.73G)",
-        ),
-    ],
-)
-def test_a_program_that_the_compiler_refuses_has_the_figure_of_the_compiler(message, peak, reason):
-    """Its figure has the arguments in it: a product whose arguments are 15 GiB, and which has 3 GiB
-    of others, libtpu refuses for "temporaries (18.00G)"."""
+def refused(message):
+    """A program that a compiler refuses."""
 
     class Lowered:
         def compile(self, **_):
             raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {message}")
 
-    program = programs.Program(Lowered, {"optimiser": 5}, 2**30)
-    n = compiled.measure(program)
-    assert n["peak_bytes"] == peak * 2**30
-    assert n["temp_bytes"] == (peak - 1) * 2**30
-    assert n["refused"] == reason and n["held_bytes"] == 5
+    return programs.Program(Lowered, {"optimiser": 5}, 2**30)
+
+
+@pytest.mark.parametrize(
+    "message, peak",
+    [
+        ("XLA:TPU compile permanent error. Used 123.50G of 95.74G hbm.", 123.5),
+        (
+            "E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
+            "temporaries (103.50G) exceeds available HBM (95.73G). HLO module: jit_update.",
+            103.5,
+        ),
+    ],
+)
+def test_a_program_that_the_compiler_refuses_has_the_figure_of_the_compiler(message, peak):
+    """Its figure has the arguments in it: a product whose arguments are 15 GiB, and which has 3 GiB
+    of others, libtpu refuses for "temporaries (18.00G)"."""
+    n = compiled.measure(refused(message))
+    assert n["peak_bytes"] == peak * 2**30 and n["temp_bytes"] == (peak - 1) * 2**30
+    assert n["refused"] in message and f"{peak:.2f}G" in n["refused"] and n["held_bytes"] == 5
 
 
 def test_a_program_that_is_refused_for_something_else_ends_the_plan():
-    class Lowered:
-        def compile(self, **_):
-            raise jax.errors.JaxRuntimeError(
-                "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out of memory in memory "
-                "space vmem while allocating on stack for %ragged_paged_attention_kernel.5"
-            )
-
-    program = programs.Program(Lowered, {}, 2**30)
+    message = (
+        "E1001: CompileTimeScopedVmemOom:\nmemory space vmem: %ragged_paged_attention_kernel.5"
+    )
     with pytest.raises(RunError, match=r"(?s)ragged_paged_attention.*rollout\.kernel='xla'"):
-        compiled.measure(program)
+        compiled.measure(refused(message))
 
 
 def test_search_tries_context_where_it_cuts_rows():
@@ -196,10 +179,11 @@ def test_search_tries_context_where_it_cuts_rows():
     target = chips.target("local")._replace(chip=V5P)
     ranked, refused = search.candidates(config, target, **LENGTHS)
     names = {c.name.split(",")[0] for c in ranked}
-    assert names == {
-        "fsdp 8 x tensor 1", "fsdp 4 x tensor 2",
-        "fsdp 4 x context 2 x tensor 1", "fsdp 2 x context 2 x tensor 2",
-    }  # fmt: skip
+    by_context = {
+        1: {"fsdp 8 x tensor 1", "fsdp 4 x tensor 2"},
+        2: {"fsdp 4 x context 2 x tensor 1", "fsdp 2 x context 2 x tensor 2"},
+    }
+    assert names == by_context[1] | by_context[2]
     assert len(refused) == 2, "tensor 4 and 8, once each"
     for group, changes in (
         ("train", {"row_tokens": 98}),
@@ -249,13 +233,14 @@ def test_search_ranks_shapes_that_divide_and_compiles_the_best():
 def test_search_goes_on_until_enough_fit(monkeypatch, most):
     """With the arithmetic's bytes as the compiler's: what fits with slack alone does not."""
 
+    target = chips.target("local")._replace(chip=V5P, hbm_bytes=most)
+    ranked, _ = search.candidates(CONFIG, target, **LENGTHS)
+
     def compiled_to(config, *_, **__):
-        size = search._by_arithmetic(config, target, sum(LENGTHS.values())).bytes
+        size = next(c.bytes for c in ranked if c.config == config)
         numbers = {"peak_bytes": size, "held_bytes": 0}
         return {"fits": size <= most, "programs": {"train": numbers}}
 
-    target = chips.target("local")._replace(chip=V5P, hbm_bytes=most)
-    ranked, _ = search.candidates(CONFIG, target, **LENGTHS)
     monkeypatch.setattr(plan, "plan", compiled_to)
     found = search.search(CONFIG, target, ("train",), lambda _: None, **LENGTHS)
     fitting = [row["name"] for row in found["found"] if row["plan"] and row["plan"]["fits"]]
@@ -271,22 +256,18 @@ def test_search_goes_on_until_enough_fit(monkeypatch, most):
             ["--topology=v5p:4x4x4", "--program=sing"],
             "--program must be one of train, old_logprobs, weights, decode, .*; got 'sing'",
         ),
-        (["--topology=v9:1"], r"--topology=v9:1 is not known. Known are .*v5p:4x4x4.*local"),
+        (["--topology=v9:1"], "--topology=v9:1 is not known. .*v5p:4x4x4.*local"),
         (["--topology=local"], r"config.mesh .*does not fit 8 device"),
-        (["--topology=local", "--workdir=x"], "of a config and of no run: leave --workdir out"),
+        (["--topology=local", "--workdir=x"], "leave --workdir out"),
         (
             ["--topology=local", "--accept=0.3", "--chip=v5p"],
-            "--simulate_hosts=N simulates: give it, or leave --chip, --accept out",
+            "--simulate_hosts=N .* --chip, --accept",
         ),
-        (
-            ["--simulate_hosts=2", "--topology=local", "--search"],
-            "with --simulate_hosts: leave --topology, --search out",
-        ),
-        (["--simulate_hosts=2", "--program=train"], "leave --program out"),
+        (["--simulate_hosts=2", "--topology=local", "--search"], "leave --topology, --search out"),
         (["--topology=local", "--response_tokens=99999"], "from 1 to 20,480; got 99999"),
     ],
 )
-def test_a_wrong_command_is_told(capsys, arguments, message):
+def test_a_wrong_command_is_refused(capsys, arguments, message):
     assert main(["program", QWEN, *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == "" and "Traceback" not in err and re.search(message, err), err
@@ -303,44 +284,29 @@ def test_the_command_prints_one_object(capsys):
 
 
 def test_a_copy_for_rollouts_that_is_the_policy_is_no_copy():
+    layout = dataclasses.replace(CONFIG.mesh, data=4, fsdp=1, tensor=2)
+
     def held(**changes):
-        config = dataclasses.replace(
-            CONFIG, mesh=dataclasses.replace(CONFIG.mesh, data=4, fsdp=1, tensor=2)
-        )
-        config = dataclasses.replace(config, model=replace_model(config, **changes))
+        model = replace_model(CONFIG, **changes)
+        config = dataclasses.replace(CONFIG, mesh=layout, model=model)
         found = programs.programs(config, make_mesh(config.mesh))
         return [set(found[name].held) for name in ("train", "decode")]
 
-    again = "layers for prefill"  # on CPUs it and decoding have their own
-    assert held() == [set(), {"optimiser", again}]
-    assert held(compute_dtype="bfloat16") == [set(), {"policy with optimiser", again}]
+    policy = {"parameters", "optimiser state"}
+    assert held() == [set(), {"optimiser state"}]
+    assert held(compute_dtype="bfloat16") == [set(), policy]
     spread = programs.programs(CONFIG, make_mesh(CONFIG.mesh))["decode"].held
-    assert "policy with optimiser" in spread, "gathered over fsdp"
-
-
-def test_the_start_of_a_run_is_counted(found):
-    """Parameters, and two moments of each and the numbers of steps, all in float32; a reference and
-    a critic besides where there are any."""
-    mesh = make_mesh(CONFIG.mesh)
-    parameters = sum(x.size for x in jax.tree.leaves(decoder.param_shapes(CONFIG.model)))
-    held = CONFIG.mesh.fsdp * CONFIG.mesh.tensor  # parts of a parameter; norms are split by less
-    assert set(found["start"]) == {"policy with optimiser"}
-    assert sum(found["start"].values()) == pytest.approx(12 * parameters / held, rel=0.1)
-    objective = dataclasses.replace(CONFIG.objective, kl_coefficient=0.1, kl_estimator="k3")
-    start = programs.start_bytes(dataclasses.replace(CONFIG, objective=objective), mesh)
-    assert start["reference"] == pytest.approx(start["policy with optimiser"] / 3, rel=0.01)
-    target = chips.target("local")._replace(hbm_bytes=sum(found["start"].values()) - 1)
-    tight = plan.plan(CONFIG, target, ("prefill",), lambda _: None, **LENGTHS)
-    assert not tight["fits"]
+    assert policy <= set(spread), "gathered over fsdp"
 
 
 def test_a_run_with_a_critic_has_its_programs_too():
     config, _ = parse(["program", "--config=configs/tiny.py:ppo", "--config.mesh.data=8"], "")
     found = programs.programs(config, make_mesh(config.mesh))
-    assert {*found, "weights"} == set(programs.names(config)) == {
-        *programs.PROGRAMS, "critic_train", "critic_values",
-    }  # fmt: skip
-    assert "critic with optimiser" in found["train"].held
-    assert "critic with optimiser" not in found["critic_train"].held
+    known = {*programs.PROGRAMS, "critic_train", "critic_values"}
+    assert {*found, "weights"} == set(programs.names(config)) == known
+    policy, critic = {"parameters", "optimiser state"}, {"critic", "critic's optimiser"}
+    assert set(found["train"].held) == {"reference"} | critic
+    assert set(found["critic_train"].held) == {"reference"} | policy
+    assert set(found["critic_values"].held) == {"reference", "critic's optimiser"} | policy
     lowered = found["critic_values"].lower().as_text()
     assert "func.func public @main" in lowered

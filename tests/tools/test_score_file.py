@@ -1,22 +1,17 @@
-"""launch/score.py: lines in, lines out, and what it says of those it cannot read."""
+"""launch/score.py: lines in, lines out, and the errors of lines that it cannot read."""
 
 import json
-import subprocess
-import sys
+import os
 
 import pytest
 
 from dapo_jax.tools.score_file import score_file
-from dapo_jax.types import UserError
-from tests.conftest import ROOT
+from tests.support.runs import load_launcher
+
+main = load_launcher("score")
 
 
-def run(*arguments):
-    command = [sys.executable, str(ROOT / "launch" / "score.py"), *arguments]
-    return subprocess.run(command, cwd="/", capture_output=True, text=True)
-
-
-def test_every_line_gets_its_verdict(tmp_path):
+def test_every_line_gets_its_verdict(tmp_path, capsys):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     rows = [
         {"prediction": "Answer: 42", "answer": "42", "id": 7},
@@ -33,10 +28,11 @@ def test_every_line_gets_its_verdict(tmp_path):
     ]
     lines = [json.dumps(rows[0]), *bad, *map(json.dumps, rows[1:])]
     source.write_text("\n".join(lines) + "\n")
-    done = run("--scorer=math_dapo", f"--input={source}", f"--output={target}")
-    assert done.returncode == 0, done.stderr
-    assert "3 answers in" in done.stdout and "66.7 % correct" in done.stdout
-    assert "5 malformed lines left out" in done.stdout
+    flags = [f"--input={source}", f"--output={target}"]
+    assert main(["program", "--scorer=math_dapo", *flags]) == 0
+    said, err = capsys.readouterr()
+    assert "3 answers in" in said and "66.7 % correct" in said
+    assert "5 malformed lines left out" in said
     for number, problem in (
         (2, '"answer" must be text or a number, not True'),
         (3, "no \"prediction\"; it has 'answer'"),
@@ -44,7 +40,7 @@ def test_every_line_gets_its_verdict(tmp_path):
         (5, '"prediction" must be text, not int'),
         (6, "a JSON object is wanted, not list"),
     ):
-        assert f"{source}, line {number}: {problem}" in done.stderr
+        assert f"{source}, line {number}: {problem}" in err
     out = [json.loads(line) for line in target.read_text().splitlines()]
     assert [row["correct"] for row in out] == [True, False, True]
     assert [row["reward"] for row in out] == [1.0, -1.0, 1.0]
@@ -57,14 +53,8 @@ def test_a_hanging_scorer_costs_its_limit(tmp_path):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     texts = ["7", "spin", "hang", "stubborn", "die", "7"]
     source.write_text("".join(json.dumps({"prediction": t, "answer": "7"}) + "\n" for t in texts))
-    score_file(
-        "tests.support.scorers:treacherous",
-        source,
-        target,
-        timeout_seconds=1.0,
-        workers=2,
-        say=print,
-    )
+    limits = dict(timeout_seconds=1.0, workers=2)
+    score_file("tests.support.scorers:treacherous", source, target, **limits, say=print)
     out = [json.loads(line) for line in target.read_text().splitlines()]
     notes = ["", "timeout", "timeout", "timeout", "worker died", ""]
     assert [row["note"] for row in out] == notes
@@ -75,37 +65,21 @@ def test_a_hanging_scorer_costs_its_limit(tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--scorer=math_dapo"], "--input is needed"),
-        (
-            ["--scorer=nope", "--input={in}", "--output={out}"],
-            "--scorer: 'nope' is not one of exact_match",
-        ),
-        (
-            ["--scorer=boxed", "--input=/no/such", "--output={out}"],
-            "--input=/no/such: no such file",
-        ),
-        (["--scorer=boxed", "--input={in}", "--output={in}"], "is the input; name another"),
-        (["--scorer=boxed", "--input={in}", "--output=/no/such/f"], "cannot be written: No such"),
-        (["--scorer=boxed", "--input={in}", "--output={out}", "--workers=0"], "at least 1"),
-        (["--scorer=boxed", "--inputs=x"], "Unknown command line flag"),
+        ("--scorer=math_dapo", "--input is needed"),
+        ("--scorer=nope --input=in --output=out", "--scorer: 'nope' is not one of exact_match"),
+        ("--scorer=boxed --input=none --output=out", "--input=none: no such file"),
+        ("--scorer=boxed --input=in --output=in", "--output=in is the input"),
+        ("--scorer=boxed --input=in --output=link", "--output=link is the input"),
+        ("--scorer=boxed --input=in --output=/no/f", "--output=/no/f cannot be written: No such"),
+        ("--scorer=boxed --input=in --output=out --workers=0", "--workers at least 1"),
+        ("--scorer=boxed --inputs=x", "Unknown command line flag"),
     ],
 )
-def test_a_wrong_command_is_told(tmp_path, arguments, message):
-    source = tmp_path / "in.jsonl"
-    source.write_text("{}\n")
-    places = {"{in}": str(source), "{out}": str(tmp_path / "out.jsonl")}
-    for mark, place in places.items():
-        arguments = [argument.replace(mark, place) for argument in arguments]
-    done = run(*arguments)
-    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
-
-
-def test_the_target_is_not_the_source_by_another_name(tmp_path):
-    source = tmp_path / "in.jsonl"
-    source.write_text("{}\n")
-    (tmp_path / "link.jsonl").symlink_to(source)
-    with pytest.raises(UserError, match="is the input"):
-        score_file(
-            "boxed", source, tmp_path / "link.jsonl", timeout_seconds=1.0, workers=1, say=print
-        )
-    assert source.read_text() == "{}\n"
+def test_a_wrong_command_is_refused(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in").write_text("{}\n")
+    os.symlink("in", "link")
+    assert main(["program", *arguments.split()]) == 2
+    err = capsys.readouterr().err
+    assert message in err and "Traceback" not in err
+    assert (tmp_path / "in").read_text() == "{}\n"

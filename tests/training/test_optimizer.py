@@ -168,7 +168,7 @@ def test_the_plan_counts_moments_in_their_dtype():
 
     wide, narrow = lines(), lines(moments_dtype="bfloat16")
     mib = lambda text: float(text.split()[0])
-    assert wide["AdamW"].endswith("moments in float32")
-    assert narrow["AdamW"].endswith("moments in bfloat16")
+    assert wide["optimizer"].endswith("moments_dtype float32")
+    assert narrow["optimizer"].endswith("moments_dtype bfloat16")
     np.testing.assert_allclose(mib(wide["optimiser state"]), 2 * mib(wide["parameters"]), atol=0.02)
     np.testing.assert_allclose(mib(narrow["optimiser state"]), mib(wide["parameters"]), atol=0.02)

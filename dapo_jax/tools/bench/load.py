@@ -1,6 +1,7 @@
-"""How long a checkpoint takes to load, and how much memory besides the arrays."""
+"""Benchmark of loading a checkpoint: seconds, and memory besides the arrays."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -25,11 +26,11 @@ SHARD_BYTES = 500_000_000
 
 
 def bench_load(gigabytes: float, devices: int) -> dict[str, Any]:
-    """Loads a made checkpoint once over `devices` virtual CPU devices and once onto one.
+    """Loads a random checkpoint over `devices` virtual CPU devices and onto one.
 
     Returns:
-        A mapping with `sharded` and `one_device`, each with seconds, gigabytes, and in MB the
-        arrays, what was resident besides them at the worst moment, and the largest tensor.
+        `sharded` and `one_device`, each with seconds, gigabytes, and in MB the arrays, the largest
+        resident memory besides them, and the largest tensor.
     """
     if gigabytes <= 0 or devices < 1:
         raise UserError(
@@ -37,92 +38,88 @@ def bench_load(gigabytes: float, devices: int) -> dict[str, Any]:
         )
     with tempfile.TemporaryDirectory() as place:
         _make(Path(place), gigabytes)
-        return {
-            "sharded": _in_a_process(place, devices),
-            "one_device": _in_a_process(place, 1),
-        }
+        sharded, one = (_in_a_process(place, number) for number in (devices, 1))
+        return {"sharded": sharded, "one_device": one}
 
 
 def _make(place: Path, gigabytes: float) -> None:
-    """A Qwen2 of about that size in bfloat16, in several files with their index."""
+    """Writes a Qwen2 of about that size in bfloat16, in several files with their index."""
     values = {
-        "model_type": "qwen2", "vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 1,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": FF_WIDTH,
-        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu", "dtype": "bfloat16",
+        "model_type": "qwen2",
+        "vocab_size": VOCAB,
+        "hidden_size": WIDTH,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "intermediate_size": FF_WIDTH,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "hidden_act": "silu",
+        "dtype": "bfloat16",
         "tie_word_embeddings": False,
-    }  # fmt: skip
-    count = lambda: sum(int(np.prod(s)) for s in hf_weights.expected_shapes(_model(place)).values())
-    write = lambda: (place / "config.json").write_text(json.dumps(values))
-    write()
-    one = count()
-    values["num_hidden_layers"] = 2
-    write()
-    layer = count() - one
-    layers = max(1, round((gigabytes * 1e9 / 2 - (one - layer)) / layer))
-    values["num_hidden_layers"] = layers
-    write()
+    }
+
+    def shapes(layers: int) -> dict[str, tuple[int, ...]]:
+        values["num_hidden_layers"] = layers
+        (place / "config.json").write_text(json.dumps(values))
+        return hf_weights.expected_shapes(_model(place))
+
+    one, two = (sum(map(math.prod, shapes(layers).values())) for layers in (1, 2))
+    layer = two - one
+    wanted = shapes(max(1, round((gigabytes * 1e9 / 2 - (one - layer)) / layer)))
     rng = np.random.default_rng(0)
     noise = rng.standard_normal(VOCAB * WIDTH, np.float32).astype(ml_dtypes.bfloat16)
     shard: dict[str, np.ndarray] = {}
     file_of: dict[str, str] = {}
-    num = 0
-
-    def flush() -> None:
-        nonlocal num
-        num += 1
-        name = f"model-{num:05d}.safetensors"
-        save_file(shard, place / name)
-        file_of.update(dict.fromkeys(shard, name))
-        shard.clear()
-
-    for name, shape in hf_weights.expected_shapes(_model(place)).items():
-        shard[name] = noise[: int(np.prod(shape))].reshape(shape)
-        if sum(array.nbytes for array in shard.values()) > SHARD_BYTES:
-            flush()
-    flush()
+    for name, shape in wanted.items():
+        shard[name] = noise[: math.prod(shape)].reshape(shape)
+        size = sum(array.nbytes for array in shard.values())
+        if size > SHARD_BYTES or len(file_of) + len(shard) == len(wanted):
+            file = f"model-{len(set(file_of.values())) + 1:05d}.safetensors"
+            save_file(shard, place / file)
+            file_of |= dict.fromkeys(shard, file)
+            shard = {}
     (place / hf_weights.INDEX).write_text(json.dumps({"weight_map": file_of}))
 
 
 def _model(place: Path) -> ModelConfig:
-    fields = dict.fromkeys(hf_config.FIELDS) | {
-        "path": str(place), "tokenizer": None, "param_dtype": "bfloat16",
-        "compute_dtype": "bfloat16", "remat": "none", "attention": "auto",
-        "log_prob_chunk_tokens": 1,
-    }  # fmt: skip
-    return model_config(hf_config.filled(fields))
+    dtypes = dict.fromkeys(("param_dtype", "compute_dtype"), "bfloat16")
+    return model_config(hf_config.filled({"path": str(place)} | dtypes))
 
 
 def _in_a_process(place: str, devices: int) -> dict[str, Any]:
     flags = f"--xla_force_host_platform_device_count={devices}"
     env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "dapo_jax.tools.bench.load", place]
+    program = "from dapo_jax.tools.bench import load; load.print_measured()"
+    command = [sys.executable, "-c", program, place]
     root = Path(__file__).resolve().parents[3]
     done = subprocess.run(command, env=env, cwd=root, check=True, stdout=subprocess.PIPE)
     return json.loads(done.stdout)
 
 
 def measure(place: Path) -> dict[str, Any]:
-    """Loads the checkpoint onto the devices of this process."""
+    """Measures the loading of a checkpoint onto the devices of this process."""
     c = _model(place)
     layout = fitting(c, jax.device_count())
     shardings = param_shardings(c, layout, make_mesh(layout))
-    begun, before = time.monotonic(), resident_bytes()
+    start, before = time.monotonic(), resident_bytes()
     with PeakMemory() as memory:
         params = hf_weights.load(c, shardings)
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - start
     leaves = jax.tree.leaves(params)
     held = sum(shard.data.nbytes for x in leaves for shard in x.addressable_shards)
-    tensors = hf_weights.expected_shapes(c).values()
+    tensors = [math.prod(shape) for shape in hf_weights.expected_shapes(c).values()]
     return {
         "devices": jax.device_count(),
         "mesh": {axis: getattr(layout, axis) for axis in AXES},
         "seconds": round(seconds, 2),
-        "gigabytes": round(2e-9 * sum(int(np.prod(shape)) for shape in tensors), 2),
+        "gigabytes": round(2e-9 * sum(tensors), 2),
         "arrays_mb": round(held / 1e6),
         "besides_arrays_mb": round((memory.peak_bytes - before - held) / 1e6),
-        "largest_tensor_mb": round(2e-6 * max(int(np.prod(shape)) for shape in tensors)),
+        "largest_tensor_mb": round(2e-6 * max(tensors)),
     }
 
 
-if __name__ == "__main__":
+def print_measured() -> None:
+    """Prints what `measure` returns for the directory on the command line."""
     print(json.dumps(measure(Path(sys.argv[1]))))

@@ -1,4 +1,4 @@
-"""Memory of this process, as the kernel counts it, and of its devices, as they do."""
+"""Memory of this process, as the kernel counts it, and of its devices, as they count it."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ from dapo_jax.rollout.memory_budget import peak_bytes
 
 
 def resident_bytes(kind: str = "RssAnon") -> int:
-    """Resident memory: RssAnon leaves out pages of mapped files, which the kernel can drop."""
+    """Returns resident memory. RssAnon excludes mapped files, which the kernel can drop."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{kind}:"):
             return int(line.split()[1]) * 1024
@@ -19,8 +19,8 @@ def resident_bytes(kind: str = "RssAnon") -> int:
 
 
 def peaks() -> dict[str, Any]:
-    """The most that the process has held so far, in MB: resident, and on any of its devices, None
-    where these do not say, as CPUs."""
+    """Returns the largest resident memory so far and the largest on any device, in MB; None where
+    devices do not report it, as CPUs."""
     on_devices = peak_bytes(jax.local_devices())
     return {
         "peak_rss_mb": round(resident_bytes("VmHWM") / 1e6, 1),
@@ -29,7 +29,7 @@ def peaks() -> dict[str, Any]:
 
 
 class PeakMemory:
-    """While active, looks every 2 ms; then `peak_bytes` is the most that was resident."""
+    """Samples the resident memory every 2 ms while active; `peak_bytes` is the largest."""
 
     def __enter__(self) -> "PeakMemory":
         self.peak_bytes = self.first_bytes = resident_bytes()

@@ -1,4 +1,4 @@
-"""How fast responses are drawn: tokens per second, occupancy of the slots, share of the limit."""
+"""Benchmark of rollouts: tokens per second, occupancy of the slots, share of the limit."""
 
 import functools
 import time
@@ -14,31 +14,30 @@ from dapo_jax.rollout import kernels, scheduler
 from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.jetstream import VALID
-from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.tools.bench.memory import peaks
 from dapo_jax.tools.bench.shapes import (
     Shape,
-    bench_engine_config,
+    bench_engine,
     bench_model,
-    draw_lengths,
     random_problems,
+    response_lengths,
 )
 from dapo_jax.utils.compilations import CompilationCounter
 
 
 def bench_rollout(shape: Shape) -> dict[str, Any]:
-    """The figures, from the median run of `shape.runs` after one that is not counted."""
+    """Returns the figures of the median of `shape.runs` runs, after a warm-up run."""
     shape.check()
     c = bench_model(shape)
     layout = fitting(c, jax.device_count())
     mesh = make_mesh(layout)
     kernel, _ = kernels.choose("auto", jax.default_backend(), c, page_tokens=shape.page_tokens)
-    engine_config = bench_engine_config(shape, layout, kernel=kernel)
+    engine_config = bench_engine(shape, layout, kernel=kernel)
     engine = DecoderEngine(engine_config, mesh)
-    # Small, so that no token is much more probable than another.
+    # Small parameters: no token is much more probable than another.
     small = lambda x: x if x.ndim < 3 else 0.3 * x
     params = jax.tree.map(small, initial_params(c, layout, mesh, seed=0))
-    problems, lengths = random_problems(shape), draw_lengths(shape)
+    problems, lengths = random_problems(shape), response_lengths(shape)
 
     def run(number: int, engine: DecoderEngine = engine) -> tuple[float, scheduler.RolloutStats]:
         with engine.weights(params):
@@ -48,11 +47,7 @@ def bench_rollout(shape: Shape) -> dict[str, Any]:
                 problems,
                 lambda sequences: [""] * len(sequences),
                 jax.random.key(number),
-                GenerationRequest(
-                    shape.group,
-                    SamplingParams(shape.temperature, shape.top_p),
-                    limits_QG=lengths,
-                ),
+                GenerationRequest(shape.group, limits_QG=lengths),
             )
             return time.perf_counter() - start, stats
 
@@ -85,10 +80,11 @@ def bench_rollout(shape: Shape) -> dict[str, Any]:
             shards=engine_config.shards,
         )
     )
+    offered = stats.slots_offered
+    occupancy = round(stats.busy_slots / offered, 4) if offered else None
     return {
         "tokens_per_second": round(tokens / median, 1),
-        "occupancy": round(stats.busy_slots / stats.slots_offered, 4) if stats.slots_offered
-        else None,
+        "occupancy": occupancy,
         "compilations": compilations,
         **peak,
         "fraction_of_limit": round(tokens / median / limit, 4),
@@ -97,7 +93,7 @@ def bench_rollout(shape: Shape) -> dict[str, Any]:
         "seconds": [round(t, 4) for t in seconds],
         "first_seconds": round(first_seconds, 2),
         "seconds_by_phase": {name: round(t, 4) for name, t in phases.items()},
-        # Of decode: of one that draws all of its tokens; the last of a rollout draws fewer.
+        # Decode: a full call; the last ones of a rollout sample fewer tokens.
         "seconds_per_call": {
             "prefill": round((phases["prefill"] + phases["insert"]) / waiting.calls["prefill"], 6),
             "decode": round(phases["decode"] * engine_config.decode_steps / waiting.steps, 6),
@@ -107,18 +103,16 @@ def bench_rollout(shape: Shape) -> dict[str, Any]:
         "slots": engine_config.slots,
         "device": jax.devices()[0].device_kind,
         "shape": shape._asdict(),
-    }  # fmt: skip
+    }
 
 
 def matmul_tokens_per_second(c: ModelConfig, shape: Shape, slots: int) -> float:
-    """What the matrix products of decoding alone would allow, all slots at work: measured with
-    products of the very shapes, one after another, on this machine."""
+    """Measures what the matrix products of decoding alone would allow with all slots busy."""
     dtype = jnp.dtype(c.compute_dtype)
-    D, H, F = c.hidden_size, c.head_dim, c.intermediate_size
-    shapes = [
-        (D, c.num_heads * H), (D, c.num_kv_heads * H), (D, c.num_kv_heads * H),
-        (c.num_heads * H, D), (D, F), (D, F), (F, D),
-    ] * c.num_layers + [(D, c.vocab_size)]  # fmt: skip
+    D, H = c.hidden_size, c.head_dim
+    query, kv, F = c.num_heads * H, c.num_kv_heads * H, c.intermediate_size
+    layer = [(D, query), (D, kv), (D, kv), (query, D), (D, F), (D, F), (F, D)]
+    shapes = layer * c.num_layers + [(D, c.vocab_size)]
     key = jax.random.key(0)
     weights = [jax.random.normal(key, s, dtype) for s in shapes]
     inputs = {n: jax.random.normal(key, (slots, n), dtype) for n in {s[0] for s in shapes}}
@@ -126,9 +120,9 @@ def matmul_tokens_per_second(c: ModelConfig, shape: Shape, slots: int) -> float:
     jax.block_until_ready(product(inputs, weights))
     seconds = []
     for _ in range(20):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         jax.block_until_ready(product(inputs, weights))
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - start)
     return slots / sorted(seconds)[len(seconds) // 2]
 
 
@@ -143,26 +137,26 @@ def memory_tokens_per_second(
     shards: int = 1,
     words: int = 2**28,
 ) -> float:
-    """What reading the weights once a step and shard, and of each sequence its keys and values so
-    far, would allow with all slots at work, at the bandwidth of one device measured by copying.
+    """Measures what reading weights (once a step and shard) and cache would allow with all slots
+    busy. The bandwidth of one device is measured by copying.
 
     Args:
-        lengths: of the responses, in tokens.
+        lengths: tokens of the responses.
         slots: on all devices.
-        shards: that slots lie over; the devices of one have the weights between them.
-        words: float32 of the array that is copied.
+        shards: replicas that share the slots; each splits the weights over its devices.
+        words: float32 numbers in the array that is copied.
     """
     words_W = jnp.zeros(words, jnp.float32)
     copy = jax.jit(lambda x: x + 1)
     jax.block_until_ready(copy(words_W))
-    begun = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(10):
         words_W = copy(words_W)
     jax.block_until_ready(words_W)
-    bytes_per_second = 10 * 2 * words_W.nbytes / (time.perf_counter() - begun)
+    bytes_per_second = 10 * 2 * words_W.nbytes / (time.perf_counter() - start)
     weights = sum(x.nbytes for x in jax.tree.leaves(params))
     if "unembed" in params:
-        weights -= params["embed"].nbytes  # of which a step reads a row a slot
+        weights -= params["embed"].nbytes  # a step reads one row a slot
     itemsize = jnp.dtype(c.compute_dtype).itemsize
     token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * itemsize
     context = (lengths * (prompt_len + lengths / 2)).sum() / lengths.sum()  # mean over tokens
@@ -170,19 +164,19 @@ def memory_tokens_per_second(
 
 
 class _WaitingEngine(DecoderEngine):
-    """The engine with every call waited for and timed: the phases, with nothing overlapping."""
+    """The engine with every call waited for and timed, so that no phases overlap."""
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self.seconds = {"prefill": 0.0, "insert": 0.0, "decode": 0.0}
         self.calls = dict.fromkeys(self.seconds, 0)
-        self.steps = 0  # tokens drawn in a slot
-        self.whole = 0.0  # seconds of a run
+        self.steps = 0  # decode steps with a busy slot
+        self.whole = 0.0  # seconds of the run
 
     def _timed(self, phase: str, call: Any, *arguments: Any) -> Any:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         found = jax.block_until_ready(call(*arguments))
-        self.seconds[phase] += time.perf_counter() - begun
+        self.seconds[phase] += time.perf_counter() - start
         self.calls[phase] += 1
         return found
 

@@ -1,4 +1,4 @@
-"""How long a step takes, rollout and update, by the trainer's own parts."""
+"""Benchmark of a whole step, rollout and update, by the trainer's own parts."""
 
 import statistics
 import time
@@ -15,9 +15,9 @@ from dapo_jax.tools.bench.memory import peaks
 from dapo_jax.tools.bench.shapes import (
     Shape,
     bench_model,
-    draw_lengths,
     on_shards,
     random_problems,
+    response_lengths,
 )
 from dapo_jax.tools.bench.train import bench_config
 from dapo_jax.training.learner import Learner
@@ -26,15 +26,14 @@ from dapo_jax.utils.compilations import CompilationCounter
 
 
 def bench_step(shape: Shape, micro_batch: int, remat: str, base: dict[str, Any]) -> dict[str, Any]:
-    """The figures, from the median of `shape.runs` steps after one that is not counted.
+    """Returns the figures of the median of `shape.runs` steps, after a warm-up step.
 
-    A step draws `group` responses to each of `prompts` prompts, calls about half of them right by a
-    rule over their tokens, and makes one update; nothing is filtered.
+    A step generates `group` responses to each prompt, calls about half of them correct, and makes
+    one update; nothing is filtered.
 
     Args:
         micro_batch: rows of the update that are computed at once.
-        remat: see ModelConfig.
-        base: every field of a config; objective and optimiser are taken from it.
+        base: a config with its objective and optimiser.
     """
     shape.check()
     if shape.group < 2:
@@ -43,7 +42,7 @@ def bench_step(shape: Shape, micro_batch: int, remat: str, base: dict[str, Any])
         )
     if micro_batch < 1:
         raise UserError(f"--micro_batch must be above 0; got {micro_batch}.")
-    c = bench_model(shape, remat, masters="float32")
+    c = bench_model(shape, remat, param_dtype="float32")
     config = bench_config(
         c,
         base,
@@ -67,13 +66,13 @@ def bench_step(shape: Shape, micro_batch: int, remat: str, base: dict[str, Any])
     learner = Learner(config, mesh, detokenize, print)
     state = learner.init_state(initial_params(c, config.mesh, mesh, seed=0))
     problems = random_problems(shape)
-    lengths = draw_lengths(shape)
+    lengths = response_lengths(shape)
     rollouts, updates, padding = [], [], 0.0
     counter = CompilationCounter()
     for step in range(1, shape.runs + 2):
         if step == 2:
             counter = CompilationCounter()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         with engine.weights(state.policy.params):
             responses, _ = scheduler.generate(
                 engine,
@@ -83,13 +82,13 @@ def bench_step(shape: Shape, micro_batch: int, remat: str, base: dict[str, Any])
                 GenerationRequest(shape.group, limits_QG=lengths),
             )
         groups = [_scored(problem, of, step) for problem, of in zip(problems, responses)]
-        rollouts.append(time.perf_counter() - begun)
-        begun = time.perf_counter()
+        rollouts.append(time.perf_counter() - start)
+        start = time.perf_counter()
         state, numbers = learner.train_on(
             state, groups, step, updated_steps=step - 1, kl_coefficient=0.0
         )
         jax.block_until_ready(state)
-        updates.append(time.perf_counter() - begun)
+        updates.append(time.perf_counter() - start)
         padding = numbers["batch/padding_share"]
     seconds = [a + b for a, b in zip(rollouts, updates)][1:]
     median = statistics.median(seconds)
@@ -113,11 +112,10 @@ def bench_step(shape: Shape, micro_batch: int, remat: str, base: dict[str, Any])
 
 
 def _scored(problem: Problem, responses: list[Response], step: int) -> Group:
-    """Right where the tokens sum to an even number; the first two are made to differ, so that there
-    is something to learn from."""
+    """Returns the group; a response is correct if its tokens sum to an even number. The first two
+    always differ, for an advantage that is not 0."""
     right = [bool(r.tokens.sum() % 2 == 0) for r in responses]
-    if len(right) > 1:
-        right[1] = not right[0]
+    right[1] = not right[0]
     verdicts = tuple(Verdict(correct, 1.0 if correct else -1.0) for correct in right)
     ended = tuple(r._replace(finish_reason="stop") for r in responses)
     return Group(problem, ended, verdicts, step)

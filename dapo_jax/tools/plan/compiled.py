@@ -1,4 +1,4 @@
-"""Memory of one program, compiled for devices that need not be there."""
+"""Memory of one program, compiled for devices that may be absent."""
 
 import re
 import time
@@ -10,66 +10,57 @@ from dapo_jax.tools.plan.programs import Program
 from dapo_jax.types import RunError
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+FIGURE = r"([\d.]+)([KMGT]?)"
+# Messages of a compiler that refuses a program for its memory. Both figures include the arguments,
+# though the second speaks of temporaries.
+REFUSALS = (
+    rf"Used {FIGURE} of [\d.]+[KMGT]? hbm",
+    rf"required for HLO temporaries \({FIGURE}\) exceeds available HBM \([\d.]+[KMGT]?\)",
+)
 
 
 def measure(program: Program) -> dict[str, Any]:
-    """Bytes of a device that one program needs, as compiled. A program that the compiler refuses
-    for its memory has the compiler's own figure, and says so in `refused`.
+    """Returns the bytes of a device that one program needs. A program refused for its memory has
+    the compiler's figure, and the reason in `refused`.
 
     Raises:
-        RunError: it is refused for something else.
+        RunError: the compiler refuses it for another reason.
     """
     lowered = program.lower()
-    begun = time.monotonic()
+    start = time.monotonic()
     try:
         memory = lowered.compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
-        found = _refused(str(error), program)
-        if found is None:
+        used = next((m for m in (re.search(r, str(error)) for r in REFUSALS) if m), None)
+        if used is None:
             raise RunError(
                 f"the compiler refuses the program: {str(error)[:600]}\n"
-                "config.rollout.kernel='xla' and config.model.attention='xla' do without "
-                "kernels, if it is one of these."
+                "If one of our kernels is the reason, config.rollout.kernel='xla' and "
+                "config.model.attention='xla' avoid them."
             ) from error
-        return found | {"compile_seconds": round(time.monotonic() - begun, 1)}
+        peak = int(float(used[1]) * UNITS[used[2]])
+        return _numbers(program, peak, used[0], time.monotonic() - start)
     arguments, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     new = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return {
-        "argument_bytes": arguments,
-        "temp_bytes": temporary,
-        "peak_bytes": arguments + temporary + new,
-        "held_bytes": sum(program.held.values()),
-        "held": program.held,
-        "refused": None,
-        "compile_seconds": round(time.monotonic() - begun, 3),
-    }
+    found = _numbers(program, arguments + temporary + new, None, time.monotonic() - start)
+    return found | {"argument_bytes": arguments, "temp_bytes": temporary}
 
 
 def too_large(program: Program) -> dict[str, Any]:
-    """The numbers of a program whose arguments alone are too much: not worth compiling."""
-    reason = "not compiled: temporaries are not in it"
-    return _by_peak(program, program.argument_bytes, reason) | {"compile_seconds": 0.0}
+    """Returns the numbers of a program whose arguments alone exceed the memory."""
+    reason = "not compiled: without temporaries"
+    return _numbers(program, program.argument_bytes, reason, 0.0)
 
 
-def _refused(message: str, program: Program) -> dict[str, Any] | None:
-    """What is known of a program that was refused for its memory; None: for something else."""
-    figure = r"([\d.]+)([KMGT]?)"
-    # The second names temporaries, but its figure has the arguments in it as well.
-    used = re.search(rf"Used {figure} of [\d.]+[KMGT]? hbm", message) or re.search(
-        rf"required for HLO temporaries \({figure}\) exceeds available HBM \([\d.]+[KMGT]?\)",
-        message,
-    )
-    if used is None:
-        return None
-    return _by_peak(program, int(float(used[1]) * UNITS[used[2]]), used[0])
-
-
-def _by_peak(program: Program, peak_bytes: int, reason: str) -> dict[str, Any]:
+def _numbers(
+    program: Program, peak_bytes: int, refused: str | None, seconds: float
+) -> dict[str, Any]:
     return {
         "argument_bytes": program.argument_bytes,
         "temp_bytes": max(0, peak_bytes - program.argument_bytes),
         "peak_bytes": peak_bytes,
         "held_bytes": sum(program.held.values()),
         "held": program.held,
-        "refused": reason,
+        "refused": refused,
+        "compile_seconds": round(seconds, 3),
     }

@@ -1,9 +1,8 @@
-"""Operations and bytes of a run's programs, by arithmetic, and the time that they should take.
+"""Operations, bytes and times of a run's programs, by arithmetic.
 
-Nothing here is read from a compiler. A multiplication with its addition counts as two operations.
-Only matrix products count, and only the bytes that a program must move: matrices, the KV cache,
-inputs and outputs of products. D is the hidden size, N and K are query and KV heads, H the head
-dimension, F the feed-forward width, V the vocabulary, L the layers, T the tokens of a packed row.
+Nothing is read from a compiler. A multiplication with its addition counts as two operations. Only
+matrix products count, and only bytes that must move: matrices, the KV cache, inputs and outputs of
+products. Formulas use the letters of `types`.
 
 A program takes the longest of three times: operations at a share of the chip's peak, bytes at a
 share of its memory's rate, bytes received at a share of its links' rate. "At best" has shares of 1.
@@ -28,12 +27,10 @@ from dapo_jax.rollout.programs import rollout_dtypes
 from dapo_jax.tools.plan.chips import Chip
 from dapo_jax.training.packing import max_micro_batches
 
-# Share of the memory's rate in decoding. Published: 0.47 for Qwen3-32B on one Ironwood chip, 0.44
-# to 0.52 for Llama-70B on v6e-8. Of the peak in products: `Chip.products_share`.
-MEMORY_SHARE = 0.47
+MEMORY_SHARE = 0.47  # of the memory's rate in decoding; sources in docs/plan.md
 LINK_SHARE = 0.5  # assumed; no source
-ROW_FILL = 0.95  # assumed share of a packed row that holds tokens
-SLOTS_BUSY = 0.9  # assumed share of the slots that hold a sequence while responses wait
+ROW_FILL = 0.95  # share of a packed row that holds tokens; assumed
+SLOTS_BUSY = 0.9  # share of the slots in use while responses wait; assumed
 TRAINED = ("train", "critic_train")
 BATCHED = ("old_logprobs", "train", "critic_values", "critic_train")  # programs over packed rows
 
@@ -42,12 +39,12 @@ class Work(NamedTuple):
     """Costs of one call of a program, on one device."""
 
     flops: float
-    memory_bytes: float  # read or written, at least
+    memory_bytes: float  # least number read or written
     received_bytes: float = 0.0  # from other devices
 
 
 class Seconds(NamedTuple):
-    """Times of one call: each as if it were the only one."""
+    """Times of one call, each as if it were the only one."""
 
     compute: float
     memory: float
@@ -63,7 +60,7 @@ class Seconds(NamedTuple):
 
 
 def at_best(work: Work, chip: Chip) -> Seconds | None:
-    """Times at the chip's stated rates; None where they are not known."""
+    """Returns times at the chip's stated rates; None where they are not known."""
     if chip.flops is None or chip.memory_rate is None or chip.link_rate is None:
         return None
     return Seconds(
@@ -74,7 +71,7 @@ def at_best(work: Work, chip: Chip) -> Seconds | None:
 
 
 def expected(work: Work, chip: Chip) -> Seconds | None:
-    """Times at the shares of those rates that programs are expected to reach."""
+    """Returns times at the shares of those rates that programs should reach."""
     best = at_best(work, chip)
     if best is None:
         return None
@@ -84,7 +81,7 @@ def expected(work: Work, chip: Chip) -> Seconds | None:
 
 
 class Matrices(NamedTuple):
-    """Elements of the matrices that each token is multiplied with."""
+    """Elements of the matrices that multiply each token."""
 
     attention: int  # L D H (2 N + 2 K): q, k, v and the output projection
     gate_up: int  # 2 L D F
@@ -97,7 +94,7 @@ class Matrices(NamedTuple):
 
 
 def matrices(c: ModelConfig) -> Matrices:
-    """Matrix sizes of a model."""
+    """Returns the matrix sizes of a model."""
     return Matrices(
         c.num_layers * c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads),
         2 * c.num_layers * c.hidden_size * c.intermediate_size,
@@ -107,15 +104,14 @@ def matrices(c: ModelConfig) -> Matrices:
 
 
 def attention_flops(c: ModelConfig, pairs: float) -> float:
-    """Operations of attention, forward, for this many pairs of a query and a key in each layer:
-
-    4 L N H pairs      (a score and a weighted value are 2 H each)
+    """Returns the forward operations of attention for `pairs` of a query and a key in each layer:
+    4 L N H pairs. A score and a weighted value take 2 H each.
     """
     return 4.0 * c.num_layers * c.num_heads * c.head_dim * pairs
 
 
 def model_flops(config: Config, sequence_tokens: float) -> float:
-    """Operations that training needs for one token, if nothing is computed twice:
+    """Returns the operations that training needs for one token, if nothing is computed twice:
 
         6 (matrix elements) + 6 L N H S
 
@@ -126,7 +122,7 @@ def model_flops(config: Config, sequence_tokens: float) -> float:
 
 
 def kernel(config: Config, platform: str) -> str:
-    """Attention program of the update: "splash", "flash" or "xla"."""
+    """Returns the attention program of the update: "splash", "flash" or "xla"."""
     c = config.model
     chosen = kernels.KERNELS.get(platform, "xla")
     chosen = chosen if c.attention == "auto" else c.attention
@@ -134,13 +130,12 @@ def kernel(config: Config, platform: str) -> str:
 
 
 def keys_per_query(config: Config, platform: str, sequence_tokens: float) -> float:
-    """Keys that training computes per query, on average; S is the mean length of a sequence.
+    """Returns the mean number of keys that training computes per query.
 
-    Splash attention computes the blocks of b tokens that a sequence touches below the diagonal.
-    Sequences begin anywhere in a block, so one touches S / b + 1 blocks. With a block that two
-    share counted once this is S^2 / 2 + 3 S b / 2 pairs, at most a whole row. Flash attention
-    computes all blocks of a row below the diagonal. XLA's computes each part of a row against all
-    keys up to the end of the part, and whole rows where a row lies on several devices.
+    Splash attention computes the blocks of b tokens that a sequence of S touches below the
+    diagonal: S^2 / 2 + 3 S b / 2 pairs, at most a whole row. Flash attention computes all blocks of
+    a row below the diagonal. XLA's computes each part of a row against all keys up to the end of
+    the part, and whole rows where a row lies on several devices.
     """
     row, name = config.train.row_tokens, kernel(config, platform)
     if name == "flash":
@@ -157,7 +152,7 @@ def keys_per_query(config: Config, platform: str, sequence_tokens: float) -> flo
 
 
 class Passes(NamedTuple):
-    """How often an update runs the forward pass of each product again, for `model.remat`."""
+    """Repetitions of the forward pass of each product in an update, for `model.remat`."""
 
     attention: float  # q, k, v and the output projection
     gate_up: float
@@ -166,9 +161,10 @@ class Passes(NamedTuple):
 
 
 def recomputed(config: Config, platform: str) -> Passes:
-    """What the backward pass computes again. The layer's last product is never needed again.
-    Splash attention names its result, so remat can keep it. XLA's scores are kept by `dots`, and a
-    long row's are computed again whatever remat says.
+    """Returns what the backward pass computes again. A layer's last product is never needed again.
+
+    Splash attention names its result, so remat can keep it. `dots` keeps XLA's scores; those of a
+    long row are always computed again.
     """
     remat, name = config.model.remat, kernel(config, platform)
     long = name == "xla" and config.train.row_tokens > xla.LONG_ROW
@@ -193,31 +189,30 @@ def batch_work(
     micro_batches: float,
     sequence_tokens: float,
 ) -> Work:
-    """Costs of a program over packed rows: of BATCHED.
+    """Returns the costs of a program over packed rows, one of BATCHED.
 
-    Operations for each token of the rows, whether it is padding or not:
+    Operations for each token of the rows, padding included:
 
         scoring   2 (layers + head) + attention
-        update    2 (layers + head), once for the loss; twice that for gradients of the inputs and
-                  of the matrices; 2 head for the logits again; what `recomputed` names again;
-                  attention 1 forward and 3.5 backward in kernels (7 products to the 2 of forward,
-                  as queries' and keys' gradients both begin with the scores), 2 in XLA's
+        update    3 x 2 (layers + head) for the loss and its gradients; 2 head for the logits again;
+                  what `recomputed` names; attention 1 forward and 3.5 backward in kernels (7
+                  products against 2), 2 in XLA's
 
-    Each pass reads or writes the matrices once and inputs and outputs of products once. An update
-    also adds to the gradients, and at its end reads and writes parameters and moments.
+    Each pass moves the matrices once, and inputs and outputs of products once. An update also adds
+    to the gradients, and at its end reads and writes parameters and moments.
 
     Received: matrices gathered over fsdp and context, forward and backward, and their gradients
     reduced; activations summed over tensor, after attention and after the MLP, each pass; and with
     context keys and values of whole rows, and their gradients in float32.
 
     Args:
-        sizes: of the mesh's axes.
+        sizes: sizes of the mesh's axes.
         sequence_tokens: mean length of a sequence, prompt included.
     """
     c, t = config.model, config.train
     m, update = matrices(c), program in TRAINED
     devices = math.prod(sizes.values())
-    tensor, apart = sizes["tensor"], sizes["fsdp"] * sizes["context"]
+    tensor, parts = sizes["tensor"], sizes["fsdp"] * sizes["context"]
     width = jnp.dtype(c.compute_dtype).itemsize
     tokens = t.rows_per_micro_batch * t.row_tokens
     own_tokens = tokens * tensor / devices  # of a device: tensor splits no tokens
@@ -236,12 +231,12 @@ def batch_work(
     heads, kv, ff = (n / tensor for n in (c.num_heads, c.num_kv_heads, c.intermediate_size))
     ends = 4 * c.hidden_size + (2 * heads + 2 * kv) * c.head_dim + 3 * ff
     moved = width * passes * ((m.layers + head) / tensor + own_tokens * c.num_layers * ends)
-    own = (m.layers + head) / tensor / apart
+    own = (m.layers + head) / tensor / parts
     if update:
         moved += 2 * 4 * own
 
     stage = 2 if update else 1
-    gathered = (stage + (1 if update else 0)) * (m.layers + head) / tensor * (1 - 1 / apart)
+    gathered = (stage + (1 if update else 0)) * (m.layers + head) / tensor * (1 - 1 / parts)
     sums = 2 * stage + (1 if again.attention else 0)
     summed = sums * c.num_layers * own_tokens * c.hidden_size * 2 * (1 - 1 / tensor)
     rows = own_tokens * sizes["context"] * 2 * kv * c.head_dim * (1 - 1 / sizes["context"])
@@ -261,15 +256,15 @@ def batch_work(
 def decode_token(
     config: Config, devices: int, *, slots: int, live: float, cached_tokens: float
 ) -> Work:
-    """Costs of one token in all slots of one replica. Every slot is computed:
+    """Returns the costs of one token in all slots of one replica:
 
         operations   2 (layers + head) slots + attention of `cached_tokens` pairs
         bytes        all weights once, and the cache of every sequence
 
     Args:
-        devices: of the replica, which share both evenly; what they exchange is left out.
+        devices: of the replica. They share both evenly; their exchange is left out.
         live: slots that hold a sequence.
-        cached_tokens: in all of those together.
+        cached_tokens: of all of these together.
     """
     m = matrices(config.model)
     flops = 2 * slots * (m.layers + m.head) + attention_flops(config.model, cached_tokens)
@@ -278,11 +273,11 @@ def decode_token(
 
 
 def prefill_call(config: Config, devices: int, *, prompts: int, prompt_tokens: int) -> Work:
-    """Costs of one call of prefill of one replica. A chunk attends to all of a padded prompt, reads
-    the layers' weights and the cache of the prompts; no logits are computed.
+    """Returns the costs of one prefill call of one replica. A chunk attends to all of a padded
+    prompt, reads the layers' weights and the cache of the prompts; it computes no logits.
 
     Args:
-        prompt_tokens: to which prompts are padded.
+        prompt_tokens: length to which prompts are padded.
     """
     c, tokens = config.model, prompts * prompt_tokens
     flops = 2 * tokens * matrices(c).layers + attention_flops(c, tokens * prompt_tokens)
@@ -293,8 +288,8 @@ def prefill_call(config: Config, devices: int, *, prompts: int, prompt_tokens: i
 
 
 def weights_call(config: Config, sizes: Mapping[str, int]) -> Work:
-    """Costs of bringing the parameters to where rollouts read them: a device reads its share of the
-    trainer's, writes its share of the replica's, and receives what it lacks of that."""
+    """Returns the costs of weight resharding: a device reads its share of the trainer's parameters,
+    writes its share of the replica's, and receives what it lacks of that."""
     c, devices = config.model, math.prod(sizes.values())
     m = matrices(c)
     number = m.layers + m.head * (1 if c.tie_embeddings else 2)
@@ -307,8 +302,8 @@ def weights_call(config: Config, sizes: Mapping[str, int]) -> Work:
 
 @functools.cache
 def weight_bytes(c: ModelConfig) -> int:
-    """Bytes of the parameters that a decode step reads, in the dtypes of decoding. Of an embedding
-    that is not the unembedding too it reads only a few rows."""
+    """Returns the bytes of the parameters that a decode step reads, in the dtypes of decoding. An
+    embedding that is not also the unembedding does not count."""
     shapes: Any = jax.eval_shape(
         lambda params: rollout_dtypes(params, jnp.dtype(c.compute_dtype)), decoder.param_shapes(c)
     )
@@ -319,13 +314,13 @@ def weight_bytes(c: ModelConfig) -> int:
 
 @functools.cache
 def token_bytes(c: ModelConfig, r: RolloutConfig) -> float:
-    """Bytes of keys and values of one token in all layers."""
+    """Returns the bytes of keys and values of one token in all layers."""
     layout = paged.Layout("xla", r.page_tokens, c.compute_dtype)
     return paged.page_bytes(c, layout) / r.page_tokens
 
 
 def scoring_passes(config: Config) -> int:
-    """How often a step computes log-probs of its batch outside the update, as `learner` does."""
+    """Returns how often a step computes log-probs of its batch outside the update."""
     o, c = config.objective, config.correction
     reference = o.reward_kl_coefficient > 0 or o.kl_coefficient > 0
     current = o.loss in COVARIANCE_LOSSES or (c is not None and c.policy == "current")
@@ -333,7 +328,7 @@ def scoring_passes(config: Config) -> int:
 
 
 def group_tokens(config: Config, prompt_tokens: int, response_tokens: int) -> int:
-    """Tokens of the G responses to a prompt in packed rows, with the prompt's as often as it is."""
+    """Returns the tokens in packed rows of the G responses to a prompt, with all its copies."""
     t, G = config.train, config.rollout.group_size
     copies = G
     if t.share_prompts:  # once in each row that the group needs; all but its last token is shared
@@ -349,10 +344,10 @@ def step(
     response_tokens: int,
     prompt_tokens: int,
 ) -> dict[str, Any]:
-    """An RL step with prompts and responses of these mean lengths: batch arithmetic, and calls,
-    costs and seconds of each program; `assumptions` lists what they rest on.
+    """Returns an RL step of these mean lengths: batch arithmetic, and calls, costs and seconds of
+    each program. `assumptions` lists what they rest on.
 
-    Responses to prompts that dynamic sampling leaves out are not in it: the simulator has them.
+    Responses to prompts that dynamic sampling leaves out are not included: the simulator has them.
     """
     t, r = config.train, config.rollout
     responses = t.prompts_per_step * r.group_size
@@ -366,42 +361,37 @@ def step(
     slots, prompts = r.slots // shards, r.prefill_prompts // shards
     tokens_a_slot = max(responses * response_tokens / (r.slots * SLOTS_BUSY), r.max_response_tokens)
     live = slots * SLOTS_BUSY
-    token = decode_token(
-        config, devices, slots=slots, live=live,
-        cached_tokens=live * (prompt_tokens + response_tokens / 2),
-    )  # fmt: skip
+    cached = live * (prompt_tokens + response_tokens / 2)
+    token = decode_token(config, devices, slots=slots, live=live, cached_tokens=cached)
+    prefill = prefill_call(config, devices, prompts=prompts, prompt_tokens=prompt_tokens)
     weights = weights_call(config, sizes)
     shared = config.model.param_dtype == config.model.compute_dtype and not weights.received_bytes
     works = {
         "weights": (0 if shared else 1, weights),
-        "prefill": (
-            math.ceil(t.prompts_per_step / r.prefill_prompts),
-            prefill_call(config, devices, prompts=prompts, prompt_tokens=prompt_tokens),
-        ),
+        "prefill": (math.ceil(t.prompts_per_step / r.prefill_prompts), prefill),
         "decode": (
-            math.ceil(tokens_a_slot / r.decode_steps), Work(*(r.decode_steps * x for x in token)),
+            math.ceil(tokens_a_slot / r.decode_steps),
+            Work(*(r.decode_steps * x for x in token)),
         ),
-    }  # fmt: skip
+    }
     times = {"old_logprobs": scoring_passes(config) * updates, "train": updates}
     if config.critic is not None:
         times |= {"critic_values": updates, "critic_train": updates}
-    for name, number in times.items():
-        works[name] = number, batch_work(
-            config, sizes, chip.platform, name,
-            micro_batches=micro, sequence_tokens=prompt_tokens + response_tokens,
-        )  # fmt: skip
+    lengths = dict(micro_batches=micro, sequence_tokens=prompt_tokens + response_tokens)
+    for name, calls in times.items():
+        works[name] = calls, batch_work(config, sizes, chip.platform, name, **lengths)
     parts = {}
-    for name, (number, work) in works.items():
+    for name, (calls, work) in works.items():
         best, likely = at_best(work, chip), expected(work, chip)
-        if number:
+        if calls:
             parts[name] = {
-                "calls": number,
+                "calls": calls,
                 **work._asdict(),
                 "bound": None if likely is None else likely.bound,
-                "seconds_at_best": None if best is None else number * best.longest,
-                "seconds": None if likely is None else number * likely.longest,
+                "seconds_at_best": None if best is None else calls * best.longest,
+                "seconds": None if likely is None else calls * likely.longest,
             }
-    known = all(part["seconds"] is not None for part in parts.values())
+    known = chip.flops is not None
     total = lambda name: sum(part[name] for part in parts.values()) if known else None
     return {
         "response_tokens": response_tokens,
@@ -417,8 +407,7 @@ def step(
         "assumptions": (
             f"{chip.products_share:.0%} of the peak in products, {MEMORY_SHARE:.0%} of the rate of "
             f"memory, {LINK_SHARE:.0%} of that of links; rows {ROW_FILL:.0%} full; "
-            f"{SLOTS_BUSY:.0%} of the slots busy, and one response of {r.max_response_tokens:,} "
-            "tokens to wait for; no time for rewards, the host, evaluation or checkpoints, nor for "
-            "prompts that dynamic sampling leaves out (--simulate_hosts has them)"
+            f"{SLOTS_BUSY:.0%} of the slots busy; no time for rewards, the host, evaluation, "
+            "checkpoints and prompts that dynamic sampling leaves out (see --simulate_hosts)"
         ),
     }

@@ -1,4 +1,4 @@
-"""What the responses of a simulated run are: drawn from a distribution, or those of a real run."""
+"""Responses of a simulated run: sampled from a length distribution, or those of a real run."""
 
 import functools
 import json
@@ -10,29 +10,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dapo_jax.config import Config
+from dapo_jax.tools.plan.virtual import Group
 from dapo_jax.types import UserError
 
-# (generator, how many) -> lengths in tokens.
+# (generator, number of responses) -> lengths in tokens.
 Lengths = Callable[[np.random.Generator, int], np.ndarray]
 KNOWN = "lognormal:MEAN:SIGMA, uniform:LENGTH or the path of a .jsonl file"
-
-
-class Group(NamedTuple):
-    """The responses to one prompt."""
-
-    tokens_G: np.ndarray  # int, lengths
-    right_G: np.ndarray  # bool
-
-
-# (rollout step, number of the prompt in it) -> its responses; the same whenever it is asked.
+# (rollout step, number of the prompt in it) -> its responses; repeatable.
 Workload = Callable[[int, int], Group]
 
 
 def lengths_of(text: str, most: int) -> Lengths:
-    """The distribution that --length_distribution names, cut at `most` tokens.
+    """Returns the distribution that --length_distribution names, cut at `most` tokens.
 
     Raises:
-        UserError: there is no such distribution, or no such file.
+        UserError: no such distribution, or no such file.
     """
     kind, *given = text.split(":")
     cut = lambda raw: np.clip(np.rint(raw), 1, most).astype(int)
@@ -74,42 +66,38 @@ def _length(line: Any) -> int:
     return int(line["length"] if isinstance(line, dict) else line)
 
 
-def drawn(lengths: Lengths, accept: float, group_size: int, seed: int) -> Workload:
-    """Responses whose lengths depend on nothing, to prompts that are informative with probability
-    `accept`, each for itself."""
+def sampled(lengths: Lengths, accept: float, group_size: int, seed: int) -> Workload:
+    """Returns independent lengths, for prompts that are informative with probability `accept`."""
 
     @functools.lru_cache(maxsize=100_000)
     def group(step: int, number: int) -> Group:
         rng = np.random.default_rng((seed, step, number))
-        right_G = np.zeros(group_size, bool)
-        right_G[0] = rng.random() < accept
-        return Group(lengths(rng, group_size), right_G)
+        correct_G = np.zeros(group_size, bool)
+        correct_G[0] = rng.random() < accept
+        return Group(lengths(rng, group_size), correct_G)
 
     return group
 
 
 class Measured(NamedTuple):
-    """What a real run drew, and how long it took."""
+    """The rollouts of a real run."""
 
-    workload: Workload  # of its steps, from 0
-    seconds: list[float]  # of the rollout of each step
-    accept: float
+    workload: Workload  # its steps, from 0
+    seconds: list[float]  # of each step's rollout
+    accept: float  # share of the prompts that were informative
     tokens: float  # mean length
 
 
-def of_run(directory: Path, config: Config, flag: str) -> Measured:
-    """The rollouts that a run has saved. Prompts beyond those of a step, which it had begun and
-    given back, have the responses of others of that step.
-
-    Args:
-        flag: that names the run.
+def of_run(directory: Path, config: Config) -> Measured:
+    """Returns the rollouts that a run saved. Prompts beyond those of a step take the responses of
+    another prompt of the step.
 
     Raises:
         UserError: there is no such run, or it did not save all of its responses.
     """
     files = sorted((directory / "rollouts").glob("step_*.jsonl"))
     if not files or not (directory / "metrics.jsonl").is_file():
-        raise UserError(f"--{flag}={directory} is not the directory of a run with rollouts.")
+        raise UserError(f"--lengths_from={directory} is not the directory of a run with rollouts.")
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     metrics = {line["step"]: line for line in map(json.loads, lines)}
     G, steps, seconds = config.rollout.group_size, [], []
@@ -119,19 +107,12 @@ def of_run(directory: Path, config: Config, flag: str) -> Measured:
         tried = metrics.get(step, {}).get("sampling/prompts_tried")
         if len(records) != G * (tried or 0):
             raise UserError(
-                f"--{flag}={directory}: step {step} has {len(records)} responses saved of "
+                f"--lengths_from={directory}: step {step} has {len(records)} responses saved of "
                 f"{tried} prompts with {G} each. Run it with --config.log.rollouts_per_step="
                 "1000000, and give its own config here."
             )
-        steps.append(
-            [
-                Group(
-                    np.array([r["length"] for r in records[i : i + G]]),
-                    np.array([r["correct"] for r in records[i : i + G]]),
-                )
-                for i in range(0, len(records), G)
-            ]
-        )
+        by_field = (np.array([r[name] for r in records]) for name in ("length", "correct"))
+        steps.append([Group(*group) for group in zip(*(x.reshape(-1, G) for x in by_field))])
         seconds.append(metrics[step]["time/rollout"])
 
     def group(step: int, number: int) -> Group:
@@ -141,6 +122,6 @@ def of_run(directory: Path, config: Config, flag: str) -> Measured:
         return groups[number]
 
     every = [group for groups in steps for group in groups]
-    informative = [0 < int(group.right_G.sum()) < G for group in every]
-    tokens = float(np.mean([group.tokens_G for group in every]))
+    informative = [0 < int(group.correct_G.sum()) < G for group in every]
+    tokens = float(np.mean([group.lengths_G for group in every]))
     return Measured(group, seconds, float(np.mean(informative)), tokens)
