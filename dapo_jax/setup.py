@@ -1,7 +1,8 @@
-"""The compiled programs of a run and what they need: data, engines, learner."""
+"""The components of a run, and its state between two steps. `dapo_jax.train` works with both."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -9,34 +10,68 @@ import numpy as np
 from dapo_jax.config import Config
 from dapo_jax.data.dataset import load, rubrics
 from dapo_jax.data.stream import ProblemStream
-from dapo_jax.data.tokenizer import load_tokenizer
+from dapo_jax.data.tokenizer import load_tokenizer, stop_tokens
 from dapo_jax.distributed.process_group import ALONE, ProcessGroup
 from dapo_jax.distributed.replica import Replica
+from dapo_jax.evaluation.majority_vote import equivalences
 from dapo_jax.models.attention import kernels
-from dapo_jax.models.sharding import (
-    check_batch_shapes,
-    head_layout,
-    make_mesh,
-    team_size,
-)
+from dapo_jax.models.sharding import check_batch_shapes, head_layout, make_mesh, num_processes
+from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.rewards.types import Rubric
 from dapo_jax.rollout import memory_budget
-from dapo_jax.rollout.make_engine import make_engine
-from dapo_jax.rollout.spec import EngineSpec
-from dapo_jax.training.learner import Learner
+from dapo_jax.rollout.admission import GenerationRequest
+from dapo_jax.rollout.collector import RolloutCollector
+from dapo_jax.rollout.dynamic_sampling import SamplingState, state_from_json, state_to_json
+from dapo_jax.rollout.engine import make_engine
+from dapo_jax.rollout.engine_config import EngineConfig
+from dapo_jax.rollout.prompt_filter import PromptFilterState
+from dapo_jax.rollout.sampling import SamplingParams
+from dapo_jax.training import Learner, LearnerState, base_model
 from dapo_jax.utils.progress import Progress
+from dapo_jax.utils.telemetry import Telemetry
+
+GREEDY = SamplingParams(temperature_X=0.0)  # of ReMax's baselines
+
+
+class HostState(NamedTuple):
+    """Host values of a run between steps; saved with the arrays of the learner."""
+
+    data: dict[str, Any]  # position in the stream of problems
+    sampling: SamplingState
+    base_accuracy: float
+    accuracy: float  # of the last evaluation
+    reward_kl_coefficient: float  # of the next step; adapts where the config says so
+    seconds: float  # worked until the last save, over all starts of the run
+    updated_steps: int  # rollout steps that made an update; schedules advance with these
+    base_seconds: float  # to make or read the base model
+
+    def to_json(self) -> dict[str, Any]:
+        return self._asdict() | {"sampling": state_to_json(self.sampling)}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "HostState":
+        return cls(**values)._replace(sampling=state_from_json(values["sampling"]))
+
+
+class RunState(NamedTuple):
+    """State of a run between two rollout steps: all that the next step depends on."""
+
+    step: int  # rollout steps completed; 0: the base model is evaluated
+    learner: LearnerState
+    host: HostState
 
 
 class RunComponents:
-    """The compiled programs and the host objects of a run."""
+    """The host objects and compiled programs of a run; its state is elsewhere."""
 
     def __init__(
         self, config: Config, workdir: Path, progress: Progress, process_group: ProcessGroup = ALONE
     ):
-        # The least that any process has, so that all lay their arrays out alike.
+        # The least memory of any process, so that all choose the same layout of their arrays.
         each = process_group.all_gather(memory_budget.device_bytes(jax.local_devices()))
         least = min((size for size in each if size is not None), default=None)
-        config = memory_budget.with_teams(config, jax.devices(), least, progress.say)
-        self.config, self.progress = config, progress
+        config = memory_budget.with_replica_size(config, jax.devices(), least, progress.say)
+        self.config, self.process_group, self.say = config, process_group, progress.say
         self.mesh = make_mesh(config.mesh)
         check_batch_shapes(config, self.mesh.shape)
         layout = head_layout(config.model, config.mesh, self.mesh)
@@ -44,39 +79,98 @@ class RunComponents:
         choice = kernels.choose(config.model, layout, share_prompts=share_prompts)
         save_to = workdir / "tokenizer" if process_group.is_primary else None
         self.tokenizer = load_tokenizer(config.model, save_to=save_to)
-        d = config.data
-        sides = {"train": d.train, "heldout": d.heldout}
-        problems = {
-            side: load(
-                config,
-                chosen,
-                self.tokenizer,
-                field=f"config.data.{side}",
-                say=progress.say,
-                evaluated=side == "heldout",
-            )
-            for side, chosen in sides.items()
-        }
-        self.heldout = problems["heldout"]
-        self.train_rubrics, self.heldout_rubrics = (
-            rubrics(config, chosen) for chosen in sides.values()
-        )
-        weights = {name: source.weight or 0.0 for name, source in d.train.items()}
-        self.stream = ProblemStream(problems["train"], config.seed, weights)
+        train, heldout = config.data.train, config.data.heldout
+        problems = load(config, train, self.tokenizer, field="config.data.train", say=progress.say)
+        field, say = "config.data.heldout", progress.say
+        self.heldout = load(config, heldout, self.tokenizer, field=field, say=say, evaluated=True)
+        self.train_rubrics, self.heldout_rubrics = rubrics(config, train), rubrics(config, heldout)
+        weights = {name: source.weight or 0.0 for name, source in train.items()}
+        self.stream = ProblemStream(problems, config.seed, weights)
         self.key = jax.random.key(config.seed)
+        e = config.evaluation
+        self.train_sampling = SamplingParams.of(config.rollout)
+        self.eval_sampling = SamplingParams(e.temperature, e.top_p)
         self.engine = make_engine(
-            config, self.mesh, self.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens
+            config,
+            self.mesh,
+            stop_tokens(config.model, self.tokenizer),
+            max_prompt_tokens=config.data.max_prompt_tokens,
         )
-        progress.say(attention_line(choice, self.engine.spec))
-        self.team = Replica(process_group, team_size(self.engine.mesh))
+        progress.say(attention_line(choice, self.engine.config))
+        self.replica = Replica(process_group, num_processes(self.engine.mesh))
         self.learner = Learner(config, self.mesh, self.detokenize, progress.say, progress.doing)
+        if process_group.count > 1:
+            progress.say(process_group.described())
+        sizes = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
+        devices = self.mesh.devices
+        kind = devices.flat[0].device_kind
+        progress.say(f"{devices.size} {kind} device(s), mesh {sizes}; run directory {workdir}")
+
+    def load_base(self, workdir: Path, check_stop: Callable[[], None]) -> tuple[Any, float]:
+        """Returns the parameters of the base model, and the seconds that it took to make."""
+        return base_model.load_or_make(
+            self.config,
+            self.mesh,
+            self.tokenizer,
+            workdir / "base",
+            say=self.say,
+            check_stop=check_stop,
+            process_group=self.process_group,
+        )
+
+    def warm_up(self, params: Any) -> None:
+        """Compiles the programs of the rollouts."""
+        samplings = [self.train_sampling, self.eval_sampling]
+        if self.config.objective.advantage == "remax":
+            samplings.append(GREEDY)
+        modes = dict.fromkeys(sampling.mode for sampling in samplings)
+        cancels, loaded = bool(self.config.rollout.stop_strings), self.engine.load_params(params)
+        self.engine.warm_up(loaded, modes, cancels=cancels, say=self.say)
+
+    def first_host_state(self, accuracy: float, base_seconds: float) -> HostState:
+        """Returns the host state of a new run whose base model has this accuracy."""
+        filters = self.config.dynamic_sampling.prefilter
+        return HostState(
+            data=self.stream.get_state(),
+            sampling=SamplingState(prompt_filter=PromptFilterState() if filters else None),
+            base_accuracy=accuracy,
+            accuracy=accuracy,
+            reward_kl_coefficient=self.config.objective.reward_kl_coefficient,
+            seconds=0.0,
+            updated_steps=0,
+            base_seconds=base_seconds,
+        )
+
+    def collector(
+        self,
+        rubrics: Mapping[str, Rubric],
+        num_samples: int,
+        sampling: SamplingParams,
+        pool: RewardPool,
+        telemetry: Telemetry,
+    ) -> RolloutCollector:
+        """Returns a collector of groups of `num_samples` responses."""
+        request = GenerationRequest(num_samples, sampling, self.config.rollout.stop_strings)
+        collector = RolloutCollector(self.engine, pool, rubrics, self.detokenize, request)
+        collector.replica, collector.telemetry = self.replica, telemetry
+        return collector
 
     def detokenize(self, sequences: Sequence[np.ndarray]) -> list[str]:
         return self.tokenizer.batch_decode(sequences, skip_special_tokens=True)
 
 
-def attention_line(choice: kernels.Choice, spec: EngineSpec) -> str:
-    """Names the programs that attend, and why one is XLA's on a platform that has a kernel."""
+def reward_pool(config: Config) -> RewardPool:
+    """Returns workers with every scorer of the run's training and held-out responses."""
+    train, heldout = rubrics(config, config.data.train), rubrics(config, config.data.heldout)
+    named = {name for rubric in (*train.values(), *heldout.values()) for name in rubric.names}
+    r = config.reward
+    scorers = named | equivalences(heldout)
+    return RewardPool(scorers, workers=r.workers, timeout_seconds=r.timeout_seconds)
+
+
+def attention_line(choice: kernels.Choice, engine_config: EngineConfig) -> str:
+    """Returns a line naming the attention kernels, and why XLA attends where it had to."""
     of = lambda kernel, refused: f"{kernel} ({refused})" if refused else kernel
-    training, rollouts = of(choice.kernel, choice.refused), of(spec.kernel, spec.kernel_refused)
+    training = of(choice.kernel, choice.refused)
+    rollouts = of(engine_config.kernel, engine_config.kernel_refused)
     return f"attention on {choice.platform}: training {training}, rollouts {rollouts}"

@@ -1,76 +1,55 @@
-"""The loop: sample, score, filter, update, evaluate, save. See README for the trace.
+"""The training loop: sample, score, filter, update, evaluate, save.
 
-Everything random is a function of `config.seed`, the rollout step and the problem, so that a run
-stopped anywhere and started again goes on as if it had never stopped.
+`launch/train.py` calls `train`; README has the trace of a step. Everything random is a function of
+`config.seed`, the rollout step and the problem, so a run that was stopped resumes bit for bit.
 """
 
+import contextlib
+import dataclasses
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from dapo_jax.config import Config
-from dapo_jax.data.dataset import rubrics
 from dapo_jax.distributed.preemption import StopSignals
 from dapo_jax.distributed.process_group import ALONE, ProcessGroup
-from dapo_jax.evaluation.majority_vote import equivalences
 from dapo_jax.evaluation.metrics import evaluate
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.rewards.types import Rubric
-from dapo_jax.rollout import memory_budget, prompt_filter
+from dapo_jax.rollout import memory_budget
 from dapo_jax.rollout import metrics as rollout_metrics
-from dapo_jax.rollout.admission import GenerationRequest
-from dapo_jax.rollout.collector import RolloutCollector
 from dapo_jax.rollout.dynamic_sampling import (
     Batch,
     SamplingState,
     commit,
     open_queue,
-    state_from_json,
-    state_to_json,
     take_informative,
 )
-from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.runs import run_directory
 from dapo_jax.runs.checkpoint import Checkpoints
 from dapo_jax.runs.run_directory import RunDirectory
-from dapo_jax.setup import RunComponents
-from dapo_jax.training import base_model, metrics
-from dapo_jax.training.batch import adapted_kl_coefficient, shaped_rewards
-from dapo_jax.training.learner import RunState, state_shapes
+from dapo_jax.setup import GREEDY, HostState, RunComponents, RunState, reward_pool
+from dapo_jax.training import (
+    LearnerState,
+    made_an_update,
+    next_kl_coefficient,
+    shaped_rewards,
+    state_bytes,
+)
 from dapo_jax.types import Group, RunError, StopRequested
 from dapo_jax.utils.compilations import CompilationCounter
 from dapo_jax.utils.profiling import traced
 from dapo_jax.utils.progress import Progress, duration
 from dapo_jax.utils.telemetry import Telemetry
-from dapo_jax.utils.watchdog import Watchdog
+from dapo_jax.utils.watchdog import WATCHDOG_SECONDS, Watchdog
 
+KEEP_BEST = 1  # checkpoint, by held-out avg@k, besides the newest
 # Names of the streams of randomness, folded into the seed's key.
 ROLLOUT_KEY, EVALUATION_KEY, BASELINE_KEY = 1, 2, 3
-
-
-class HostState(NamedTuple):
-    """What the loop remembers besides the train state; saved with it."""
-
-    data: dict[str, Any]  # position in the stream of problems
-    sampling: SamplingState
-    base_accuracy: float
-    accuracy: float  # of the last evaluation
-    reward_kl_coefficient: float  # of the next step; adapts where the config says so
-    seconds: float  # worked so far, over all starts of the run
-    updated_steps: int  # rollout steps that made an update: where the schedules are
-    base_seconds: float  # to make or read the base model
-
-    def to_json(self) -> dict[str, Any]:
-        return self._asdict() | {"sampling": state_to_json(self.sampling)}
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "HostState":
-        return cls(**values)._replace(sampling=state_from_json(values["sampling"]))
 
 
 def train(config: Config, workdir: Path, process_group: ProcessGroup = ALONE) -> int | None:
@@ -84,477 +63,344 @@ def train(config: Config, workdir: Path, process_group: ProcessGroup = ALONE) ->
         reached its last step.
 
     Raises:
-        UserError: for what the user can mend.
-        RunError, CheckpointError: for what went wrong on the way; nothing saved is lost.
+        UserError: a mistake that the user can mend.
+        RunError, CheckpointError: the run failed; what is saved is intact.
     """
-    begun = time.monotonic()
-    apart = config.checkpoint.directory is not None
-    # The base model, if it is made, and checkpoints are all that other processes read there.
-    if not apart or config.pretrain is not None:
+    started = time.monotonic()
+    # Other processes read there a base model that is made, and checkpoints without their own place.
+    if config.checkpoint.directory is None or config.pretrain is not None:
         process_group.check_place(workdir)
-    directory = RunDirectory(workdir, config, writes=process_group.is_primary)
-    progress = Progress(config.train.num_steps, 0, quiet=not process_group.is_primary)
-    r = config.rollout
+    primary, limit = process_group.is_primary, config.rollout.watchdog_limit_seconds
+    progress = Progress(config.train.num_steps, 0, quiet=not primary)
+    say, give_up = progress.say, process_group.give_up
     with (
+        contextlib.closing(RunDirectory(workdir, config, writes=primary)) as directory,
         StopSignals(progress, process_group) as signals,
-        Watchdog(
-            r.watchdog_seconds,
-            progress.say,
-            most=r.watchdog_limit_seconds,
-            give_up=process_group.give_up,
-        ) as watch,
-        _reward_pool(config) as pool,
+        Watchdog(WATCHDOG_SECONDS, say, most=limit, give_up=give_up) as watchdog,
+        reward_pool(config) as pool,
         Checkpoints(
             run_directory.checkpoints(workdir, run_directory.frozen(config)),
             keep_newest=config.checkpoint.keep_newest,
-            keep_best=config.checkpoint.keep_best,
-            say=progress.say,
-            num_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state_shapes(config))),
+            keep_best=KEEP_BEST,
+            say=say,
+            num_bytes=state_bytes(config),
             all_gather=process_group.all_gather,
         ) as checkpoints,
     ):
-        progress.watch = watch.moved
-        run = TrainLoop(
-            config, workdir, directory, progress, signals, pool, checkpoints, watch, begun
-        )
-        try:
-            run.start()
-            while run.step < config.train.num_steps:
-                steps = config.log.profile_steps
-                with traced(workdir, run.step + 1, steps, progress, run.writes_a_trace):
-                    run.one_step()
-                if run.step in steps:  # or who is done first counts as idle in the next step
-                    process_group.all_gather(None, watch.waiting_for)
-            run.finish()
-        except StopRequested:
-            run.save()
-            checkpoints.wait()
-            done = f"after step {run.step}" if run.step >= 0 else "before the first step"
-            progress.say(f"stopped {done}; the same command goes on from there")
-        finally:
-            directory.close()
-    return next(
-        (number for number in process_group.all_gather(signals.received) if number is not None),
-        None,
-    )
+        progress.watch = watchdog.moved
+        telemetry = Telemetry(progress, watchdog, signals.check)
+        TrainLoop(config, directory, telemetry, signals, pool, checkpoints, started).run()
+    received = process_group.all_gather(signals.received)
+    return next((number for number in received if number is not None), None)
 
 
-def _reward_pool(config: Config) -> RewardPool:
-    """Workers for all that a response of the run may be put to."""
-    train, heldout = rubrics(config, config.data.train), rubrics(config, config.data.heldout)
-    named = {name for rubric in (*train.values(), *heldout.values()) for name in rubric.names}
-    r = config.reward
-    return RewardPool(
-        named | equivalences(heldout),
-        workers=r.workers,
-        timeout_seconds=r.timeout_seconds,
-    )
-
-
-class _Counters(NamedTuple):
-    """Counts at the beginning of a step."""
-
-    start: float  # seconds
-    compilations: int
-    pools_replaced: int
-
-
+@dataclasses.dataclass
 class TrainLoop:
-    """The state of a run between steps, and what moves it."""
+    """Moves the state of a run from step to step, and logs and saves it."""
 
-    def __init__(
-        self,
-        config: Config,
-        workdir: Path,
-        directory: RunDirectory,
-        progress: Progress,
-        signals: StopSignals,
-        pool: RewardPool,
-        checkpoints: Checkpoints,
-        watch: Watchdog,
-        begun: float,
-    ):
-        self.config, self.workdir, self.directory = config, workdir, directory
-        self.progress, self.signals, self.pool = progress, signals, pool
-        self.process_group = signals.process_group
-        self.telemetry = Telemetry(progress, watch, signals.check)
-        self.checkpoints, self.watch, self.begun = checkpoints, watch, begun
-        self.started = begun  # of this start; `begun` is earlier by what was worked in those before
-        self.step = -1  # rollout steps completed; -1: not even the base is evaluated
-        self.saved_step = -1
-        self.save_seconds = 0.0  # that the loop waited for the last save
-        self.updated = False  # since this start of the run
-        self.state: RunState | None = None
-        self.host: HostState | None = None
+    config: Config
+    directory: RunDirectory
+    telemetry: Telemetry
+    signals: StopSignals
+    pool: RewardPool
+    checkpoints: Checkpoints
+    started: float  # `time.monotonic()` at the start of the program
+    saved_step: int = -1
+    save_seconds: float = 0.0  # that the loop waited for the last save
+    updated: bool = False  # since this start of the run
 
-    def start(self) -> None:
-        """Restores the newest checkpoint, or makes the base model and evaluates it."""
+    def __post_init__(self) -> None:
+        self.begun = self.started  # earlier by the work of earlier starts
+        self.process_group = self.signals.process_group
         self.compilations = CompilationCounter()
-        self.progress.doing("loading tokenizer and problems")
-        self.trainer = trainer = RunComponents(
-            self.config, self.workdir, self.progress, self.process_group
-        )
-        self.collector = self._collector(
-            trainer.train_rubrics, self.config.rollout.group_size, self._samplings()[0]
-        )
-        devices = trainer.mesh.devices
-        if self.process_group.count > 1:
-            self.progress.say(self.process_group.described())
-        self.progress.say(
-            f"{devices.size} {devices.flat[0].device_kind} device(s), mesh "
-            + " x ".join(f"{name} {size}" for name, size in trainer.mesh.shape.items())
-        )
-        # Before anything is read or sampled: what a compiler refuses is known within minutes.
-        self.progress.doing("compiling the programs of the update")
+        self.accuracy_name = f"eval/avg@{self.config.evaluation.num_samples}"
+
+    def run(self) -> None:
+        """Runs all steps that are left; where a stop is requested, saves the last completed one."""
+        telemetry, steps = self.telemetry, self.config.log.profile_steps
         try:
-            trainer.learner.compile()
-        except jax.errors.JaxRuntimeError as error:
-            raise RunError(f"the programs of the update do not compile: {error}") from error
-        with self.process_group.loading():
-            resumed = self._restore()
-            base_seconds = 0.0
-            if not resumed or trainer.learner.needs_reference:
-                base_seconds = self._load_base(resumed)
-        assert self.state is not None
-        self.progress.doing("compiling the programs of the rollout")
-        modes = dict.fromkeys(sampling.mode for sampling in self._samplings())
-        cancels = bool(self.config.rollout.stop_strings)
-        loaded = trainer.engine.load_params(self.state.policy.params)
-        trainer.engine.warm_up(loaded, modes, cancels=cancels, say=self.progress.say)
-        del loaded  # or it would lie next to the copy that the evaluation makes
-        if resumed:
+            state = self.start()
+        except StopRequested:
+            telemetry.say("stopped before the first step; the same command starts again")
             return
+        try:
+            self.signals.check_together(telemetry.waiting_for)
+            while state.step < self.config.train.num_steps:
+                number, place = state.step + 1, self.directory.path
+                with traced(place, number, steps, telemetry.progress, self._writes_a_trace):
+                    state = self.one_step(state)
+                if number in steps:  # else the process that is done first counts as idle
+                    self.process_group.all_gather(None, telemetry.waiting_for)
+                self.signals.check_together(telemetry.waiting_for)
+            self.finish(state)
+        except StopRequested:
+            self.save(state)
+            self.checkpoints.wait()
+            telemetry.say(f"stopped after step {state.step}; the same command resumes there")
+
+    def start(self) -> RunState:
+        """Restores the newest checkpoint, or makes the base model and evaluates it."""
+        config, telemetry = self.config, self.telemetry
+        telemetry.phase("loading tokenizer and problems")
+        self.components = run = RunComponents(
+            config, self.directory.path, telemetry.progress, self.process_group
+        )
+        G, rubrics = config.rollout.group_size, run.train_rubrics
+        self.collector = run.collector(rubrics, G, run.train_sampling, self.pool, telemetry)
+        # Before anything is read or sampled: a refusal by the compiler comes within minutes.
+        telemetry.phase("compiling the programs of the update")
+        run.learner.compile()
+        telemetry.phase("looking for a checkpoint")
+        restored, base, base_seconds = self._restore(), None, 0.0
+        if restored is None or run.learner.needs_reference:
+            telemetry.phase("loading or making the base model")
+            check_stop = telemetry.watchdog.moving(self.signals.check_together)
+            base, base_seconds = run.load_base(self.directory.path, check_stop)
+        learner = run.learner.start(base, None if restored is None else restored.learner)
+        telemetry.phase("compiling the programs of the rollout")
+        run.warm_up(learner.policy.params)
+        return restored or self._evaluate_base(learner, base_seconds)
+
+    def _restore(self) -> RunState | None:
+        """Returns the state of the newest checkpoint. Restoring needs only shapes of the state."""
+        found = self.checkpoints.restore(self.components.learner.state_like())
+        if found is None:
+            return None
+        step, learner, values = found
+        place = self.checkpoints.directory
+        run_directory.check_same(values.pop("config"), self.config, place)
+        run_directory.check_not_past(step, self.config, place)
+        host = HostState.from_json(values)
+        self.components.stream.set_state(host.data)
+        self.directory.rewind(step)
+        self.begun -= host.seconds
+        self.saved_step = self.telemetry.progress.first_step = step
+        self.telemetry.say(f"resuming after step {step} of {self.config.train.num_steps}")
+        return RunState(step, learner, host)
+
+    def _evaluate_base(self, learner: LearnerState, base_seconds: float) -> RunState:
+        """Evaluates the base model: step 0 of a new run."""
         self.directory.rewind(-1)
         begun = time.monotonic()
-        numbers = {"step": 0} | self._evaluate(0)
+        numbers = {"step": 0} | self._evaluate(0, learner)
         numbers["perf/compilations"] = self.compilations.count
         numbers["time/step"] = time.monotonic() - begun
-        accuracy = self._accuracy(numbers)
-        self.host = HostState(
-            data=trainer.stream.get_state(),
-            sampling=SamplingState(
-                prefilter=(
-                    prompt_filter.initial_state()
-                    if self.config.dynamic_sampling.prefilter
-                    else None
-                )
-            ),
-            base_accuracy=accuracy,
-            accuracy=accuracy,
-            reward_kl_coefficient=self.config.objective.reward_kl_coefficient,
-            seconds=0.0,
-            updated_steps=0,
-            base_seconds=base_seconds,
-        )
-        self._complete(0, numbers)
+        accuracy = numbers[self.accuracy_name]
+        host = self.components.first_host_state(accuracy, base_seconds)
+        return self._complete(RunState(0, learner, host), numbers)
 
-    def _restore(self) -> bool:
-        """Takes up the run after its newest checkpoint; False if there is none. Only shapes of the
-        state are needed for it."""
-        self.progress.doing("looking for a checkpoint")
-        restored = self.checkpoints.restore(self.trainer.learner.state_like())
-        if restored is None:
-            return False
-        self.step, self.state, values = restored
-        config = values.pop("config", None)  # older ones have none
-        if config is not None:
-            run_directory.check_same(config, self.config, self.checkpoints.directory)
-        run_directory.check_not_past(self.step, self.config, self.checkpoints.directory)
-        self.host = HostState.from_json(values)
-        self.begun -= self.host.seconds
-        self.saved_step = self.step
-        self.trainer.stream.set_state(self.host.data)
-        self.directory.rewind(self.step)
-        self.progress.first_step = self.step
-        self.progress.say(f"resuming after step {self.step} of {self.config.train.num_steps}")
-        return True
-
-    def _load_base(self, resumed: bool) -> float:
-        """Reads or makes the base model: the reference, where there is one, and unless the run is
-        resumed the first state. Returns the seconds that it took to make."""
-        self.progress.doing("loading or making the base model")
-        learner = self.trainer.learner
-        params, about = base_model.load_or_make(
-            self.config,
-            self.trainer.mesh,
-            self.trainer.tokenizer,
-            self.workdir / "base",
-            say=self.progress.say,
-            check_stop=self.watch.moving(self.signals.check_together),
-            process_group=self.process_group,
-        )
-        if learner.needs_reference:
-            learner.reference = params
-        if not resumed:
-            self.state = learner.init_state(params, donate=not learner.needs_reference)
-        return about["seconds"]
-
-    def _samplings(self) -> list[SamplingParams]:
-        """Of training, of evaluation, and of baselines where the advantage has them."""
-        r, e = self.config.rollout, self.config.evaluation
-        found = [SamplingParams.of(r), SamplingParams.of(e)]
-        greedy = self.config.objective.advantage == "remax"
-        return [*found, SamplingParams(temperature_X=0.0)] if greedy else found
-
-    def one_step(self) -> None:
-        """Runs one rollout step: sample until the batch is full, update, evaluate, log, save."""
-        assert self.state is not None and self.host is not None
-        config, run, telemetry, step = self.config, self.trainer, self.telemetry, self.step + 1
-        counters = self._begin(step)
+    def one_step(self, state: RunState) -> RunState:
+        """Runs one rollout step: samples a batch, updates, evaluates, logs and saves."""
+        config, run, telemetry = self.config, self.components, self.telemetry
+        step, learner, host = state.step + 1, state.learner, state.host
+        before = self._begin(step)
         key = self._key(ROLLOUT_KEY, step)
-        prompts = open_queue(
-            config, self.host.sampling, run.stream, step=step, group=self.process_group
-        )
-        params = self.state.policy.params
+        prompts = open_queue(config, host.sampling, run.stream, step=step, group=self.process_group)
         with (
-            run.engine.weights(params, telemetry) as weights,
+            run.engine.weights(learner.policy.params, telemetry) as weights,
             self.process_group.stop_together(telemetry.waiting_for),
         ):
-            copied_bytes = weights.copied_bytes(params)
+            copied_bytes = weights.copied_bytes(learner.policy.params)
             outcomes = self.collector.groups(prompts, key, step=step)
             taken = take_informative(outcomes, config.train.prompts_per_step)
-        del weights, params  # the update needs the memory and donates the parameters
-        batch, sampling = commit(config, self.host.sampling, prompts, taken, step)
+        del weights  # the update needs their memory
+        batch, sampling = commit(config, host.sampling, prompts, taken, step)
         numbers = {"step": step, "perf/weights_bytes": copied_bytes}
-        numbers |= self._sampling_metrics(batch, step)
+        numbers |= self._sampling_metrics(batch, host.sampling, step)
         groups = self._groups_to_train(batch.groups, step)
-        baselines = self._greedy_rewards(groups, step) if groups else None
-        kl_coefficient = self.host.reward_kl_coefficient
+        baselines = self._greedy_rewards(groups, learner, step)
         with telemetry.timer("update"):
-            if groups:
-                numbers |= self._update(groups, baselines, step)
-                kl_coefficient = self._next_kl_coefficient(kl_coefficient, numbers, groups)
+            if groups:  # from here on the parameters before the update are gone: it donates them
+                learner, more = self._update(state, groups, baselines)
+                numbers |= more
         if self._is_evaluated(step):
             with telemetry.timer("evaluation"):
-                numbers |= self._evaluate(step)
+                numbers |= self._evaluate(step, learner)
         self._save_rollouts(batch, step)
-        self.host = self.host._replace(
+        kl_coefficient = next_kl_coefficient(config, host.reward_kl_coefficient, numbers, groups)
+        host = host._replace(
             data=run.stream.get_state(),
             sampling=sampling,
-            accuracy=self._accuracy(numbers),
+            accuracy=numbers.get(self.accuracy_name, host.accuracy),
             reward_kl_coefficient=kl_coefficient,
-            updated_steps=self.host.updated_steps + metrics.made_an_update(numbers),
+            updated_steps=host.updated_steps + made_an_update(numbers),
         )
-        self._complete(step, numbers | self._counted(counters))
+        return self._complete(RunState(step, learner, host), numbers | self._measured(before))
 
-    def writes_a_trace(self) -> None:
-        """Before it does, which takes as long as it takes."""
-        self.watch.limited = False  # until the next step
-        self.watch.moved(f"step {self.step}: the trace to be written")
-
-    def finish(self) -> None:
+    def finish(self, state: RunState) -> None:
         """Writes the summary and the page of plots."""
-        assert self.host is not None
-        if self.saved_step != self.step:
-            self.save()
+        if self.saved_step != state.step:
+            self.save(state)
         self.checkpoints.wait()
-        summary = {
-            "base_accuracy": self.host.base_accuracy,
-            "final_accuracy": self.host.accuracy,
-            "steps": self.step,
-            "seconds": time.monotonic() - self.begun,
-            "base_seconds": self.host.base_seconds,
-        }
+        seconds = time.monotonic() - self.begun
+        base, final = state.host.base_accuracy, state.host.accuracy
+        summary = {"base_accuracy": base, "final_accuracy": final, "steps": state.step}
+        summary |= {"seconds": seconds, "base_seconds": state.host.base_seconds}
         self.directory.save_summary(summary)
         self.directory.close()
         if not self.process_group.is_primary:
             return
-        from dapo_jax.runs.report import (
-            page as report,  # here, because matplotlib takes a second to load
+        from dapo_jax.runs.report import page  # here: matplotlib takes a second to load
+
+        place = page.write_report(self.directory.path)
+        self.telemetry.say(
+            f"held-out accuracy {100 * base:.1f} % -> {100 * final:.1f} % in {state.step} steps, "
+            f"{duration(seconds)}\nthe run on one page: {place}"
         )
 
-        page = report.write_report(self.workdir)
-        self.progress.say(
-            f"held-out accuracy {100 * self.host.base_accuracy:.1f} % -> "
-            f"{100 * self.host.accuracy:.1f} % in {self.step} steps, "
-            f"{duration(summary['seconds'])}\nthe run on one page: {page}"
-        )
-
-    def save(self) -> None:
-        """Saves the last completed step, unless that is done. Step 0 of a model that has a path is
-        not saved: its parameters are those of the path."""
-        self.watch.limited = False  # until the next step: storage may be slow
+    def save(self, state: RunState) -> None:
+        """Saves the state, unless it is saved. Step 0 of a model that has a path is not saved: its
+        parameters are those of the path."""
+        self.telemetry.watchdog.limited = False  # until the next step: storage may be slow
         first = 1 if self.config.model.path is not None else 0
-        if self.step < first or self.saved_step == self.step:
+        if state.step < first or self.saved_step == state.step:
             return
-        assert self.state is not None and self.host is not None
         start = time.monotonic()
-        self.progress.doing(f"step {self.step}: saving")
-        self.host = self.host._replace(seconds=start - self.begun)
-        evaluated = self._is_evaluated(self.step)
+        self.telemetry.phase(f"step {state.step}: saving")
+        host = state.host._replace(seconds=start - self.begun)
         self.checkpoints.save(
-            self.step,
-            self.state,
-            self.host.to_json() | {"config": run_directory.frozen(self.config)},
-            accuracy=self.host.accuracy if evaluated else None,
+            state.step,
+            state.learner,
+            host.to_json() | {"config": run_directory.frozen(self.config)},
+            accuracy=host.accuracy if self._is_evaluated(state.step) else None,
         )
-        self.saved_step = self.step
+        self.saved_step = state.step
         self.save_seconds = time.monotonic() - start
 
-    def _complete(self, step: int, numbers: dict[str, Any]) -> None:
-        """Logs a step that is done, and saves it when it is time.
+    def _complete(self, state: RunState, numbers: dict[str, Any]) -> RunState:
+        """Logs a completed step and saves it when it is due; returns its state.
 
-        In this order: of a step that is saved, the metrics are on disk and finite. The line of a
-        step tells what the save before it took.
+        Metrics are checked and on disk before the checkpoint. The line of a step has the seconds of
+        the save before it.
         """
-        self.step = step
+        step, every = state.step, self.config.checkpoint.every_steps
         numbers["time/checkpoint"], self.save_seconds = self.save_seconds, 0.0
         self.directory.log(numbers)
         if place := os.environ.get("DAPO_PROGRESS"):  # see launch/restart.sh
             Path(place).write_text(f"{step}\n")
-        self.progress.step(numbers)
-        if step % self.config.checkpoint.every_steps == 0 or step == self.config.train.num_steps:
-            self.save()
-        self.signals.check_together(self.watch.waiting_for)
+        self.telemetry.progress.step(numbers)
+        if step % every == 0 or step == self.config.train.num_steps:
+            self.save(state)
+        return state
 
-    def _begin(self, step: int) -> "_Counters":
-        """Begins to time and count a step."""
-        self.watch.limited = True
+    def _begin(self, step: int) -> dict[str, float]:
+        """Begins to time a step; returns the counters that `_measured` compares with."""
+        self.telemetry.watchdog.limited = True
         self.telemetry.phase(f"step {step}: sampling")
         self.telemetry.take_seconds()
-        return _Counters(time.monotonic(), self.compilations.count, self.pool.replaced)
+        return self._counters()
 
-    def _counted(self, since: "_Counters") -> dict[str, float]:
-        """Returns what the step took."""
-        numbers: dict[str, float] = {
-            f"time/{name}": value for name, value in self.telemetry.take_seconds().items()
-        }
+    def _counters(self) -> dict[str, float]:
+        counters: dict[str, float] = {"time/step": time.monotonic()}
+        counters["perf/reward_pools_replaced"] = self.pool.replaced
+        return counters | {"perf/compilations": self.compilations.count}
+
+    def _measured(self, before: dict[str, float]) -> dict[str, float]:
+        """Returns times and counts of the step that began with these counters."""
+        seconds = self.telemetry.take_seconds()
+        numbers = {f"time/{name}": value for name, value in seconds.items()}
         if (peak := memory_budget.peak_bytes(jax.local_devices())) is not None:
             numbers["perf/device_peak_bytes"] = peak
-        numbers["perf/reward_pools_replaced"] = self.pool.replaced - since.pools_replaced
-        numbers["perf/compilations"] = self.compilations.count - since.compilations
-        numbers["time/step"] = time.monotonic() - since.start
-        return numbers
+        return numbers | {name: now - before[name] for name, now in self._counters().items()}
 
     def _key(self, stream: int, step: int) -> jax.Array:
-        """Returns the random key of a step's rollouts, by the stream of randomness."""
-        return jax.random.fold_in(jax.random.fold_in(self.trainer.key, stream), step)
+        """Returns the random key of a step, by the stream of randomness."""
+        return jax.random.fold_in(jax.random.fold_in(self.components.key, stream), step)
 
-    def _collector(
-        self, rubrics: Mapping[str, Rubric], num_samples: int, sampling: SamplingParams
-    ) -> RolloutCollector:
-        run = self.trainer
-        request = GenerationRequest(num_samples, sampling, self.config.rollout.stop_strings)
-        return RolloutCollector(
-            run.engine, self.pool, rubrics, run.detokenize, request,
-            replica=run.team, telemetry=self.telemetry,
-        )  # fmt: skip
-
-    def _sampling_metrics(self, batch: Batch, step: int) -> dict[str, Any]:
+    def _sampling_metrics(self, batch: Batch, before: SamplingState, step: int) -> dict[str, Any]:
         """Returns the numbers of the step's rollout; every process must call it."""
-        assert self.host is not None
         self.telemetry.phase(f"step {step}: {len(batch.groups)} groups sampled")
         numbers: dict[str, Any] = rollout_metrics.sampling_metrics(batch)
         rollout_metrics.check_finite(batch.sampled)
         if faults := rollout_metrics.scorer_faults(batch.sampled):
             self.telemetry.say(f"  warning: step {step}: {faults}")
-        if self.host.sampling.prefilter is not None:
-            numbers |= rollout_metrics.prefilter_metrics(batch, self.host.sampling.prefilter)
+        if before.prompt_filter is not None:
+            numbers |= rollout_metrics.prompt_filter_metrics(batch, before.prompt_filter)
         if self.config.dynamic_sampling.partial_rollouts:
             numbers |= rollout_metrics.partial_metrics(batch, step)
         stats, seconds = self.collector.take_stats()
         for name, value in seconds.items():
             self.telemetry.add_seconds(name, value)
-        return numbers | rollout_metrics.rollout_metrics(stats, seconds, self.trainer.team.count)
+        processes = self.components.replica.count
+        return numbers | rollout_metrics.rollout_metrics(stats, seconds, processes)
 
     def _update(
-        self, groups: list[Group], baselines: list[float] | None, step: int
-    ) -> dict[str, float]:
-        """Trains on the groups; returns the numbers of the updates."""
-        assert self.state is not None and self.host is not None
-        first = "" if self.updated else ", its programs compiled first"
-        self.telemetry.phase(f"step {step}: updating{first}")
-        self.state, numbers = self.trainer.learner.train_on(
-            self.state,
+        self, state: RunState, groups: list[Group], baselines: list[float] | None
+    ) -> tuple[LearnerState, dict[str, float]]:
+        """Trains on the groups; returns the state of the learner and the numbers of the updates."""
+        step, host = state.step + 1, state.host
+        self.telemetry.phase(f"step {step}: updating")
+        learner, numbers = self.components.learner.train_on(
+            state.learner,
             groups,
             step,
-            updated_steps=self.host.updated_steps,
-            kl_coefficient=self.host.reward_kl_coefficient,
+            updated_steps=host.updated_steps,
+            kl_coefficient=host.reward_kl_coefficient,
             baselines=baselines,
         )
         if not self.updated:
             self.updated = True
             numbers["time/first_update"] = time.monotonic() - self.started
         rewards = [shaped_rewards(self.config, group) for group in groups]
-        return numbers | {"reward/mean": float(np.mean(rewards))}
+        return learner, numbers | {"reward/mean": float(np.mean(rewards))}
 
     def _save_rollouts(self, batch: Batch, step: int) -> None:
         self.telemetry.phase(f"step {step}: writing rollouts and metrics")
-        self.directory.save_rollouts(
-            step,
-            batch.sampled,
-            [shaped_rewards(self.config, group) for group in batch.sampled],
-            self.config.log.rollouts_per_step,
-        )
+        rewards = [shaped_rewards(self.config, group) for group in batch.sampled]
+        most = self.config.log.rollouts_per_step
+        self.directory.save_rollouts(step, batch.sampled, rewards, most)
 
-    def _greedy_rewards(self, groups: Sequence[Group], step: int) -> list[float] | None:
+    def _greedy_rewards(
+        self, groups: Sequence[Group], learner: LearnerState, step: int
+    ) -> list[float] | None:
         """Returns the shaped reward of the greedy response to each group's prompt; None unless the
         advantage asks for it."""
-        assert self.state is not None
-        if self.config.objective.advantage != "remax":
+        if not groups or self.config.objective.advantage != "remax":
             return None
+        run = self.components
         self.telemetry.phase(f"step {step}: greedy baselines of {len(groups)} prompts")
-        greedy = self._collector(self.trainer.train_rubrics, 1, self._samplings()[2])
-        with self.trainer.engine.weights(self.state.policy.params, self.telemetry):
-            scored = greedy.collect(
-                [group.problem for group in groups], self._key(BASELINE_KEY, step), step=step
-            )
+        greedy = run.collector(run.train_rubrics, 1, GREEDY, self.pool, self.telemetry)
+        problems = [group.problem for group in groups]
+        with run.engine.weights(learner.policy.params, self.telemetry):
+            scored = greedy.collect(problems, self._key(BASELINE_KEY, step), step=step)
         self.telemetry.add_seconds("rollout", sum(greedy.seconds.values()))
         return [float(shaped_rewards(self.config, group)[0]) for group in scored]
 
-    def _next_kl_coefficient(
-        self, coefficient: float, numbers: dict[str, Any], groups: Sequence[Group]
-    ) -> float:
-        """The coefficient of the KL in the reward for the step after this one."""
-        o = self.config.objective
-        if o.reward_kl_target is None or "reward/kl" not in numbers:
-            return coefficient
-        assert o.reward_kl_horizon is not None
-        return adapted_kl_coefficient(
-            coefficient,
-            numbers["reward/kl"],
-            target=o.reward_kl_target,
-            horizon=o.reward_kl_horizon,
-            num_responses=sum(len(group.responses) for group in groups),
-        )
-
     def _groups_to_train(self, groups: list[Group], step: int) -> list[Group]:
-        """The groups, or none of them, when dynamic sampling ran out of prompts."""
-        wanted = self.config.train.prompts_per_step
+        """Returns the groups of a full batch; of a short one, what dynamic_sampling.exhausted says.
+
+        Raises:
+            RunError: the batch is short and `exhausted` is "stop".
+        """
+        wanted, d = self.config.train.prompts_per_step, self.config.dynamic_sampling
         if len(groups) == wanted:
             return groups
-        d = self.config.dynamic_sampling
-        tried = d.max_rounds * d.max_round_prompts
-        what = f"step {step}: {len(groups)} of {wanted} groups from {tried} prompts"
+        what = f"step {step}: {len(groups)} of {wanted} groups from {d.max_prompts} prompts"
         if d.exhausted == "stop":
             raise RunError(
-                f"{what}, and config.dynamic_sampling.exhausted is 'stop'. Raise max_rounds, add "
-                "harder or easier problems, or set it to 'train' or 'skip'."
+                f"{what}, and config.dynamic_sampling.exhausted is 'stop'. Raise max_prompts, add "
+                "harder or easier problems, or set exhausted to 'train' or 'skip'."
             )
         train = bool(groups) and d.exhausted == "train"
-        self.progress.say(f"  warning: {what}; {'training on those' if train else 'no update'}")
+        self.telemetry.say(f"  warning: {what}; {'training on those' if train else 'no update'}")
         return groups if train else []
 
     def _is_evaluated(self, step: int) -> bool:
         last = step == self.config.train.num_steps
         return last or step % self.config.evaluation.every_steps == 0
 
-    def _evaluate(self, step: int) -> dict[str, float]:
-        assert self.state is not None
-        run, num_samples = self.trainer, self.config.evaluation.num_samples
+    def _evaluate(self, step: int, learner: LearnerState) -> dict[str, float]:
+        """Returns the metrics of the held-out problems."""
+        run, num_samples = self.components, self.config.evaluation.num_samples
         self.telemetry.phase(f"step {step}: evaluating on {len(run.heldout)} problems")
-        collector = self._collector(run.heldout_rubrics, num_samples, self._samplings()[1])
-        if step > 0:
-            # After an update there is no way back to the step before: a stop waits for the end of
-            # the evaluation. The base can be evaluated again.
-            collector.telemetry = self.telemetry.without_stop()
-        with run.engine.weights(self.state.policy.params):
+        # An update before it cannot be repeated, so a stop waits for the end of the evaluation.
+        telemetry = self.telemetry if step == 0 else self.telemetry.without_stop()
+        collector = run.collector(
+            run.heldout_rubrics, num_samples, run.eval_sampling, self.pool, telemetry
+        )
+        with run.engine.weights(learner.policy.params):
             return evaluate(collector, run.heldout, self._key(EVALUATION_KEY, step))
 
-    def _accuracy(self, numbers: dict[str, Any]) -> float:
-        """Held-out avg@k of this step, or of the last one that was evaluated."""
-        name = f"eval/avg@{self.config.evaluation.num_samples}"
-        if name in numbers:
-            return numbers[name]
-        assert self.host is not None
-        return self.host.accuracy
+    def _writes_a_trace(self) -> None:
+        self.telemetry.watchdog.limited = False  # until the next step: a trace takes long to write
+        self.telemetry.watchdog.moved("the trace of the step to be written")

@@ -8,13 +8,13 @@ The name of an array ends in its dimensions, a letter for each:
     Q  questions (prompts)            B  packed rows
     G  responses of one question      T  positions in a row
     R  responses of a batch           V  vocabulary
-    N  tokens of all R responses,     D  hidden size
+    M  tokens of all R responses,     D  hidden size
        one response after the other   H  head size
-    K  components of the reward       F  feed-forward size
+    C  components of the reward       F  feed-forward size
     S  positions in the cache         L  layers
-
-In the models, whose arrays hold neither flat tokens nor rewards, N counts query heads and K
-key-value heads.
+    N  query heads                    K  key-value heads
+    A  micro-batches (gradient accumulation)
+    X  tokens of any shape            P  columns of a part of the vocabulary
 """
 
 import base64
@@ -207,27 +207,27 @@ class Attempts(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """R responses with N tokens in all, as the host sees a batch: column by column.
+    """R responses with M tokens in all, as the host sees a batch: column by column.
 
     Columns of tokens hold the responses one after the other, cut by `lengths_R`. A group's
     responses are neighbours.
     """
 
     prompts: tuple[tuple[int, ...], ...]  # R prompts in tokens
-    tokens_N: np.ndarray  # int32
-    log_prob_N: np.ndarray  # float32, under the distribution sampled from
+    tokens_M: np.ndarray  # int32
+    log_prob_M: np.ndarray  # float32, under the distribution sampled from
     lengths_R: np.ndarray  # int
     groups_R: np.ndarray  # int, which prompt of the batch
-    lag_N: np.ndarray  # int, rollout steps since the token was drawn
+    staleness_M: np.ndarray  # int, rollout steps since the token was sampled
     # bool, False where it is left out of the loss: invalid, not scored, overlong filtering
     trained_R: np.ndarray
     counted_R: np.ndarray  # bool, False where it is left out of its group's baseline too
-    rewards_RK: np.ndarray  # float64, components of the reward: of each scorer, the overlong one
+    rewards_RC: np.ndarray  # float64, components of the reward: of each scorer, the overlong one
     # Process supervision: (tokens up to the end of the step, its reward), for each response.
     steps: tuple[tuple[tuple[int, float], ...], ...]
 
     @property
-    def response_N(self) -> np.ndarray:
+    def response_M(self) -> np.ndarray:
         """Which response each token belongs to."""
         return np.repeat(np.arange(len(self.lengths_R)), self.lengths_R)
 
@@ -245,7 +245,7 @@ class Rows(NamedTuple):
     # int32, the segment that a token sees beside its own: that of the prompt, but for its last
     # token, where responses share it; its own where they do not.
     prefixes_BT: Array
-    lag_BT: Array  # int32, rollout steps since the token was drawn
+    staleness_BT: Array  # int32, rollout steps since the token was sampled
     mask_BT: Array  # bool, the token is a response token that is trained
     weight_BT: Array  # float32, numerator of its weight in the loss; 0 where mask_BT is False
     log_prob_old_BT: Array  # float32, under the policy that anchors the ratio

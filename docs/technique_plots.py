@@ -222,7 +222,7 @@ def overlong(figure: Figure) -> list[Number]:
 
 
 def silent_share(rates_N: np.ndarray, G: int, generator: np.random.Generator) -> float:
-    """Share of groups of G responses without any advantage, one group drawn at each pass rate."""
+    """Share of groups of G responses without any advantage, one group sampled at each pass rate."""
     right_NG = generator.random((len(rates_N), G)) < rates_N[:, None]
     return float(np.mean([not advantages(r_G).any() for r_G in np.where(right_NG, 1.0, -1.0)]))
 
@@ -242,18 +242,18 @@ def silent_around(mean: Any, G: int) -> Any:
 
 
 def dynamic_sampling(figure: Figure) -> list[Number]:
-    """How many prompts have a gradient, by pass rate. Dots are drawn groups, curves exact."""
+    """How many prompts have a gradient, by pass rate. Dots are sampled groups, curves exact."""
     left, right = figure.subplots(1, 2)
     generator = np.random.default_rng(0)
     rates_P, dots_P = np.linspace(0.001, 0.999, 999), np.array([0.1, 0.25, 0.5, 0.75, 0.9])
     N = SIMULATED_GROUPS
-    numbers, gaps = [], []
+    numbers, distances = [], []
     for G, colour in GROUP_SIZES:
-        drawn_P = [silent_share(np.full(N, p), G, generator) for p in dots_P]
+        sampled_P = [silent_share(np.full(N, p), G, generator) for p in dots_P]
         spread_P = [silent_share(generator.beta(m, 1 - m, N), G, generator) for m in dots_P]
-        gaps += [drawn_P - silent_at(dots_P, G), spread_P - silent_around(dots_P, G)]
+        distances += [sampled_P - silent_at(dots_P, G), spread_P - silent_around(dots_P, G)]
         left.plot(rates_P, 100 * silent_at(rates_P, G), color=colour, label=f"G = {G}")
-        left.plot(dots_P, 100 * np.array(drawn_P), "o", color=colour, markersize=4)
+        left.plot(dots_P, 100 * np.array(sampled_P), "o", color=colour, markersize=4)
         right.plot(rates_P, 100 - 100 * silent_around(rates_P, G), color=colour, label=f"G = {G}")
         right.plot(dots_P, 100 - 100 * np.array(spread_P), "o", color=colour, markersize=4)
         silent = 100 * silent_at(0.9, G)
@@ -264,8 +264,8 @@ def dynamic_sampling(figure: Figure) -> list[Number]:
             teach = 100 - 100 * silent_around(rate, G)
             what = f"G = {G}: prompts that teach, mean pass rate {rate}"
             numbers.append(Number(what, teach, "{:.1f} %"))
-    gap = 100 * float(np.abs(gaps).max())
-    numbers.append(Number("largest distance of a dot from its curve", gap, "{:.1f} %"))
+    distance = 100 * float(np.abs(distances).max())
+    numbers.append(Number("largest distance of a dot from its curve", distance, "{:.1f} %"))
     for axis in (left, right):
         axis.set(xlim=(0, 1), ylim=(0, 102))
     _finish(left, "Groups without gradient", "pass rate p of the prompt", "% of groups")

@@ -12,7 +12,7 @@ anywhere the same command resumes.
 --benchmarks    aime24, aime25, amc23, math500, gsm8k, ..., hub ids or files, with commas between
                 them; the held-out problems of the config if not given
 --num_samples   n, 32 if not given; --num_problems: the first so many of each benchmark
---temperature   as config.evaluation if not given; so are --top_p, --top_k and --min_p
+--temperature   as config.evaluation if not given; so is --top_p; --top_k and --min_p: 0, off
 --seed          0 if not given
 --scorer        as the config says if not given
 --output        directory; below the run if not given

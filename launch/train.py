@@ -1,12 +1,15 @@
-"""Trains: python launch/train.py --config=configs/tiny_dapo.py --workdir=runs/tiny
+"""Trains: python launch/train.py --config=configs/tiny_dapo.py
+
+--workdir=DIR is the directory of the run; without it runs/NAME, NAME being that of the config file:
+runs/tiny_dapo, or with --config=configs/tiny.py:grpo runs/tiny_grpo.
 
 Config fields are overridden as --config.optimizer.learning_rate=2e-4. --model=HFDIR takes a Hugging
 Face directory or hub id in the place of the config's model and tokenizer. --dry_run prints the plan
 of the run (sizes, mesh, batch arithmetic, memory) and touches nothing.
 
-On several hosts every process runs this command. On Cloud TPU, GKE and Slurm they find each other;
-elsewhere say it: --coordinator_address=HOST:PORT --num_processes=N --process_id=I, the address that
-of process 0. --coordinator_timeout=300 is how many seconds they wait for each other.
+On several hosts every process runs this command. On Cloud TPU, GKE and Slurm they find each other.
+Elsewhere, give each the address of process 0 and its own number: --coordinator_address=HOST:PORT
+--num_processes=N --process_id=I. They wait --coordinator_timeout=300 seconds for each other.
 """
 
 import sys
@@ -16,11 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main(argv: list[str]) -> int:
-    """The exit status: 0 done, 2 the user's mistake, 1 a failure, 128 + n stopped by signal n; 75
-    where another process of the run was lost, or a device or the storage failed. After 75 and
-    128 + 15 start it again."""
+    """Returns the exit status: 0 done, 2 the user's mistake, 1 a failure, 128 + n stopped by signal
+    n, 75 lost another process, a device or the storage. After 75 and 128 + 15 start it again."""
     sys.path.insert(0, str(ROOT))
-    from dapo_jax.config.cli import fail, parse
+    from dapo_jax.config.cli import default_workdir, fail, parse
 
     try:
         config, flags = parse(
@@ -38,10 +40,7 @@ def main(argv: list[str]) -> int:
 
             print(describe(config))
             return 0
-        from dapo_jax.types import UserError
-
-        if not flags.workdir:
-            raise UserError("--workdir is needed: the directory that will hold the run.")
+        workdir = default_workdir(argv) if flags.workdir is None else Path(flags.workdir)
         from dapo_jax.distributed import process_group
         from dapo_jax.train import train
 
@@ -55,12 +54,12 @@ def main(argv: list[str]) -> int:
         return fail(error)
     try:
         process_group.watch()
-        stopped_by = train(config, Path(flags.workdir).expanduser().resolve(), process_group)
+        stopped_by = train(config, workdir.expanduser().resolve(), process_group)
     except Exception as error:
         return process_group.shutdown(fail(error), error)
     return process_group.shutdown(0 if stopped_by is None else 128 + stopped_by)
 
 
-# Workers that score rewards import this file again; the guard keeps them from training.
+# Reward workers import this file again: the guard keeps them from training.
 if __name__ == "__main__":
     sys.exit(main(sys.argv))

@@ -30,12 +30,14 @@ from jaxtyping import install_import_hook
 from tests.support import type_checker
 
 # Every test checks the shapes and types of their signatures. The hook precedes their first import.
-CHECKED = tuple(
-    f"algorithms.{name}"
-    for name in (
-        "surrogate", "losses", "aggregation", "advantages", "covariance", "importance_correction",
-    )
-)  # fmt: skip
+CHECKED = (
+    "algorithms",
+    "models.attention",
+    "models.chunked_softmax",
+    "models.decoder",
+    "models.log_probs",
+    "models.rotary",
+)
 install_import_hook([f"dapo_jax.{name}" for name in CHECKED], f"{type_checker.__name__}.checked")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -80,3 +80,9 @@ def test_pre_commit_runs_the_style_checks_of_the_workflow():
     hooks = (ROOT / ".pre-commit-config.yaml").read_text()
     assert re.findall(r"entry: (.*)", hooks) == [".ci/style"]
     assert "\n.ci/style\n" in (ROOT / ".ci/run").read_text()
+
+
+def test_no_line_of_markdown_is_longer_than_120_characters():
+    for file in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
+        for number, line in enumerate(file.read_text().splitlines(), start=1):
+            assert len(line) <= 120, f"{file.name}:{number}"

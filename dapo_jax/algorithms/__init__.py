@@ -1,1 +1,27 @@
-"""Losses, advantages, aggregation, KL and corrections: pure functions of arrays."""
+"""The objective: pure functions of arrays, as in the papers that they name."""
+
+from dapo_jax.algorithms.advantages import ADVANTAGES, Advantages, Outcomes, estimate
+from dapo_jax.algorithms.aggregation import Aggregation, aggregate
+from dapo_jax.algorithms.covariance import select_clip_cov, select_kl_cov
+from dapo_jax.algorithms.importance_correction import Correction, correct, mismatch
+from dapo_jax.algorithms.losses import COVARIANCE_LOSSES, LOSSES
+from dapo_jax.algorithms.surrogate import Surrogate, clamp, kl_estimate
+
+__all__ = [
+    "ADVANTAGES",
+    "COVARIANCE_LOSSES",
+    "LOSSES",
+    "Advantages",
+    "Aggregation",
+    "Correction",
+    "Outcomes",
+    "Surrogate",
+    "aggregate",
+    "clamp",
+    "correct",
+    "estimate",
+    "kl_estimate",
+    "mismatch",
+    "select_clip_cov",
+    "select_kl_cov",
+]

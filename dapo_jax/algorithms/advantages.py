@@ -24,23 +24,23 @@ WHITEN_EPSILON = 1e-8  # the same for whole batches
 
 
 class Outcomes(NamedTuple):
-    """R responses with N trained tokens in all. A response may have no trained token and still be
+    """R responses with M trained tokens in all. A response may have no trained token and still be
     in its group's baseline."""
 
     rewards_R: np.ndarray  # shaped reward, its KL penalty included
-    components_RK: np.ndarray  # its components, without the KL penalty
+    components_RC: np.ndarray  # its components, without the KL penalty
     groups_R: np.ndarray  # int, which prompt
-    lengths_R: np.ndarray  # int, trained tokens of each response; they sum to N
+    lengths_R: np.ndarray  # int, trained tokens of each response; they sum to M
     drawn_R: np.ndarray  # int, all its tokens
-    token_rewards_N: np.ndarray  # the reward as it falls due: KL per token, the rest at the end
+    token_rewards_M: np.ndarray  # the reward as it falls due: KL per token, the rest at the end
     steps: tuple[tuple[tuple[int, float], ...], ...] = ()  # (tokens up to its end, reward) of each
     baselines_R: np.ndarray | None = None  # reward of the greedy response to the same prompt
-    values_N: np.ndarray | None = None  # critic's value before each token
+    values_M: np.ndarray | None = None  # critic's value before each token
 
 
 class Advantages(NamedTuple):
-    advantage_N: np.ndarray  # float64, of every trained token
-    return_N: np.ndarray | None  # float64, what a critic is to predict; None without one
+    advantage_M: np.ndarray  # float64, of every trained token
+    return_M: np.ndarray | None  # float64, what a critic is to predict; None without one
 
 
 def group_advantages(
@@ -196,7 +196,7 @@ def maxrl(
 
 
 def gdpo(
-    components_RK: Float[np.ndarray, "R K"],
+    components_RC: Float[np.ndarray, "R C"],
     groups_R: Int[np.ndarray, " R"],
     lengths_R: Int[np.ndarray, " R"],
     *,
@@ -212,13 +212,13 @@ def gdpo(
     Raises:
         ValueError: not one weight per component.
     """
-    if len(component_weights) != components_RK.shape[1]:
+    if len(component_weights) != components_RC.shape[1]:
         raise ValueError(
-            f"{len(component_weights)} weights for {components_RK.shape[1]} reward components"
+            f"{len(component_weights)} weights for {components_RC.shape[1]} reward components"
         )
     total_R = sum(
         w * grpo(r_R, groups_R, normalise_std=normalise_std, std_ddof=std_ddof)
-        for w, r_R in zip(component_weights, components_RK.T)
+        for w, r_R in zip(component_weights, components_RC.T)
     )
     return whiten(np.asarray(total_R), lengths_R)
 
@@ -236,15 +236,15 @@ def reinforce_plus_plus_baseline(
 
 
 def reinforce_plus_plus(
-    token_rewards_N: Float[np.ndarray, " N"], lengths_R: Int[np.ndarray, " R"], *, gamma: float
-) -> Float[np.ndarray, " N"]:
-    """Discounted rewards to go, whitened over the tokens of the batch [N].
+    token_rewards_M: Float[np.ndarray, " M"], lengths_R: Int[np.ndarray, " R"], *, gamma: float
+) -> Float[np.ndarray, " M"]:
+    """Discounted rewards to go, whitened over the tokens of the batch [M].
 
         G_t = r_t + gamma G_{t+1},   A = (G - mean(G)) / std(G)
 
     Source: REINFORCE++, arXiv:2501.03262; KL per token in r as `reward_kl_coefficient` says.
     """
-    return whiten(_to_go(token_rewards_N, lengths_R, gamma))
+    return whiten(_to_go(token_rewards_M, lengths_R, gamma))
 
 
 def process_grpo(
@@ -256,8 +256,8 @@ def process_grpo(
     normalise_std: bool,
     std_ddof: int,
     outcome_as_step: bool,
-) -> Float[np.ndarray, " N"]:
-    """GRPO with process supervision [N]: sum of the normalised rewards of the steps that end at or
+) -> Float[np.ndarray, " M"]:
+    """GRPO with process supervision [M]: sum of the normalised rewards of the steps that end at or
     after the token.
 
         r~ = (r - mean(all step rewards of the group)) / (std + 1e-6)
@@ -291,14 +291,14 @@ def process_grpo(
 
 
 def gae(
-    token_rewards_N: Float[np.ndarray, " N"],
-    values_N: Float[np.ndarray, " N"],
+    token_rewards_M: Float[np.ndarray, " M"],
+    values_M: Float[np.ndarray, " M"],
     lengths_R: Int[np.ndarray, " R"],
     *,
     gamma: float,
     gae_lambda: float,
-) -> tuple[Float[np.ndarray, " N"], Float[np.ndarray, " N"]]:
-    """(advantages, returns) of each token [N]; `estimate` whitens the advantages.
+) -> tuple[Float[np.ndarray, " M"], Float[np.ndarray, " M"]]:
+    """(advantages, returns) of each token [M]; `estimate` whitens the advantages.
 
         delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma gae_lambda A_{t+1}
         return_t = A_t + V_t
@@ -307,12 +307,12 @@ def gae(
 
     Source: GAE, arXiv:1506.02438, eq. 16.
     """
-    next_N = np.append(values_N[1:], 0.0)
-    if len(next_N):
-        next_N[np.cumsum(lengths_R) - 1] = 0.0
-    delta_N = token_rewards_N + gamma * next_N - values_N
-    advantage_N = _to_go(delta_N, lengths_R, gamma * gae_lambda)
-    return advantage_N, advantage_N + values_N
+    next_M = np.append(values_M[1:], 0.0)
+    if len(next_M):
+        next_M[np.cumsum(lengths_R) - 1] = 0.0
+    delta_M = token_rewards_M + gamma * next_M - values_M
+    advantage_M = _to_go(delta_M, lengths_R, gamma * gae_lambda)
+    return advantage_M, advantage_M + values_M
 
 
 def whiten(
@@ -337,7 +337,7 @@ class Advantage(NamedTuple):
     function: Callable[..., Any]
     reads: tuple[str, ...]  # fields of `Outcomes`, in the function's order
     arguments: Mapping[str, Argument] = {}  # config.objective.advantage_args
-    per_token: bool = False  # [N]; else one number per response, [R]
+    per_token: bool = False  # [M]; else one number per response, [R]
 
 
 STD = {"normalise_std": Argument(bool, True), "std_ddof": Argument(Literal[0, 1], 1)}
@@ -354,13 +354,13 @@ ADVANTAGES = {
     "maxrl": Advantage(maxrl, GROUPS),
     "gdpo": Advantage(
         gdpo,
-        ("components_RK", "groups_R", "lengths_R"),
+        ("components_RC", "groups_R", "lengths_R"),
         {"component_weights": Argument(tuple[float, ...]), **STD},
     ),
     "reinforce++-baseline": Advantage(reinforce_plus_plus_baseline, (*GROUPS, "lengths_R")),
     "reinforce++": Advantage(
         reinforce_plus_plus,
-        ("token_rewards_N", "lengths_R"),
+        ("token_rewards_M", "lengths_R"),
         {"gamma": Argument(UpTo1, 1.0)},
         per_token=True,
     ),
@@ -372,7 +372,7 @@ ADVANTAGES = {
     ),
     "gae": Advantage(
         gae,
-        ("token_rewards_N", "values_N", "lengths_R"),
+        ("token_rewards_M", "values_M", "lengths_R"),
         {"gamma": Argument(UpTo1, 1.0), "gae_lambda": Argument(Share, 1.0)},
         per_token=True,
     ),
@@ -389,8 +389,8 @@ def estimate(name: str, outcomes: Outcomes, arguments: Mapping[str, Any]) -> Adv
     data = (getattr(outcomes, field) for field in chosen.reads)
     result = chosen.function(*data, **arguments)
     if name == "gae":
-        advantage_N, return_N = result
-        return Advantages(whiten(advantage_N), return_N)
+        advantage_M, return_M = result
+        return Advantages(whiten(advantage_M), return_M)
     return Advantages(result if chosen.per_token else np.repeat(result, outcomes.lengths_R), None)
 
 
@@ -409,7 +409,7 @@ def _centred(rewards_R: np.ndarray, groups_R: np.ndarray) -> np.ndarray:
     return grpo(rewards_R, groups_R, normalise_std=False, std_ddof=0)
 
 
-def _to_go(x_N: np.ndarray, lengths_R: np.ndarray, decay: float) -> np.ndarray:
+def _to_go(x_M: np.ndarray, lengths_R: np.ndarray, decay: float) -> np.ndarray:
     """y_t = x_t + decay y_{t+1} within each response."""
     from scipy.signal import (
         lfilter,  # here: it takes seconds to load, and most runs need none of it
@@ -417,6 +417,6 @@ def _to_go(x_N: np.ndarray, lengths_R: np.ndarray, decay: float) -> np.ndarray:
 
     out = [
         lfilter([1.0], [1.0, -decay], x_n[::-1])[::-1] if len(x_n) else x_n
-        for x_n in np.split(x_N, np.cumsum(lengths_R)[:-1])
+        for x_n in np.split(x_M, np.cumsum(lengths_R)[:-1])
     ]
     return np.concatenate(out) if out else np.zeros(0)

@@ -15,49 +15,49 @@ from jaxtyping import Bool, Float
 
 
 def covariance(
-    log_prob_N: Float[np.ndarray, " N"], advantage_N: Float[np.ndarray, " N"]
-) -> Float[np.ndarray, " N"]:
-    """cov_t of each trained token [N]."""
-    log_prob_N = np.asarray(log_prob_N, np.float64)
-    advantage_N = np.asarray(advantage_N, np.float64)
-    return (log_prob_N - log_prob_N.mean()) * (advantage_N - advantage_N.mean())
+    log_prob_M: Float[np.ndarray, " M"], advantage_M: Float[np.ndarray, " M"]
+) -> Float[np.ndarray, " M"]:
+    """cov_t of each trained token [M]."""
+    log_prob_M = np.asarray(log_prob_M, np.float64)
+    advantage_M = np.asarray(advantage_M, np.float64)
+    return (log_prob_M - log_prob_M.mean()) * (advantage_M - advantage_M.mean())
 
 
 def select_clip_cov(
-    log_prob_N: Float[np.ndarray, " N"],
-    log_prob_old_N: Float[np.ndarray, " N"],
-    advantage_N: Float[np.ndarray, " N"],
-    priority_N: Float[np.ndarray, " N"],
+    log_prob_M: Float[np.ndarray, " M"],
+    log_prob_old_M: Float[np.ndarray, " M"],
+    advantage_M: Float[np.ndarray, " M"],
+    priority_M: Float[np.ndarray, " M"],
     *,
     cov_share: float,
     cov_low: float,
     cov_high: float,
     clip_low: float,
     clip_high: float,
-) -> Bool[np.ndarray, " N"]:
-    """bool [N]: at most max(1, floor(cov_share N)) of the tokens with cov_low < cov_t < cov_high,
+) -> Bool[np.ndarray, " M"]:
+    """bool [M]: at most max(1, floor(cov_share M)) of the tokens with cov_low < cov_t < cov_high,
     those that the clip has stopped already left out. The bounds are strict, as the reference's.
 
     Args:
-        priority_N: the tokens of lowest priority value are taken; random numbers for the paper's
+        priority_M: the tokens of lowest priority value are taken; random numbers for the paper's
             uniform choice.
     """
-    ratio_N = np.exp(np.asarray(log_prob_N, np.float64) - np.asarray(log_prob_old_N, np.float64))
-    up_N = (advantage_N > 0) & (ratio_N > 1 + clip_high)
-    down_N = (advantage_N < 0) & (ratio_N < 1 - clip_low)
-    cov_N = covariance(log_prob_N, advantage_N)
-    candidates = np.flatnonzero((cov_N > cov_low) & (cov_N < cov_high) & ~(up_N | down_N))
-    chosen = candidates[np.argsort(priority_N[candidates], kind="stable")]
-    selected_N = np.zeros(len(cov_N), bool)
-    selected_N[chosen[: max(1, int(cov_share * len(cov_N)))]] = True
-    return selected_N
+    ratio_M = np.exp(np.asarray(log_prob_M, np.float64) - np.asarray(log_prob_old_M, np.float64))
+    up_M = (advantage_M > 0) & (ratio_M > 1 + clip_high)
+    down_M = (advantage_M < 0) & (ratio_M < 1 - clip_low)
+    cov_M = covariance(log_prob_M, advantage_M)
+    candidates = np.flatnonzero((cov_M > cov_low) & (cov_M < cov_high) & ~(up_M | down_M))
+    chosen = candidates[np.argsort(priority_M[candidates], kind="stable")]
+    selected_M = np.zeros(len(cov_M), bool)
+    selected_M[chosen[: max(1, int(cov_share * len(cov_M)))]] = True
+    return selected_M
 
 
 def select_kl_cov(
-    log_prob_N: Float[np.ndarray, " N"], advantage_N: Float[np.ndarray, " N"], *, cov_share: float
-) -> Bool[np.ndarray, " N"]:
-    """bool [N]: the max(1, floor(cov_share N)) tokens of largest cov_t, the earlier of equals."""
-    cov_N = covariance(log_prob_N, advantage_N)
-    selected_N = np.zeros(len(cov_N), bool)
-    selected_N[np.argsort(-cov_N, kind="stable")[: max(1, int(cov_share * len(cov_N)))]] = True
-    return selected_N
+    log_prob_M: Float[np.ndarray, " M"], advantage_M: Float[np.ndarray, " M"], *, cov_share: float
+) -> Bool[np.ndarray, " M"]:
+    """bool [M]: the max(1, floor(cov_share M)) tokens of largest cov_t, the earlier of equals."""
+    cov_M = covariance(log_prob_M, advantage_M)
+    selected_M = np.zeros(len(cov_M), bool)
+    selected_M[np.argsort(-cov_M, kind="stable")[: max(1, int(cov_share * len(cov_M)))]] = True
+    return selected_M

@@ -20,12 +20,12 @@ MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: a ratio beyond it is a broken log-prob
 
 
 class Correction(NamedTuple):
-    weight_N: np.ndarray  # float64, importance weight of the policy term
-    kept_N: np.ndarray  # bool, False: rejected
+    weight_M: np.ndarray  # float64, importance weight of the policy term
+    kept_M: np.ndarray  # bool, False: rejected
 
 
 def importance_weights(
-    log_ratio_N: Float[np.ndarray, " N"],
+    log_ratio_M: Float[np.ndarray, " M"],
     lengths_R: Int[np.ndarray, " R"],
     *,
     level: str,
@@ -40,44 +40,44 @@ def importance_weights(
     Deviation: in the papers a masked token stays in the denominator.
 
     Args:
-        log_ratio_N: log rho_t.
+        log_ratio_M: log rho_t.
         level: "token", or "sequence": rho is the product over the response.
         cap: above 0.
         floor: in (0, cap], or None.
     """
-    log_rho_N = log_ratio_N
+    log_rho_M = log_ratio_M
     if level == "sequence":
-        log_rho_N = _spread(_sums(log_ratio_N, lengths_R), lengths_R)
-    rho_N = np.exp(np.clip(log_rho_N, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+        log_rho_M = _spread(_sums(log_ratio_M, lengths_R), lengths_R)
+    rho_M = np.exp(np.clip(log_rho_M, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     if floor is None:
-        return Correction(np.minimum(rho_N, cap), np.ones(len(rho_N), bool))
-    kept_N = (rho_N >= floor) & (rho_N <= cap)
-    return Correction(np.where(kept_N, rho_N, 0.0), kept_N)
+        return Correction(np.minimum(rho_M, cap), np.ones(len(rho_M), bool))
+    kept_M = (rho_M >= floor) & (rho_M <= cap)
+    return Correction(np.where(kept_M, rho_M, 0.0), kept_M)
 
 
 def normalised(
-    weight_N: Float[np.ndarray, " N"], lengths_R: Int[np.ndarray, " R"], *, level: str
-) -> Float[np.ndarray, " N"]:
+    weight_M: Float[np.ndarray, " M"], lengths_R: Int[np.ndarray, " R"], *, level: str
+) -> Float[np.ndarray, " M"]:
     """The weights divided by their mean over tokens, or at level "sequence" over responses."""
     n_R = lengths_R[lengths_R > 0]
-    if not len(weight_N):
-        return weight_N
+    if not len(weight_M):
+        return weight_M
     if level == "sequence":
-        mean = (_sums(weight_N, lengths_R)[lengths_R > 0] / n_R).mean()
+        mean = (_sums(weight_M, lengths_R)[lengths_R > 0] / n_R).mean()
     else:
-        mean = weight_N.mean()
-    return weight_N / mean if mean > 1e-8 else weight_N
+        mean = weight_M.mean()
+    return weight_M / mean if mean > 1e-8 else weight_M
 
 
 def kept_by_divergence(
-    log_ratio_N: Float[np.ndarray, " N"],
+    log_ratio_M: Float[np.ndarray, " M"],
     lengths_R: Int[np.ndarray, " R"],
     *,
     statistic: str,
     cap: float,
     floor: float | None = None,
-) -> Bool[np.ndarray, " N"]:
-    """Which tokens stay [N]: those whose statistic is within its bounds.
+) -> Bool[np.ndarray, " M"]:
+    """Which tokens stay [M]: those whose statistic is within its bounds.
 
         k1 = -log rho, k2 = (log rho)^2 / 2, k3 = rho - 1 - log rho, of the token itself, or summed,
         averaged or maximised over its response
@@ -87,38 +87,38 @@ def kept_by_divergence(
     and k3 are not negative: they stay up to `cap`, and `floor` is None.
 
     Args:
-        log_ratio_N: log rho_t; bounded by 20 first.
+        log_ratio_M: log rho_t; bounded by 20 first.
         statistic: one of `config.Statistic`.
     """
-    log_rho_N = np.clip(log_ratio_N, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_rho_M = np.clip(log_ratio_M, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     reduction, _, divergence = statistic.rpartition("-")
-    x_N = {
-        "k1": -log_rho_N,
-        "k2": 0.5 * log_rho_N**2,
-        "k3": np.exp(log_rho_N) - 1.0 - log_rho_N,
+    x_M = {
+        "k1": -log_rho_M,
+        "k2": 0.5 * log_rho_M**2,
+        "k3": np.exp(log_rho_M) - 1.0 - log_rho_M,
     }[divergence]
     if reduction != "token":
         if reduction == "seq-max":
-            x_R = np.array([x.max(initial=0.0) for x in _split(x_N, lengths_R)])
+            x_R = np.array([x.max(initial=0.0) for x in _split(x_M, lengths_R)])
         else:
-            x_R = _sums(x_N, lengths_R)
+            x_R = _sums(x_M, lengths_R)
             if reduction == "seq-mean":
                 x_R = x_R / np.maximum(lengths_R, 1)
-        x_N = _spread(x_R, lengths_R)
+        x_M = _spread(x_R, lengths_R)
     if divergence == "k1":
         assert floor is not None
-        return (x_N >= np.log(floor)) & (x_N <= np.log(cap))
-    return x_N <= cap
+        return (x_M >= np.log(floor)) & (x_M <= np.log(cap))
+    return x_M <= cap
 
 
 def kept_by_sequence_masking(
-    log_ratio_N: Float[np.ndarray, " N"],
-    advantage_N: Float[np.ndarray, " N"],
+    log_ratio_M: Float[np.ndarray, " M"],
+    advantage_M: Float[np.ndarray, " M"],
     lengths_R: Int[np.ndarray, " R"],
     *,
     delta: float,
-) -> Bool[np.ndarray, " N"]:
-    """Off-policy sequence masking [N]: a response of negative advantage goes when the policy has
+) -> Bool[np.ndarray, " M"]:
+    """Off-policy sequence masking [M]: a response of negative advantage goes when the policy has
     moved away from it.
 
         dropped if A < 0 and 1/|y| sum_t log(mu_t / pi_t) > delta
@@ -126,53 +126,53 @@ def kept_by_sequence_masking(
     Source: DeepSeek-V3.2, arXiv:2512.02556. A is the mean advantage of the response.
     """
     n_R = np.maximum(lengths_R, 1)
-    away_R = _sums(-log_ratio_N, lengths_R) / n_R > delta
-    negative_R = _sums(advantage_N, lengths_R) < 0
+    away_R = _sums(-log_ratio_M, lengths_R) / n_R > delta
+    negative_R = _sums(advantage_M, lengths_R) < 0
     return ~_spread(away_R & negative_R, lengths_R)
 
 
 def correct(
     settings: Any,
-    log_prob_N: Float[np.ndarray, " N"],
-    log_prob_rollout_N: Float[np.ndarray, " N"],
-    advantage_N: Float[np.ndarray, " N"],
+    log_prob_M: Float[np.ndarray, " M"],
+    log_prob_rollout_M: Float[np.ndarray, " M"],
+    advantage_M: Float[np.ndarray, " M"],
     lengths_R: Int[np.ndarray, " R"],
 ) -> Correction:
     """All corrections of `config.correction` on the trained tokens of a mini-batch.
 
     Args:
         settings: a `CorrectionConfig`.
-        log_prob_N: under pi.
-        log_prob_rollout_N: under mu.
-        advantage_N: for off-policy sequence masking.
+        log_prob_M: under pi.
+        log_prob_rollout_M: under mu.
+        advantage_M: for off-policy sequence masking.
     """
     # float64 before the difference: the sums over long responses are what is compared.
-    log_ratio_N = np.asarray(log_prob_N, np.float64) - np.asarray(log_prob_rollout_N, np.float64)
-    weight_N, kept_N = np.ones(len(log_ratio_N)), np.ones(len(log_ratio_N), bool)
+    log_ratio_M = np.asarray(log_prob_M, np.float64) - np.asarray(log_prob_rollout_M, np.float64)
+    weight_M, kept_M = np.ones(len(log_ratio_M)), np.ones(len(log_ratio_M), bool)
     if settings.importance != "none":
-        weight_N, kept_N = importance_weights(
-            log_ratio_N,
+        weight_M, kept_M = importance_weights(
+            log_ratio_M,
             lengths_R,
             level=settings.importance,
             cap=settings.importance_cap,
             floor=settings.importance_floor,
         )
         if settings.normalise:
-            weight_N = normalised(weight_N, lengths_R, level=settings.importance)
+            weight_M = normalised(weight_M, lengths_R, level=settings.importance)
     for statistic, floor, cap in settings.reject:
-        kept_N = kept_N & kept_by_divergence(
-            log_ratio_N, lengths_R, statistic=statistic, floor=floor, cap=cap
+        kept_M = kept_M & kept_by_divergence(
+            log_ratio_M, lengths_R, statistic=statistic, floor=floor, cap=cap
         )
     if settings.sequence_mask_delta is not None:
-        kept_N = kept_N & kept_by_sequence_masking(
-            log_ratio_N, advantage_N, lengths_R, delta=settings.sequence_mask_delta
+        kept_M = kept_M & kept_by_sequence_masking(
+            log_ratio_M, advantage_M, lengths_R, delta=settings.sequence_mask_delta
         )
-    return Correction(weight_N, kept_N)
+    return Correction(weight_M, kept_M)
 
 
 def mismatch(
-    log_prob_N: Float[np.ndarray, " N"],
-    log_prob_rollout_N: Float[np.ndarray, " N"],
+    log_prob_M: Float[np.ndarray, " M"],
+    log_prob_rollout_M: Float[np.ndarray, " M"],
     lengths_R: Int[np.ndarray, " R"],
 ) -> dict[str, float]:
     """How far pi is from the mu that sampled: numbers of a batch of trained tokens.
@@ -182,36 +182,36 @@ def mismatch(
     of tokens and of responses; prob_gap_mean, _max: |pi - mu| as probabilities. What is
     exponentiated is bounded by 20 first.
     """
-    pi_N = np.asarray(log_prob_N, np.float64)
-    mu_N = np.asarray(log_prob_rollout_N, np.float64)
+    pi_M = np.asarray(log_prob_M, np.float64)
+    mu_M = np.asarray(log_prob_rollout_M, np.float64)
     there_R = lengths_R > 0
     if not there_R.any():
         return {}
     n_R = lengths_R[there_R]
-    log_rho_N = pi_N - mu_N
-    mean_R = lambda x_N: _sums(x_N, lengths_R)[there_R] / n_R
+    log_rho_M = pi_M - mu_M
+    mean_R = lambda x_M: _sums(x_M, lengths_R)[there_R] / n_R
     bounded = lambda x: np.clip(x, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    gap_N = np.abs(np.exp(pi_N) - np.exp(mu_N))
+    gap_M = np.abs(np.exp(pi_M) - np.exp(mu_M))
     return {
-        "kl": float(-log_rho_N.mean()),
-        "k3_kl": float((np.exp(bounded(log_rho_N)) - log_rho_N - 1.0).mean()),
-        "training_ppl": float(np.exp(bounded(-mean_R(pi_N))).mean()),
-        "rollout_ppl": float(np.exp(bounded(-mean_R(mu_N))).mean()),
-        "chi2_token": float(np.exp(2.0 * bounded(log_rho_N)).mean() - 1.0),
-        "chi2_seq": float(np.exp(2.0 * bounded(_sums(log_rho_N, lengths_R)[there_R])).mean() - 1.0),
-        "prob_gap_mean": float(gap_N.mean()),
-        "prob_gap_max": float(gap_N.max()),
+        "kl": float(-log_rho_M.mean()),
+        "k3_kl": float((np.exp(bounded(log_rho_M)) - log_rho_M - 1.0).mean()),
+        "training_ppl": float(np.exp(bounded(-mean_R(pi_M))).mean()),
+        "rollout_ppl": float(np.exp(bounded(-mean_R(mu_M))).mean()),
+        "chi2_token": float(np.exp(2.0 * bounded(log_rho_M)).mean() - 1.0),
+        "chi2_seq": float(np.exp(2.0 * bounded(_sums(log_rho_M, lengths_R)[there_R])).mean() - 1.0),
+        "prob_gap_mean": float(gap_M.mean()),
+        "prob_gap_max": float(gap_M.max()),
     }
 
 
-def _sums(x_N: np.ndarray, lengths_R: np.ndarray) -> np.ndarray:
-    responses_N = np.repeat(np.arange(len(lengths_R)), lengths_R)
-    return np.bincount(responses_N, weights=x_N, minlength=len(lengths_R))
+def _sums(x_M: np.ndarray, lengths_R: np.ndarray) -> np.ndarray:
+    responses_M = np.repeat(np.arange(len(lengths_R)), lengths_R)
+    return np.bincount(responses_M, weights=x_M, minlength=len(lengths_R))
 
 
 def _spread(x_R: np.ndarray, lengths_R: np.ndarray) -> np.ndarray:
     return np.repeat(x_R, lengths_R)
 
 
-def _split(x_N: np.ndarray, lengths_R: np.ndarray) -> list[np.ndarray]:
-    return np.split(x_N, np.cumsum(lengths_R)[:-1]) if len(lengths_R) else []
+def _split(x_M: np.ndarray, lengths_R: np.ndarray) -> list[np.ndarray]:
+    return np.split(x_M, np.cumsum(lengths_R)[:-1]) if len(lengths_R) else []

@@ -1,31 +1,19 @@
 """The configuration: schema with defaults, its checks, the command line, config.json of models."""
 
 from dapo_jax.config.schema import (
-    CheckpointConfig,
     Config,
     CorrectionConfig,
-    CriticConfig,
     DataConfig,
-    DynamicSamplingConfig,
-    EvaluationConfig,
-    LogConfig,
     MeshConfig,
     ModelConfig,
-    ObjectiveConfig,
     OptimizerConfig,
     PretrainConfig,
-    RewardConfig,
     RolloutConfig,
-    RopeScalingConfig,
     SourceConfig,
     Statistic,
-    TrainConfig,
     model_config,
 )
 
-__all__ = [
-    "CheckpointConfig", "Config", "CorrectionConfig", "CriticConfig", "DataConfig",
-    "DynamicSamplingConfig", "EvaluationConfig", "LogConfig", "MeshConfig", "ModelConfig",
-    "ObjectiveConfig", "OptimizerConfig", "PretrainConfig", "RewardConfig", "RolloutConfig",
-    "RopeScalingConfig", "SourceConfig", "Statistic", "TrainConfig", "model_config",
-]  # fmt: skip
+__all__ = ["Config", "CorrectionConfig", "DataConfig", "MeshConfig", "ModelConfig"]
+__all__ += ["OptimizerConfig", "PretrainConfig", "RolloutConfig", "SourceConfig", "Statistic"]
+__all__ += ["model_config"]

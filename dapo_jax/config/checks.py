@@ -1,13 +1,13 @@
 """Relations that must hold between the fields of a config, beyond the range of each.
 
-Those of the objective are in `dapo_jax.config.objective_checks`.
+`Config.from_dict` calls `check`; `dapo_jax.config.objective_checks` has those of the objective.
 """
 
 import math
 import re
 from typing import TYPE_CHECKING
 
-from dapo_jax.rewards.types import parse_scorers
+from dapo_jax.rewards.types import CORRECT, parse_scorers
 from dapo_jax.types import UserError
 
 if TYPE_CHECKING:  # dapo_jax.config.schema calls these checks
@@ -20,6 +20,14 @@ def require(condition: bool, field: str, value: object, wanted: str) -> None:
         raise UserError(f"config.{field} must be {wanted}; got {value!r}.")
 
 
+def require_unset(field: str, value: object, when: str, default: object = None) -> None:
+    """Raises UserError unless a field that nothing reads has its default."""
+    if value != default:
+        raise UserError(
+            f"config.{field} is not read when config.{when}: set it to {default} (got {value!r})."
+        )
+
+
 def check_divides(small: str, a: int, large: str, b: int) -> None:
     """Raises UserError unless `a`, the value of field `small`, divides `b`, that of `large`."""
     if b % a:
@@ -30,7 +38,7 @@ def check_divides(small: str, a: int, large: str, b: int) -> None:
 
 
 def check_model(model: "ModelConfig") -> None:
-    """Raises UserError for what contradicts itself in a model."""
+    """Raises UserError for contradictions within a model."""
     for token in model.stop_token_ids:
         wanted = f"in the vocabulary: from 0 to {model.vocab_size - 1}"
         require(0 <= token < model.vocab_size, "model.stop_token_ids", token, wanted)
@@ -38,13 +46,12 @@ def check_model(model: "ModelConfig") -> None:
 
 
 def check_training(config: "Config") -> None:
-    """Raises UserError for what training alone cannot do with a config."""
+    """Raises UserError for a config that can be evaluated and not trained."""
     if config.model.param_dtype == "bfloat16":
         raise UserError(
-            "config.model.param_dtype 'bfloat16' is for evaluation: updates at "
-            f"config.optimizer.learning_rate {config.optimizer.learning_rate:g} are smaller than "
-            "half of what bfloat16 can tell apart, and are rounded away. Set it to 'float32'; "
-            "config.model.compute_dtype 'bfloat16' is that of the arithmetic."
+            "config.model.param_dtype 'bfloat16' is for evaluation: it rounds away updates at "
+            f"config.optimizer.learning_rate {config.optimizer.learning_rate:g}. Set it to "
+            "'float32'; config.model.compute_dtype 'bfloat16' is the dtype of the arithmetic."
         )
 
 
@@ -53,21 +60,11 @@ def check(config: "Config") -> None:
     check_model(config.model)
     _check_data(config)
     _check_lengths(config)
-    _check_rollout(config)
     _check_sampling(config)
     _check_pretrain(config)
     _check_mesh(config.mesh)
-    decay, final = config.optimizer.decay, config.optimizer.final_rate_share
-    if (decay == "cosine") != (final is not None):
-        raise UserError(
-            "config.optimizer.final_rate_share is needed with decay 'cosine' and must be None "
-            f"otherwise; got {final!r} with {decay!r}."
-        )
-    t = config.train
-    check_divides(
-        "train.prompts_per_update", t.prompts_per_update, "train.prompts_per_step",
-        t.prompts_per_step,
-    )  # fmt: skip
+    small, large = config.train.prompts_per_update, config.train.prompts_per_step
+    check_divides("train.prompts_per_update", small, "train.prompts_per_step", large)
 
 
 def _check_lengths(config: "Config") -> None:
@@ -77,54 +74,37 @@ def _check_lengths(config: "Config") -> None:
         raise UserError(
             f"config.train.row_tokens ({train.row_tokens}) is shorter than the longest sequence: "
             f"config.data.max_prompt_tokens ({config.data.max_prompt_tokens}) + "
-            f"config.rollout.max_response_tokens ({rollout.max_response_tokens}) = {longest}. "
+            f"config.rollout.max_response_tokens ({rollout.max_response_tokens}). "
             f"Set it to {longest} or more."
         )
-    if reward.overlong_buffer_tokens >= rollout.max_response_tokens:
-        raise UserError(
-            f"config.reward.overlong_buffer_tokens ({reward.overlong_buffer_tokens}) must be less "
-            f"than config.rollout.max_response_tokens ({rollout.max_response_tokens}): it is the "
-            "last part of the response in which the punishment grows."
-        )
-    if (reward.overlong_buffer_tokens == 0) != (reward.overlong_penalty == 0):
+    buffer, penalty = reward.overlong_buffer_tokens, reward.overlong_penalty
+    wanted = f"less than config.rollout.max_response_tokens ({rollout.max_response_tokens})"
+    require(buffer < rollout.max_response_tokens, "reward.overlong_buffer_tokens", buffer, wanted)
+    if (buffer == 0) != (penalty == 0):
         raise UserError(
             "config.reward.overlong_buffer_tokens and config.reward.overlong_penalty are both 0 "
-            f"(no soft overlong punishment) or both positive; got {reward.overlong_buffer_tokens} "
-            f"and {reward.overlong_penalty}."
+            f"(no soft overlong punishment) or both positive; got {buffer} and {penalty}."
         )
-    wanted = f"greater than config.reward.incorrect ({reward.incorrect})"
-    require(reward.correct > reward.incorrect, "reward.correct", reward.correct, wanted)
-
-
-def _check_rollout(config: "Config") -> None:
-    rollout = config.rollout
-    if rollout.log_prob_source == "recompute":
-        return
-    for name, everything in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-        value = getattr(rollout, name)
-        if value != everything:
-            raise UserError(
-                f"config.rollout.{name} ({value}) leaves tokens out and makes the rollout's "
-                "log-probs those among the rest, which the trained policy does not have: set "
-                f"config.rollout.log_prob_source to 'recompute', or {name} to {everything}."
-            )
+    wanted = f"less than {CORRECT:g}, the reward of a correct response"
+    require(reward.incorrect < CORRECT, "reward.incorrect", reward.incorrect, wanted)
 
 
 def _check_sampling(config: "Config") -> None:
-    sampling = config.dynamic_sampling
-    if sampling.enabled and config.rollout.group_size < 2:
-        raise UserError(
-            "config.dynamic_sampling.enabled needs config.rollout.group_size of at least 2: a "
-            "group of one is always all right or all wrong."
-        )
-    require(sampling.enabled or not sampling.partial_rollouts, "dynamic_sampling.partial_rollouts",
-            sampling.partial_rollouts, "False without config.dynamic_sampling.enabled: nothing is "
-            "sampled beyond the batch")  # fmt: skip
-    if sampling.prefilter and not sampling.enabled:
-        raise UserError(
-            "config.dynamic_sampling.prefilter needs config.dynamic_sampling.enabled: without it "
-            "a batch holds whatever was sampled. Set both to True, or the first to False."
-        )
+    rollout, dynamic = config.rollout, config.dynamic_sampling
+    for name, everything in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        value = getattr(rollout, name)
+        if value != everything and rollout.log_prob_source == "rollout":
+            raise UserError(
+                f"config.rollout.{name} ({value}) leaves tokens out: the rollout's log-probs are "
+                "of the remaining tokens alone, the trained policy's of all. Set "
+                f"config.rollout.log_prob_source to 'recompute', or {name} to {everything}."
+            )
+    enabled, switch = dynamic.enabled, "config.dynamic_sampling.enabled"
+    wanted = f"at least 2 with {switch}: a group of one is always all right or all wrong"
+    require(rollout.group_size > 1 or not enabled, "rollout.group_size", 1, wanted)
+    for name in ("partial_rollouts", "prefilter"):
+        value = getattr(dynamic, name)
+        require(enabled or not value, f"dynamic_sampling.{name}", value, f"False without {switch}")
 
 
 def _check_data(config: "Config") -> None:
@@ -135,11 +115,8 @@ def _check_data(config: "Config") -> None:
             raise UserError(f"config.data.{side} names no source; give at least one.")
         for name, source in chosen.items():
             _check_source(source, side, name)
-    if data.system_prompt is not None and not data.chat:
-        raise UserError(
-            "config.data.system_prompt is not read when config.data.chat is False: set it to None "
-            f"(got {data.system_prompt!r})."
-        )
+    if not data.chat:
+        require_unset("data.system_prompt", data.system_prompt, "data.chat is False")
     _check_scorer(config.reward.scorer, "reward.scorer")
 
 
@@ -155,25 +132,22 @@ def _check_source(source: "SourceConfig", side: str, name: object) -> None:
         ok = weight is not None and 0 < weight < math.inf
         require(ok, f"{field}.weight", weight, "greater than 0, and finite")
     else:
-        require(weight is None, f"{field}.weight", weight, "None: all problems are tried")
+        require(weight is None, f"{field}.weight", weight, "None: all problems are evaluated")
     if source.scorer is not None:
         _check_scorer(source.scorer, f"{field}.scorer")
+    unread = ("num_terms",)
     if source.path == "arithmetic":
-        number = source.num_problems
+        unread = ("prompt_key", "answer_key")
+        number, levels = source.num_problems, source.num_terms or ()
         require(number is not None, f"{field}.num_problems", number, "given for arithmetic")
-        _check_num_terms(source.num_terms, f"{field}.num_terms")
-        sides = ("train", "heldout")
-        require(source.split in sides, f"{field}.split", source.split, "'train' or 'heldout'")
-        unread = ("prompt_key", "answer_key", "answer_in")
-    else:
-        unread = ("num_terms",)
-    for unread_name in unread:
-        value = getattr(source, unread_name)
-        if value is not None:
-            raise UserError(
-                f"config.{field}.{unread_name} is not read when config.{field}.path is "
-                f"{source.path!r}: set it to None (got {value!r})."
-            )
+        ok = len(levels) > 0 and all(2 <= n <= 11 for n in levels)
+        wanted = "a non-empty tuple of integers from 2 to 11"
+        require(ok, f"{field}.num_terms", source.num_terms, wanted)
+        ok = source.split in ("train", "heldout")
+        require(ok, f"{field}.split", source.split, "'train' or 'heldout'")
+    for name in unread:
+        when = f"{field}.path is {source.path!r}"
+        require_unset(f"{field}.{name}", getattr(source, name), when)
 
 
 def _check_scorer(scorer: str, field: str) -> None:
@@ -186,18 +160,8 @@ def _check_scorer(scorer: str, field: str) -> None:
         ) from error
 
 
-def _check_num_terms(levels: tuple[int, ...] | None, field: str) -> None:
-    ok = bool(levels) and all(2 <= n <= 11 for n in levels or ())
-    require(ok, field, levels, "a non-empty tuple of integers from 2 to 11")
-
-
 def _check_pretrain(config: "Config") -> None:
     model, pretrain = config.model, config.pretrain
-    if model.path is not None and pretrain is not None:
-        raise UserError(
-            "config.pretrain makes a base model when config.model.path is None, and must be "
-            f"None otherwise; got path={model.path!r} and pretrain given."
-        )
     if pretrain is None:
         if model.tokenizer is None and model.path is None:
             raise UserError(
@@ -205,19 +169,19 @@ def _check_pretrain(config: "Config") -> None:
                 "None."
             )
         return
-    if model.tokenizer is not None:
+    why = "None with config.pretrain, which fits a base model on sums; or set that to None"
+    require(model.path is None, "model.path", model.path, why)
+    require(model.tokenizer is None, "model.tokenizer", model.tokenizer, why)
+    if all(source.num_terms is None for source in config.data.train.values()):
         raise UserError(
-            "config.pretrain fits the base model on generated arithmetic: it needs "
-            f"config.model.tokenizer = None; got {model.tokenizer!r}."
+            "config.pretrain fits the base model on sums as long as those of config.data.train, "
+            f"which has none: {', '.join(config.data.train)}. Set it to None, or add a source with "
+            "path 'arithmetic'."
         )
-    _check_num_terms(pretrain.num_terms, "pretrain.num_terms")
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    wanted = f"at least {longest}, a prompt with its response"
-    require(pretrain.row_tokens >= longest, "pretrain.row_tokens", pretrain.row_tokens, wanted)
 
 
 def _check_mesh(mesh: "MeshConfig") -> None:
-    split = ("data", "fsdp", "tensor")  # parameters over context as over fsdp
+    split = ("data", "fsdp", "tensor")  # the axes of parameters; context splits them as fsdp does
     sizes = {axis: getattr(mesh, axis) for axis in (*split, "context")}
     if sum(size == -1 for size in sizes.values()) > 1:
         raise UserError(f"config.mesh: at most one axis may be -1; got {sizes}.")

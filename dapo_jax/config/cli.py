@@ -1,12 +1,11 @@
-"""Flags of the programs in launch/, and how their failures are told."""
+"""Command lines of the programs in launch/: flags, config files, and how failures are reported."""
 
 import errno
-import importlib.machinery
-import importlib.util
 import re
+import runpy
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,13 @@ from dapo_jax.utils import fields, hf_hub
 from dapo_jax.utils.fields import Text
 
 ROOT = Path(__file__).resolve().parents[2]
-# Status codes of JAX's runtime for what another start would meet again.
-OF_THE_PROGRAM = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
-# Words of compilers that refuse a program, under whatever code.
-OF_COMPILERS = ("RET_CHECK", "Mosaic", "ompilation")
-# Numbers of an OSError that says how things are, not that the storage failed.
-LASTING = {
-    errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR,
-    errno.EISDIR, errno.ENAMETOOLONG, errno.ENOSPC, errno.EDQUOT, None,
-}  # fmt: skip
+# Status codes of JAX's runtime that another start would meet again.
+PERMANENT_STATUS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
+# Words of compilers that refuse a program, under any status code.
+COMPILER_WORDS = ("RET_CHECK", "Mosaic", "ompilation")
+# Errors of the file system that are no failure of the storage.
+PERMANENT_ERRNOS = ["ENOENT", "EACCES", "EPERM", "EROFS", "EEXIST", "ENOTDIR", "EISDIR"]
+PERMANENT_ERRNOS += ["ENAMETOOLONG", "ENOSPC", "EDQUOT"]
 
 
 def parse(
@@ -42,42 +39,30 @@ def parse(
     integers: Sequence[str] = (),
     floats: Sequence[str] = (),
 ) -> tuple[Config, Any]:
-    """(checked config, flags with `workdir` and those named) from a command line. A flag that is
-    not given is None, a switch False. A `model` that is given takes the place of the config's, but
-    for those of its fields that are overridden.
+    """Returns the checked config and the flags of a command line: `workdir` and the named ones.
+
+    A flag that is not given is None, a switch False. A given `model` replaces the config's model,
+    except for the fields that are overridden.
 
     Raises:
         UserError: a flag, the config file or a field is wrong.
     """
-    if any(argument in ("--help", "-h", "-help") for argument in argv):
-        print(usage.strip())
-        raise SystemExit(0)
+    _help(argv, usage)
     place, arguments, overrides = _split(argv[1:])
     given = _load(place)
     for name, text in overrides.items():
         _set(given, name, text)
-    values = flags.FlagValues()
-    flags.DEFINE_string("workdir", None, "directory of the run", flag_values=values)
-    for name in switches:
-        flags.DEFINE_bool(name, False, name, flag_values=values)
-    for name in texts:
-        flags.DEFINE_string(name, None, name, flag_values=values)
-    for name in integers:
-        flags.DEFINE_integer(name, None, name, flag_values=values)
-    for name in floats:
-        flags.DEFINE_float(name, None, name, flag_values=values)
-    named = ["config=FILE", "config.FIELD=VALUE", "workdir=DIR", *texts, *integers, *floats]
-    known = f"Flags: {', '.join(f'--{name}' for name in [*named, *switches])}."
-    try:
-        rest = values([argv[0], *arguments])[1:]
-    except flags.Error as error:
-        raise UserError(f"{error}. {known}") from error
-    if rest:
-        raise UserError(f"{rest[0]!r} is not a flag. {known}")
+    values = _parse_flags(
+        [argv[0], *arguments],
+        dict.fromkeys(("workdir", *texts)),
+        dict.fromkeys(integers),
+        dict.fromkeys(floats),
+        switches,
+        before=("config=FILE", "config.FIELD=VALUE"),
+    )
     model = given.get("model")
-    if isinstance(model, dict):  # of anything else the config says what is wrong
+    if isinstance(model, dict):  # Config.from_dict refuses anything else
         if "model" in texts and values.model is not None:
-            # Everything that its config.json says is taken from there, unless overridden.
             if "model.path" in overrides:
                 raise UserError("--model and --config.model.path both say which model: give one.")
             taken = ("tokenizer", *hf_config.FIELDS)
@@ -87,10 +72,17 @@ def parse(
         model = {name: value for name, value in model.items() if value is not None}
         given["model"] = hf_config.filled(fields.converted(ModelConfig, model, "config.model"))
     config = Config.from_dict(given)
-    # The hub is asked only for what is None; what it has is checked when weights are loaded.
+    # The hub is asked for missing fields only; the others are checked when weights are loaded.
     if config.model.path is not None and not hf_hub.is_repository(config.model.path):
         hf_config.check(config.model)
     return config, values
+
+
+def default_workdir(argv: list[str]) -> Path:
+    """Returns runs/NAME for a command line with --config: NAME is the file's stem and argument."""
+    file, _, argument = _split(argv[1:])[0].partition(":")
+    stem = Path(file).stem
+    return Path("runs", f"{stem}_{argument}" if argument else stem)
 
 
 def parse_flags(
@@ -101,45 +93,65 @@ def parse_flags(
     numbers: dict[str, float],
     switches: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The values of --name=value flags, for the programs without a config.
+    """Returns the values of --name=value flags, for the programs without a config.
 
     Args:
-        text: default of each flag that is text; None: it has to be given.
-        numbers: default of each flag that is a number, an integer where that is one.
-        switches: names of the flags that are True where they are given.
+        text: default of each text flag; None: the flag is required.
+        numbers: default of each number flag; the flag takes integers where its default is one.
+        switches: flags that are True where given.
 
     Raises:
         UserError: an unknown, missing or malformed flag.
     """
-    if any(argument in ("--help", "-h", "-help") for argument in argv):
+    _help(argv, usage)
+    integers = {name: default for name, default in numbers.items() if isinstance(default, int)}
+    floats = {name: default for name, default in numbers.items() if name not in integers}
+    values = _parse_flags(argv, text, integers, floats, switches)
+    names = [*text, *numbers, *switches]
+    for name, default in text.items():
+        if default is None and not values[name].value:
+            known = ", ".join(f"--{known}" for known in names)
+            raise UserError(f"--{name} is needed. Flags: {known}.")
+    return {name: values[name].value for name in names}
+
+
+def _help(argv: list[str], usage: str) -> None:
+    if {"--help", "-h", "-help"} & set(argv):
         print(usage.strip())
         raise SystemExit(0)
+
+
+def _parse_flags(
+    argv: list[str],
+    texts: Mapping[str, str | None],
+    integers: Mapping[str, int | None],
+    floats: Mapping[str, float | None],
+    switches: Sequence[str],
+    before: Sequence[str] = (),
+) -> flags.FlagValues:
+    """Parses flags with these defaults; `before` are other flags, named in errors."""
     values = flags.FlagValues()
-    for name, default in text.items():
-        flags.DEFINE_string(name, default, name, flag_values=values)
-    for name, default in numbers.items():
-        if isinstance(default, int):
-            flags.DEFINE_integer(name, default, name, flag_values=values)
-        else:
-            flags.DEFINE_float(name, default, name, flag_values=values)
+    for name, text in texts.items():
+        flags.DEFINE_string(name, text, name, flag_values=values)
+    for name, integer in integers.items():
+        flags.DEFINE_integer(name, integer, name, flag_values=values)
+    for name, number in floats.items():
+        flags.DEFINE_float(name, number, name, flag_values=values)
     for name in switches:
         flags.DEFINE_bool(name, False, name, flag_values=values)
-    known = ", ".join(f"--{name}" for name in [*text, *numbers, *switches])
+    known = ", ".join(f"--{name}" for name in (*before, *texts, *integers, *floats, *switches))
     try:
         rest = values(argv)[1:]
     except flags.Error as error:
         raise UserError(f"{error}. Flags: {known}.") from error
     if rest:
         raise UserError(f"{rest[0]!r} is not a flag. Flags: {known}.")
-    missing = [name for name, default in text.items() if default is None and not values[name].value]
-    if missing:
-        raise UserError(f"--{missing[0]} is needed. Flags: {known}.")
-    return {name: values[name].value for name in [*text, *numbers, *switches]}
+    return values
 
 
 def _split(arguments: list[str]) -> tuple[str, list[str], dict[str, Text]]:
-    """Returns the value of --config, the arguments that are not of the config, and the text of each
-    overridden field in the order given; the last of several for one field holds."""
+    """Splits arguments into the value of --config, those of no config, and the text of each
+    overridden field; the last of several for one field holds."""
     place, rest, overrides = None, [], {}
     while arguments:
         argument, *arguments = arguments
@@ -163,8 +175,8 @@ def _split(arguments: list[str]) -> tuple[str, list[str], dict[str, Text]]:
 
 
 def _set(values: dict[str, Any], name: str, text: Text) -> None:
-    """Sets the field `name`, such as "critic.learning_rate"; a section that is None begins with
-    defaults. `Config.from_dict` says what is wrong with it."""
+    """Sets the field `name`, such as "critic.learning_rate"; a section that is None starts with its
+    defaults. `Config.from_dict` checks the value."""
     *groups, last = name.split(".")
     for i, group in enumerate(groups):
         if values.get(group) is None:
@@ -177,26 +189,21 @@ def _set(values: dict[str, Any], name: str, text: Text) -> None:
 
 
 def _load(place: str) -> dict[str, Any]:
-    """What get_config of FILE, or with the text after the colon that of FILE:TEXT, returns. The
-    file is looked for here and then beside the project's own configs.
+    """Returns the config of FILE or FILE:ARGUMENT, a file here or in the project's directory.
 
     Raises:
         UserError: there is no such file, or something is wrong in it.
     """
-    path, colon, parameter = place.partition(":")
+    path, colon, argument = place.partition(":")
     file = next((p.resolve() for p in (Path(path), ROOT / path) if p.is_file()), None)
     if file is None:
         known = ", ".join(f"configs/{p.name}" for p in sorted((ROOT / "configs").glob("[a-z]*.py")))
         raise UserError(f"--config={path}: no such file. The project has {known}.")
-    loader = importlib.machinery.SourceFileLoader("config_file", str(file))
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = sys.modules[loader.name] = importlib.util.module_from_spec(spec)
     try:
-        loader.exec_module(module)
-        if not callable(getattr(module, "get_config", None)):
+        get_config = runpy.run_path(str(file)).get("get_config")
+        if not callable(get_config):
             raise UserError(f"--config={file} has no function get_config.")
-        config = module.get_config(*([parameter] if colon else []))
+        config = get_config(*([argument] if colon else []))
     except UserError:
         raise
     except Exception as error:
@@ -210,47 +217,46 @@ def _load(place: str) -> dict[str, Any]:
 
 
 def _mistake(file: Path, error: Exception) -> str:
-    """What is wrong in a config file, and where; what is not plain from that, by its traceback on
-    standard error."""
-    place, line, trace = str(file), None, error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename != place:
-        trace = trace.tb_next
+    """Describes an error in a config file, with its line. Prints the traceback, unless the error is
+    one of syntax or import, whose message says it all."""
+    place, line, message = str(file), None, f"{type(error).__name__}: {error}"
     if isinstance(error, SyntaxError):
-        place, line, said = error.filename or place, error.lineno, error.msg
+        place, line, message = error.filename or place, error.lineno, error.msg
     else:
-        line, said = trace and trace.tb_lineno, f"{type(error).__name__}: {error}"
+        trace = traceback.extract_tb(error.__traceback__)
+        line = next((frame.lineno for frame in trace if frame.filename == place), None)
         if not isinstance(error, ImportError):
-            traceback.print_exception(error.with_traceback(trace))
-    return f"--config={place}{f', line {line}' if line else ''}: {said}."
+            traceback.print_exception(error)
+    return f"--config={place}{f', line {line}' if line else ''}: {message}."
 
 
 def fail(error: Exception) -> int:
-    """Prints what went wrong to standard error, without a traceback where the message says it all.
+    """Prints an error to standard error, with a traceback unless its message says it all.
 
     Returns:
-        The exit status: 2 for the user's mistakes, START_AGAIN for faults of devices and storage
+        The exit status: 2 for the user's mistakes, EXIT_RESTART for faults of devices and storage
         that a new start may not meet, 1 otherwise.
     """
-    if isinstance(error, UserError):
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        print(
-            f"error: the disk is full ({error.filename or 'while writing to --workdir'}). "
-            "Checkpoints saved before are intact: free some space and start the same command.",
-            file=sys.stderr,
+        error = RunError(
+            f"the disk is full ({error.filename or 'while writing to --workdir'}). "
+            "Checkpoints saved before are intact: free some space and start the same command."
         )
-        return 1
-    if isinstance(error, RunError):
+    if isinstance(error, UserError | RunError):
         print(f"error: {error}", file=sys.stderr)
+        if isinstance(error, UserError):
+            return 2
         return EXIT_RESTART if error.restart else 1
     traceback.print_exception(error)
-    return EXIT_RESTART if _may_pass(error) else 1
+    return EXIT_RESTART if _is_transient(error) else 1
 
 
-def _may_pass(error: Exception) -> bool:
-    """Whether an error is one of a device or of the storage and not of the program."""
+def _is_transient(error: Exception) -> bool:
+    """Returns whether an error is a fault of a device or of the storage, not of the program."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         text = str(error)
-        return not (text.startswith(OF_THE_PROGRAM) or any(word in text for word in OF_COMPILERS))
-    return isinstance(error, OSError) and error.errno not in LASTING
+        words = any(word in text for word in COMPILER_WORDS)
+        return not (words or text.startswith(PERMANENT_STATUS))
+    if not isinstance(error, OSError) or error.errno is None:
+        return False
+    return errno.errorcode.get(error.errno) not in PERMANENT_ERRNOS

@@ -1,41 +1,36 @@
 """config.json of a Hugging Face checkpoint, as the fields of `ModelConfig`, and back.
 
-A key that is known to change the computation is refused by its name, unless its value is one with
-which it changes nothing: a nearly right model gives nearly right numbers. Unknown keys are ignored
-and named in one warning.
+A key that changes the computation is refused by its name, unless its value changes nothing here: a
+nearly right model gives nearly right numbers. One warning names the unknown keys, which are
+ignored.
 """
 
 import functools
 import json
-import math
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
-from dapo_jax.config.schema import ModelConfig, RopeScalingConfig
+from dapo_jax.config import rope_scaling
+from dapo_jax.config.schema import ModelConfig
 from dapo_jax.types import UserError
 from dapo_jax.utils import hf_hub
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-# Of our fields: the key of each.
-SAME = ("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps")
-SIZES = {name: name for name in SAME} | {
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-}
-FIELDS = (
-    *SIZES, "num_kv_heads", "head_dim", "rope_theta", "rope_scaling", "qkv_bias", "qk_norm",
-    "tie_embeddings", "sliding_window", "sliding_layers", "stop_token_ids",
-)  # fmt: skip
-# By model_type: what the family has that its config.json does not say, and its class.
+# Our field: Hugging Face's key.
+SIZES = {name: name for name in ("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps")}
+SIZES |= {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
+# The fields of ModelConfig that a checkpoint determines.
+FIELDS = (*SIZES, "num_kv_heads", "head_dim", "rope_theta", "rope_scaling", "qkv_bias", "qk_norm")
+FIELDS += ("tie_embeddings", "sliding_window", "sliding_layers", "stop_token_ids")
+# By model_type: properties that its config.json does not state, and its class.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"qkv_bias": True, "qk_norm": False, "class": "Qwen2ForCausalLM"},
     "qwen3": {"qkv_bias": False, "qk_norm": True, "class": "Qwen3ForCausalLM"},
     "llama": {"qkv_bias": False, "qk_norm": False, "class": "LlamaForCausalLM"},
     "mistral": {"qkv_bias": False, "qk_norm": False, "class": "MistralForCausalLM"},
 }
-# By model_type: what transformers takes where a key is left out, which is not the same as null.
+# By model_type: the values that transformers takes for a missing key, which differs from null.
 QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 ABSENT: dict[str, dict[str, int]] = {
     "qwen2": QWEN,
@@ -43,81 +38,55 @@ ABSENT: dict[str, dict[str, int]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
 }
-# Keys that change what a decoder computes, with the values that change nothing in the decoder here.
-# None always changes nothing. Any other value is refused.
+# Keys that change what a decoder computes, with the values (besides null) that change nothing in
+# the decoder here. Any other value is refused.
+OFF = """attention_bias mlp_bias use_bias use_parallel_residual use_qk_norm qk_layernorm
+    attn_temperature_tuning alibi use_alibi use_mrope rope_interleaved"""
+ZERO = "num_experts num_local_experts n_routed_experts no_rope_layer_interval"
+ONE = """partial_rotary_factor rotary_pct embedding_multiplier residual_multiplier scale_emb
+    logit_scale logits_scaling"""
+NULL = """quantization_config clip_qkv q_lora_rank kv_lora_rank query_pre_attn_scalar
+    attention_multiplier attn_logit_softcapping attention_chunk_size rope_local_base_freq
+    scale_depth dim_model_base final_logit_softcapping"""
 COMPUTATION: dict[str, tuple[Any, ...]] = {
-    # Layers.
-    "hidden_act": ("silu", "swish"),
-    "hidden_activation": ("silu", "swish"),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "use_bias": (False,),
-    "use_parallel_residual": (False,),
-    "num_experts": (0,),
-    "num_local_experts": (0,),
-    "n_routed_experts": (0,),
-    "quantization_config": (),
-    # Attention.
+    **dict.fromkeys(("hidden_act", "hidden_activation"), ("silu", "swish")),
+    **dict.fromkeys(OFF.split(), (False,)),
+    **dict.fromkeys(ZERO.split(), (0,)),
+    **dict.fromkeys(ONE.split(), (1,)),
+    **dict.fromkeys(NULL.split(), ()),
     "is_causal": (True,),
-    "use_qk_norm": (False,),
-    "qk_layernorm": (False,),
-    "clip_qkv": (),
-    "q_lora_rank": (),
-    "kv_lora_rank": (),
-    "query_pre_attn_scalar": (),
-    "attention_multiplier": (),
-    "attn_logit_softcapping": (),
-    "attention_chunk_size": (),
-    "attn_temperature_tuning": (False,),
-    # Positions.
-    "alibi": (False,),
-    "use_alibi": (False,),
-    "position_embedding_type": ("rope", "rotary", "absolute"),  # "absolute" is BERT's default
-    "use_mrope": (False,),
-    "rope_interleaved": (False,),
-    "rope_local_base_freq": (),
-    "partial_rotary_factor": (1,),
-    "rotary_pct": (1,),
     "no_rope_layers": ((), []),
-    "no_rope_layer_interval": (0,),
-    # Scales.
-    "embedding_multiplier": (1,),
-    "residual_multiplier": (1,),
-    "scale_emb": (1,),
-    "scale_depth": (),
-    "dim_model_base": (),
-    "logit_scale": (1,),
-    "logits_scaling": (1,),
-    "final_logit_softcapping": (),
+    "position_embedding_type": ("rope", "rotary", "absolute"),  # "absolute" is BERT's default
 }
-READ = {
-    *SIZES.values(), "model_type", "num_key_value_heads", "head_dim", "rope_theta", "rope_scaling",
-    "rope_parameters", "tie_word_embeddings", "sliding_window", "use_sliding_window",
-    "max_window_layers", "layer_types", "max_position_embeddings",
-}  # fmt: skip
+READ = {*SIZES.values()} | set(
+    """model_type num_key_value_heads head_dim rope_theta rope_scaling rope_parameters
+    tie_word_embeddings sliding_window use_sliding_window max_window_layers layer_types
+    max_position_embeddings""".split()
+)
 # Common keys that change nothing here. A key that is missing in this list costs a warning.
-HARMLESS = {
-    "architectures", "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id",
-    "unk_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id", "initializer_range",
-    "torch_dtype", "dtype", "transformers_version", "use_cache", "pretraining_tp", "_name_or_path",
-    "name_or_path", "output_attentions", "output_hidden_states", "return_dict", "id2label",
-    "label2id", "chunk_size_feed_forward", "_attn_implementation", "attn_implementation",
-    "hidden_dropout", "resid_pdrop", "embd_pdrop", "unsloth_version", "unsloth_fixed",
-}  # fmt: skip
+HARMLESS = set(
+    """architectures attention_dropout bos_token_id eos_token_id pad_token_id unk_token_id
+    sep_token_id cls_token_id decoder_start_token_id initializer_range torch_dtype dtype
+    transformers_version use_cache pretraining_tp _name_or_path name_or_path output_attentions
+    output_hidden_states return_dict id2label label2id chunk_size_feed_forward
+    _attn_implementation attn_implementation hidden_dropout resid_pdrop embd_pdrop unsloth_version
+    unsloth_fixed""".split()
+)
 
 
 def read(path: str) -> dict[str, Any]:
-    """config.json of a local directory or of a repository on the hub.
+    """Returns the config.json of a local directory or of a repository on the hub.
 
     Raises:
         UserError: there is none, or it is not JSON.
     """
-    return _read_json(hf_hub.model_directory(path, [CONFIG, GENERATION]) / CONFIG, path)
+    return _read_json(path, CONFIG)
 
 
-def _read_json(file: Path, path: str) -> dict[str, Any]:
+def _read_json(path: str, name: str) -> dict[str, Any]:
+    file = hf_hub.model_directory(path, [CONFIG, GENERATION]) / name
     try:
-        values = json.loads(file.read_text())
+        values = json.loads(file.read_text()) if name == CONFIG or file.exists() else {}
     except (OSError, ValueError) as error:
         raise UserError(f"config.model.path ({path}): {file} cannot be read: {error}.") from error
     if not isinstance(values, dict):
@@ -126,105 +95,87 @@ def _read_json(file: Path, path: str) -> dict[str, Any]:
 
 
 def filled(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `config.model` with those that are None read from the config.json of its
-    `path`; those that are given must agree with it. Where all are given nothing is read.
+    """Returns the fields of `config.model`, those that are None read from its checkpoint.
+
+    The given fields must agree with the checkpoint. It is not read where no size is None.
 
     Raises:
-        UserError: they differ, or the checkpoint asks for what is not there.
+        UserError: they differ, or the checkpoint needs a decoder that is not here.
     """
     path = fields.get("path")
     sizes = (*SIZES, "num_kv_heads", "head_dim", "rope_theta", "stop_token_ids")
-    needed = [name for name in sizes if fields.get(name) is None]
-    if path is None or not needed:
+    if path is None or all(fields.get(name) is not None for name in sizes):
         return dict(fields)
-    found = model_fields(read(path), path)
-    if fields.get("stop_token_ids") is None:
-        found["stop_token_ids"] = stop_token_ids(path)
-    else:
-        _check_stops(fields["stop_token_ids"], path)
-    for name, value in found.items():
-        given = fields.get(name)
-        if given is not None and _plain(given) != _plain(value):
-            raise UserError(
-                f"config.model.{name} is {given!r}, and {value!r} in the config.json of {path}. "
-                "Set it to None to take what is there."
-            )
-    return dict(fields) | found
-
-
-def stop_token_ids(path: str) -> tuple[int, ...]:
-    """The tokens that end what a model writes: eos_token_id of its generation_config.json, or where
-    that has none, as in transformers, of its config.json.
-
-    Raises:
-        UserError: it is neither a token nor a list of tokens.
-    """
-    directory = hf_hub.model_directory(path, [CONFIG, GENERATION])
-    values = _read_json(directory / GENERATION, path) if (directory / GENERATION).exists() else {}
-    file, found = GENERATION, values.get("eos_token_id")
-    if found is None:
-        file, found = CONFIG, read(path).get("eos_token_id")
-    tokens = tuple(found) if isinstance(found, list) else () if found is None else (found,)
-    if not all(isinstance(token, int) and token >= 0 for token in tokens):
-        raise UserError(
-            f"config.model.path ({path}): {file} has eos_token_id = {found!r}; a token id or a "
-            "list of them is wanted."
-        )
-    return tokens
-
-
-def _check_stops(given: Any, path: str) -> None:
-    """More may end a response than the checkpoint says, but what it ends with has to."""
-    tokens = stop_token_ids(path)
-    if not set(tokens) <= set(given):
-        raise UserError(
-            f"config.model.stop_token_ids is {tuple(given)}, and what a response of {path} ends "
-            f"with is {tokens}: a model whose end is not seen writes on to the limit. Add what is "
-            "missing, or set it to None to take what is there."
-        )
-
-
-def stored_dtype(path: str) -> Literal["float32", "bfloat16"]:
-    """That in which a checkpoint is to be computed by its config.json; float16 counts as bfloat16,
-    which is as wide."""
-    values = read(path)
-    return (
-        "float32"
-        if (values.get("dtype") or values.get("torch_dtype")) in (None, "float32")
-        else "bfloat16"
-    )
+    given = {name: value for name, value in fields.items() if value is not None}
+    if "rope_scaling" in given:
+        given["rope_scaling"] = rope_scaling.of_field(given["rope_scaling"])
+    found = model_fields(read(path), path) | {"stop_token_ids": stop_token_ids(path)}
+    _check_same(given, found, path)
+    return found | given
 
 
 def check(config: ModelConfig) -> None:
-    """The config must describe the checkpoint of its `path`, and know all that it ends with.
+    """Checks that the config describes the checkpoint of its `path`.
 
     Raises:
         UserError: a field differs.
     """
     assert config.path is not None
-    for name, value in model_fields(read(config.path), config.path).items():
-        given = getattr(config, name)
-        if _plain(given) != _plain(value):
+    found = model_fields(read(config.path), config.path)
+    found["stop_token_ids"] = stop_token_ids(config.path)
+    _check_same(vars(config), found, config.path)
+
+
+def _check_same(given: Mapping[str, Any], found: Mapping[str, Any], path: str) -> None:
+    """Raises UserError unless the given fields are those found; more tokens may end a response."""
+    plain = lambda value: list(value) if isinstance(value, list | tuple) else value
+    for name, value in found.items():
+        ours = given.get(name, value)
+        if name == "stop_token_ids":
+            if not set(value) <= set(ours):
+                raise UserError(
+                    f"config.model.stop_token_ids is {tuple(ours)}, and what ends a response of "
+                    f"{path} is {value}: a model whose end is not seen writes on to the limit. Add "
+                    "the missing ones, or set it to None."
+                )
+        elif plain(ours) != plain(value):
             raise UserError(
-                f"config.model.{name} is {given!r}, and {value!r} in the config.json of "
-                f"{config.path}. Correct it, or set the sizes to None to take what is there."
+                f"config.model.{name} is {ours!r}, and {value!r} in the config.json of {path}. "
+                "Correct it, or set it to None to take the checkpoint's."
             )
-    _check_stops(config.stop_token_ids, config.path)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, RopeScalingConfig):
-        value = vars(value)
-    if isinstance(value, Mapping):
-        return dict(value)
-    return tuple(value) if isinstance(value, list) else value
+def stop_token_ids(path: str) -> tuple[int, ...]:
+    """Returns the tokens that end a response: eos_token_id of generation_config.json or, as in
+    transformers, of config.json where that has none.
+
+    Raises:
+        UserError: it is neither a token nor a list of tokens.
+    """
+    file, found = GENERATION, _read_json(path, GENERATION).get("eos_token_id")
+    if found is None:
+        file, found = CONFIG, read(path).get("eos_token_id")
+    tokens = tuple(found) if isinstance(found, list) else () if found is None else (found,)
+    if not all(isinstance(token, int) and token >= 0 for token in tokens):
+        raise UserError(
+            f"config.model.path ({path}): {file} has eos_token_id = {found!r}; it must be a token "
+            "id or a list of them."
+        )
+    return tokens
+
+
+def stored_dtype(path: str) -> Literal["float32", "bfloat16"]:
+    """Returns the dtype of a checkpoint by its config.json; bfloat16 also for float16."""
+    values = read(path)
+    dtype = values.get("dtype") or values.get("torch_dtype")
+    return "float32" if dtype in (None, "float32") else "bfloat16"
 
 
 def model_fields(values: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """The fields of `ModelConfig` that a config.json determines.
+    """Returns the fields of `ModelConfig` that a config.json determines.
 
     Raises:
-        UserError: a key is missing, or asks for what the decoder does not do.
+        UserError: a key is missing, or has a value that the decoder here does not support.
     """
 
     def refuse(key: str, why: str) -> UserError:
@@ -261,7 +212,7 @@ def model_fields(values: Mapping[str, Any], path: str) -> dict[str, Any]:
     return fields | _rope(values, refuse) | _windows(values, refuse)
 
 
-@functools.cache  # once in a process, however often a config is read
+@functools.cache  # once in a process
 def _warn_unknown(path: str, keys: tuple[str, ...]) -> None:
     print(
         f"warning: config.json of {path} has unknown keys, which are ignored: {', '.join(keys)}",
@@ -270,50 +221,17 @@ def _warn_unknown(path: str, keys: tuple[str, ...]) -> None:
 
 
 def _rope(values: Mapping[str, Any], refuse: Any) -> dict[str, Any]:
-    """rope_theta and rope_scaling, from the keys of transformers 4 or those of 5."""
+    """Returns rope_theta and rope_scaling, from the keys of transformers 4 or 5."""
     key = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
     scaling = dict(values.get(key) or {})
     theta = float(scaling.pop("rope_theta", None) or values.get("rope_theta") or 10_000.0)
-    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
-    scaling.pop("type", None)
-    if kind == "default":
-        return {"rope_theta": theta, "rope_scaling": None}
-    if kind not in ("linear", "llama3", "yarn"):
-        raise refuse(key, "its rope type must be default, linear, llama3 or yarn")
     longest = values.get("max_position_embeddings") or 0
-    original = scaling.pop("original_max_position_embeddings", None) or longest
-    factor = scaling.pop("factor", None)
-    if factor is None:
-        if kind != "yarn":
-            raise refuse(key, "its factor is needed")
-        factor = longest / original
-    factor = float(factor)
-    yarn, llama3 = kind == "yarn", kind == "llama3"
-    truncate = scaling.pop("truncate", True)
-    attention_factor = scaling.pop("attention_factor", None)
-    mscale, all_dim = scaling.pop("mscale", None), scaling.pop("mscale_all_dim", None)
-    if yarn and attention_factor is None and mscale and all_dim:
-        by = lambda m: 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
-        attention_factor = by(mscale) / by(all_dim)
-    found = {
-        "kind": kind,
-        "factor": factor,
-        "original_max_positions": None if kind == "linear" else original,
-        "low_freq_factor": float(scaling.pop("low_freq_factor")) if llama3 else None,
-        "high_freq_factor": float(scaling.pop("high_freq_factor")) if llama3 else None,
-        "beta_fast": float(scaling.pop("beta_fast", None) or 32) if yarn else None,
-        "beta_slow": float(scaling.pop("beta_slow", None) or 1) if yarn else None,
-        "attention_factor": None if attention_factor is None else float(attention_factor),
-        "truncate": bool(truncate) if yarn else None,
-    }
-    left = {name for name, value in scaling.items() if value is not None}
-    if left - {"finetuned"}:
-        raise refuse(key, f"{', '.join(sorted(left))} is not known here")
+    found = rope_scaling.bound(scaling, lambda why: refuse(key, why), longest)
     return {"rope_theta": theta, "rope_scaling": found}
 
 
 def _windows(values: Mapping[str, Any], refuse: Any) -> dict[str, Any]:
-    """Which layers see a window only."""
+    """Returns the size of the attention window, and the layers that have it."""
     num, window = values["num_hidden_layers"], values.get("sliding_window")
     types, family = values.get("layer_types"), values["model_type"]
     wanted = family == "mistral" or values.get("use_sliding_window", False)
@@ -336,31 +254,26 @@ def _windows(values: Mapping[str, Any], refuse: Any) -> dict[str, Any]:
 
 
 def to_hf(config: ModelConfig, *, eos: list[int], bos: int | None, dtype: str) -> dict[str, Any]:
-    """config.json of a model: the inverse of `model_fields`, in the keys that every version of
-    transformers reads.
+    """Returns the config.json of a model, the inverse of `model_fields`, in the keys that every
+    version of transformers reads.
 
     Raises:
         UserError: no family of transformers has these options together.
     """
-    for name in ("qwen2", "qwen3", "mistral", "llama"):
-        family = FAMILIES[name]
-        if (family["qkv_bias"], family["qk_norm"]) != (config.qkv_bias, config.qk_norm):
-            continue
-        every = config.sliding_layers == tuple(range(config.num_layers))
-        if name == "mistral" and not (config.sliding_layers and every):
-            continue
-        if name == "llama" and config.sliding_layers:
-            continue
-        break
-    else:
+    every = config.sliding_layers == tuple(range(config.num_layers))
+    plain = "llama" if not config.sliding_layers else "mistral" if every else None
+    kinds = {(True, False): "qwen2", (False, True): "qwen3", (False, False): plain}
+    name = kinds.get((config.qkv_bias, config.qk_norm))
+    if name is None:
         raise UserError(
             f"config.model: no known family has qkv_bias {config.qkv_bias}, qk_norm "
             f"{config.qk_norm} and sliding_layers {config.sliding_layers}; it cannot be exported."
         )
-    s = config.rope_scaling
-    longest = 131_072 if s is None else int((s.original_max_positions or 32_768) * s.factor)
+    s, longest = config.rope_scaling, 131_072
+    if s is not None:
+        longest = int(s.get("original_max_position_embeddings", 32_768) * s["factor"])
     values: dict[str, Any] = {
-        "architectures": [family["class"]],
+        "architectures": [FAMILIES[name]["class"]],
         "model_type": name,
         **{key: getattr(config, field) for field, key in SIZES.items()},
         "num_key_value_heads": config.num_kv_heads,
@@ -370,7 +283,7 @@ def to_hf(config: ModelConfig, *, eos: list[int], bos: int | None, dtype: str) -
         "attention_dropout": 0.0,
         "max_position_embeddings": longest,
         "rope_theta": config.rope_theta,
-        "rope_scaling": None if s is None else _scaling_to_hf(s),
+        "rope_scaling": None if s is None else {k: v for k, v in s.items() if v is not None},
         "tie_word_embeddings": config.tie_embeddings,
         "torch_dtype": dtype,
         "bos_token_id": bos,
@@ -387,8 +300,3 @@ def to_hf(config: ModelConfig, *, eos: list[int], bos: int | None, dtype: str) -
             values["layer_types"] = [kinds[i in sliding] for i in range(config.num_layers)]
             values |= {"use_sliding_window": True, "max_window_layers": min(sliding)}
     return values
-
-
-def _scaling_to_hf(s: RopeScalingConfig) -> dict[str, Any]:
-    keys = {"original_max_positions": "original_max_position_embeddings", "kind": "rope_type"}
-    return {keys.get(n, n): value for n, value in vars(s).items() if value is not None}

@@ -1,9 +1,9 @@
-"""What the objective of a config must satisfy: its loss, advantage, KL, correction and critic."""
+"""Checks of a config's objective: loss, advantage, KL, correction and critic."""
 
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dapo_jax.config.checks import require
+from dapo_jax.config.checks import require, require_unset
 from dapo_jax.types import UserError
 from dapo_jax.utils import fields
 
@@ -15,7 +15,7 @@ def bound(objective: "ObjectiveConfig") -> "ObjectiveConfig":
     """Returns the objective with every argument of its loss and its advantage.
 
     Raises:
-        UserError: there is no such method, or it does not take what is given.
+        UserError: there is no such method, or it does not take these arguments.
     """
     from dapo_jax.algorithms.advantages import ADVANTAGES
     from dapo_jax.algorithms.losses import LOSSES  # here: reading a config.json takes no JAX
@@ -25,17 +25,11 @@ def bound(objective: "ObjectiveConfig") -> "ObjectiveConfig":
         require(chosen in methods, f"objective.{name}", chosen, f"one of {', '.join(methods)}")
     loss, advantage = LOSSES[objective.loss], ADVANTAGES[objective.advantage]
     for name in ("clip_low", "clip_high", "clip_dual"):
-        value = getattr(objective, name)
-        if value is not None and name not in loss.clips:
-            raise UserError(
-                f"config.objective.{name} is not read when config.objective.loss is "
-                f"{objective.loss!r}: set it to None (got {value!r})."
-            )
-        if value is None and name in loss.clips and name != "clip_dual":
-            raise UserError(
-                f"config.objective.{name} is needed when config.objective.loss is "
-                f"{objective.loss!r}."
-            )
+        value, when = getattr(objective, name), f"objective.loss is {objective.loss!r}"
+        if name not in loss.clips:
+            require_unset(f"objective.{name}", value, when)
+        elif value is None and name != "clip_dual":
+            raise UserError(f"config.objective.{name} is needed when config.{when}.")
     loss_args = fields.bind(loss.arguments, objective.loss_args, "config.objective.loss_args")
     if "cov_low" in loss_args and not loss_args["cov_low"] < loss_args["cov_high"]:
         raise UserError(
@@ -57,15 +51,13 @@ def check(config: "Config") -> None:
         _check_correction(config, config.correction)
     _check_critic(config)
     _check_ratio(config)
-    if not objective.overlong_filter and not objective.overlong_in_baseline:
-        raise UserError(
-            "config.objective.overlong_in_baseline = False is read only with "
-            "config.objective.overlong_filter = True; set it to True."
-        )
+    if not objective.overlong_filter:
+        in_baseline, when = objective.overlong_in_baseline, "objective.overlong_filter is False"
+        require_unset("objective.overlong_in_baseline", in_baseline, when, True)
 
 
 def _check_kl(objective: "ObjectiveConfig", prefix: str) -> None:
-    """A KL term has an estimator; without one, nothing of it is given."""
+    """Checks a KL term: in the loss, or in the reward with the prefix "reward_"."""
     coefficient = getattr(objective, f"{prefix}kl_coefficient")
     estimator = getattr(objective, f"{prefix}kl_estimator")
     if (coefficient > 0) != (estimator is not None):
@@ -85,10 +77,10 @@ def _check_kl(objective: "ObjectiveConfig", prefix: str) -> None:
 
 
 def _check_ratio(config: "Config") -> None:
-    """The loss has the ratio that its updates need."""
+    """Checks that the loss has the ratio that its updates need."""
     loss, rollout, train = config.objective.loss, config.rollout, config.train
     if loss in ("gspo", "gspo-token") and rollout.log_prob_source == "rollout":
-        # GSPO's bounds are 3e-4 and 4e-4; between these programs 1e-2 nats a token lie.
+        # GSPO's bounds are 3e-4 and 4e-4; these programs differ by 1e-2 nats a token.
         dtype = config.model.compute_dtype
         if dtype != "float32":
             raise UserError(
@@ -111,14 +103,14 @@ def _check_ratio(config: "Config") -> None:
 
 
 def _check_advantage(config: "Config") -> None:
-    """What an advantage needs of the rest of the config."""
+    """Checks the fields that an advantage depends on."""
     o, r, group_size = config.objective, config.reward, config.rollout.group_size
     alone = ("gae", "reinforce++", "remax")
     if group_size < 2 and o.advantage not in alone:
         raise UserError(
             f"config.objective.advantage {o.advantage!r} compares the responses of a group: "
-            f"config.rollout.group_size must be at least 2; got {group_size}. Of a single "
-            f"response, one of {', '.join(alone)} can be computed."
+            f"config.rollout.group_size must be at least 2; got {group_size}. A single response "
+            f"needs one of {', '.join(alone)}."
         )
     kl = o.reward_kl_coefficient
     if o.advantage == "maxrl":
@@ -152,21 +144,18 @@ def _check_correction(config: "Config", correction: "CorrectionConfig") -> None:
     cap, floor = correction.importance_cap, correction.importance_floor
     if used and cap is None:
         raise UserError("config.correction.importance_cap is needed with importance weights.")
-    for name, value in (("importance_cap", cap), ("importance_floor", floor)):
-        if value is not None and not used:
-            raise UserError(
-                f"config.correction.{name} is not read when config.correction.importance is "
-                f"'none': set it to None (got {value!r})."
-            )
+    if not used:
+        when = "correction.importance is 'none'"
+        require_unset("correction.importance_cap", cap, when)
+        require_unset("correction.importance_floor", floor, when)
+        require_unset("correction.normalise", correction.normalise, when, False)
     if cap is not None and floor is not None:
         wanted = f"at most config.correction.importance_cap ({cap})"
         require(floor <= cap, "correction.importance_floor", floor, wanted)
-    if correction.normalise and not used:
-        raise UserError("config.correction.normalise is not read without importance weights.")
     if used and correction.policy == "current" and config.objective.loss != "policy-gradient":
         raise UserError(
-            f"config.objective.loss {config.objective.loss!r} holds the ratio to the rollout "
-            "already; importance weights of config.correction.policy 'current' would count it "
+            f"config.objective.loss {config.objective.loss!r} already has the ratio to the "
+            "rollout; importance weights of config.correction.policy 'current' would count it "
             "twice. Use loss 'policy-gradient', or log_prob_source 'recompute' with policy 'old'."
         )
     for i, (statistic, low, high) in enumerate(correction.reject):

@@ -1,1 +1,4 @@
-"""Problems: sources, records, prompts, tokenizer, and their order in training."""
+"""Problems: sources, records, prompts, tokenizer, and their order in training.
+
+Import from the modules: `stream` loads grain, `tokenizer` transformers, `dataset` pyarrow.
+"""

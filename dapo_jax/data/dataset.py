@@ -1,12 +1,12 @@
 """The problems of a run: read from its sources or generated, cleaned, tokenised, cached.
 
-The published DAPO-Math-17k file repeats its 17k prompts about a hundred times, some of them with
-other white space, and gives some of them two answers. Both are mended here and counted, where the
-reference trains on the file as it is.
+The published DAPO-Math-17k file repeats its 17k prompts about a hundred times, some with other
+white space or a second answer. Unlike the reference, this repairs and counts both.
 """
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -20,57 +20,50 @@ import pyarrow.parquet
 
 from dapo_jax.config import Config, DataConfig, SourceConfig
 from dapo_jax.data import arithmetic, prompts, records, sources
-from dapo_jax.data.records import Columns, Message, Row, Unusable
+from dapo_jax.data.records import Columns, Prompt, Record, Unusable
 from dapo_jax.rewards import scorers
-from dapo_jax.rewards.types import Rubric, parse_scorers
+from dapo_jax.rewards.types import CORRECT, Rubric, parse_scorers
 from dapo_jax.types import Problem, UserError
 
-TOKENISED_TOGETHER = 1000
-CODE = (
-    arithmetic,
-    prompts,
-    records,
-    scorers,
-    sources,
-)  # what a cached file depends on, with this one
+TOKENISE_BATCH = 1000
+# The modules that a cached file depends on, besides this one.
+CODE = (arithmetic, prompts, records, scorers, sources)
 
 
 class Prepared(NamedTuple):
-    """The problems of one source, and where its rows went."""
+    """The problems of one source, and counts of its records."""
 
     problems: list[Problem]
-    # rows = unusable + repeated + conflicting + overlong + problems, each row counted once:
+    # records = unusable + repeated + conflicting + overlong + problems, each record counted once.
     # repeated: beyond the first with the same prompt; conflicting: prompts with several answers;
     # overlong: left out. Of the problems, truncated: their beginning was cut off.
     counts: dict[str, int]
-    copies: int  # rows of every distinct prompt, where all have as many; else 0
-    first_unusable: str  # what was wrong with the first such row, "" if there is none
+    copies: int  # records of each distinct prompt where all have the same number; else 0
+    first_unusable: str  # reason of the first unusable record, "" if there is none
 
     def describe(self) -> str:
-        """The summary that is printed."""
-        c = self.counts
-        distinct = c["rows"] - c["unusable"] - c["repeated"]
-        repeated = f"{c['repeated']:,} rows repeat a prompt: {distinct:,} are distinct"
+        """Returns the summary that is printed."""
+        c, limit = self.counts, "longer than config.data.max_prompt_tokens"
+        distinct = c["records"] - c["unusable"] - c["repeated"]
+        repeated = f"{c['repeated']:,} records repeat a prompt: {distinct:,} are distinct"
         if self.copies:
-            repeated = f"{distinct:,} distinct prompts, {self.copies} rows of each"
-        told = {
+            repeated = f"{distinct:,} distinct prompts, {self.copies} records of each"
+        notes = {
             "repeated": repeated,
             "conflicting": f"{c['conflicting']:,} prompts with conflicting answers left out",
-            "overlong": f"{c['overlong']:,} longer than config.data.max_prompt_tokens left out",
-            "truncated": f"{c['truncated']:,} longer than config.data.max_prompt_tokens cut on the "
-            "left",
-            "unusable": f"{c['unusable']:,} unusable rows left out, the first: "
-            + self.first_unusable,
+            "overlong": f"{c['overlong']:,} {limit} left out",
+            "truncated": f"{c['truncated']:,} {limit} cut on the left",
+            "unusable": f"{c['unusable']:,} unusable left out, the first: {self.first_unusable}",
         }
-        notes = "; ".join(told[name] for name in told if c[name])
-        return f"{c['problems']:,} problems of {c['rows']:,} rows" + (notes and f" ({notes})")
+        text = "; ".join(notes[name] for name in notes if c[name])
+        return f"{c['problems']:,} problems of {c['records']:,} records" + (text and f" ({text})")
 
 
 def rubrics(config: Config, chosen: Mapping[str, SourceConfig]) -> dict[str, Rubric]:
-    """How the responses to the problems of each source are judged."""
+    """Returns the rubric of each source."""
     r = config.reward
     return {
-        name: Rubric(parse_scorers(source.scorer or r.scorer), r.correct, r.incorrect)
+        name: Rubric(parse_scorers(source.scorer or r.scorer), CORRECT, r.incorrect)
         for name, source in chosen.items()
     }
 
@@ -84,20 +77,22 @@ def load(
     say: Callable[[str], None],
     evaluated: bool = False,
 ) -> list[Problem]:
-    """The problems of the sources, numbered from 0 across them.
+    """Returns the problems of the sources, numbered from 0 across them.
 
     Args:
-        chosen: `config.data.train`, `config.data.heldout` or others like them.
-        field: where they stand, for messages: "config.data.train".
-        say: told what became of the rows of each.
-        evaluated: they are held out: a line says where launch/evaluate.py has others.
+        chosen: `config.data.train`, `config.data.heldout` or other sources.
+        field: where they are, for messages: "config.data.train".
+        say: prints a summary of each source.
+        evaluated: warn where launch/evaluate.py has other problems.
 
     Raises:
-        UserError: a file or a field that cannot serve, or a source without problems.
+        UserError: a file or a field is wrong, or a source has no problems.
     """
     if config.data.chat and not tokenizer.chat_template:
-        say("the tokenizer has no chat template: problems without a prompt_template are put as in "
-            "DAPO-Math-17k")  # fmt: skip
+        say(
+            "the tokenizer has no chat template: problems without a prompt_template have "
+            "DAPO-Math-17k's"
+        )
     problems: list[Problem] = []
     for name, source in chosen.items():
         place = f"{field}.{name}"
@@ -108,8 +103,8 @@ def load(
             done = "cut" if counts["truncated"] else "left out"
             say(
                 f"  warning: {changed} held-out problems of {name} are {done} in this run's "
-                "evaluations, and whole in launch/evaluate.py, so that their accuracies differ: "
-                f"config.data.max_prompt_tokens is {config.data.max_prompt_tokens}"
+                "evaluations, and whole in launch/evaluate.py: config.data.max_prompt_tokens is "
+                f"{config.data.max_prompt_tokens}"
             )
         if not prepared.problems:
             raise UserError(
@@ -124,25 +119,23 @@ def load(
 def prepare(
     config: Config, name: str, source: SourceConfig, tokenizer: Any, field: str
 ) -> Prepared:
-    """The problems of one source, numbered from 0 in the order of its rows; see `load`."""
+    """Returns the problems of one source, numbered from 0 in the order of its records."""
     data = config.data
-    prompts.check_template(data.prompt_template, "config.data.prompt_template")
-    prompts.check_template(source.prompt_template, f"{field}.prompt_template")
     if source.path == "arithmetic":
         pairs = _generated(config, source, field)
-        found = (Row(prompt, answer, {}) for prompt, answer in pairs)
+        found = (Record(prompt, answer, {}) for prompt, answer in pairs)
         return _prepare(data, name, source, tokenizer, found, field)
     files = sources.find_files(source.path, source.split, field)
     try:
         fingerprint = _fingerprint(data, source, tokenizer, files)
     except OSError as error:
         raise UserError(f"{field}: a data file cannot be read: {error}.") from error
-    cache = _cache_directory(data) / f"{fingerprint}.parquet"
+    cache = _cache_directory() / f"{fingerprint}.parquet"
     cached = _read_cache(cache, name)
     if cached is not None:
         return cached
     columns = _columns(source)
-    found = itertools.chain.from_iterable(records.read_rows(f, columns, field) for f in files)
+    found = itertools.chain.from_iterable(records.read_records(f, columns, field) for f in files)
     prepared = _prepare(data, name, source, tokenizer, found, field)
     _write_cache(cache, prepared)
     return prepared
@@ -151,11 +144,12 @@ def prepare(
 def _columns(source: SourceConfig) -> Columns:
     dataset = sources.DATASETS.get(source.path)
     if dataset is None:
-        return Columns(source.prompt_key, source.answer_key, source.answer_in)
+        return Columns(source.prompt_key, source.answer_key, None)
     return Columns(
         source.prompt_key or dataset.prompt_key,
         source.answer_key or dataset.answer_key,
-        source.answer_in or dataset.answer_in,
+        # Known for the data set's own column only.
+        dataset.answer_in if source.answer_key is None else None,
     )
 
 
@@ -180,33 +174,27 @@ def _prepare(
     name: str,
     source: SourceConfig,
     tokenizer: Any,
-    found: Iterator[Row | Unusable],
+    found: Iterator[Record | Unusable],
     field: str,
 ) -> Prepared:
-    distinct, counts, first_unusable = _distinct(found, source.num_problems, field)
+    distinct, counts, first_unusable = _distinct(found, source.num_problems)
     template = source.prompt_template or data.prompt_template
-    kept = [(entry.prompt, entry) for entry in distinct.values() if not entry.conflict]
+    kept = [entry for entry in distinct if not entry.conflict]
     counts |= {"conflicting": len(distinct) - len(kept), "overlong": 0, "truncated": 0}
     problems: list[Problem] = []
-    for start in range(0, len(kept), TOKENISED_TOGETHER):
-        part = kept[start : start + TOKENISED_TOGETHER]
-        texts = [
-            prompts.render(
-                tokenizer,
-                prompt,
-                template=template,
-                chat=data.chat,
-                system_prompt=data.system_prompt,
-            )
-            for prompt, _ in part
-        ]
+    for start in range(0, len(kept), TOKENISE_BATCH):
+        batch = kept[start : start + TOKENISE_BATCH]
+        render = functools.partial(
+            prompts.render, template=template, chat=data.chat, system_prompt=data.system_prompt
+        )
+        texts = [render(tokenizer, entry.record.prompt) for entry in batch]
         encoded = prompts.encode(tokenizer, texts, chat=data.chat)
-        for text, tokens, (_, entry) in zip(texts, encoded, part):
+        for text, tokens, entry in zip(texts, encoded, batch):
             if len(tokens) > data.max_prompt_tokens:
                 if data.overlong_prompts == "error":
                     raise UserError(
-                        f"config.data.max_prompt_tokens is {data.max_prompt_tokens}, but row "
-                        f"{entry.row} of {field} ({text[:40]!r}...) has {len(tokens)} tokens. "
+                        f"config.data.max_prompt_tokens is {data.max_prompt_tokens}, but record "
+                        f"{entry.number} of {field} ({text[:40]!r}...) has {len(tokens)} tokens. "
                         "Raise it, shorten the prompt, or set config.data.overlong_prompts to "
                         "'drop' or 'truncate'."
                     )
@@ -215,83 +203,65 @@ def _prepare(
                     continue
                 counts["truncated"] += 1
                 tokens = tokens[-data.max_prompt_tokens :]
-            problems.append(
-                Problem(
-                    len(problems), text, tokens, entry.answer, name, metadata=entry.metadata or None
-                )
-            )
+            answer, metadata = entry.record.answer, entry.record.metadata or None
+            problems.append(Problem(len(problems), text, tokens, answer, name, metadata=metadata))
     counts["problems"] = len(problems)
-    copies = {entry.rows for entry in distinct.values()}
+    copies = {entry.copies for entry in distinct}
     return Prepared(problems, counts, copies.pop() if len(copies) == 1 else 0, first_unusable)
 
 
 @dataclasses.dataclass
 class _Entry:
-    """What is known of a prompt."""
+    """A distinct prompt."""
 
-    prompt: str | tuple[Message, ...]  # as its first row has it
-    answer: str
-    metadata: dict[str, Any]
-    row: int  # the first that it stands in
-    rows: int = 1  # that it stands in
-    conflict: bool = False
+    record: Record  # the first that has it
+    number: int  # of that record, from 1
+    copies: int = 1  # records that have it
+    conflict: bool = False  # some of them have another answer
 
 
 def _distinct(
-    found: Iterator[Row | Unusable], limit: int | None, field: str
-) -> tuple[dict[str | tuple[Message, ...], _Entry], dict[str, int], str]:
-    """(the distinct prompts in order, counts of the rows, what was wrong with the first bad one).
+    found: Iterator[Record | Unusable], limit: int | None
+) -> tuple[list[_Entry], dict[str, int], str]:
+    """Returns the distinct prompts in order, counts of the records, and the first reason of an
+    unusable record. Prompts that differ in white space only are one: `x+1` and `x + 1`.
 
-    Prompts that differ in white space only are one; the keys are without it.
-    Memory grows with the prompts and not with the rows.
+    Memory grows with the prompts and not with the records.
     """
-    distinct: dict[str | tuple[Message, ...], _Entry] = {}
-    counts = {"rows": 0, "unusable": 0, "repeated": 0}
+    distinct: dict[Prompt, _Entry] = {}
+    counts = {"records": 0, "unusable": 0, "repeated": 0}
     first_unusable = ""
-    try:
-        # What follows the last row that is wanted is not looked at, whatever it is.
-        while limit is None or len(distinct) < limit:
-            row = next(found, None)
-            if row is None:
-                break
-            counts["rows"] += 1
-            if isinstance(row, Unusable):
-                counts["unusable"] += 1
-                first_unusable = first_unusable or row.reason
-                continue
-            key = _without_spacing(row.prompt)
-            entry = distinct.get(key)
-            if entry is None:
-                distinct[key] = _Entry(row.prompt, row.answer, row.metadata, counts["rows"])
-            else:
-                counts["repeated"] += 1
-                entry.rows += 1
-                entry.conflict |= entry.answer != row.answer
-    except MemoryError:
-        fewer = max(1, len(distinct) // 2)
-        raise UserError(
-            f"{field}: memory is full after row {counts['rows']:,} with {len(distinct):,} distinct "
-            f"prompts. Read fewer: {field}.num_problems={fewer}, or a smaller file."
-        ) from None
-    return distinct, counts, first_unusable
+    # Records beyond the last one wanted are not read, and may be faulty.
+    while limit is None or len(distinct) < limit:
+        record = next(found, None)
+        if record is None:
+            break
+        counts["records"] += 1
+        if isinstance(record, Unusable):
+            counts["unusable"] += 1
+            first_unusable = first_unusable or record.reason
+            continue
+        entry = _Entry(record, counts["records"], 0)
+        entry = distinct.setdefault(_without_spacing(record.prompt), entry)
+        entry.copies += 1
+        entry.conflict |= entry.record.answer != record.answer
+        counts["repeated"] += entry.copies > 1
+    return list(distinct.values()), counts, first_unusable
 
 
-def _without_spacing(prompt: str | tuple[Message, ...]) -> str | tuple[Message, ...]:
-    """The prompt without its white space: `x+1` and `x + 1` are one problem."""
+def _without_spacing(prompt: Prompt) -> Prompt:
     if isinstance(prompt, str):
         return "".join(prompt.split())
     return tuple((role, "".join(content.split())) for role, content in prompt)
 
 
-def _cache_directory(data: DataConfig) -> Path:
-    if data.cache_dir:
-        return Path(data.cache_dir).expanduser()
+def _cache_directory() -> Path:
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "dapo_jax" / "problems"
 
 
 def _fingerprint(data: DataConfig, source: SourceConfig, tokenizer: Any, files: list[Path]) -> str:
-    """Hash of all that the problems of a source depend on: files, settings, tokenizer, code."""
+    """Returns a hash of everything that problems depend on: files, settings, tokenizer, code."""
     settings = dataclasses.asdict(source) | {"weight": None, "scorer": None, "path": None}
     settings |= {"columns": _columns(source), "template": data.prompt_template}
     settings |= {"chat": data.chat, "system": data.system_prompt}
@@ -306,7 +276,7 @@ def _fingerprint(data: DataConfig, source: SourceConfig, tokenizer: Any, files: 
 
 
 def _write_cache(cache: Path, prepared: Prepared) -> None:
-    """The whole file or none. A cache that cannot be written is none."""
+    """Writes the whole file or none; a failure is no error."""
     problems = prepared.problems
     text, tokens = pyarrow.string(), pyarrow.list_(pyarrow.int32())
     table = pyarrow.table(
@@ -326,7 +296,7 @@ def _write_cache(cache: Path, prepared: Prepared) -> None:
 
 
 def _read_cache(cache: Path, name: str) -> Prepared | None:
-    """What `_write_cache` wrote; None if there is nothing usable."""
+    """Reads the file of `_write_cache`; None if there is none, or it is damaged."""
     try:
         table = pyarrow.parquet.read_table(cache)
         about = json.loads(table.schema.metadata[b"about"])

@@ -1,4 +1,4 @@
-"""Prompts as the model is given them: template, chat, tokens."""
+"""Prompts: template, chat, tokens."""
 
 import hashlib
 import json
@@ -7,10 +7,10 @@ from typing import Any
 
 import jinja2
 
-from dapo_jax.data.records import Message
+from dapo_jax.data.records import Prompt
 from dapo_jax.types import UserError
 
-# How the published data set, DAPO-Math-17k, puts its problems.
+# The template of the published data set, DAPO-Math-17k.
 DAPO_TEMPLATE = (
     "Solve the following math problem step by step. The last line of your response should be of "
     "the form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
@@ -18,42 +18,22 @@ DAPO_TEMPLATE = (
 )
 
 
-def check_template(template: str | None, field: str) -> None:
-    """A template must have a place for the prompt.
-
-    Raises:
-        UserError: it cannot be filled in, or the prompt is not in it.
-    """
-    if template is None:
-        return
-    try:
-        wrong = "" if "\0\1" in template.format(prompt="\0\1") else "does not contain {prompt}"
-    except (LookupError, ValueError, AttributeError, TypeError) as error:
-        wrong = f"cannot be filled in ({error})"
-    if wrong:
-        raise UserError(
-            f"{field} {wrong}; got {template!r}. Write {{prompt}} where the prompt belongs, and "
-            "every other brace twice: \\boxed{{}}."
-        )
-
-
 def render(
     tokenizer: Any,
-    prompt: str | Sequence[Message],
+    prompt: Prompt,
     *,
     template: str | None,
     chat: bool,
     system_prompt: str | None,
 ) -> str:
-    """The text that the model continues.
+    """Returns the text that the model continues.
 
     Args:
-        prompt: a text, or the (role, content) messages of a chat, which are taken as they are.
-        template: `str.format` template with {prompt} around a text; None: the text itself.
-        chat: whether to put the prompt into the tokenizer's chat template. Where that has none, as
-            of some base models, a text without a template is put into DAPO_TEMPLATE, and the one
-            message of a chat taken as it is: those of DAPO-Math-17k hold the same.
-        system_prompt: of a prompt that brings none; None: what the chat template says.
+        prompt: a text, or the (role, content) messages of a chat.
+        template: `str.format` template with {prompt} for a text; None: the text itself.
+        chat: put the prompt into the tokenizer's chat template. A tokenizer without one has
+            DAPO_TEMPLATE for texts, and takes the only message of a chat as it is.
+        system_prompt: for a prompt without one; None: the chat template's.
 
     Raises:
         UserError: the prompt does not fit the tokenizer's chat template, or needs one.
@@ -88,17 +68,14 @@ def render(
 
 
 def encode(tokenizer: Any, texts: Sequence[str], *, chat: bool) -> list[tuple[int, ...]]:
-    """The tokens of each text. A chat template writes its special tokens itself."""
+    """Returns the tokens of each text. A chat template adds its special tokens itself."""
     special = not (chat and tokenizer.chat_template)
     found = tokenizer(list(texts), add_special_tokens=special)["input_ids"]
     return [tuple(tokens) for tokens in found]
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """A hash of all that the tokens of a prompt depend on."""
+    """Returns a hash of everything that the tokens of a prompt depend on."""
     special = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)  # in templates
     parts = (tokenizer.backend_tokenizer.to_str(), str(tokenizer.chat_template), special)
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part.encode() + b"\0")
-    return digest.hexdigest()
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -1,8 +1,7 @@
-"""The rows of a data file: a prompt, an answer, and what else stands there.
+"""Records of a data file: a prompt, an answer and other columns.
 
-Two shapes are read. In plain columns the prompt is a text. In the schema of verl it is the messages
-of a chat, and the answer is `reward_model.ground_truth`. Which columns hold them is in the config,
-or is seen from their names.
+Two schemas are read. In plain columns the prompt is a text. In verl's it is the messages of a chat,
+and the answer is `reward_model.ground_truth`. The columns are configured, or found by name.
 """
 
 import json
@@ -18,48 +17,50 @@ import pyarrow.parquet
 from dapo_jax.rewards.scorers import last_boxed
 from dapo_jax.types import UserError
 
-# Tried in this order where the config names none.
+# Column names, tried in this order where none is configured.
 PROMPT_KEYS = ("prompt", "problem", "question")
 ANSWER_KEYS = ("reward_model.ground_truth", "answer", "ground_truth", "solution")
-BATCH_ROWS = 1024  # of a parquet file that are in memory at once as Python objects
+ABSENT = object()  # no such column
+BATCH_RECORDS = 1024  # of a parquet file in memory at once
 
 Message = tuple[str, str]  # role, content
+Prompt = str | tuple[Message, ...]  # a text, or the messages of a chat
 
 
 class Columns(NamedTuple):
-    """Which columns are read; None: as their names show."""
+    """The columns to read; None: found by name."""
 
     prompt_key: str | None
     answer_key: str | None
-    # "boxed": the last \\boxed{} in it, "####": what follows the last ####, "text": all of it.
+    # "boxed": the last \\boxed{} in it, "####": the text after the last ####, "text": all of it.
     answer_in: str | None
 
 
-class Row(NamedTuple):
-    prompt: str | tuple[Message, ...]
+class Record(NamedTuple):
+    prompt: Prompt
     answer: str
-    metadata: dict[str, Any]  # the columns that are neither
+    metadata: dict[str, Any]  # the other columns
 
 
 class Unusable(NamedTuple):
-    """A row that holds no problem."""
+    """A record without a problem."""
 
     reason: str  # with file and line
 
 
-def read_rows(file: Path, columns: Columns, field: str) -> Iterator[Row | Unusable]:
-    """The rows of a jsonl or parquet file, in order. Blank lines are skipped.
+def read_records(file: Path, columns: Columns, field: str) -> Iterator[Record | Unusable]:
+    """Yields the records of a jsonl or parquet file, in order. Blank lines are skipped.
 
     Args:
         field: the config field that gave the file, for messages.
 
     Raises:
-        UserError: the file cannot be read, or has a row of the wrong shape; with its number.
+        UserError: the file cannot be read, or a record has the wrong shape; with its number.
     """
     try:
-        rows = _jsonl(file, field) if file.suffix == ".jsonl" else _parquet(file, field)
-        for where, row in rows:
-            yield _row(row, columns, field, where)
+        found = _jsonl(file, field) if file.suffix == ".jsonl" else _parquet(file, field)
+        for where, columns_of_record in found:
+            yield _record(columns_of_record, columns, field, where)
     except OSError as error:
         raise UserError(
             f"{field}: cannot read {file.absolute()}: {error.strerror or error}."
@@ -79,11 +80,11 @@ def _parquet(file: Path, field: str) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         table = pyarrow.parquet.ParquetFile(file)
         number = 0
-        for batch in table.iter_batches(BATCH_ROWS):
+        for batch in table.iter_batches(BATCH_RECORDS):
             for row in batch.to_pylist():
                 number += 1
                 yield f"{field}: {file}, row {number}", row
-    # ValueError and OverflowError: text that is not UTF-8, a time that Python has no year for.
+    # ValueError and OverflowError: text that is not UTF-8, a time beyond the year 9999.
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:
         raise UserError(f"{field}: {file} is not a sound parquet file: {error}.") from error
 
@@ -111,11 +112,11 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     return row
 
 
-def _row(row: dict[str, Any], columns: Columns, field: str, where: str) -> Row | Unusable:
-    prompt_key = _key(row, columns.prompt_key, PROMPT_KEYS, f"{field}.prompt_key", where)
-    answer_key = _key(row, columns.answer_key, ANSWER_KEYS, f"{field}.answer_key", where)
-    prompt = _prompt(_get(row, prompt_key), prompt_key, where)
-    text = answer_text(_get(row, answer_key), answer_key, where)
+def _record(row: dict[str, Any], columns: Columns, field: str, where: str) -> Record | Unusable:
+    prompt_key, value = _column(row, columns.prompt_key, PROMPT_KEYS, f"{field}.prompt_key", where)
+    prompt = _prompt(value, prompt_key, where)
+    answer_key, value = _column(row, columns.answer_key, ANSWER_KEYS, f"{field}.answer_key", where)
+    text = answer_text(value, answer_key, where)
     answer = _extracted(text, columns.answer_in, answer_key)
     if answer is None:
         return Unusable(f"{where}: {answer_key!r} holds no answer ({text[-40:]!r})")
@@ -127,17 +128,18 @@ def _row(row: dict[str, Any], columns: Columns, field: str, where: str) -> Row |
             "".join(role + content for role, content in parts).encode()
         except UnicodeEncodeError:  # JSON may spell half a surrogate pair
             return Unusable(f"{where}: {key!r} holds half of a surrogate pair")
-    left = {k: v for k, v in row.items() if k not in (prompt_key, answer_key)}
-    return Row(prompt, answer.strip(), json.loads(json.dumps(left, default=str)))
+    others = {k: v for k, v in row.items() if k not in (prompt_key, answer_key)}
+    return Record(prompt, answer.strip(), json.loads(json.dumps(others, default=str)))
 
 
-def _key(
+def _column(
     row: dict[str, Any], key: str | None, candidates: tuple[str, ...], field: str, where: str
-) -> str:
-    """The column to read: the one asked for, or the first of the candidates that is there."""
+) -> tuple[str, Any]:
+    """Returns the column to read, the configured one or the first candidate, and its value."""
     for name in candidates if key is None else (key,):
-        if _has(row, name):
-            return name
+        value = _find(row, name)
+        if value is not ABSENT:
+            return name, value
     wanted = repr(key) if key is not None else f"any of {', '.join(map(repr, candidates))}"
     raise UserError(
         f"{where} has no {wanted}; it has {', '.join(map(repr, row)) or 'nothing'}. "
@@ -145,21 +147,17 @@ def _key(
     )
 
 
-def _has(row: Any, key: str) -> bool:
-    outer, _, inner = key.partition(".")
+def _find(row: Any, key: str) -> Any:
+    """Returns the value of a column, or with the key "outer.inner" that of a field in it."""
     if not isinstance(row, dict):
-        return False
-    return key in row or (outer in row and _has(row[outer], inner))
-
-
-def _get(row: Any, key: str) -> Any:
+        return ABSENT
     if key in row:
         return row[key]
     outer, _, inner = key.partition(".")
-    return _get(row[outer], inner)
+    return _find(row.get(outer), inner)
 
 
-def _prompt(value: Any, key: str, where: str) -> str | tuple[Message, ...]:
+def _prompt(value: Any, key: str, where: str) -> Prompt:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -178,7 +176,7 @@ def _prompt(value: Any, key: str, where: str) -> str | tuple[Message, ...]:
 
 
 def answer_text(value: Any, key: str, where: str) -> str:
-    """The answer as text; numbers are written as they are, whole ones without a point."""
+    """Returns the answer as text; whole numbers without a decimal point."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     finite = not isinstance(value, float) or math.isfinite(value)
@@ -205,9 +203,9 @@ def _extracted(text: str, answer_in: str | None, key: str) -> str | None:
 
 
 def _kind(value: Any) -> str:
-    """What a value is, in JSON's words, with its beginning."""
-    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number",
-             str: "a text", list: "a list", dict: "an object"}  # fmt: skip
+    """Names the JSON type of a value, with the value's beginning."""
+    names: dict[type, str] = {type(None): "null", bool: "a boolean", int: "a number"}
+    names |= {float: "a number", str: "a text", list: "a list", dict: "an object"}
     text = json.dumps(value, default=str)
     kind = names.get(type(value), type(value).__name__)
     return f"{kind} ({text[:40]}{'...' if len(text) > 40 else ''})"

@@ -1,7 +1,6 @@
-"""Where problems come from: data sets of the hub, by name or id, and files."""
+"""Sources of problems: data sets of the hub, by name or id, and files."""
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -13,13 +12,13 @@ HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(/.*)?")
 
 
 class Dataset(NamedTuple):
-    """A data set of the hub that is known by a name of its own."""
+    """A data set of the hub with a short name."""
 
-    path: str  # owner/name, or owner/name/place
+    path: str  # owner/name, or owner/name/directory
     prompt_key: str
     answer_key: str
     answer_in: Literal["text", "boxed", "####"]
-    splits: tuple[str, ...] = ()  # the last is for evaluation; none: all is one
+    splits: tuple[str, ...] = ()  # the last is for evaluation
 
     @property
     def heldout_split(self) -> str | None:
@@ -27,16 +26,13 @@ class Dataset(NamedTuple):
 
 
 DATASETS = {
-    # Its prompts are chats that hold the instruction of the published runs.
+    # Its prompts are chats with the instruction of the published runs.
     "dapo-math-17k": Dataset(
         "BytedTsinghua-SIA/DAPO-Math-17k", "prompt", "reward_model.ground_truth", "text"
     ),
-    # The bare problem, so that the prompt is the config's own; the file repeats each 32 times.
+    # The bare problem, to be put into the config's own template; the file repeats each 32 times.
     "aime24": Dataset(
-        "BytedTsinghua-SIA/AIME-2024",
-        "extra_info.raw_problem",
-        "reward_model.ground_truth",
-        "text",
+        "BytedTsinghua-SIA/AIME-2024", "extra_info.raw_problem", "reward_model.ground_truth", "text"
     ),
     "aime25": Dataset("math-ai/aime25", "problem", "answer", "text", ("test",)),
     "amc23": Dataset("math-ai/amc23", "question", "answer", "text", ("test",)),
@@ -49,18 +45,18 @@ DATASETS = {
 
 
 def find_files(path: str, split: str | None, field: str) -> list[Path]:
-    """The files of a data set, in the order of their names; those on the hub are downloaded into
-    the cache of `huggingface_hub`, once.
+    """Returns the files of a data set, in the order of their names; files of the hub are downloaded
+    once, into the cache of `huggingface_hub`.
 
     Args:
-        path: a name in DATASETS, a file, a directory, or owner/name[/place] on the hub.
-        split: a word that the paths of the files have to hold; None: all files.
+        path: a name in DATASETS, a file, a directory, or owner/name[/directory] on the hub.
+        split: a word in the paths of the files; None: all files.
         field: the config field or flag that gave `path`, for messages.
 
     Raises:
         UserError: there are no such files, or the hub cannot be reached.
     """
-    split = split or None  # "" is how a command line says None
+    split = split or None  # "": None, on a command line
     dataset = DATASETS.get(path)
     if dataset is not None and split is None and len(dataset.splits) > 1:
         raise UserError(f"{field}.split: {path!r} has {' and '.join(dataset.splits)}; say which.")
@@ -73,8 +69,7 @@ def find_files(path: str, split: str | None, field: str) -> list[Path]:
         below = f"{inside}/" if inside else ""
         patterns = [inside, *(f"{below}*{suffix}" for suffix in SUFFIXES)]
         snapshot = hf_hub.snapshot(repository, "dataset", patterns)
-    # Whatever comes out of the client: its HTTP and its transfer library have errors of their own.
-    except Exception as error:
+    except Exception as error:  # the client's HTTP and transfer libraries have their own errors
         absent = "" if dataset is not None else f"there is no file {Path(path).absolute()}, and "
         raise UserError(
             f"{field}: {absent}the data set {repository} could not be fetched from the hub "
@@ -85,12 +80,11 @@ def find_files(path: str, split: str | None, field: str) -> list[Path]:
 
 
 def _on_disk(path: str, field: str) -> Path | None:
-    """The data file or directory of that name; None where it can only be one of the hub."""
+    """Returns the data file or directory of that name; None where only the hub can have it."""
     try:
         place = Path(path).expanduser()
         is_file, is_directory = place.is_file(), bool(path) and place.is_dir()
-    # No permission, too long a name; the home of a user that there is not.
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:  # no permission, a long name, an unknown user's home
         raise UserError(f"{field}: {path!r} cannot be looked up: {error}.") from error
     if is_file and place.suffix not in SUFFIXES:
         raise UserError(
@@ -108,31 +102,26 @@ def _on_disk(path: str, field: str) -> Path | None:
 
 
 def _chosen(place: Path, root: Path, split: str | None, field: str) -> list[Path]:
-    """The data files at or below `place` whose path below `root` holds the word `split`."""
+    """Returns the data files at or below `place` whose path below `root` has the word `split`."""
     found = [place] if place.is_file() else sorted(place.rglob("*"))
-    # A link to nothing stays among them, so that it is missed when it is read.
+    # Links to nothing are kept: reading them is an error.
     files = [file for file in found if file.suffix in SUFFIXES and not file.is_dir()]
-    word = None if split is None else re.compile(rf"(?<![a-z]){re.escape(split.lower())}(?![a-z])")
-    chosen = [
-        file
-        for file in files
-        if word is None or word.search(file.relative_to(root).as_posix().lower())
-    ]
+    if split is None:
+        chosen, hint = files, ""
+    else:
+        word = re.compile(rf"(?<![a-z]){re.escape(split.lower())}(?![a-z])")
+        chosen = [file for file in files if word.search(_below(file, root).lower())]
+        hint = f", and none has {split!r} in its name ({field}.split='' takes them all)"
     if not chosen:
+        names = ", ".join(_below(file, root) for file in files[:8])
+        more = ", ..." if len(files) > 8 else ""
+        there = f"there are {len(files)} data files ({names}{more})" if files else ""
         raise UserError(
-            f"{field}: {_among(files, root)}"
-            + (
-                ""
-                if split is None
-                else f", and none has {split!r} in its name ({field}.split='' takes them all)"
-            )
-            + f". Looked in {place} for {' and '.join(SUFFIXES)}."
+            f"{field}: {there or 'there is no data file'}{hint}. Looked in {place} for "
+            f"{' and '.join(SUFFIXES)}."
         )
     return chosen
 
 
-def _among(files: Sequence[Path], root: Path) -> str:
-    if not files:
-        return "there is no data file"
-    names = ", ".join(file.relative_to(root).as_posix() for file in files[:8])
-    return f"there are {len(files)} data files ({names}{', ...' if len(files) > 8 else ''})"
+def _below(file: Path, root: Path) -> str:
+    return file.relative_to(root).as_posix()

@@ -1,4 +1,4 @@
-"""Problems in an order that depends on the seed alone, from several sources at once."""
+"""The order of the training problems, a function of the seed alone, over several sources."""
 
 import hashlib
 import json
@@ -12,18 +12,16 @@ from dapo_jax.types import Problem, UserError
 
 
 class ProblemStream:
-    """Problems without end. Every epoch of a source is a permutation of all of it, drawn from the
-    seed; the sources take turns in the proportion of their weights.
+    """An endless stream of problems. Every epoch of a source is a permutation of it, a function of
+    the seed; sources take turns in the proportion of their weights.
 
-    Within an epoch of a source no problem repeats. Problems taken around its end may: the last of
-    one permutation can be among the first of the next. `Problem.epoch` tells the two visits apart,
-    so that their samples have different random keys. Every process that has the same problems and
-    seed sees the same order.
+    `Problem.epoch` gives the samples of two visits to a problem different random keys. Every
+    process with the same problems and seed has the same order.
 
     Args:
-        problems: at least one; the problems of a source are those of one `Problem.source`.
+        problems: at least one.
         seed: 0 or more.
-        weights: of each source, above 0; None: the same for all.
+        weights: of each `Problem.source`, above 0; None: the same for all.
     """
 
     def __init__(
@@ -47,7 +45,7 @@ class ProblemStream:
         self._places: grain.DatasetIterator = iter(mixed.to_iter_dataset(options))
 
     def take(self, n: int) -> list[Problem]:
-        """The next `n` problems, each with the epoch of its source that it is taken in."""
+        """Returns the next `n` problems, each with its source's epoch."""
         taken = []
         for _ in range(n):
             source, visit, index = next(self._places)
@@ -56,17 +54,17 @@ class ProblemStream:
         return taken
 
     def get_state(self) -> dict[str, Any]:
-        """The position and what it is a position in, as JSON can hold them."""
+        """Returns the position and the identity of the problems, as JSON can hold them."""
         return {**self._identity, "grain": self._places.get_state()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to the position of `state`, so that `take` continues exactly.
+        """Restores a position, from which `take` continues exactly.
 
         Raises:
             UserError: the state belongs to other problems or another seed.
         """
-        for name, field in (("seed", "config.seed"), ("problems", "config.data"),
-                            ("sha256", "config.data")):  # fmt: skip
+        for name in self._identity:
+            field = "config.seed" if name == "seed" else "config.data"
             if state[name] != self._identity[name]:
                 raise UserError(
                     f"{field}: the checkpoint's position is in other training data: {name} was "
@@ -77,11 +75,10 @@ class ProblemStream:
 
 
 def _endless(source: int, num_problems: int, seed: int) -> grain.MapDataset:
-    """(source, visits to it before, index of a problem in it), without end."""
-    if source:  # each source its own order, also where two have one length
+    """Yields (source, visits to it before, index of a problem in it), without end."""
+    if source:  # sources of the same length have different orders
         seed = int(np.random.SeedSequence([seed, source]).generate_state(1)[0])
-    # Over indices, because grain walks every token of an element to estimate its bytes. The seed
-    # goes through `.seed`, which hashes it: `.shuffle(seed=s)` orders epoch e by s + e, so that a
-    # run's second epoch would be the first epoch of the run with the next seed.
+    # Indices, because grain walks every token of an element to estimate its bytes. `.seed` hashes
+    # the seed: `.shuffle(seed=s)` orders epoch e by s + e, as seed s + 1 does epoch e - 1.
     dataset = grain.MapDataset.source(range(num_problems)).seed(seed).shuffle().repeat()
     return dataset.map_with_index(lambda visit, index: (source, int(visit), index))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# transformers announces at import that torch is missing, which here is as it should be.
+# transformers would announce at import that torch is missing.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -16,12 +16,12 @@ from dapo_jax.data import arithmetic
 from dapo_jax.types import UserError
 from dapo_jax.utils import hf_hub
 
-# Of a repository, what a tokenizer may consist of.
+# Files that a tokenizer may have in a repository.
 FILES = ("*.json", "*.jinja", "tokenizer*", "vocab*", "merges.txt")
 
 
 def arithmetic_tokenizer() -> PreTrainedTokenizerFast:
-    """A fast tokenizer whose tokens are the words of `arithmetic`: labels, digits, a few more."""
+    """Returns a fast tokenizer whose tokens are the words of `arithmetic`."""
     vocab = {w: i for i, w in enumerate(["<pad>", "<eos>", "<unk>", *arithmetic.WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     pattern = Regex("|".join(arithmetic.WORDS))
@@ -37,31 +37,22 @@ def arithmetic_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def stop_tokens(config: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end a response, the tokenizer's end of sequence first."""
+    """Returns the tokens that end a response, the tokenizer's end of sequence first."""
     return tuple(dict.fromkeys((tokenizer.eos_token_id, *config.stop_token_ids)))
 
 
 def text_stream(tokenizer: Any) -> Callable[[int], str]:
-    """A function that takes the tokens of one text in turn and returns what each adds to it, ""
-    while a character is incomplete; special tokens are left out."""
+    """Returns a function of the tokens of one text, in turn, that returns the text each adds: ""
+    for special tokens and incomplete characters."""
     stream = decoders.DecodeStream(skip_special_tokens=True)
     return lambda token: stream.step(tokenizer.backend_tokenizer, token) or ""
 
 
-def _read(directory: Path) -> Any:
-    """What tokenizer.json says, where there is one."""
-    if (directory / "tokenizer.json").is_file():
-        # AutoTokenizer gives every directory of a qwen2 model Qwen's own way of cutting a text into
-        # words, whatever the file has and whichever class is asked for.
-        return PreTrainedTokenizerFast.from_pretrained(directory)
-    return AutoTokenizer.from_pretrained(directory)
-
-
 def load_tokenizer(config: ModelConfig, save_to: Path | None = None) -> Any:
-    """The tokenizer of the config, checked against the model's vocabulary.
+    """Returns the tokenizer of the config, checked against the model's vocabulary.
 
     Args:
-        save_to: where to leave a copy in Hugging Face format.
+        save_to: directory for a copy in Hugging Face format.
 
     Raises:
         UserError: it cannot be loaded, has no end-of-sequence token, or more tokens than the model.
@@ -71,12 +62,15 @@ def load_tokenizer(config: ModelConfig, save_to: Path | None = None) -> Any:
         tokenizer = arithmetic_tokenizer()
     else:
         field = "config.model.tokenizer" if config.tokenizer else "config.model.path"
-        # By the id of a repository transformers asks the hub of one thing after another, and where
-        # the hub is out of reach waits for each.
+        # Given a repository's id, transformers would ask the hub many times, each with a time-out.
         directory = hf_hub.model_directory(place, FILES, field)
+        # AutoTokenizer splits words as Qwen does in every directory of a qwen2 model, whatever
+        # tokenizer.json has.
+        is_fast = (directory / "tokenizer.json").is_file()
+        load = PreTrainedTokenizerFast if is_fast else AutoTokenizer
         try:
-            tokenizer = _read(directory)
-        except Exception as error:  # of a damaged file tokenizers raises no other class
+            tokenizer = load.from_pretrained(directory)
+        except Exception as error:  # tokenizers raises no other class for a damaged file
             raise UserError(
                 f"the tokenizer of {field} ({place!r}) could not be loaded: {error} "
                 "Give a directory in Hugging Face format or the id of a repository on the hub."

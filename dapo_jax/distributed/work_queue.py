@@ -7,7 +7,7 @@ POLL_SECONDS = 0.02  # seconds between two polls of the shared queue
 
 
 class WorkQueue:
-    """The claims and outcomes of one step's prompts, in a run of one process.
+    """Claims and outcomes of the prompts of one step, in a run of one process.
 
     Prompts are numbered in data order. The process that claims a prompt generates its group.
     """
@@ -26,10 +26,10 @@ class WorkQueue:
         self.outcomes[number] = kept
 
     def poll(self) -> None:
-        """Takes in what other processes have reported."""
+        """Reads the claims and reports of other processes."""
 
     def reset(self) -> None:
-        """Deletes everything, once no process polls any more."""
+        """Deletes the queue, once no process polls it."""
 
 
 class SharedWorkQueue(WorkQueue):
@@ -37,7 +37,7 @@ class SharedWorkQueue(WorkQueue):
 
     def __init__(self, client: Any, place: str):
         super().__init__()
-        self._client, self._place, self._looked = client, place, -POLL_SECONDS
+        self._client, self._place, self._last_poll = client, place, -POLL_SECONDS
 
     def claim(self) -> int:
         number = self._client.key_value_increment(f"{self._place}/next", 1) - 1
@@ -50,9 +50,9 @@ class SharedWorkQueue(WorkQueue):
 
     def poll(self) -> None:
         now = time.monotonic()
-        if now - self._looked < POLL_SECONDS:
+        if now - self._last_poll < POLL_SECONDS:
             return
-        self._looked = now
+        self._last_poll = now
         for key, value in self._client.key_value_dir_get(self._place):
             name = key.rsplit("/", 1)[1]
             if name == "next":

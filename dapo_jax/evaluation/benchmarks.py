@@ -122,15 +122,15 @@ def _record(
     """Generates the problems' samples, and writes each problem as soon as it is scored."""
     wanted, num_done = len(problems), 0
     begun = reported = time.monotonic()
-    for turn in collector.turns(PromptQueue.of_list(problems), key):
-        for _, scored in turn.groups:
+    for output in collector.run(PromptQueue.of_list(problems), key):
+        for _, scored in output.groups:
             group = attempts_of(scored)
             done[group.problem.id] = group
             out.write(_line(group, benchmark.rubric) + "\n")
             out.flush()
             os.fsync(out.fileno())
             num_done += 1
-        if turn.idle:
+        if output.idle:
             time.sleep(IDLE_SECONDS)
         now = time.monotonic()
         if num_done and now - reported > REPORT_EVERY_SECONDS:

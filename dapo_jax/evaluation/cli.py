@@ -14,7 +14,7 @@ import jax
 from dapo_jax.config import Config, SourceConfig
 from dapo_jax.data import dataset as problems
 from dapo_jax.data.sources import DATASETS
-from dapo_jax.data.tokenizer import load_tokenizer
+from dapo_jax.data.tokenizer import load_tokenizer, stop_tokens
 from dapo_jax.distributed.preemption import StopSignals
 from dapo_jax.evaluation import benchmarks
 from dapo_jax.evaluation.benchmark_page import table
@@ -28,7 +28,7 @@ from dapo_jax.rewards.types import Rubric, parse_scorers
 from dapo_jax.rollout import memory_budget
 from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.collector import RolloutCollector
-from dapo_jax.rollout.make_engine import make_engine
+from dapo_jax.rollout.engine import make_engine
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.runs import integrity, run_directory
 from dapo_jax.runs.checkpoint import restore_part
@@ -36,7 +36,7 @@ from dapo_jax.training import base_model
 from dapo_jax.types import Problem, StopRequested, UserError
 from dapo_jax.utils.progress import Progress, duration
 from dapo_jax.utils.telemetry import Telemetry
-from dapo_jax.utils.watchdog import Watchdog
+from dapo_jax.utils.watchdog import WATCHDOG_SECONDS, Watchdog
 
 PROMPT_TOKENS_MULTIPLE = 16  # of the longest prompt, so that like benchmarks share programs
 
@@ -65,10 +65,9 @@ def request(config: Config, flags: Any) -> Request:
         UserError: a flag is out of range, or contradicts another.
     """
     place = lambda value: None if value is None else Path(value).expanduser().resolve()
-    sampling = {
-        name: getattr(config.evaluation if getattr(flags, name) is None else flags, name)
-        for name in ("temperature", "top_p", "top_k", "min_p")
-    }
+    e = config.evaluation
+    sampling = {"temperature": e.temperature, "top_p": e.top_p, "top_k": 0, "min_p": 0.0}
+    sampling |= {n: getattr(flags, n) for n in sampling if getattr(flags, n) is not None}
     if flags.step is not None and flags.workdir is None:
         raise UserError(f"--step={flags.step} needs the --workdir of a run.")
     if flags.output is None and flags.workdir is None:
@@ -132,7 +131,7 @@ def evaluate_model(config: Config, request: Request) -> int | None:
     longest = _padded(max(len(problem.prompt_tokens) for problem in found))
     with_prompts = dataclasses.replace(config.data, max_prompt_tokens=longest)
     devices = jax.devices()
-    config = memory_budget.with_teams(
+    config = memory_budget.with_replica_size(
         dataclasses.replace(config, data=with_prompts),
         devices,
         memory_budget.device_bytes(devices),
@@ -144,7 +143,7 @@ def evaluate_model(config: Config, request: Request) -> int | None:
     results: dict[str, Any] = {}
     with (
         StopSignals(progress) as signals,
-        Watchdog(config.rollout.watchdog_seconds, progress.say) as watch,
+        Watchdog(WATCHDOG_SECONDS, progress.say) as watch,
         RewardPool(
             names | equivalences(rubrics),
             workers=config.reward.workers,
@@ -200,7 +199,9 @@ def _collector(
     """Returns the collector of a benchmark, which depends on no other benchmark."""
     longest = max(len(problem.prompt_tokens) for problem in problems)
     return RolloutCollector(
-        make_engine(config, mesh, tokenizer, max_prompt_tokens=_padded(longest)),
+        make_engine(
+            config, mesh, stop_tokens(config.model, tokenizer), max_prompt_tokens=_padded(longest)
+        ),
         pool,
         rubrics,
         lambda tokens: tokenizer.batch_decode(tokens, skip_special_tokens=True),

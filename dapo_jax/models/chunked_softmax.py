@@ -1,22 +1,28 @@
-"""A softmax over a vocabulary that is never whole: its parts, and the sums that run over them."""
+"""Chunked softmax: running sums over parts of the vocabulary, whose logits never exist at once.
+
+`log_probs` loops over parts of the vocabulary and chunks of tokens; the sampler shares `logits`.
+"""
 
 import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from dapo_jax.models.sharding import HeadLayout, axes_of
 from dapo_jax.utils.precision import LANES, columns_first, sum_dtype, written_out
 
-# Columns of logits alive at once. Enough for the products to run at full speed with it; the
-# memory is this times `model.log_prob_chunk_tokens`.
+# Columns of logits alive at once: enough for matrix products at full speed. Memory is this times
+# `model.log_prob_chunk_tokens`.
 VOCAB_CHUNK = 4096
 BELOW_ALL = -1e30  # finite, so that no difference of two of them is nan
 
 
-def logits(hidden_XD: jax.Array, unembed_VD: jax.Array, *, temperature: float) -> jax.Array:
-    """Logits [..., V] divided by the sampling temperature; float32, or float64 as hidden_XD is."""
+def logits(
+    hidden_XD: Float[Array, "*X D"], unembed_VD: Float[Array, "V D"], *, temperature: float
+) -> Float[Array, "*X V"]:
+    """Returns logits [..., V] over the sampling temperature; float32, or float64 as hidden_XD."""
     logits_XV = jnp.einsum(
         "...D,VD->...V",
         hidden_XD,
@@ -26,136 +32,112 @@ def logits(hidden_XD: jax.Array, unembed_VD: jax.Array, *, temperature: float) -
     return logits_XV / temperature
 
 
-class Beside(NamedTuple):
-    """Per token, for the KL to a reference with logits r."""
-
-    apart: jax.Array  # sum exp(z - top) (z - r)
-    top: jax.Array  # max r
-    total: jax.Array  # sum exp(r - its own top)
-
-
 class Sums(NamedTuple):
-    """Per token over the part of the vocabulary seen so far, z its logits."""
+    """Running sums of each token over the parts of the vocabulary so far, z its logits."""
 
     top: jax.Array  # max z
     total: jax.Array  # sum exp(z - top)
     spread: jax.Array  # sum exp(z - top) (z - top)
-    taken: jax.Array  # z of the target; 0 before it was seen
-    reference: Beside | None
+    target: jax.Array  # z of the target token; 0 before its part
 
 
-def no_sums(shape: tuple[int, ...], dtype: Any, *, reference: bool) -> Sums:
-    """Before anything was seen."""
+def empty_sums(shape: tuple[int, ...], dtype: Any) -> Sums:
+    """Returns the sums over nothing."""
     zero, below = jnp.zeros(shape, dtype), jnp.full(shape, BELOW_ALL, dtype)
-    return Sums(below, zero, zero, zero, Beside(zero, below, zero) if reference else None)
+    return Sums(below, zero, zero, zero)
 
 
-def add(sums: Sums, z_CP: jax.Array, targets_C: jax.Array, r_CP: jax.Array | None) -> Sums:
-    """The sums [C] with a part of the vocabulary added; targets as `Parts.targets` has them."""
-    P = z_CP.shape[1]
-    top = jnp.maximum(sums.top, jnp.max(z_CP, axis=1))
-    below_CP = z_CP - top[:, None]
-    exp_CP = written_out(jnp.exp(below_CP))
-    dot = lambda x_CP: jnp.einsum("CP,CP->C", exp_CP, x_CP)
-    here_C = (targets_C >= 0) & (targets_C < P)
-    index_C1 = jnp.clip(targets_C, 0, P - 1)[:, None]
-    taken = jnp.take_along_axis(z_CP, index_C1, axis=1)[:, 0]
-    sums = relative_to(sums, top)
-    if sums.reference is not None:
-        assert r_CP is not None
-        beside = beside_relative_to(
-            sums.reference, jnp.maximum(sums.reference.top, jnp.max(r_CP, axis=1))
-        )
-        more = jnp.sum(jnp.exp(r_CP - beside.top[:, None]), axis=1)
-        apart = beside.apart + dot(z_CP - r_CP)
-        sums = sums._replace(reference=Beside(apart, beside.top, beside.total + more))
-    return sums._replace(
-        total=sums.total + jnp.sum(exp_CP, axis=1),
-        spread=sums.spread + dot(below_CP),
-        taken=jnp.where(here_C, taken, sums.taken),
-    )
+def add_part(sums: Sums, z_XP: Float[Array, "X P"], targets_X: Int[Array, " X"]) -> Sums:
+    """Adds a part of the vocabulary to the sums of X tokens.
 
-
-def relative_to(sums: Sums, top: jax.Array) -> Sums:
-    """The same sums, with another logit in the place of the largest."""
-    down = sums.top - top
-    scale = jnp.exp(down)
-    beside = sums.reference
+    Args:
+        z_XP: logits.
+        targets_X: target tokens counted from the part's first, see `VocabParts.targets`.
+    """
+    P = z_XP.shape[1]
+    top = jnp.maximum(sums.top, jnp.max(z_XP, axis=1))
+    below_XP = z_XP - top[:, None]
+    exp_XP = written_out(jnp.exp(below_XP))
+    dot = lambda x_XP: jnp.einsum("XP,XP->X", exp_XP, x_XP)
+    index_X1 = jnp.clip(targets_X, 0, P - 1)[:, None]
+    z_target_X = jnp.take_along_axis(z_XP, index_X1, axis=1)[:, 0]
+    sums = _with_top(sums, top)
     return Sums(
         top=top,
-        total=sums.total * scale,
-        spread=(sums.spread + sums.total * down) * scale,
-        taken=sums.taken,
-        reference=None if beside is None else beside._replace(apart=beside.apart * scale),
+        total=sums.total + jnp.sum(exp_XP, axis=1),
+        spread=sums.spread + dot(below_XP),
+        target=jnp.where((targets_X >= 0) & (targets_X < P), z_target_X, sums.target),
     )
 
 
-def beside_relative_to(beside: Beside, top: jax.Array) -> Beside:
-    """The same for the largest logit of the reference."""
-    return beside._replace(top=top, total=beside.total * jnp.exp(beside.top - top))
-
-
-def over_shards(sums: Sums, axis: Any) -> Sums:
-    """Sums over the whole vocabulary from those of each device's part of it."""
+def sum_shards(sums: Sums, axis: Any) -> Sums:
+    """Returns sums over the whole vocabulary from those of each device's shard of it."""
     if axis is None:
         return sums
     largest = functools.partial(jax.lax.pmax, axis_name=axis)
     added = functools.partial(jax.lax.psum, axis_name=axis)
-    sums = relative_to(sums, largest(sums.top))
-    beside = sums.reference
-    if beside is not None:
-        beside = beside_relative_to(beside, largest(beside.top))
-        beside = Beside(added(beside.apart), beside.top, added(beside.total))
-    return Sums(sums.top, added(sums.total), added(sums.spread), added(sums.taken), beside)
+    sums = _with_top(sums, largest(sums.top))
+    return Sums(sums.top, added(sums.total), added(sums.spread), added(sums.target))
 
 
-class Parts:
-    """The vocabulary of this device, cut into parts."""
+def _with_top(sums: Sums, top: jax.Array) -> Sums:
+    """Rescales the sums to another largest logit."""
+    down = sums.top - top
+    scale = jnp.exp(down)
+    return Sums(
+        top=top,
+        total=sums.total * scale,
+        spread=(sums.spread + sums.total * down) * scale,
+        target=sums.target,
+    )
+
+
+class VocabParts:
+    """This device's shard of the vocabulary, split into parts of equal size."""
 
     def __init__(
         self,
         unembed_VD: jax.Array,
-        reference_VD: jax.Array | None,
         temperature: float,
         layout: HeadLayout | None,
     ):
         V = len(unembed_VD)
-        self.temperature, self.size = temperature, even_part(V, VOCAB_CHUNK)
-        self.filled_up = V % self.size > 0
+        self.temperature, self.size = temperature, chunk_size(V, VOCAB_CHUNK)
+        self.padded = V % self.size > 0
         self.axis, self.width_axis, self.row_axes = None, None, ()
         if layout is not None:
             (self.axis, self.width_axis), self.row_axes = layout.unembed, layout.row_axes
         first = 0 if self.axis is None else jax.lax.axis_index(self.axis) * V
         self.end = first + V
-        parts = jax.tree.map(lambda x: cut(x, self.size), (unembed_VD, reference_VD))
-        # For a scan: the first token id of each part, its unembedding [P, D], the reference's.
-        self.each = (first + self.size * jnp.arange(len(parts[0])), *parts)
+        parts = in_chunks(unembed_VD, self.size)
+        # For a scan: the first token id of each part, its unembedding [P, D].
+        self.each = first + self.size * jnp.arange(len(parts)), parts
 
-    def whole(self, part: Any) -> Any:
-        """A part with the whole width of its columns."""
-        start, *unembeds = part
+    def gather(self, unembed_PD: jax.Array) -> jax.Array:
+        """Returns the unembedding of a part with its whole width."""
         if self.width_axis is not None:
-            gather = lambda x: jax.lax.all_gather(x, self.width_axis, axis=1, tiled=True)
-            unembeds = jax.tree.map(gather, unembeds)
-        return start, *jax.tree.map(columns_first, unembeds)
+            unembed_PD = jax.lax.all_gather(unembed_PD, self.width_axis, axis=1, tiled=True)
+        return columns_first(unembed_PD)
 
-    def logits(self, hidden_CD: jax.Array, unembed_PD: jax.Array, start: jax.Array) -> jax.Array:
-        """Logits [C, P]; those of columns that only fill up the last part lie below all."""
-        logits_CP = logits(hidden_CD, unembed_PD, temperature=self.temperature)
-        if not self.filled_up:
-            return logits_CP
+    def logits(self, hidden_XD: jax.Array, unembed_PD: jax.Array, start: jax.Array) -> jax.Array:
+        """Returns logits [X, P]; those of padding in the last part are BELOW_ALL."""
+        logits_XP = logits(hidden_XD, unembed_PD, temperature=self.temperature)
+        if not self.padded:
+            return logits_XP
         real_1P = (start + jnp.arange(self.size) < self.end)[None]
-        return jnp.where(real_1P, logits_CP, jnp.asarray(BELOW_ALL, logits_CP.dtype))
+        return jnp.where(real_1P, logits_XP, jnp.asarray(BELOW_ALL, logits_XP.dtype))
 
-    def targets(self, targets_C: jax.Array, start: jax.Array) -> jax.Array:
-        """Tokens counted from the first of a part. What only fills up the last part is no token:
-        its numbers are those of the tokens that the next device begins with."""
-        if not self.filled_up:
-            return targets_C - start
-        return jnp.where(targets_C < self.end, targets_C - start, -1)
+    def targets(self, targets_X: jax.Array, start: jax.Array) -> jax.Array:
+        """Returns tokens counted from the first of a part; -1 for those of the next device.
 
-    def own(self, d_unembed_PD: jax.Array) -> jax.Array:
-        """The gradient over the tokens of all devices, of the width that this device holds."""
+        The numbers of padding in the last part are those of the next device's first tokens.
+        """
+        if not self.padded:
+            return targets_X - start
+        return jnp.where(targets_X < self.end, targets_X - start, -1)
+
+    def reduce(self, d_unembed_PD: jax.Array) -> jax.Array:
+        """Sums a gradient over the tokens of all devices, for the width that this device holds."""
         width_axes = axes_of(self.width_axis)
         whole_axes = tuple(axis for axis in self.row_axes if axis not in width_axes)
         if whole_axes:
@@ -167,21 +149,21 @@ class Parts:
         return d_unembed_PD
 
 
-def even_part(length: int, most: int) -> int:
-    """The size of equal parts, at most `most`; large ones are cut between tiles of a TPU's memory.
+def chunk_size(length: int, most: int) -> int:
+    """Returns the size of equal chunks, at most `most`; of large ones a multiple of a TPU's tile.
 
-    Cut elsewhere, an array has to be laid out anew, which the compiler writes out tile by tile: a
-    hundred seconds for the hidden states of a row of 22,528 tokens (docs/log.md).
+    Split elsewhere, the compiler would write the array again tile by tile: a hundred seconds of
+    compilation for a row of 22,528 tokens.
     """
     if length <= most:
         return length
     step = LANES if most >= 8 * LANES else 1
-    parts = -(-length // (most - most % step))
-    return step * -(-length // (parts * step))
+    chunks = -(-length // (most - most % step))
+    return step * -(-length // (chunks * step))
 
 
-def cut(x: jax.Array, size: int) -> jax.Array:
-    """[N, ...] as [N / size, size, ...], filled up with zeros."""
+def in_chunks(x: jax.Array, size: int) -> jax.Array:
+    """Returns [X, ...] as [X / size, size, ...], padded with zeros."""
     missing = -len(x) % size
     if missing:
         x = jnp.pad(x, ((0, missing), *[(0, 0)] * (x.ndim - 1)))

@@ -1,12 +1,11 @@
-"""The decoder: flax holds its parameters, one pure function trains on packed rows and decodes.
+"""The decoder: one flax module that trains on packed rows and decodes with a cache.
 
-Architecture: RMSNorm before attention and MLP, rotary positions, grouped-query attention, SwiGLU;
-with biases on q, k and v it is Qwen2's (arXiv:2407.10671), with norms on q and k Qwen3's
-(arXiv:2505.09388), with neither Llama's (arXiv:2407.21783). Layers are stacked and scanned.
+Architecture: RMSNorm before attention and MLP, rotary positions, grouped-query attention, SwiGLU.
+Biases on q, k and v make it Qwen2 (arXiv:2407.10671), norms on q and k Qwen3 (arXiv:2505.09388),
+neither of them Llama (arXiv:2407.21783). Layers are stacked and scanned.
 
-What differs between training, prefill and decoding is only how a query finds its keys. That is the
-`attend` argument, a function of `models.attention`; weights, precision and log-probabilities are
-the same. Outside this module there is no module object: parameters are a pure nested dict.
+Training, prefill and decoding differ in how a query finds its keys: the `attend` argument. Outside
+this module parameters are a nested dict of arrays; `bind` puts them into the module.
 """
 
 import functools
@@ -18,15 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
 
 from dapo_jax.config import ModelConfig
-from dapo_jax.models.rotary import rotary_angles
+from dapo_jax.models.rotary import rotary_angles, rotate
 from dapo_jax.utils.precision import at_least_float32
 
 Params = dict[str, Any]
-NO_WINDOW = 2**30  # positions: more than there are
+NO_WINDOW = 2**30  # positions: more than any sequence has
 # (layer index, q_BTNH, k_BTKH, v_BTKH, cache, window) -> (attended values BTNH, cache). The window
-# is how many positions a query sees, itself included; None: all before it, in every layer.
+# is how many positions a query sees, itself included; None: no layer of the model slides.
 Attend = Callable[
     [jax.Array | int, jax.Array, jax.Array, jax.Array, Any, jax.Array | int | None],
     tuple[jax.Array, Any],
@@ -34,184 +34,144 @@ Attend = Callable[
 
 
 class Decoder(nnx.Module):
-    """The parameters of a stack of decoder layers. Each names its logical axes for `sharding`."""
+    """A stack of decoder layers. Each parameter names its logical axes for `sharding`."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        c, dtype = config, jnp.dtype(config.param_dtype)
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, unrolled: bool = False):
+        """Makes random parameters.
+
+        Args:
+            unrolled: hold the layers one by one, see `unstacked`.
+        """
+        self.config = c = config
+        dtype = jnp.dtype(c.param_dtype)
 
         def normal(shape: tuple[int, ...], axes: tuple[str | None, ...], fan_in: int) -> nnx.Param:
             # 1/sqrt(fan_in) keeps the variance of activations; Qwen2's own 0.02 is for width 2048+.
             value = jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5
             return nnx.Param(value.astype(dtype), logical_axes=axes)
 
-        def constant(
-            value: float, shape: tuple[int, ...], axes: tuple[str | None, ...]
-        ) -> nnx.Param:
+        def constant(value: float, shape: tuple[int, ...], *axes: str | None) -> nnx.Param:
             return nnx.Param(jnp.full(shape, value, dtype), logical_axes=axes)
 
-        L, D, N, K, H, F = (
-            c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size,
-        )  # fmt: skip
+        L, D, F = c.num_layers, c.hidden_size, c.intermediate_size
+        N, K, H = c.num_heads, c.num_kv_heads, c.head_dim
         self.embed = normal((c.vocab_size, D), ("vocab", "embed"), D)
         if not c.tie_embeddings:
             self.unembed = normal((c.vocab_size, D), ("vocab", "embed"), D)
-        self.final_norm = constant(1.0, (D,), (None,))
-        heads, kv_heads = ("layers", "heads", None), ("layers", "kv_heads", None)
-        biases = {
-            "q_bias": constant(0.0, (L, N, H), heads),
-            "k_bias": constant(0.0, (L, K, H), kv_heads),
-            "v_bias": constant(0.0, (L, K, H), kv_heads),
+        self.final_norm = constant(1.0, (D,), None)
+        layers = {
+            "attention_norm": constant(1.0, (L, D), "layers", None),
+            "q": normal((L, D, N, H), ("layers", "embed", "heads", None), D),
+            "k": normal((L, D, K, H), ("layers", "embed", "kv_heads", None), D),
+            "v": normal((L, D, K, H), ("layers", "embed", "kv_heads", None), D),
+            "o": normal((L, N, H, D), ("layers", "heads", None, "embed"), N * H * 2 * L),
+            "mlp_norm": constant(1.0, (L, D), "layers", None),
+            "gate": normal((L, D, F), ("layers", "embed", "ff"), D),
+            "up": normal((L, D, F), ("layers", "embed", "ff"), D),
+            "down": normal((L, F, D), ("layers", "ff", "embed"), F * 2 * L),
         }
-        norms = {
-            "q_norm": constant(1.0, (L, H), ("layers", None)),
-            "k_norm": constant(1.0, (L, H), ("layers", None)),
-        }
-        biases, norms = biases if c.qkv_bias else {}, norms if c.qk_norm else {}
-        self.layers = nnx.data(
-            {
-                "attention_norm": constant(1.0, (L, D), ("layers", None)),
-                "q": normal((L, D, N, H), ("layers", "embed", "heads", None), D),
-                "k": normal((L, D, K, H), ("layers", "embed", "kv_heads", None), D),
-                "v": normal((L, D, K, H), ("layers", "embed", "kv_heads", None), D),
-                **biases,
-                **norms,
-                "o": normal((L, N, H, D), ("layers", "heads", None, "embed"), N * H * 2 * L),
-                "mlp_norm": constant(1.0, (L, D), ("layers", None)),
-                "gate": normal((L, D, F), ("layers", "embed", "ff"), D),
-                "up": normal((L, D, F), ("layers", "embed", "ff"), D),
-                "down": normal((L, F, D), ("layers", "ff", "embed"), F * 2 * L),
-            }
-        )
+        if c.qkv_bias:
+            layers["q_bias"] = constant(0.0, (L, N, H), "layers", "heads", None)
+            layers["k_bias"] = constant(0.0, (L, K, H), "layers", "kv_heads", None)
+            layers["v_bias"] = constant(0.0, (L, K, H), "layers", "kv_heads", None)
+        if c.qk_norm:
+            layers["q_norm"] = constant(1.0, (L, H), "layers", None)
+            layers["k_norm"] = constant(1.0, (L, H), "layers", None)
+        one = lambda i: {name: nnx.Param(param[i]) for name, param in layers.items()}
+        self.layers = nnx.data([one(i) for i in range(L)] if unrolled else layers)
+
+    def __call__(
+        self,
+        tokens_BT: Int[Array, "B T"],
+        positions_BT: Int[Array, "B T"],
+        attend: Attend,
+        cache: Any = None,
+        *,
+        context: int = 1,
+    ) -> tuple[Float[Array, "B T {self.config.hidden_size}"], Any]:
+        """Returns final hidden states [B, T, D] in the compute dtype, and the cache.
+
+        Args:
+            tokens_BT: token ids.
+            positions_BT: restart at 0 in each packed segment.
+            attend: how queries find keys: `dapo_jax.models.attention`, `dapo_jax.rollout.paged`.
+            cache: any pytree that `attend` reads and returns.
+            context: devices that the tokens of each row lie over.
+        """
+        c, (B, T) = self.config, tokens_BT.shape
+        dtype, L = jnp.dtype(c.compute_dtype), c.num_layers
+        sin_cos = rotary_angles(positions_BT, c.head_dim, c.rope_theta, c.rope_scaling)
+        windows_L = np.full(L, NO_WINDOW, np.int32)
+        windows_L[list(c.sliding_layers)] = c.sliding_window or NO_WINDOW
+
+        # X = B * T tokens: products with weights are plain matrix products, forward and backward.
+        # With B and T apart XLA's CPU backend transposes activations for the weight gradients,
+        # 1.7 times the time of the backward pass. The order of X is that of the devices: the first
+        # part of every row, then the second. So joining B and T moves nothing.
+        def join(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [X, ...]
+            rest = x.shape[2:]
+            return x.reshape(B, context, T // context, *rest).swapaxes(0, 1).reshape(-1, *rest)
+
+        def split(x: jax.Array) -> jax.Array:  # [X, ...] -> [B, T, ...]
+            rest = x.shape[1:]
+            return x.reshape(context, B, T // context, *rest).swapaxes(0, 1).reshape(B, T, *rest)
+
+        def layer(carry: Any, weights_and_index: Any) -> tuple[Any, None]:
+            x_XD, cache = carry
+            weights, index, window = weights_and_index
+            window = window if c.sliding_layers else None
+            w = {name: value.astype(dtype) for name, value in weights.items()}
+            y_XD = rms_norm(x_XD, weights["attention_norm"], c.rms_norm_eps)
+            q_XNH = jnp.einsum("XD,DNH->XNH", y_XD, w["q"])
+            k_XKH = jnp.einsum("XD,DKH->XKH", y_XD, w["k"])
+            v_XKH = jnp.einsum("XD,DKH->XKH", y_XD, w["v"])
+            if c.qkv_bias:
+                q_XNH = q_XNH + w["q_bias"][None]
+                k_XKH = k_XKH + w["k_bias"][None]
+                v_XKH = v_XKH + w["v_bias"][None]
+            if c.qk_norm:
+                q_XNH = rms_norm(q_XNH, weights["q_norm"], c.rms_norm_eps)
+                k_XKH = rms_norm(k_XKH, weights["k_norm"], c.rms_norm_eps)
+            q_BTNH, k_BTKH = rotate(split(q_XNH), sin_cos), rotate(split(k_XKH), sin_cos)
+            a_BTNH, cache = attend(index, q_BTNH, k_BTKH, split(v_XKH), cache, window)
+            x_XD = x_XD + jnp.einsum("XNH,NHD->XD", join(a_BTNH), w["o"])
+            y_XD = rms_norm(x_XD, weights["mlp_norm"], c.rms_norm_eps)
+            gate_XF = checkpoint_name(jnp.einsum("XD,DF->XF", y_XD, w["gate"]), "mlp")
+            up_XF = checkpoint_name(jnp.einsum("XD,DF->XF", y_XD, w["up"]), "mlp")
+            x_XD = x_XD + jnp.einsum("XF,FD->XD", jax.nn.silu(gate_XF) * up_XF, w["down"])
+            return (x_XD, cache), None
+
+        carry = self.embed[...].astype(dtype)[join(tokens_BT)], cache
+        layers = jax.tree.map(lambda param: param[...], self.layers, is_leaf=_is_param)
+        if isinstance(layers, dict):
+            stacked = layers, jnp.arange(L), jnp.asarray(windows_L)
+            carry, _ = jax.lax.scan(rematerialised(layer, c.remat), carry, stacked)
+        else:
+            for i, weights in enumerate(layers):
+                carry, _ = layer(carry, (weights, i, int(windows_L[i])))
+        x_XD, cache = carry
+        return split(rms_norm(x_XD, self.final_norm[...], c.rms_norm_eps)), cache
 
 
-def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) * scale over the last axis of x [..., D], computed in float32 at least, in the
-    dtype of x."""
+def bind(config: ModelConfig, params: Params) -> Decoder:
+    """Returns the decoder with these parameters, whose layers may be `unstacked`."""
+    layers = params["layers"]
+    if isinstance(layers, dict):
+        return nnx.merge(_abstract(config)[0], params)
+    params = params | {"layers": dict(enumerate(layers))}
+    return nnx.merge(_abstract(config, unrolled=True)[0], params)
+
+
+def rms_norm(x: Float[Array, "*X D"], scale_D: Float[Array, " D"], eps: float) -> Array:
+    """Returns x / rms(x) * scale over the last axis, computed in float32 at least, in x's dtype."""
     y = at_least_float32(x)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     scale = scale_D.astype(y.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
     return (y * scale).astype(x.dtype)
 
 
-def rotate(x_BTNH: jax.Array, sin_cos: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotary position embedding, halves paired as in Qwen2 and Llama checkpoints."""
-    a, b = jnp.split(at_least_float32(x_BTNH), 2, axis=-1)
-    sin, cos = (angle.astype(a.dtype) for angle in sin_cos)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
-
-
-@functools.cache
-def _abstract(config: ModelConfig) -> tuple[Any, Any]:
-    """(graph definition, abstract state) of the decoder: structure and shapes, no memory."""
-    return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
-
-
-def init_params(config: ModelConfig, key: jax.Array) -> Params:
-    """Random parameters as a nested dict of arrays; jittable."""
-    return nnx.to_pure_dict(nnx.state(Decoder(config, rngs=nnx.Rngs(params=key))))
-
-
-def param_shapes(config: ModelConfig) -> Params:
-    """The nested dict of `jax.ShapeDtypeStruct` of the parameters."""
-    return jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
-
-
-def param_axes(config: ModelConfig) -> Params:
-    """The nested dict of logical axis names of the parameters, one tuple per array."""
-    _, state = _abstract(config)
-    is_param = lambda leaf: isinstance(leaf, nnx.Variable)
-    axes = jax.tree.map(lambda leaf: leaf.get_metadata()["logical_axes"], state, is_leaf=is_param)
-    return nnx.to_pure_dict(axes)
-
-
-def unstacked(layers: Params) -> tuple[Params, ...]:
-    """Stacked layers one by one. With these in their place `hidden_states` writes the layers out
-    one after another instead of scanning over them."""
-    num = len(next(iter(layers.values())))
-    return tuple({n: x[i] for n, x in layers.items()} for i in range(num))
-
-
-def hidden_states(
-    config: ModelConfig,
-    params: Params,
-    tokens_BT: jax.Array,
-    positions_BT: jax.Array,
-    attend: Attend,
-    cache: Any = None,
-    *,
-    parts: int = 1,
-) -> tuple[jax.Array, Any]:
-    """Final hidden states [B, T, D] in the compute dtype, and the cache as `attend` left it.
-
-    Args:
-        params: from `init_params` or a checkpoint; their layers may be `unstacked`.
-        tokens_BT: int32 token ids.
-        positions_BT: int32 positions, restarting at 0 in each packed segment.
-        attend: how queries find keys: see `dapo_jax.models.attention.xla`.
-        cache: any pytree that `attend` reads and returns.
-        parts: equal ones, that the tokens of every row lie in on the devices.
-    """
-    c, dtype = config, jnp.dtype(config.compute_dtype)
-    B, T = tokens_BT.shape
-    L = c.num_layers
-    sin_cos = rotary_angles(positions_BT, c.head_dim, c.rope_theta, c.rope_scaling)
-    windows_L = np.full(L, NO_WINDOW, np.int32)
-    windows_L[list(c.sliding_layers)] = c.sliding_window or NO_WINDOW
-
-    # X = B * T tokens: products with weights are plain matrix products, forward and backward.
-    # With B and T apart XLA's CPU backend transposes activations for the weight gradients,
-    # which made the backward pass 1.7 times as slow. They are in the order in which devices have
-    # them: the first part of every row, then the second, so that to join B and T moves nothing.
-    def joined(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [X, ...]
-        rest = x.shape[2:]
-        return x.reshape(B, parts, T // parts, *rest).swapaxes(0, 1).reshape(-1, *rest)
-
-    def apart(x: jax.Array) -> jax.Array:  # [X, ...] -> [B, T, ...]
-        rest = x.shape[1:]
-        return x.reshape(parts, B, T // parts, *rest).swapaxes(0, 1).reshape(B, T, *rest)
-
-    def layer(carry, weights_and_index):
-        x_XD, cache = carry
-        weights, index, window = weights_and_index
-        window = window if c.sliding_layers else None
-        w = {name: value.astype(dtype) for name, value in weights.items()}
-        y_XD = rms_norm(x_XD, weights["attention_norm"], c.rms_norm_eps)
-        q_XNH = jnp.einsum("XD,DNH->XNH", y_XD, w["q"])
-        k_XKH = jnp.einsum("XD,DKH->XKH", y_XD, w["k"])
-        v_XKH = jnp.einsum("XD,DKH->XKH", y_XD, w["v"])
-        if c.qkv_bias:
-            q_XNH = q_XNH + w["q_bias"][None]
-            k_XKH = k_XKH + w["k_bias"][None]
-            v_XKH = v_XKH + w["v_bias"][None]
-        if c.qk_norm:
-            q_XNH = rms_norm(q_XNH, weights["q_norm"], c.rms_norm_eps)
-            k_XKH = rms_norm(k_XKH, weights["k_norm"], c.rms_norm_eps)
-        q_BTNH, k_BTKH = rotate(apart(q_XNH), sin_cos), rotate(apart(k_XKH), sin_cos)
-        a_BTNH, cache = attend(index, q_BTNH, k_BTKH, apart(v_XKH), cache, window)
-        x_XD = x_XD + jnp.einsum("XNH,NHD->XD", joined(a_BTNH), w["o"])
-        y_XD = rms_norm(x_XD, weights["mlp_norm"], c.rms_norm_eps)
-        gate_XF = checkpoint_name(jnp.einsum("XD,DF->XF", y_XD, w["gate"]), "mlp")
-        up_XF = checkpoint_name(jnp.einsum("XD,DF->XF", y_XD, w["up"]), "mlp")
-        x_XD = x_XD + jnp.einsum("XF,FD->XD", jax.nn.silu(gate_XF) * up_XF, w["down"])
-        return (x_XD, cache), None
-
-    x_XD = params["embed"].astype(dtype)[joined(tokens_BT)]
-    layers = params["layers"]
-    if isinstance(layers, tuple):
-        for i, weights in enumerate(layers):
-            (x_XD, cache), _ = layer((x_XD, cache), (weights, i, int(windows_L[i])))
-    else:
-        (x_XD, cache), _ = jax.lax.scan(
-            _rematerialised(layer, c.remat),
-            (x_XD, cache),
-            (layers, jnp.arange(L), jnp.asarray(windows_L)),
-        )
-    x_XD = rms_norm(x_XD, params["final_norm"], c.rms_norm_eps)
-    return apart(x_XD), cache
-
-
-def _rematerialised(layer: Callable[..., Any], remat: str) -> Callable[..., Any]:
-    """The body of the scan over layers, with what `ModelConfig.remat` says kept of it."""
+def rematerialised(layer: Callable[..., Any], remat: str) -> Callable[..., Any]:
+    """Returns the body of the scan over layers, keeping what `ModelConfig.remat` names of it."""
     if remat == "none":
         return layer
     known = jax.checkpoint_policies
@@ -226,6 +186,39 @@ def _rematerialised(layer: Callable[..., Any], remat: str) -> Callable[..., Any]
     return jax.checkpoint(layer, prevent_cse=False, policy=policies[remat])
 
 
+def init_params(config: ModelConfig, key: jax.Array) -> Params:
+    """Returns random parameters as a nested dict of arrays; jittable."""
+    return nnx.to_pure_dict(nnx.state(Decoder(config, rngs=nnx.Rngs(params=key))))
+
+
+def param_shapes(config: ModelConfig) -> Params:
+    """Returns the nested dict of `jax.ShapeDtypeStruct` of the parameters."""
+    return jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
+
+
+def param_axes(config: ModelConfig) -> Params:
+    """Returns the nested dict of logical axis names of the parameters, one tuple per array."""
+    axes = lambda param: param.get_metadata()["logical_axes"]
+    return nnx.to_pure_dict(jax.tree.map(axes, _abstract(config)[1], is_leaf=_is_param))
+
+
+def unstacked(layers: Params) -> tuple[Params, ...]:
+    """Returns stacked layers one by one; with them the decoder unrolls instead of scanning."""
+    num = len(next(iter(layers.values())))
+    return tuple({n: x[i] for n, x in layers.items()} for i in range(num))
+
+
 def unembedding(params: Params) -> jax.Array:
-    """The matrix [V, D] that turns hidden states into logits."""
+    """Returns the matrix [V, D] that turns hidden states into logits."""
     return params["unembed"] if "unembed" in params else params["embed"]
+
+
+@functools.cache
+def _abstract(config: ModelConfig, *, unrolled: bool = False) -> tuple[Any, Any]:
+    """Returns (graph definition, abstract state) of the decoder: no memory."""
+    make = lambda: Decoder(config, rngs=nnx.Rngs(0), unrolled=unrolled)
+    return nnx.split(nnx.eval_shape(make))
+
+
+def _is_param(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)

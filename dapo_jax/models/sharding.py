@@ -1,13 +1,12 @@
-"""The device mesh and where arrays lie on it.
+"""The device mesh and the layout of arrays on it.
 
-Axes: `data` (replicated parameters), `fsdp` (parameters split, gathered on use), `context` (the
-tokens of a row split; parameters as over fsdp), `tensor` (heads and feed-forward split). Rows of a
-batch lie over data and fsdp together. Logical axis names of the parameters become mesh axes by the
-table `config.mesh.rules`.
+Axes: `data` (replicated parameters), `fsdp` (parameters split, gathered on use), `context` (tokens
+of a row split; parameters as over fsdp), `tensor` (heads and feed-forward split). Rows of a batch
+lie over data and fsdp together. The table `config.mesh.rules` maps logical axes of parameters to
+mesh axes.
 
-Responses are drawn on a mesh of the same devices in the same order, where all that is not tensor
-is data: each shard of it draws responses of its own with a whole copy of the model. The devices of
-a shard are of one process, or of some that draw together (see `teams`).
+Rollouts run on a mesh of the same devices in the same order, whose axes are data and tensor: each
+shard of data is an inference replica, of one process or of whole processes.
 """
 
 import math
@@ -31,7 +30,7 @@ AXIS_TYPES = (AxisType.Auto,) * len(AXES)
 
 
 def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, ...]:
-    """Sizes of the AXES on `num_devices` devices, -1 filled in.
+    """Returns the sizes of the AXES on `num_devices` devices, -1 filled in.
 
     Raises:
         UserError: the sizes do not multiply to the number of devices.
@@ -53,36 +52,30 @@ def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, ...]:
 
 
 def fitting(model: ModelConfig, num_devices: int) -> MeshConfig:
-    """A layout of the model over the devices that always divides, for programs that have no config
-    to say: as many as possible over the heads, then over the width, the rest replicated."""
+    """Returns a layout that always divides the model, for programs without a config."""
     tensor = math.gcd(num_devices, model.num_kv_heads, model.intermediate_size, model.vocab_size)
     fsdp = math.gcd(num_devices // tensor, model.hidden_size)
     return MeshConfig(data=num_devices // tensor // fsdp, fsdp=fsdp, tensor=tensor)
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh of `config` over the given devices (default: all of them). Where there are several
-    processes, the devices that draw together are of one, or are all devices of some, if that can
-    be."""
+    """Returns the mesh over the given devices (default: all), in an order that fits replicas."""
     devices = jax.devices() if devices is None else devices
     shape = mesh_shape(config, len(devices))
-    together = config.rollout_tensor or shape[-1]
+    replica = config.rollout_tensor or shape[-1]
     numbers = list(Counter(device.process_index for device in devices).values())
-    if together > 1 and len(numbers) > 1 and can_draw_together(together, numbers):
+    if replica > 1 and len(numbers) > 1 and replicas_fit(replica, numbers):
         # JAX's own order follows the links between the chips, across processes too.
         by_process = sorted(devices, key=lambda device: (device.process_index, device.id))
         return _mesh(np.array(by_process).reshape(shape))
     return jax.make_mesh(shape, AXES, axis_types=AXIS_TYPES, devices=devices)
 
 
-def can_draw_together(number: int, of_processes: Sequence[int]) -> bool:
-    """Whether so many devices can be of one process, or all devices of some.
-
-    Args:
-        of_processes: devices of each.
-    """
-    in_one = not any(devices % number for devices in of_processes)
-    return in_one or (len(set(of_processes)) == 1 and number % of_processes[0] == 0)
+def replicas_fit(size: int, devices_of_processes: Sequence[int]) -> bool:
+    """Whether replicas of `size` devices lie in one process each, or in whole processes."""
+    in_one = not any(devices % size for devices in devices_of_processes)
+    alike = len(set(devices_of_processes)) == 1
+    return in_one or (alike and size % devices_of_processes[0] == 0)
 
 
 def _mesh(devices: np.ndarray) -> Mesh:
@@ -90,18 +83,23 @@ def _mesh(devices: np.ndarray) -> Mesh:
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of an entry of a `PartitionSpec`."""
+    """Returns the mesh axes of an entry of a `PartitionSpec`."""
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
 def parts_of(entry: Any, axis_sizes: Mapping[str, int]) -> int:
-    """In how many parts what an entry of a `PartitionSpec` stands for lies."""
+    """Returns the number of parts that an entry of a `PartitionSpec` splits an axis into."""
     return math.prod(axis_sizes[axis] for axis in axes_of(entry))
 
 
+def _is_axes(node: Any) -> bool:
+    return isinstance(node, tuple)
+
+
 def param_specs(model: ModelConfig, mesh: MeshConfig) -> Any:
-    """The pytree of `PartitionSpec` of the parameters under `mesh.rules`; what those send to fsdp
-    lies over fsdp and context together.
+    """Returns the pytree of `PartitionSpec` of the parameters under `mesh.rules`.
+
+    Axes that the rules send to fsdp lie over context and fsdp together.
 
     Raises:
         UserError: a logical axis has no rule, or two axes of one array land on one mesh axis.
@@ -123,12 +121,11 @@ def param_specs(model: ModelConfig, mesh: MeshConfig) -> Any:
                 f"config.mesh.rules sends two axes of parameter {name} {axes} to one mesh axis "
                 f"({mesh_axes}); give them different mesh axes or None."
             )
-        # In the order in which `model.hidden_states` has tokens: gradients come out in their parts.
+        # The order in which the decoder has tokens: gradients come out in their parts.
         both = "fsdp" if mesh.context == 1 else ("context", "fsdp")
         return PartitionSpec(*(both if axis == "fsdp" else axis for axis in mesh_axes))
 
-    is_axes = lambda node: isinstance(node, tuple)
-    return jax.tree_util.tree_map_with_path(spec, param_axes(model), is_leaf=is_axes)
+    return jax.tree_util.tree_map_with_path(spec, param_axes(model), is_leaf=_is_axes)
 
 
 def check_divides(
@@ -137,13 +134,12 @@ def check_divides(
     axis_sizes: Mapping[str, int],
     fields: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Raises UserError unless every mesh axis divides what `mesh.rules` lays over it.
+    """Raises UserError unless mesh axes divide the axes that `mesh.rules` lays over them.
 
     Args:
-        fields: of config.mesh that the sizes come from, where they are not called as the axis.
+        fields: fields of config.mesh that the sizes come from, where not named as the axis.
     """
-    is_axes = lambda node: isinstance(node, tuple)
-    axes = jax.tree.leaves(param_axes(model), is_leaf=is_axes)
+    axes = jax.tree.leaves(param_axes(model), is_leaf=_is_axes)
     specs = jax.tree.leaves(param_specs(model, config))
     shapes = jax.tree_util.tree_leaves_with_path(param_shapes(model))
     for (path, shape), spec, names in zip(shapes, specs, axes, strict=True):
@@ -151,18 +147,18 @@ def check_divides(
             parts = parts_of(axis, axis_sizes)
             if size % parts == 0:
                 continue
-            divisors = [n for n in range(1, parts) if size % n == 0]
+            divisor = max(n for n in range(1, parts) if size % n == 0)
             product = " x ".join(f"config.mesh.{fields.get(each, each)}" for each in axes_of(axis))
             raise UserError(
-                f"{product} ({parts}) does not divide the axis {name!r} "
-                f"({size}) of parameter {jax.tree_util.keystr(path)}, which config.mesh.rules "
-                f"lays over it. Choose a divisor of {size}, such as {divisors[-1]}, or send "
-                f"{name!r} to another mesh axis or to None."
+                f"{product} ({parts}) does not divide the axis {name!r} ({size}) of parameter "
+                f"{jax.tree_util.keystr(path)}, which config.mesh.rules lays over it. Choose a "
+                f"divisor of {size}, such as {divisor}, or send {name!r} to another mesh axis or "
+                "to None."
             )
 
 
 def param_shardings(model: ModelConfig, config: MeshConfig, mesh: Mesh) -> Any:
-    """The pytree of `NamedSharding` of the parameters.
+    """Returns the pytree of `NamedSharding` of the parameters.
 
     Raises:
         UserError: an axis of a parameter is not divisible by the mesh axis it lies on.
@@ -172,7 +168,7 @@ def param_shardings(model: ModelConfig, config: MeshConfig, mesh: Mesh) -> Any:
 
 
 def initial_params(model: ModelConfig, config: MeshConfig, mesh: Mesh, seed: int) -> Any:
-    """`model.init_params`, made where the parameters lie. Errors as of `param_shardings`."""
+    """Returns `decoder.init_params`, made in their shards; raises as `param_shardings`."""
     # As data: a key is an array of one device, which other processes do not have.
     data = np.asarray(jax.random.key_data(jax.random.key(seed)))
     make = lambda data: init_params(model, jax.random.wrap_key_data(data))
@@ -180,7 +176,7 @@ def initial_params(model: ModelConfig, config: MeshConfig, mesh: Mesh, seed: int
 
 
 class HeadLayout(NamedTuple):
-    """Where what the log-probs are computed from, and attention, lies on a mesh."""
+    """The layout on a mesh of the inputs of log-probs and attention."""
 
     mesh: Mesh
     rows: PartitionSpec  # of arrays [B, T]
@@ -195,17 +191,15 @@ class HeadLayout(NamedTuple):
 
     @property
     def context(self) -> int:
-        """In how many parts the tokens of a row lie."""
+        """The number of devices that the tokens of a row lie over."""
         return self.mesh.shape["context"]
 
 
 def head_layout(model: ModelConfig, config: MeshConfig, mesh: Mesh) -> HeadLayout:
-    """The layout of the rows of a batch, the unembedding and the heads under `mesh.rules`."""
+    """Returns the layout of rows, unembedding and heads under `mesh.rules`."""
     spec = param_specs(model, config)["embed" if model.tie_embeddings else "unembed"]
-    rules = dict(config.rules)
-    return HeadLayout(
-        mesh, row_sharding(mesh).spec, spec, rules.get("heads"), rules.get("kv_heads")
-    )
+    heads, kv_heads = (dict(config.rules).get(name) for name in ("heads", "kv_heads"))
+    return HeadLayout(mesh, row_sharding(mesh).spec, spec, heads, kv_heads)
 
 
 def check_batch_shapes(config: Config, axis_sizes: Mapping[str, int]) -> None:
@@ -215,22 +209,17 @@ def check_batch_shapes(config: Config, axis_sizes: Mapping[str, int]) -> None:
     of_slots, of_tokens = of_rows, (1, "")
     if context > 1:
         of_slots = rows * context, f"{of_rows[1]} x config.mesh.context"
-        of_tokens = 2 * context, "2 x config.mesh.context"  # see `row_order`
-    together = config.mesh.rollout_tensor
-    if together is not None:
+        of_tokens = 2 * context, "2 x config.mesh.context"  # see `zigzag`
+    replica = config.mesh.rollout_tensor
+    if replica is not None:
         devices = math.prod(axis_sizes.values())
-        of_slots = devices // together, f"the devices ({devices}) / config.mesh.rollout_tensor"
-        check_divides(
-            config.model,
-            config.mesh,
-            {**axis_sizes, "tensor": together},
-            {"tensor": "rollout_tensor"},
-        )
-    t, r, p = config.train, config.rollout, config.pretrain
+        of_slots = devices // replica, f"the devices ({devices}) / config.mesh.rollout_tensor"
+        sizes, fields = {**axis_sizes, "tensor": replica}, {"tensor": "rollout_tensor"}
+        check_divides(config.model, config.mesh, sizes, fields)
+    t, r = config.train, config.rollout
     for field, value, (shards, product) in (
         ("train.rows_per_micro_batch", t.rows_per_micro_batch, of_rows),
         ("train.row_tokens", t.row_tokens, of_tokens),
-        ("pretrain.row_tokens", p.row_tokens if p is not None else 0, of_tokens),
         ("rollout.slots", r.slots, of_slots),
         ("rollout.prefill_prompts", r.prefill_prompts, of_slots),
     ):
@@ -242,134 +231,85 @@ def check_batch_shapes(config: Config, axis_sizes: Mapping[str, int]) -> None:
 
 
 def row_sharding(mesh: Mesh, batch_dim: int = 0) -> NamedSharding:
-    """Of rows [..., B, T]: dimension `batch_dim` over the data and fsdp axes, the next, their
-    tokens, over context (of what is computed from them in the order of `row_order`)."""
+    """Returns the sharding of rows [..., B, T]: B over data and fsdp, T over context.
+
+    Args:
+        batch_dim: the dimension of B.
+    """
     return NamedSharding(mesh, PartitionSpec(*[None] * batch_dim, BATCH_AXES, "context"))
 
 
-def batch_shards(mesh: Mesh) -> int:
-    """How many parts the rows of a batch lie in."""
-    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of an array that is whole on every device."""
+    return NamedSharding(mesh, PartitionSpec())
 
 
-def rollout_shape(sizes: Mapping[str, int], together: int | None) -> Mapping[str, int]:
-    """The sizes of `rollout_mesh` on a mesh of these sizes; raises as that."""
-    number, devices = together or sizes["tensor"], math.prod(sizes.values())
+def rollout_shape(sizes: Mapping[str, int], replica: int | None) -> Mapping[str, int]:
+    """Returns the sizes of `rollout_mesh` on a mesh of these sizes; raises as it does."""
+    number, devices = replica or sizes["tensor"], math.prod(sizes.values())
     if sizes["context"] == 1 and sizes["tensor"] == number:
         return sizes
     if devices % number:
         raise UserError(
             f"config.mesh.rollout_tensor ({number}) must divide the number of devices "
-            f"({devices}): so many draw responses together."
+            f"({devices}): the devices of an inference replica."
         )
     return dict(zip(AXES, (devices // number, 1, 1, number)))
 
 
-def rollout_mesh(mesh: Mesh, together: int | None) -> Mesh:
-    """The mesh that responses are drawn on: that of training, if it is one; else the same devices,
-    with as many along tensor as draw together and the rest along data.
+def rollout_mesh(mesh: Mesh, replica: int | None) -> Mesh:
+    """Returns the mesh of rollouts: that of training if it fits, else the same devices reshaped.
 
     Args:
-        together: config.mesh.rollout_tensor.
+        replica: config.mesh.rollout_tensor, devices of an inference replica.
 
     Raises:
-        UserError: they are not a part of the devices.
+        UserError: a replica is not a part of the devices.
     """
     sizes = mesh.shape
-    shape = rollout_shape(sizes, together)
-    if shape is sizes:
-        return mesh
-    return _mesh(mesh.devices.reshape(tuple(shape.values())))
-
-
-def replicated(mesh: Mesh) -> NamedSharding:
-    """The same values on every device."""
-    return NamedSharding(mesh, PartitionSpec())
-
-
-def to_mesh(arrays: Any, sharding: NamedSharding) -> Any:
-    """Arrays of the host, which all processes have, where the sharding puts them."""
-    put = lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
-    return jax.tree.map(put, arrays)
-
-
-def to_host(x: jax.Array) -> np.ndarray:
-    """All of an array, whichever process has its parts."""
-    if x.is_fully_addressable or x.is_fully_replicated:
-        return np.asarray(x)
-    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
-
-
-def copied_bytes(arrays: Any, of: Any) -> int:
-    """Bytes on the devices of this process of arrays that are copies of others.
-
-    Args:
-        of: the others, a tree of the same structure. Where one has the same dtype and lies in the
-            same way, it is the same array.
-    """
-
-    def size(x: jax.Array, y: jax.Array) -> int:
-        # By device, as of several processes each has arrays of its own mesh.
-        own, others = (a.sharding.addressable_devices_indices_map(a.shape) for a in (x, y))
-        if x.dtype == y.dtype and all(others.get(d) == index for d, index in own.items()):
-            return 0
-        return local_bytes(x)
-
-    return sum(jax.tree.leaves(jax.tree.map(size, arrays, of)))
-
-
-def local_bytes(arrays: Any) -> int:
-    """Bytes of arrays on the devices of this process."""
-
-    def size(x: jax.Array) -> int:
-        size_of_each = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        return len(x.sharding.addressable_devices) * size_of_each
-
-    return sum(map(size, jax.tree.leaves(arrays)))
+    shape = rollout_shape(sizes, replica)
+    return mesh if shape is sizes else _mesh(mesh.devices.reshape(tuple(shape.values())))
 
 
 def own_mesh(mesh: Mesh) -> Mesh:
-    """The part of a rollout's mesh that this process draws on: the rows along the tensor axis that
-    are all its own, or the one that is all of some processes. The mesh itself where there is one
-    process.
+    """Returns the replicas of a rollout's mesh that this process has, or the one it is part of.
 
     Raises:
-        UserError: neither is so.
+        UserError: a replica has some devices of this process and some of others.
     """
     if not mesh.is_multi_process:
         return mesh
     tensor, me = mesh.shape["tensor"], jax.process_index()
     processes = np.vectorize(lambda device: device.process_index)(mesh.devices).reshape(-1, tensor)
     own = (processes == me).any(axis=1)
-    team = np.unique(processes[own])
-    if len(team) > 1 and np.isin(processes, team).sum() > tensor:
+    members = np.unique(processes[own])
+    if len(members) > 1 and np.isin(processes, members).sum() > tensor:
         raise UserError(
             f"config.mesh.rollout_tensor or, without it, config.mesh.tensor ({tensor}) must divide "
             f"the devices of a process ({jax.local_device_count()}) or be a multiple of them, and "
-            "all processes must have as many: the devices that draw responses together are of one "
-            "process, or all devices of some."
+            "all processes must have as many: an inference replica lies in one process or in whole "
+            "processes."
         )
     return _mesh(mesh.devices.reshape(-1, tensor)[own].reshape(-1, 1, 1, tensor))
 
 
-def team_size(mesh: Mesh) -> int:
-    """How many processes draw together on such a mesh as `own_mesh` gives."""
+def num_processes(mesh: Mesh) -> int:
+    """Returns the number of processes that have devices of the mesh."""
     return len({device.process_index for device in mesh.devices.flat})
 
 
-def towards_rollout(model: ModelConfig, config: MeshConfig, mesh: Mesh, together: int) -> list[Any]:
-    """Layouts that parameters take one after another on their way from training on `mesh` to
-    devices that draw `together`, if those are not the tensor axis; None for one that takes none.
+def reshard_steps(model: ModelConfig, config: MeshConfig, mesh: Mesh, replica: int) -> list[Any]:
+    """Returns the layouts of parameters on their way from training to replicas of another size.
 
-    XLA's own partitioner (libtpu's, too, over the context axis) gathers all of a matrix to turn one
-    that is split by its width into one that is split by its heads. So each device first gives the
-    others of its shard their heads of its part of the width, and the shards exchange those.
+    XLA's own partitioner gathers a whole matrix to turn a split of its width into one of its heads.
+    So each device first gives the others of its shard their heads of its part of the width, and
+    the shards exchange those. None stands for a parameter that needs no step.
     """
     data, fsdp, context, tensor = mesh.devices.shape
     devices = fsdp * context * tensor
-    if together == tensor or devices % together:
+    if replica == tensor or devices % replica:
         return []
-    shape = data, devices // together, together
+    shape = data, devices // replica, replica
     via = Mesh(mesh.devices.reshape(shape), ("data", "shard", "part"))
     specs, shapes = param_specs(model, config), param_shapes(model)
 
@@ -386,9 +326,21 @@ def towards_rollout(model: ModelConfig, config: MeshConfig, mesh: Mesh, together
     return [step(fsdp=("shard", "part")), step(fsdp="shard", tensor="part")]
 
 
+def to_mesh(arrays: Any, sharding: NamedSharding) -> Any:
+    """Puts host arrays, which all processes have, where the sharding says."""
+    put = lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+    return jax.tree.map(put, arrays)
+
+
+def to_host(x: jax.Array) -> np.ndarray:
+    """Returns the whole array, whichever process has its parts."""
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
 def own_part(arrays: Any, shardings: Any) -> Any:
-    """What this process has of arrays that are whole in it, as arrays of its own mesh; nothing is
-    copied.
+    """Returns arrays that are whole in this process on its own mesh, without a copy.
 
     Args:
         shardings: on that mesh.
@@ -404,8 +356,35 @@ def own_part(arrays: Any, shardings: Any) -> Any:
     return jax.tree.map(own, arrays, shardings)
 
 
+def copied_bytes(arrays: Any, of: Any) -> int:
+    """Returns the bytes on this process's devices of arrays that are copies.
+
+    Args:
+        of: the originals; an array of the same dtype and layout is the original itself.
+    """
+
+    def size(x: jax.Array, y: jax.Array) -> int:
+        # By device: of several processes each has arrays of its own mesh.
+        own, others = (a.sharding.addressable_devices_indices_map(a.shape) for a in (x, y))
+        if x.dtype == y.dtype and all(others.get(d) == index for d, index in own.items()):
+            return 0
+        return local_bytes(x)
+
+    return sum(jax.tree.leaves(jax.tree.map(size, arrays, of)))
+
+
+def local_bytes(arrays: Any) -> int:
+    """Returns the bytes of arrays on this process's devices."""
+
+    def size(x: jax.Array) -> int:
+        shard = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        return len(x.sharding.addressable_devices) * shard
+
+    return sum(map(size, jax.tree.leaves(arrays)))
+
+
 def bytes_per_device(shapes: Any, specs: Any, axis_sizes: Mapping[str, int]) -> int:
-    """Bytes one device holds of arrays of these shapes under these specs."""
+    """Returns the bytes that one device holds of arrays of these shapes under these specs."""
 
     def size(shape: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
         parts = math.prod(parts_of(entry, axis_sizes) for entry in spec)

@@ -1,4 +1,4 @@
-"""Asynchronous scoring: responses go to the reward workers as they end, and come back as groups."""
+"""Asynchronous scoring: reward workers score responses as they end; groups come back complete."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -7,16 +7,15 @@ from dapo_jax.rewards.types import Rubric, Task, verdict
 from dapo_jax.types import Group, Problem, Response, Verdict
 from dapo_jax.utils.telemetry import SILENT, Telemetry
 
-# Responses end a few at a time; submitted one by one, each would cost the decoding loop a task.
-RESPONSES_PER_TASK = 32
+RESPONSES_PER_TASK = 32  # a task costs the decoding loop time
 
 
 class GroupScoring:
-    """Scores responses and puts them together to groups, in whatever order they end.
+    """Scores responses, in any order, and assembles their groups.
 
     Args:
         rubrics: by source of a problem.
-        group_size: responses of each prompt.
+        group_size: responses to each prompt.
         step: rollout step of the groups.
     """
 
@@ -38,7 +37,7 @@ class GroupScoring:
         self.pending: list[tuple[list[tuple[int, int]], Pending]] = []
 
     def submit(self, ended: Sequence[tuple[int, Problem, int, Response]]) -> None:
-        """Takes responses that have ended: (number of the prompt, problem, sample, response)."""
+        """Submits finished responses: (number of the prompt, problem, sample, response)."""
         for number, problem, sample, response in ended:
             self.problems[number] = problem
             self.responses.setdefault(number, {})[sample] = response
@@ -70,15 +69,9 @@ class GroupScoring:
         done = [n for n, verdicts in self.verdicts.items() if len(verdicts) == self.group_size]
         for number in done:
             responses, verdicts = self.responses.pop(number), self.verdicts.pop(number)
-            yield (
-                number,
-                Group(
-                    self.problems[number],
-                    tuple(responses[g] for g in range(self.group_size)),
-                    tuple(verdicts[g] for g in range(self.group_size)),
-                    self.step,
-                ),
-            )
+            in_order = lambda by_sample: tuple(by_sample[g] for g in range(self.group_size))
+            group = (self.problems[number], in_order(responses), in_order(verdicts), self.step)
+            yield number, Group(*group)
 
     def _send(self) -> None:
         places = [(number, sample) for number, sample, _ in self.waiting]

@@ -1,18 +1,14 @@
 """Scorers in worker processes, each response with a hard time limit.
 
-Answers come from a model and verifiers hang, crash and eat memory on some of them. Here such an
-answer costs its own credit and a note in its verdict, never the run. A scorer that runs out of time
-is interrupted by an alarm in its worker. One that an alarm does not stop (in C code, or because it
-catches everything) is killed with its worker; what else was in its chunk is tried one by one in a
-fresh worker. Where the pool itself does not survive a death (that of a worker with nothing to do,
-or that holds the pipe), it is replaced, and what was not scored yet is handed to the new one.
+Answers come from a model: verifiers hang, crash and eat memory on some of them. Such an answer
+costs its own credit and a note in its verdict, never the run. An alarm interrupts a scorer that
+runs out of time. A scorer that an alarm does not stop is killed with its worker; the other
+responses of its chunk are scored again, one by one, in a fresh worker. A pool that does not survive
+the death of a worker is replaced.
 """
 
-import collections
 import concurrent.futures
 import ctypes
-import hashlib
-import json
 import multiprocessing
 import os
 import signal
@@ -32,46 +28,44 @@ try:
 except ImportError:  # not a POSIX system
     resource = None
 
-# A worker ends and another starts after so many chunks: caches of libraries grow with each response
-# and would fill the worker's address space in the end.
-CHUNKS_PER_LIFE = 500
-# Libraries that multiply matrices make a thread for each core, each with address space of its own:
-# 64 of them take more than half of the limit. They read this as they are imported.
+CHUNKS_PER_LIFE = 500  # of a worker: caches of libraries grow with each response
+# Threads of these libraries take address space; a worker needs one.
 ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-WORKER_MEMORY_BYTES = 4 * 2**30  # of address space, so that one answer cannot take the machine
-# What a worker has beyond the limit to be stopped by its own alarm before it is killed.
-GRACE_SECONDS = 1.0
-ALARM_EVERY_SECONDS = 0.1  # again and again: a scorer may swallow the first one
-REMEMBERED_SCORES = 100_000
+WORKER_MEMORY_BYTES = 4 * 2**30  # of address space
+GRACE_SECONDS = 1.0  # beyond the limit, for the worker's own alarm
+ALARM_EVERY_SECONDS = 0.1  # repeatedly: a scorer may swallow the first alarm
 CHUNKS_PER_WORKER, MAX_CHUNK = 4, 64
-# How often it is looked whether the pool that is waited for is still there.
-POLL_SECONDS = 0.5
+POLL_SECONDS = 0.5  # between checks that the awaited pool is alive
 LOCK_SECONDS = 15.0
-LOST = "pool lost"  # what ended a chunk
-MAX_LOSSES = 2  # a response with which so many pools were lost is not tried again
-MAX_REPLACED = 3  # pools in a row of which no worker took a response
+LOST = "pool lost"  # the end of a chunk whose pool has given up
+MAX_LOSSES = 2  # pools lost with a response before it is given up
+MAX_REPLACED = 3  # pools in a row that scored nothing
+NO_WORKERS = (
+    "The processes that score do not start; their errors are above. In a script of your own, "
+    "training must stand under `if __name__ == '__main__':`, for each worker imports the script."
+)
 
 _scorers: dict[str, LoadedScorer]  # of a worker process
 
 
 class Scored(NamedTuple):
-    """What a worker says of one response."""
+    """The result of scoring one response."""
 
     scores: tuple[Score, ...] | str  # of each scorer, or why there are none
-    seconds: float  # that they took
+    seconds: float
 
 
 class Chunk(NamedTuple):
-    """Responses that are scored by one worker, one after the other."""
+    """Responses that one worker scores, one after the other."""
 
-    tasks: list[int]  # by their numbers
-    future: pebble.ProcessFuture  # their scores to come
-    pool: pebble.ProcessPool  # that it was handed to
+    tasks: list[int]  # indices
+    future: pebble.ProcessFuture
+    pool: pebble.ProcessPool
     losses: int = 0  # pools that were lost with each of the responses
 
     @property
-    def over(self) -> bool:
-        """Whether there is something to collect, or nothing to be waited for."""
+    def is_over(self) -> bool:
+        """Whether there is something to collect, or nothing to wait for."""
         return self.future.done() or not self.pool.active
 
 
@@ -79,15 +73,15 @@ class Pending(NamedTuple):
     """Responses that are being scored; `RewardPool.collect` waits for them."""
 
     tasks: list[Task]
-    known: dict[int, Scored]  # tasks that are done
-    chunks: list[Chunk]  # the others
+    scored: dict[int, Scored]  # by index of the task
+    chunks: list[Chunk]  # the other tasks
 
 
 class RewardPool:
     """Worker processes that score; a context manager.
 
     Args:
-        scorers: those that tasks may name, see `dapo_jax.rewards.scorers.load_scorer`.
+        scorers: names that tasks may have, see `dapo_jax.rewards.scorers.load_scorer`.
         workers: number of processes.
         timeout_seconds: hard limit for one response, all its scorers together.
 
@@ -95,28 +89,17 @@ class RewardPool:
         UserError: there is no such scorer.
     """
 
-    def __init__(
-        self,
-        scorers: Iterable[str],
-        *,
-        workers: int,
-        timeout_seconds: float,
-    ):
-        names = tuple(dict.fromkeys(scorers))
-        # Here too: a wrong name is the user's mistake and not a worker's.
-        self.reads_all = {name: load_scorer(name).reads_all for name in names}
+    def __init__(self, scorers: Iterable[str], *, workers: int, timeout_seconds: float):
+        self.names = tuple(dict.fromkeys(scorers))
+        # Loaded here too: a wrong name is the user's mistake, not a worker's.
+        self.reads_all = {name: load_scorer(name).reads_all for name in self.names}
         self.workers, self.timeout_seconds = workers, timeout_seconds
-        # Scores by what a task hashes to: short answers come again and again, and long ones are not
-        # worth their memory.
-        self.known: collections.OrderedDict[bytes, Scored] = collections.OrderedDict()
-        self.names = names
         self.pool = self._new_pool()
         self.replaced = 0  # pools
-        # Of those, since a worker took a response; None: none ever did.
-        self.in_a_row: int | None = None
+        self.fruitless: int | None = None  # pools since the last score; None: no score ever
 
     def _new_pool(self) -> pebble.ProcessPool:
-        for name in ONE_THREAD:  # of workers: what this process multiplies with is there already
+        for name in ONE_THREAD:  # read by workers as they import; this process has imported
             os.environ.setdefault(name, "1")
         # spawn: a fork of a process in which JAX runs threads can deadlock.
         return pebble.ProcessPool(
@@ -127,20 +110,6 @@ class RewardPool:
             context=multiprocessing.get_context("spawn"),
         )
 
-    def _replace(self) -> None:
-        """Another pool in the place of one that has given up.
-
-        Raises:
-            RunError: it would not do better.
-        """
-        if self.in_a_row is None or self.in_a_row >= MAX_REPLACED:
-            raise RunError(_NO_WORKERS)
-        self.pool.stop()
-        self.pool.join()
-        self.pool = self._new_pool()
-        self.replaced += 1
-        self.in_a_row += 1
-
     def __enter__(self) -> "RewardPool":
         return self
 
@@ -149,7 +118,7 @@ class RewardPool:
         self.pool.join()
 
     def score(self, tasks: Sequence[Task]) -> list[Scored]:
-        """What the scorers say of each response, in order.
+        """Scores each response, in order.
 
         Raises:
             RunError: no worker can be started.
@@ -157,70 +126,53 @@ class RewardPool:
         return self.collect(self.submit(tasks))
 
     def submit(self, tasks: Sequence[Task]) -> Pending:
-        """Hands responses to the workers and does not wait. What was scored before is not again.
-
-        Raises:
-            RunError: no worker can be started.
-        """
+        """Hands responses to the workers and does not wait. See `score`."""
         tasks = [self._needed(task) for task in tasks]
-        names = [_name(task) for task in tasks]
-        known = {i: self.known[name] for i, name in enumerate(names) if name in self.known}
-        new = [i for i in range(len(tasks)) if i not in known]
-        size = max(1, min(MAX_CHUNK, -(-len(new) // (self.workers * CHUNKS_PER_WORKER))))
-        parts = [new[start : start + size] for start in range(0, len(new), size)]
-        return Pending(tasks, known, [self._schedule(tasks, part, 0) for part in parts])
+        size = max(1, min(MAX_CHUNK, -(-len(tasks) // (self.workers * CHUNKS_PER_WORKER))))
+        indices = range(len(tasks))
+        parts = [list(indices[start : start + size]) for start in indices[::size]]
+        return Pending(tasks, {}, [self._schedule(tasks, part, 0) for part in parts])
 
     def collect(self, pending: Pending) -> list[Scored]:
-        """What the scorers say of each response that was submitted, in order. See `score`."""
-        tasks, results = pending.tasks, pending.known
+        """Waits for the responses of a `submit` and returns their scores, in order. See `score`."""
         while not self.ready(pending):
-            # A pool that has given up forgets what it had not handed to a worker.
+            # With a time limit: a pool that gives up forgets the chunks that no worker has.
             concurrent.futures.wait([pending.chunks[0].future], POLL_SECONDS)
-        for i, task in enumerate(tasks):
-            # What ran out of time or died may do better another day.
-            if not isinstance(results[i].scores, str):
-                self.known[_name(task)] = results[i]
-        while len(self.known) > REMEMBERED_SCORES:
-            self.known.popitem(last=False)
-        return [results[i] for i in range(len(tasks))]
+        return [pending.scored[i] for i in range(len(pending.tasks))]
 
     def ready(self, pending: Pending) -> bool:
-        """Whether `collect` has nothing to wait for. Does not wait: takes what has come, and hands
-        out again what is to be tried again.
-
-        Raises:
-            RunError: no worker can be started.
-        """
-        while over := [chunk for chunk in pending.chunks if chunk.over]:
+        """Returns whether `collect` has nothing to wait for; does not wait. Takes the scores that
+        have arrived and schedules again the responses that need it. See `score`."""
+        while over := [chunk for chunk in pending.chunks if chunk.is_over]:
             pending.chunks[:] = [chunk for chunk in pending.chunks if chunk not in over]
             for chunk in over:
                 self._take(pending, chunk)
         return not pending.chunks
 
     def _take(self, pending: Pending, chunk: Chunk) -> None:
-        """Takes the scores of a chunk that is over, and hands out again those that it lacks."""
-        numbers, losses, scores = chunk.tasks, chunk.losses, self._result(chunk)
+        """Takes the scores of a chunk that is over, and schedules its other responses again."""
+        indices, losses, scores = chunk.tasks, chunk.losses, self._result(chunk)
         if scores == LOST:
             losses += 1
             scores = "worker died"
-            if len(numbers) == 1 and losses < MAX_LOSSES:
-                pending.chunks.append(self._schedule(pending.tasks, numbers, losses))
+            if len(indices) == 1 and losses < MAX_LOSSES:
+                pending.chunks.append(self._schedule(pending.tasks, indices, losses))
                 return
         elif chunk.pool is self.pool:
-            self.in_a_row = 0
+            self.fruitless = 0
         if isinstance(scores, list):
-            pending.known.update(zip(numbers, scores))
-            rest = [numbers[len(scores) :]]  # what the worker had no time for
-        elif len(numbers) == 1:
+            pending.scored.update(zip(indices, scores))
+            rest = [indices[len(scores) :]]  # those that the worker had no time for
+        elif len(indices) == 1:
             limit = self.timeout_seconds + GRACE_SECONDS
-            pending.known[numbers[0]] = Scored(scores, limit if scores == "timeout" else 0.0)
+            pending.scored[indices[0]] = Scored(scores, limit if scores == "timeout" else 0.0)
             rest = []
         else:
-            rest = [[i] for i in numbers]
+            rest = [[i] for i in indices]
         pending.chunks.extend(self._schedule(pending.tasks, part, losses) for part in rest if part)
 
     def _result(self, chunk: Chunk) -> list[Scored] | str:
-        """The scores of a chunk that is over, or of its beginning, or what ended its worker."""
+        """Returns the scores of a chunk, or of its beginning, or the end of its worker."""
         if not chunk.future.done():
             return LOST
         try:
@@ -233,60 +185,51 @@ class RewardPool:
             return LOST
 
     def _needed(self, task: Task) -> Task:
-        """The task without what none of its scorers reads: it costs time on the way to a worker,
-        and equal responses to different problems need scoring once."""
+        """Drops the fields that no scorer of the task reads: sending them takes time."""
         if any(self.reads_all[name] for name in task.scorers):
             return task
         return task._replace(token_ids=(), metadata=None)
 
     def _schedule(self, tasks: list[Task], chunk: list[int], losses: int) -> Chunk:
+        """Hands a chunk to the pool, to a new one if that has given up."""
+        if not self.pool.active:
+            if self.fruitless is None or self.fruitless >= MAX_REPLACED:
+                raise RunError(NO_WORKERS)
+            self.pool.stop()
+            self.pool.join()
+            self.pool = self._new_pool()
+            self.replaced += 1
+            self.fruitless += 1
         limit = self.timeout_seconds
+        # A worker starts no response after the first limit, and the last one has its own limit.
+        timeout = limit * min(2, len(chunk)) + GRACE_SECONDS
+        arguments = ([tasks[i] for i in chunk], limit)
         try:
-            if not self.pool.active:
-                self._replace()
-            # A worker starts no further response once the first limit is over, and the last one it
-            # has started has a limit of its own.
-            future = self.pool.schedule(
-                _score_chunk,
-                args=([tasks[i] for i in chunk], limit),
-                timeout=limit * min(2, len(chunk)) + GRACE_SECONDS,
-            )
+            future = self.pool.schedule(_score_chunk, args=arguments, timeout=timeout)
         except RuntimeError as error:  # the pool has given up at once
-            raise RunError(_NO_WORKERS) from error
+            raise RunError(NO_WORKERS) from error
         return Chunk(chunk, future, self.pool, losses)
 
 
-_NO_WORKERS = (
-    "The processes that score do not start; what they said of it is above. In a script of your "
-    "own, training must stand under `if __name__ == '__main__':`, for each of them imports the "
-    "script."
-)
-
-
-def _name(task: Task) -> bytes:
-    # As JSON, whose escapes hold the lone surrogates that decoders let out.
-    return hashlib.blake2b(json.dumps(task).encode(), digest_size=16).digest()
-
-
 class _OutOfTime(BaseException):
-    """Raised by the alarm. Not an Exception, so that scorers that catch those let it through."""
+    """Raised by the alarm; no Exception, which scorers may catch."""
 
 
 def _start_worker(names: Sequence[str]) -> None:
-    """Runs once in each worker, before its first response."""
+    """Initialises a worker."""
     global _scorers
     # A worker that is killed as it takes a response leaves the pipe locked. The others wait twice
-    # this long for it, and end: then the pool is replaced.
+    # this long for it and end; then the pool is replaced.
     pebble.CONSTS.channel_lock_timeout = LOCK_SECONDS
-    # Ctrl-C reaches the whole process group: the parent decides when its workers end.
+    # Ctrl-C reaches the whole process group; the parent ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
-        pr_set_pdeathsig = 1  # a parent that is killed takes its workers along
+        pr_set_pdeathsig = 1  # workers die with a killed parent
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if resource is not None:
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (WORKER_MEMORY_BYTES, hard))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash leaves no dump behind
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if hasattr(signal, "setitimer"):
         signal.signal(signal.SIGALRM, _alarm)
     _scorers = {name: load_scorer(name) for name in names}
@@ -298,7 +241,7 @@ def _alarm(*_: object) -> None:
 
 
 def _score_chunk(tasks: list[Task], timeout_seconds: float) -> list[Scored]:
-    """The scores of as many of the tasks, from the first, as are begun within the limit of one."""
+    """Scores the tasks, from the first, that start within the time limit of one."""
     start, scores = time.perf_counter(), []
     for task in tasks:
         if scores and time.perf_counter() - start > timeout_seconds:
@@ -320,6 +263,6 @@ def _score(task: Task, timeout_seconds: float) -> Scored:
                 signal.setitimer(signal.ITIMER_REAL, 0.0)
     except _OutOfTime:
         scores = "timeout"
-    except (Exception, SystemExit) as error:  # the user's code: anything may come out of it
+    except (Exception, SystemExit) as error:  # the user's code
         scores = f"error: {type(error).__name__}: {error}"
     return Scored(scores, time.perf_counter() - start)

@@ -1,7 +1,7 @@
-"""The scorers by name: a response and a reference answer in, a `Score` out.
+"""The built-in scorers: functions of a response and a reference answer that return a `Score`.
 
-Each is a plain function. Anything may go wrong in them, and they may take for ever: they run in the
-processes of `reward_pool`, which is what keeps that from the run. Nothing here imports JAX.
+They may fail or never return: `RewardPool` runs them in processes of its own. Nothing here imports
+JAX.
 """
 
 import functools
@@ -24,18 +24,18 @@ STRICT_BOX_LAST_CHARACTERS = 100
 
 
 def exact_match(response: str, answer: str) -> Score:
-    """Correct if what follows the last `Answer:` on its line is the reference, spaces apart."""
+    """Compares the text after the last `Answer:` on its line with the reference, stripped."""
     _, found, after = response.rpartition("Answer:")
     extracted = after.partition("\n")[0].strip() if found else ""
     return Score(bool(extracted) and extracted == answer.strip(), extracted or None)
 
 
 def math_dapo(response: str, answer: str) -> Score:
-    r"""The scorer of the published DAPO runs, faults included, for comparable numbers.
+    """Scores as the published DAPO runs did, faults included.
 
-    Reads the last match of `(?i)Answer\s*:\s*([^\n]+)` in the last 300 characters, normalises it
-    and the reference as Minerva did (Lewkowycz et al. 2022, arXiv:2206.14858, appendix D.1) and
-    compares the strings. `42.`, `42.0` and `**Answer:** 42` are therefore wrong when 42 is right.
+    Compares the last `Answer:` line in the last 300 characters with the reference, both normalised
+    as in Minerva (arXiv:2206.14858, appendix D.1). `42.`, `42.0` and `**Answer:** 42` are therefore
+    wrong when 42 is right.
     """
     found = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", response[-MATH_DAPO_LAST_CHARACTERS:])
     if not found:
@@ -45,8 +45,7 @@ def math_dapo(response: str, answer: str) -> Score:
 
 
 def math_dapo_strict_box(response: str, answer: str) -> Score:
-    r"""The reference's strict box: the content of the last `\boxed{` in the last 100 characters
-    must be the reference answer to the letter."""
+    r"""Compares the content of the last `\boxed{` in the last 100 characters to the letter."""
     end = response[-STRICT_BOX_LAST_CHARACTERS:]
     _, opening, rest = end.rpartition("\\boxed{")
     extracted = _to_closing_brace(rest) if opening else None
@@ -54,8 +53,8 @@ def math_dapo_strict_box(response: str, answer: str) -> Score:
 
 
 def math_dapo_boxed(response: str, answer: str) -> Score:
-    r"""`math_dapo`, and where it finds no `Answer:`, `math_dapo_strict_box`: the reference's scorer
-    since its version 0.9.1."""
+    """Scores by `math_dapo`, and without an `Answer:` by `math_dapo_strict_box`, as verl does since
+    version 0.9.1."""
     score = math_dapo(response, answer)
     if score.extracted is not None:
         return score
@@ -64,8 +63,7 @@ def math_dapo_boxed(response: str, answer: str) -> Score:
 
 
 def boxed(response: str, answer: str) -> Score:
-    r"""The content of the last `\boxed{}`, wherever it is, against the reference, both normalised
-    as in `math_dapo`."""
+    r"""Compares the content of the last `\boxed{}` with the reference, both in Minerva's form."""
     extracted = last_boxed(response)
     if extracted is None:
         return Score(False, None)
@@ -74,9 +72,11 @@ def boxed(response: str, answer: str) -> Score:
 
 
 def gsm8k(response: str, answer: str) -> Score:
-    """The last number right after a `####`, commas and a dollar sign left out, against the
-    reference's: GSM8K's own format. The reference is a number, or a whole solution that ends with
-    `#### number`. They are compared as texts: `9.0` is not `9`; of `#### 9/2` the 9 is read."""
+    """Compares the last number right after a `####` with the reference's, GSM8K's own format.
+
+    The reference is a number or a solution that ends with `#### number`. Numbers are compared as
+    texts without commas and dollar signs: `9.0` is not `9`; of `#### 9/2` the 9 is read.
+    """
     extracted = _gsm8k_number(response)
     is_number = re.fullmatch(_GSM8K_NUMBER, answer.strip())
     reference = _gsm8k_number(f"#### {answer}" if is_number else answer)
@@ -84,20 +84,17 @@ def gsm8k(response: str, answer: str) -> Score:
 
 
 def answer_format(response: str, answer: str) -> Score:
-    r"""Whether the last line gives an answer at all, as `Answer: ...` or in a `\boxed{}`; the
-    reference is not looked at."""
+    r"""Returns whether the last line has an `Answer: ...` or a `\boxed{}`, right or wrong."""
     last_line = response.rstrip().rpartition("\n")[2]
     given = re.search(r"(?i)answer\s*:\s*\S", last_line) or last_boxed(last_line)
     return Score(bool(given), None)
 
 
 def math_verify(response: str, answer: str) -> Score:
-    r"""The math-verify library: both sides parsed, compared as expressions (1/2 is 0.5, a set is a
-    set in any order).
+    r"""Compares expressions by the math-verify library: 1/2 is 0.5, a set is a set in any order.
 
-    A reference without delimiters ($, \boxed, \(, \[) is read as LaTeX, and where it looks like a
-    number, as one too ("1,22" is a pair and a decimal). The library's own time limits are off: they
-    are those of the pool.
+    A reference without delimiters ($, \boxed, \(, \[) is read as LaTeX and, where it looks like a
+    number, also as a number: "1,22" is a pair and a decimal.
     """
     parse, verify, number, latex = _math_verify_library()
     if re.search(r"(?<!\\)\$|\\boxed|\\\(|\\\[", answer):
@@ -107,31 +104,27 @@ def math_verify(response: str, answer: str) -> Score:
         if re.fullmatch(r"[-+]?[\d\s.,]+", answer.strip()):
             golds.append(parse(answer, [number]))
     found = parse(response, [number, latex])
-    # The last entry is the text that the expression was read from.
-    extracted = str(found[-1]) if found else None
+    extracted = str(found[-1]) if found else None  # the text of the expression
     return Score(any(gold and verify(gold, found) for gold in golds) if found else False, extracted)
 
 
 @functools.cache
 def _math_verify_library() -> tuple[Callable[..., Any], Callable[..., Any], Any, Any]:
-    # Not with this module: it takes seconds, and most scorers do not need it. See warm_up.
+    # Imported late: it takes seconds, and most scorers do not need it. See warm_up.
     import logging
 
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    # It warns that its limits are off, and of every text that it cannot parse.
+    # It warns of every text that it cannot parse. Time limits are the pool's.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    return (
-        functools.partial(parse, parsing_timeout=0),
-        functools.partial(verify, timeout_seconds=None),
-        ExprExtractionConfig(),
-        LatexExtractionConfig(),
-    )
+    parse = functools.partial(parse, parsing_timeout=0)
+    verify = functools.partial(verify, timeout_seconds=None)
+    return parse, verify, ExprExtractionConfig(), LatexExtractionConfig()
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{...}`, or what follows the last `\boxed ` up to a `$`; None
-    if there is none or its brace does not close."""
+    r"""Returns the content of the last `\boxed{...}`, or the text from the last `\boxed ` to a `$`;
+    None if there is no box or its brace does not close."""
     boxes = list(re.finditer(r"\\boxed(?:\s*(\{)| )", text))
     if not boxes:
         return None
@@ -140,7 +133,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _to_closing_brace(text: str) -> str | None:
-    """What stands before the brace that closes one opened just before the text."""
+    """Returns the text up to the brace that closes an earlier one; None if there is none."""
     depth = 1
     for brace in re.finditer(r"[{}]", text):
         depth += 1 if brace[0] == "{" else -1
@@ -180,14 +173,13 @@ _REWRITTEN = (
 
 
 def _formula(line: str) -> str:
-    r"""Of a line of text with a formula, the formula, in its dollar signs: what Minerva's
-    substitution of `(.*?)(\$)(.*?)(\$)(.*)` does in a time that is quadratic in the line."""
+    """Returns the first formula of a line in its dollar signs, else the line."""
     parts = line.split("$", 2)
     return f"${parts[1]}$" if len(parts) == 3 else line
 
 
 def normalise_minerva(answer: str) -> str:
-    """An answer in the canonical form of the Minerva evaluation: see `math_dapo`."""
+    """Returns an answer in the canonical form of the Minerva evaluation, see `math_dapo`."""
     answer = answer.split("=")[-1]
     for old, new in _REPLACED:
         answer = answer.replace(old, new)
@@ -203,62 +195,52 @@ def normalise_minerva(answer: str) -> str:
 
 
 def equivalent_by_math_verify(ours: str, theirs: str) -> bool:
-    """Whether math-verify holds two answers that it read for one and the same."""
+    """Returns whether two answers that math-verify read are equal."""
     return math_verify(f"\\boxed{{{ours}}}", theirs).correct
 
 
 # By the name in `config.reward.scorer` and `launch/score.py --scorer`.
-SCORERS: dict[str, Scorer] = {
-    "exact_match": exact_match,
-    "math_dapo": math_dapo,
-    "math_dapo_boxed": math_dapo_boxed,
-    "math_dapo_strict_box": math_dapo_strict_box,
-    "math_verify": math_verify,
-    "boxed": boxed,
-    "gsm8k": gsm8k,
-    "answer_format": answer_format,
-}
-# Where equal answers may differ as texts: what says that two of them are equal, for cons@k.
+_BUILT_IN = (exact_match, math_dapo, math_dapo_boxed, math_dapo_strict_box, math_verify, boxed)
+SCORERS: dict[str, Scorer] = {f.__name__: f for f in (*_BUILT_IN, gsm8k, answer_format)}
+# By scorer whose equal answers may differ as texts: a scorer that compares two answers, for cons@k.
 EQUIVALENCES = {"math_verify": f"{__name__}:equivalent_by_math_verify"}
 
 
 class LoadedScorer(NamedTuple):
-    """A scorer and how it is called."""
+    """A scorer and its calling convention."""
 
     function: Callable[..., Any]
-    reads_all: bool  # (texts, token ids, answers, metadata), and not (text, answer)
+    reads_all: bool  # called with (texts, token ids, answers, metadata), not with (text, answer)
 
     def __call__(self, task: Task) -> Score:
-        """The score of one response.
+        """Scores one response.
 
         Raises:
-            TypeError, ValueError: the function returned what is no score; and whatever it raises.
+            TypeError, ValueError: the function returned no score.
         """
         if not self.reads_all:
             return as_score(self.function(task.text, task.answer))
-        # A list of one: each response has a time limit of its own.
+        # Lists of one: each response has a time limit of its own.
         found = self.function([task.text], [list(task.token_ids)], [task.answer], [task.metadata])
         if not isinstance(found, (list, np.ndarray)) or len(found) != 1:
-            raise TypeError("a scorer of texts, token ids, answers and metadata returns a list "
-                            "with as many scores")  # fmt: skip
+            raise TypeError("a scorer of lists returns a list with a score for each response")
         return as_score(found[0])
 
 
 def load_scorer(name: str) -> LoadedScorer:
-    """The scorer of a name in SCORERS, of `module:function` or of `path/to/file.py:function`.
+    """Loads a scorer: a name in SCORERS, `module:function` or `path/to/file.py:function`.
 
-    A function of one's own is called in one of two ways, by the number of its parameters without
-    default: with (text, answer), or with (texts, token ids, answers, metadata), four lists of one
-    length. The first returns a score, the second a list of them; `reward.as_score` says what a
-    score may be. Metadata are the other columns of the problem's row.
+    A function with two parameters without default is called with (text, answer) and returns a
+    score, see `as_score`. One with four is called with the lists (texts, token ids, answers,
+    metadata) and returns a list of scores. Metadata are the other columns of the problem's record.
 
     Raises:
-        UserError: there is no such scorer, or it cannot be called so.
+        UserError: there is no such scorer, or it takes other arguments.
     """
     if name in SCORERS:
         return LoadedScorer(SCORERS[name], False)
-    place, colon, function = name.rpartition(":")
-    if not colon or not place or not function:
+    place, _, function = name.rpartition(":")
+    if not place or not function:
         raise UserError(
             f"config.reward.scorer: {name!r} is not one of {', '.join(SCORERS)}, nor "
             "module:function, nor path/to/file.py:function."
@@ -266,18 +248,6 @@ def load_scorer(name: str) -> LoadedScorer:
     scorer = getattr(_import(place, name), function, None)
     if not callable(scorer):
         raise UserError(f"config.reward.scorer: {place} has no function {function!r}.")
-    return LoadedScorer(scorer, _num_parameters(scorer, name) == 4)
-
-
-def warm_up(names: Sequence[str]) -> None:
-    """Does what takes seconds the first time: imports. An alarm that interrupts those of SymPy
-    leaves it broken for as long as the process lives."""
-    if "math_verify" in names or EQUIVALENCES["math_verify"] in names:
-        math_verify("\\boxed{1}", "1")
-
-
-def _num_parameters(scorer: Callable[..., Any], name: str) -> int:
-    """How many arguments the function has to be given: 2 or 4."""
     parameters = inspect.signature(scorer).parameters.values()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     needed = [p.name for p in parameters if p.kind in positional and p.default is p.empty]
@@ -286,10 +256,18 @@ def _num_parameters(scorer: Callable[..., Any], name: str) -> int:
             f"config.reward.scorer: {name!r} takes ({', '.join(needed)}); a scorer takes "
             "(text, answer) or (texts, token_ids, answers, metadata)."
         )
-    return len(needed)
+    return LoadedScorer(scorer, len(needed) == 4)
+
+
+def warm_up(names: Sequence[str]) -> None:
+    """Imports the libraries of scorers, which takes seconds. An alarm that interrupts the import of
+    SymPy leaves it broken for the life of the process."""
+    if "math_verify" in names or EQUIVALENCES["math_verify"] in names:
+        math_verify("\\boxed{1}", "1")
 
 
 def _import(place: str, name: str) -> types.ModuleType:
+    """Imports a module by name, or a file here or in the project's directory."""
     if not place.endswith(".py"):
         try:
             return importlib.import_module(place)
@@ -298,7 +276,6 @@ def _import(place: str, name: str) -> types.ModuleType:
                 f"config.reward.scorer: {name!r} cannot be imported: {error}. Put the module on "
                 "PYTHONPATH, or name its file: path/to/file.py:function."
             ) from error
-    # Here, or beside the project's own files, as --config is looked for.
     path = Path(place).expanduser().resolve()
     path = path if path.is_file() else Path(__file__).resolve().parents[2] / place
     spec = importlib.util.spec_from_file_location(f"scorer_{path.stem}", path)

@@ -1,9 +1,8 @@
-"""Rule-based rewards: what a response is worth, from its text and its length in tokens.
+"""Rule-based rewards: scores, rubrics, verdicts and the soft overlong punishment.
 
-A scorer says whether a response is correct; correctness alone decides the filter of dynamic
-sampling. The reward that the advantage sees is the weighted sum of the scorers' rewards with the
-soft overlong punishment, which knows lengths and not correctness. Nothing here imports JAX: scorers
-run in worker processes.
+Correctness alone decides the filter of dynamic sampling. The advantage sees the weighted sum of the
+scorers' rewards and the soft overlong punishment. Nothing here imports JAX: scorers run in worker
+processes.
 """
 
 import json
@@ -16,20 +15,22 @@ from numpy.typing import ArrayLike
 
 from dapo_jax.types import Verdict
 
+CORRECT = 1.0  # reward of a correct response where the scorer returns none
+
 
 class Score(NamedTuple):
-    """What one scorer says of one response."""
+    """The result of one scorer for one response."""
 
     correct: bool
-    extracted: str | None = None  # the answer that it read; None: it found none
+    extracted: str | None = None  # the answer read; None: no answer found
     # Process supervision: (characters of the text up to the end of the step, its reward), in order.
     steps: tuple[tuple[int, float], ...] = ()
-    reward: float | None = None  # None: config.reward.correct or config.reward.incorrect
-    extra: dict[str, Any] | None = None  # anything else, as JSON can hold it
+    reward: float | None = None  # None: CORRECT or config.reward.incorrect
+    extra: dict[str, Any] | None = None  # further values, as JSON can hold them
 
 
 class Task(NamedTuple):
-    """A response to be scored."""
+    """A response to score."""
 
     scorers: tuple[str, ...]  # see `scorers.load_scorer`
     text: str
@@ -38,17 +39,16 @@ class Task(NamedTuple):
     metadata: dict[str, Any] | None = None  # of the problem
 
 
-# A scorer of this project: (text of the response, reference answer) -> Score. See
-# `scorers.load_scorer` for what else is accepted.
+# (text of the response, reference answer) -> Score; `scorers.load_scorer` accepts other forms.
 Scorer = Callable[[str, str], Any]
 
 
 class Rubric(NamedTuple):
-    """How the responses to the problems of a source are judged."""
+    """The scorers of a source, with their weights and rewards."""
 
     scorers: tuple[tuple[str, float], ...]  # (name, weight); the first decides correctness
-    correct: float  # reward by a scorer that gives none of its own, for a correct response
-    incorrect: float  # for any other
+    correct: float  # reward of a correct response where a scorer returns none
+    incorrect: float  # reward of any other
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -56,84 +56,73 @@ class Rubric(NamedTuple):
 
 
 def as_score(value: Any) -> Score:
-    """What a scorer returned as a `Score`.
+    """Returns the result of a scorer as a `Score`.
 
     Args:
-        value: a Score; a bool, whether it is correct; a number, the reward, correct where it is
-            above 0; (reward, correct, extra), or a mapping with "reward", "correct" and whatever
-            else. An "extracted" in `extra` is the answer that the scorer read, which cons@k counts.
+        value: a Score; a bool, the correctness; a number, the reward, correct where above 0;
+            (reward, correct, extra); or a mapping with "reward", "correct" and other values. An
+            "extracted" among these is the answer read, which cons@k counts.
 
     Raises:
         TypeError, ValueError: it is none of them.
     """
     if isinstance(value, Score):
         steps = tuple((int(end), float(reward)) for end, reward in value.steps)
-        reward = None if value.reward is None else _finite(value.reward)
-        extracted = _text(value.extracted)
-        return Score(bool(value.correct), extracted, steps, reward, _plain(value.extra))
+        return _score(value.correct, value.extracted, steps, value.reward, value.extra)
     if isinstance(value, (bool, np.bool_)):
         return Score(bool(value))
     if isinstance(value, (int, float, np.number)):
-        return Score(bool(value > 0), reward=_finite(value))
+        return _score(value > 0, None, (), value, None)
     if isinstance(value, Mapping) and {"reward", "correct"} <= value.keys():
         extra = {name: x for name, x in value.items() if name not in ("reward", "correct")}
         value = (value["reward"], value["correct"], extra)
     if isinstance(value, tuple) and len(value) == 3:
         reward, correct, extra = value
-        extra = _plain(extra)
-        extracted = None if extra is None else _text(extra.pop("extracted", None))
-        return Score(bool(correct), extracted, reward=_finite(reward), extra=extra or None)
+        score = _score(correct, None, (), float(reward), extra)
+        others = dict(score.extra or {})
+        extracted = others.pop("extracted", None)
+        text = None if extracted is None else str(extracted)
+        return score._replace(extracted=text, extra=others or None)
     raise TypeError(
-        f"a scorer returns a bool, a number, a Score, (reward, correct, extra) or a mapping with "
+        "a scorer returns a bool, a number, a Score, (reward, correct, extra) or a mapping with "
         f"'reward' and 'correct', not {type(value).__name__}"
     )
 
 
-def _finite(reward: Any) -> float:
-    reward = float(reward)
-    if not math.isfinite(reward):
-        raise ValueError(f"the scorer's reward is {reward}")
-    return reward
-
-
-def _plain(extra: Any) -> dict[str, Any] | None:
-    if extra is None:
-        return None
-    if not isinstance(extra, Mapping):
-        raise TypeError(f"a scorer's extra is a mapping, not {type(extra).__name__}")
-    return json.loads(json.dumps(dict(extra), default=_as_json, allow_nan=False))
-
-
-def _as_json(value: Any) -> Any:
-    """NumPy's numbers as numbers, so that their means are metrics; anything else as text."""
-    return value.item() if isinstance(value, np.generic) else str(value)
-
-
-def _text(extracted: Any) -> str | None:
-    return None if extracted is None else str(extracted)
+def _score(correct: Any, extracted: Any, steps: Any, reward: Any, extra: Any) -> Score:
+    """Returns a score of plain Python values."""
+    if reward is not None:
+        reward = float(reward)
+        if not math.isfinite(reward):
+            raise ValueError(f"the scorer's reward is {reward}")
+    if extra is not None:
+        if not isinstance(extra, Mapping):
+            raise TypeError(f"a scorer's extra is a mapping, not {type(extra).__name__}")
+        # NumPy's numbers as numbers, so that their means are metrics; other values as text.
+        plain = lambda x: x.item() if isinstance(x, np.generic) else str(x)
+        extra = json.loads(json.dumps(dict(extra), default=plain, allow_nan=False))
+    extracted = None if extracted is None else str(extracted)
+    return Score(bool(correct), extracted, steps, reward, extra)
 
 
 def verdict(rubric: Rubric, scores: Sequence[Score] | str) -> Verdict:
-    """The verdict on a response from what each scorer of the rubric said of it.
+    """Returns the verdict on a response from the scores of its rubric.
 
     The reward is the sum of weight times reward over the scorers. Correctness and the answer read
     are the first scorer's, steps those of the first that gives any.
 
     Args:
-        scores: one for each scorer, or why there are none.
+        scores: one for each scorer, or why there are none. Then every scorer takes the most away.
     """
     if isinstance(scores, str):
-        return _verdict(
-            Score(False), [rubric.incorrect * max(weight, 0.0) for _, weight in rubric.scorers]
-        )._replace(note=scores)
-    rewards = []
+        rewards = [rubric.incorrect * max(weight, 0.0) for _, weight in rubric.scorers]
+        return _verdict(Score(False), rewards)._replace(note=scores)
+    rewards, extra = [], {}
     for (_, weight), score in zip(rubric.scorers, scores, strict=True):
         own = rubric.correct if score.correct else rubric.incorrect
         rewards.append(weight * (own if score.reward is None else score.reward))
-    steps = next((score.steps for score in scores if score.steps), ())
-    extra: dict[str, Any] = {}
-    for score in scores:
         extra |= score.extra or {}
+    steps = next((score.steps for score in scores if score.steps), ())
     return _verdict(scores[0], rewards)._replace(steps=steps, extra=extra or None)
 
 
@@ -145,7 +134,7 @@ def _verdict(first: Score, rewards: Sequence[float]) -> Verdict:
 def soft_overlong_punishment(
     lengths_G: ArrayLike, *, max_response_tokens: int, buffer_tokens: int, penalty: float
 ) -> np.ndarray:
-    """The length reward of each response, float64 [G], from 0 down to -penalty.
+    """Returns the length reward of each response, float64 [G], from 0 down to -penalty.
 
         R(y) = 0                                  where |y| <= L_max - L_cache
                ((L_max - L_cache) - |y|) / L_cache   in between
@@ -156,8 +145,8 @@ def soft_overlong_punishment(
     Args:
         lengths_G: response lengths in tokens, end-of-sequence token included.
         max_response_tokens: L_max.
-        buffer_tokens: L_cache; 0 means no punishment.
-        penalty: factor on the whole, 1 in the paper.
+        buffer_tokens: L_cache; 0: no punishment.
+        penalty: factor on the reward, 1 in the paper.
     """
     lengths_G = np.asarray(lengths_G, np.float64)
     if buffer_tokens == 0:
@@ -167,8 +156,7 @@ def soft_overlong_punishment(
 
 
 def parse_scorers(text: str) -> tuple[tuple[str, float], ...]:
-    """(name, weight) of each scorer of a `scorer` field: "math_dapo", or several with weights,
-    "math_dapo + 0.1 * answer_format".
+    """Returns (name, weight) of each scorer of a field such as "math_dapo + 0.1 * answer_format".
 
     Raises:
         ValueError: the text is not such a sum.

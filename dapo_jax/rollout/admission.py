@@ -1,6 +1,6 @@
-"""What is admitted: which prompts are handed to the engine, when, and to which of its shards.
+"""Admission: which prompts are handed to the engine, when, and to which of its shards.
 
-What comes of them is read in `scheduler`; the two share the `Table`.
+`scheduler` reads the results; the two share the `RequestTable`.
 """
 
 import collections
@@ -11,14 +11,14 @@ import jax
 import numpy as np
 
 from dapo_jax.rollout.engine import DecoderEngine
-from dapo_jax.rollout.partial_rollouts import Visit
-from dapo_jax.rollout.programs import Loaded
+from dapo_jax.rollout.engine_config import EngineConfig
+from dapo_jax.rollout.partial_rollouts import PartialResponses
+from dapo_jax.rollout.programs import RolloutParams
 from dapo_jax.rollout.sampling import SamplingParams
-from dapo_jax.rollout.slots import Arrivals, DecodeState
-from dapo_jax.rollout.spec import EngineSpec
+from dapo_jax.rollout.slots import DecodeState, NewRequests
 from dapo_jax.types import UNFINISHED, Problem, Response, UserError
 
-Sample = tuple[int, int, int]  # shard, entry, column
+Sample = tuple[int, int, int]  # shard, request slot, sample index
 
 
 class GenerationRequest(NamedTuple):
@@ -26,26 +26,25 @@ class GenerationRequest(NamedTuple):
 
     num_samples: int  # responses per problem
     sampling: SamplingParams | None = None  # None: the engine's own
-    # A response ends with the token that completes one of these in its text, as with stop tokens.
-    stop_strings: tuple[str, ...] = ()
+    stop_strings: tuple[str, ...] = ()  # a response ends with the token that completes one
     limits_QG: np.ndarray | None = None  # most tokens of each response; None: the engine's own
     stream: bool = False  # report tokens as they are sampled
 
 
 class Request(NamedTuple):
-    """Samples of one prompt that become an entry together."""
+    """Samples of one prompt that take one request slot of the engine."""
 
     number: int  # of the problem
     problem: Problem
     first: int  # number of the first sample
     samples: int
-    # What there is of the one sample that goes on, after it was preempted or from an earlier step.
-    begun: Response | None = None
+    partial: Response | None = None  # of the only sample: a response to resume
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        begun = () if self.begun is None else tuple(self.begun.tokens.tolist())
-        return self.problem.prompt_tokens + begun
+        """Tokens to prefill."""
+        resumed = () if self.partial is None else tuple(self.partial.tokens.tolist())
+        return self.problem.prompt_tokens + resumed
 
 
 def requests_of(
@@ -53,88 +52,84 @@ def requests_of(
     problem: Problem,
     *,
     num_samples: int,
-    most: int,
-    begun: Mapping[int, Response],
+    max_samples: int,
+    partial: Mapping[int, Response],
 ) -> list[Request]:
-    """Those of the samples of one prompt that have not ended: one for each that goes on, and one
-    for up to `most` neighbours of which nothing is drawn.
-
-    Args:
-        begun: what there is, by sample.
-    """
-    requests, run = [], 0
+    """Returns the requests for a problem's samples: one for each unfinished response in `partial`,
+    one for up to `max_samples` neighbours without a token, none for finished responses."""
+    requests, fresh = [], 0
     for sample in range(num_samples + 1):
-        fresh = sample < num_samples and sample not in begun
-        if run and (run == most or not fresh):
-            requests.append(Request(number, problem, sample - run, run))
-            run = 0
-        run += fresh
-        if sample in begun and begun[sample].finish_reason == UNFINISHED:
-            requests.append(Request(number, problem, sample, 1, begun[sample]))
+        is_fresh = sample < num_samples and sample not in partial
+        if fresh and (fresh == max_samples or not is_fresh):
+            requests.append(Request(number, problem, sample - fresh, fresh))
+            fresh = 0
+        fresh += is_fresh
+        if sample in partial and partial[sample].finish_reason == UNFINISHED:
+            requests.append(Request(number, problem, sample, 1, partial[sample]))
     return requests
 
 
-class Table:
-    """What the entries of the device hold, as far as the host has read: R shards of E entries of up
-    to G samples, T tokens each at most."""
+class RequestTable:
+    """The engine's request slots as the host knows them, one call late: E on each of R shards, each
+    with up to G samples of at most T tokens. Tokens sampled now are of rollout step `step`."""
 
-    def __init__(self, spec: EngineSpec, step: int = 0):
-        self.step = step  # rollout step of the tokens sampled now
-        R, E, G, T = spec.shards, spec.entries, spec.samples, spec.max_response_tokens
+    def __init__(self, config: EngineConfig, step: int = 0):
+        self.step = step
+        R, E, G, T = config.shards, config.requests, config.samples, config.max_response_tokens
         self.requests: list[list[Request | None]] = [[None] * E for _ in range(R)]
         self.order = np.zeros((R, E), np.int64)  # of arrival
-        self.waiting = np.zeros((R, E, G), bool)  # responses that have not ended
-        self.count = np.zeros((R, E, G), np.int32)  # tokens drawn
+        self.waiting = np.zeros((R, E, G), bool)  # unfinished responses
+        self.count = np.zeros((R, E, G), np.int32)  # tokens
         self.tokens = np.zeros((R, E, G, T), np.int32)
         self.log_probs = np.zeros((R, E, G, T), np.float32)
         self.model_log_probs = np.zeros((R, E, G, T), np.float32)
 
-    def who(self, r: int, e: int, column: int) -> tuple[int, int]:
-        """(problem, sample)."""
+    def request(self, r: int, e: int) -> Request:
+        """Returns the request of a slot that is taken."""
         request = self.requests[r][e]
         assert request is not None
-        return request.number, request.first + column
+        return request
+
+    def name(self, r: int, e: int, index: int) -> tuple[int, int]:
+        """Returns (number of the problem, number of the sample)."""
+        request = self.request(r, e)
+        return request.number, request.first + index
 
     def open(self, r: int, e: int, request: Request, order: int) -> None:
-        """An entry for the request."""
+        """Gives a slot to a request."""
         self.requests[r][e] = request
         self.order[r, e] = order
         self.waiting[r, e, : request.samples] = True
         self.count[r, e] = 0
-        if request.begun is not None:
-            self.count[r, e, 0] = n = len(request.begun.tokens)
+        if request.partial is not None:
+            self.count[r, e, 0] = n = len(request.partial.tokens)
             for name in ("tokens", "log_probs", "model_log_probs"):
-                value = getattr(request.begun, name)
-                getattr(self, name)[r, e, 0, :n] = np.nan if value is None else value
+                getattr(self, name)[r, e, 0, :n] = getattr(request.partial, name)
 
-    def drawn(self, r: int, e: int, column: int) -> Response:
-        """What there is of a sample, as a response that has not ended."""
-        request, n = self.requests[r][e], self.count[r, e, column]
-        assert request is not None
-        versions = None
-        # Of what this step alone has drawn its group knows the version.
-        if request.begun is not None and request.begun.versions is not None:
-            before = request.begun.versions
-            versions = np.concatenate([before, np.full(n - len(before), self.step, np.int32)])
-        at = r, e, column, slice(n)
-        tokens, log_probs, model_log_probs = (
-            x[at].copy() for x in (self.tokens, self.log_probs, self.model_log_probs)
-        )
+    def response(self, r: int, e: int, index: int) -> Response:
+        """Returns the tokens of a sample so far, as an unfinished response."""
+        partial, n = self.request(r, e).partial, self.count[r, e, index]
+        versions = None  # all tokens are of this step
+        if partial is not None and partial.versions is not None:
+            new = np.full(n - len(partial.versions), self.step, np.int32)
+            versions = np.concatenate([partial.versions, new])
+        arrays = self.tokens, self.log_probs, self.model_log_probs
+        tokens, log_probs, model_log_probs = (x[r, e, index, :n].copy() for x in arrays)
         return Response(tokens, log_probs, UNFINISHED, "", versions, model_log_probs)
 
-    def close(self, r: int, e: int, column: int) -> None:
-        """Without the sample; the entry is free when none is left."""
-        self.waiting[r, e, column] = False
+    def close(self, r: int, e: int, index: int) -> None:
+        """Ends a sample; its slot is free after the last one."""
+        self.waiting[r, e, index] = False
         if not self.waiting[r, e].any():
             self.requests[r][e] = None
 
 
 class Admission:
-    """Takes problems, and hands their prompts over.
+    """Takes problems, and hands their prompts to the engine.
 
     Args:
         problems: None: no problem yet, ask again.
-        begun: see `scheduler.GenerationLoop`.
+        partial: see `scheduler.GenerationLoop`.
 
     Raises:
         UserError: `sampling` is outside its range; from `take` or `admit`, a prompt or a limit is.
@@ -143,38 +138,41 @@ class Admission:
     def __init__(
         self,
         engine: DecoderEngine,
-        table: Table,
+        table: RequestTable,
         problems: Iterator[Problem | None],
         key: jax.Array,
         request: GenerationRequest,
-        begun: Mapping[Visit, Mapping[int, Response]],
+        partial: PartialResponses,
     ):
-        self.sampling = engine.spec.params if request.sampling is None else request.sampling
+        self.sampling = engine.config.params if request.sampling is None else request.sampling
         self.sampling.check()
         self.engine, self.table, self.problems, self.request = engine, table, problems, request
         self.key_data = np.asarray(jax.random.key_data(key))
-        self.done: list[dict[int, Response]] = []  # of each problem taken, by sample
-        self.exhausted = False  # no more problems will come
-        self.begun = begun
-        self.over: list[tuple[int, int, Response]] = []  # ended in earlier steps, to be reported
+        self.partial = partial
+        self.done: list[dict[int, Response]] = []  # finished, by problem taken and sample
+        # Responses that finished in an earlier step and are to be reported: (problem, sample, it).
+        self.finished_before: list[tuple[int, int, Response]] = []
         self.queue: collections.deque[Request] = collections.deque()
-        self.arrivals = 0
-        spec = engine.spec
-        self.free = np.full(spec.shards, spec.shard_pages - 1)  # pages, at least, at the next call
-        # A call takes at most so many pages: each slot's own, and those of samples that come.
-        steps = spec.decode_steps
-        per_slot = -(-steps // spec.page_tokens) + 2
-        self.pages_a_call = spec.slots // spec.shards * per_slot
-        # Pages of prompts handed over since the call whose results are still to be read.
-        self.since_late = np.zeros(spec.shards, int)
+        self.exhausted = False  # no more problems will come
+        self.arrivals = 0  # requests handed over
+        config = engine.config
+        self.free_R = np.full(
+            config.shards, config.shard_pages - 1
+        )  # pages, at least, at the next call
+        # Most pages that a call takes: each slot's own, and those of samples that get the slot.
+        per_slot = -(-config.decode_steps // config.page_tokens) + 2
+        self.call_pages = config.slots // config.shards * per_slot
+        self.unread_pages_R = np.zeros(
+            config.shards, int
+        )  # of prompts since the call to be read next
 
     def read(self, free_R: np.ndarray) -> None:
-        """Takes how many pages were free at the end of the call that was read last."""
-        self.free = free_R - self.since_late
-        self.since_late = np.zeros_like(self.since_late)
+        """Takes the numbers of pages that were free at the end of the call that was read last."""
+        self.free_R = free_R - self.unread_pages_R
+        self.unread_pages_R = np.zeros_like(self.unread_pages_R)
 
     def take(self, num: int) -> None:
-        """Makes requests of up to so many problems, if they are to be had."""
+        """Makes requests of up to `num` problems, if there are so many."""
         for _ in range(num):
             try:
                 problem = next(self.problems)
@@ -183,29 +181,135 @@ class Admission:
                 return
             if problem is None:
                 return
-            self._check(problem)
-            index = len(self.done)
-            begun = self.begun.get((problem.id, problem.epoch), {})
-            self.done.append({s: r for s, r in begun.items() if r.finish_reason != UNFINISHED})
-            self.over += [(index, sample, r) for sample, r in self.done[index].items()]
+            longest, tokens = self.engine.config.max_prompt_tokens, len(problem.prompt_tokens)
+            if not 1 <= tokens <= longest:
+                raise UserError(
+                    f"problem {problem.id}: its prompt has {tokens} tokens; the engine takes 1 to "
+                    f"{longest} (max_prompt_tokens). Leave it out, or make an engine for longer "
+                    "ones."
+                )
+            number = len(self.done)
+            partial = self.partial.get((problem.id, problem.epoch), {})
+            self.done.append({s: r for s, r in partial.items() if r.finish_reason != UNFINISHED})
+            self.finished_before += [(number, sample, r) for sample, r in self.done[-1].items()]
             self.queue += requests_of(
-                index,
+                number,
                 problem,
                 num_samples=self.request.num_samples,
-                most=self.engine.spec.samples,
-                begun=begun,
+                max_samples=self.engine.config.samples,
+                partial=partial,
             )
 
-    def _check(self, problem: Problem) -> None:
-        most, tokens = self.engine.spec.max_prompt_tokens, len(problem.prompt_tokens)
-        if not 1 <= tokens <= most:
-            raise UserError(
-                f"problem {problem.id}: its prompt has {tokens} tokens; the engine takes 1 to "
-                f"{most} (max_prompt_tokens). Leave it out, or make an engine for longer ones."
-            )
+    def admit(self, params: RolloutParams, state: DecodeState, *, unread: bool) -> DecodeState:
+        """Returns the state with prompts prefilled for free slots, a batch at a time; `unread`
+        says whether a call's results are still to be read."""
+        config, table = self.engine.config, self.table
+        whole = config.prefill_prompts // config.shards * config.shards
+        if not unread:
+            # Pages freed by a cancellation since the last call are in no result. A shard without
+            # samples has all of its pages.
+            idle_R = ~table.waiting.any(axis=(1, 2))
+            self.free_R = np.where(idle_R, config.shard_pages - 1, self.free_R)
+        while True:
+            free = [[e for e, r in enumerate(rs) if r is None] for rs in table.requests]
+            waiting = int(table.waiting.sum())
+            ahead = max(0, -(-(config.max_in_flight - waiting) // config.samples))
+            room = min(sum(map(len, free)), ahead)
+            # A part of a batch only where the slots run dry or no more prompts come. Prompts that
+            # are not needed yet are not claimed: another process may have room for them.
+            partly = waiting < config.slots or self.exhausted
+            if room < whole and not partly:
+                return state
+            self.take(min(room, config.prefill_prompts) - len(self.queue))
+            ready = min(len(self.queue), room)
+            if ready == 0 or (ready < whole and not (partly or self.exhausted)):
+                return state
+            batch = self._next_batch(free, unread)
+            if not batch:
+                return state
+            state = self._hand_over(params, state, batch)
+
+    def _pages(self, request: Request) -> int:
+        return -(-len(request.tokens) // self.engine.config.page_tokens)
+
+    def _padded_pages(self, request: Request) -> int:
+        return next(n for n in self.engine.prompt_pages if n >= self._pages(request))
+
+    def _next_batch(self, free: list[list[int]], unread: bool) -> list[tuple[int, int, Request]]:
+        """Returns (shard, slot, request) of the next prompts, each for the shard with least to do.
+
+        All are padded to the length of the first, by its own length alone: padding changes rounding
+        and must not depend on the other prompts. Prompts of other lengths keep their place.
+        """
+        config = self.engine.config
+        load_R = self.table.waiting.sum(axis=(1, 2))
+        batch: list[tuple[int, int, Request]] = []
+        num_R = [0] * config.shards
+        padded, others = self._padded_pages(self.queue[0]), collections.deque[Request]()
+        while self.queue:
+            request = self.queue[0]
+            if self._padded_pages(request) != padded:
+                others.append(self.queue.popleft())
+                continue
+            most = config.prefill_prompts // config.shards
+            shards = [r for r in range(config.shards) if free[r] and num_R[r] < most]
+            if not shards:
+                break
+            r = min(shards, key=lambda r: load_R[r])
+            alone = not unread and not num_R[r] and not self.table.waiting[r].any()
+            if not self._fits(r, request, alone=alone, unread=unread):
+                break
+            self.queue.popleft()
+            batch.append((r, free[r].pop(0), request))
+            num_R[r] += 1
+            load_R[r] += request.samples
+            self.free_R[r] -= self._pages(request)
+            self.unread_pages_R[r] += self._pages(request)
+        self.queue.extendleft(reversed(others))
+        return batch
+
+    def _fits(self, r: int, request: Request, *, alone: bool, unread: bool) -> bool:
+        """Returns whether there are pages for the prompt, and for one sequence up to its end unless
+        the request has the shard to itself."""
+        config = self.engine.config
+        if config.num_pages is None:
+            return True
+        reserve = 0 if alone else config.table_pages + 2
+        return self.free_R[r] - unread * self.call_pages >= self._pages(request) + reserve
+
+    def _hand_over(
+        self, params: RolloutParams, state: DecodeState, batch: list[tuple[int, int, Request]]
+    ) -> DecodeState:
+        config = self.engine.config
+        R, P = config.shards, config.prefill_prompts // config.shards
+        T = config.page_tokens * self._padded_pages(batch[0][2])
+        tokens_RPT = np.zeros((R, P, T), np.int32)
+        length_RP = np.ones((R, P), np.int32)
+        ids_RP2 = np.zeros((R, P, 2), np.uint32)
+        new = NewRequests.none(config, P, self.sampling)
+        num_R = [0] * R
+        for r, e, request in batch:
+            p, num_R[r] = num_R[r], num_R[r] + 1
+            tokens = request.tokens
+            tokens_RPT[r, p, : len(tokens)], length_RP[r, p] = tokens, len(tokens)
+            ids_RP2[r, p] = request.problem.id, request.problem.epoch
+            new.request_P[r, p], new.num_samples_P[r, p] = e, request.samples
+            new.first_sample_P[r, p] = request.first
+            new.sampled_P[r, p] = len(tokens) - len(request.problem.prompt_tokens)
+            numbers = range(request.first, request.first + request.samples)
+            limits = [self._limit(request.number, sample) for sample in numbers]
+            new.limit_PG[r, p, : request.samples] = limits
+            self.table.open(r, e, request, self.arrivals)
+            self.arrivals += 1
+        # The keys stay on the device, where they wait behind the decode call under way.
+        keys_RP2 = _problem_keys(self.key_data, ids_RP2)
+        prefix = self.engine.prefill(
+            params=params, padded_tokens=tokens_RPT, true_length=length_RP, key_2=keys_RP2
+        )
+        return self.engine.insert(prefix, state, new)
 
     def _limit(self, problem: int, sample: int) -> int:
-        most, limits_QG = self.engine.spec.max_response_tokens, self.request.limits_QG
+        most, limits_QG = self.engine.config.max_response_tokens, self.request.limits_QG
         limit = most if limits_QG is None else int(limits_QG[problem, sample])
         if not 1 <= limit <= most:
             raise UserError(
@@ -214,130 +318,10 @@ class Admission:
             )
         return limit
 
-    def admit(self, params: Loaded, state: DecodeState, *, unread: bool) -> DecodeState:
-        """The state with prompts prefilled for the entries that are free, a batch at a time.
-
-        Args:
-            unread: whether a call's results are still to be read.
-        """
-        spec = self.engine.spec
-        P = spec.prefill_prompts // spec.shards
-        if not unread:
-            # No call tells of pages that a cancellation has freed since the last one. A shard that
-            # holds nothing has all of its pages.
-            idle_R = ~self.table.waiting.any(axis=(1, 2))
-            self.free = np.where(idle_R, spec.shard_pages - 1, self.free)
-        while True:
-            free = [[e for e, r in enumerate(rs) if r is None] for rs in self.table.requests]
-            beyond = spec.ahead - int(self.table.waiting.sum())
-            room = min(sum(map(len, free)), max(0, -(-beyond // spec.samples)))
-            # Part of a batch only when there is no whole one to come, or the slots run dry.
-            whole = min(spec.prefill_prompts, spec.shards * P)
-            starving = self.table.waiting.sum() < spec.slots
-            if room < whole and not (starving or self.exhausted):
-                return state  # and no prompt is claimed that another process could draw
-            if len(self.queue) < min(room, spec.prefill_prompts):
-                self.take(min(room, spec.prefill_prompts) - len(self.queue))
-            if not self.queue or room == 0:
-                return state
-            if min(len(self.queue), room) < whole and not (starving or self.exhausted):
-                return state
-            batch = self._batch(free, P, unread)
-            if not batch:
-                return state
-            state = self._hand_over(params, state, batch)
-
-    def _padded_pages(self, request: Request) -> int:
-        """To how many pages a prompt is padded: its own length decides, and no other's."""
-        pages = -(-len(request.tokens) // self.engine.spec.page_tokens)
-        return next(n for n in self.engine.prompt_pages if n >= pages)
-
-    def _batch(self, free: list[list[int]], P: int, unread: bool) -> list[tuple[int, int, Request]]:
-        """(shard, entry, request) of the next prompts: to the shard that has least to do. All are
-        padded to one length, that of the first; others wait, before those that come after them.
-
-        A prompt that was padded as the longest beside it would be the same but for rounding, and
-        what is drawn from it would depend on what it came with."""
-        spec = self.engine.spec
-        load = self.table.waiting.sum(axis=(1, 2))
-        batch: list[tuple[int, int, Request]] = []
-        taken = [0] * spec.shards
-        padded, others = self._padded_pages(self.queue[0]), collections.deque[Request]()
-        while self.queue:
-            if self._padded_pages(self.queue[0]) != padded:
-                others.append(self.queue.popleft())
-                continue
-            shards = [r for r in range(spec.shards) if free[r] and taken[r] < P]
-            if not shards:
-                break
-            r = min(shards, key=lambda r: load[r])
-            request = self.queue[0]
-            alone = not unread and not any(r == other for other, *_ in batch)
-            if not self._fits(r, request, alone=alone, unread=unread):
-                break
-            self.queue.popleft()
-            batch.append((r, free[r].pop(0), request))
-            taken[r] += 1
-            load[r] += request.samples
-            pages = -(-len(request.tokens) // spec.page_tokens)
-            self.free[r] -= pages
-            self.since_late[r] += pages
-        self.queue.extendleft(reversed(others))
-        return batch
-
-    def _fits(self, r: int, request: Request, *, alone: bool, unread: bool) -> bool:
-        """Whether there are pages for the prompt, and for one sequence to go on to its end.
-
-        Args:
-            alone: whether no other is on its way to the shard.
-        """
-        spec = self.engine.spec
-        if spec.num_pages is None:
-            return True
-        need = -(-len(request.tokens) // spec.page_tokens)
-        alone = alone and not self.table.waiting[r].any()
-        reserve = 0 if alone else spec.table_pages + 2
-        return self.free[r] - unread * self.pages_a_call >= need + reserve
-
-    def _hand_over(
-        self, params: Loaded, state: DecodeState, batch: list[tuple[int, int, Request]]
-    ) -> DecodeState:
-        spec = self.engine.spec
-        R, P = spec.shards, spec.prefill_prompts // spec.shards
-        T = spec.page_tokens * self._padded_pages(batch[0][2])
-        tokens_RPT = np.zeros((R, P, T), np.int32)
-        length_RP = np.ones((R, P), np.int32)
-        ids_RP2 = np.zeros((R, P, 2), np.uint32)
-        zeros = lambda: np.zeros((R, P), np.int32)
-        entry_RP, samples_RP, first_RP, drawn_RP = zeros() + spec.entries, zeros(), zeros(), zeros()
-        limit_RPG = np.full((R, P, spec.samples), spec.max_response_tokens, np.int32)
-        row = [0] * R
-        for r, e, request in batch:
-            p, row[r] = row[r], row[r] + 1
-            tokens = request.tokens
-            tokens_RPT[r, p, : len(tokens)], length_RP[r, p] = tokens, len(tokens)
-            ids_RP2[r, p] = request.problem.id, request.problem.epoch
-            entry_RP[r, p], samples_RP[r, p], first_RP[r, p] = e, request.samples, request.first
-            drawn_RP[r, p] = len(tokens) - len(request.problem.prompt_tokens)
-            numbers = range(request.first, request.first + request.samples)
-            limit_RPG[r, p, : request.samples] = [self._limit(request.number, s) for s in numbers]
-            self.table.open(r, e, request, self.arrivals)
-            self.arrivals += 1
-        # Not read here: on the device the keys wait behind the call of decode that is under way.
-        keys_RP2 = _problem_keys(self.key_data, ids_RP2)
-        prefix = self.engine.prefill_many(params, tokens_RPT, length_RP, keys_RP2)
-        full = lambda value, dtype: np.full((R, P), value, dtype)
-        t, p, k, m = self.sampling
-        asked = SamplingParams(
-            full(t, np.float32), full(p, np.float32), full(k, np.int32), full(m, np.float32)
-        )
-        arrivals = Arrivals(entry_RP, samples_RP, first_RP, drawn_RP, limit_RPG, asked)
-        return self.engine.enqueue(state, prefix, arrivals)
-
 
 @jax.jit
 def _problem_keys(key_2: jax.Array, ids_RP2: jax.Array) -> jax.Array:
-    """uint32 [R, P, 2]: the step's key folded with the id and the epoch of each problem."""
+    """Returns the step's key folded with the id and the epoch of each problem, uint32 [R, P, 2]."""
 
     def fold(id_2: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(key_2), id_2[0])

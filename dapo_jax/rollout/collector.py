@@ -1,8 +1,8 @@
 """Rollout collector: generates and scores the groups of prompts, and yields them in prompt order.
 
-The training loop, evaluation, benchmarks and the simulator call it. Responses are scored by the
-reward workers while others are still being generated. Whoever has enough closes the iterator, which
-cancels the work in flight.
+The training loop, evaluation, benchmarks and the simulator call it. Reward workers score responses
+while others are still being generated. A caller that has enough closes the iterator, which cancels
+the work in flight.
 """
 
 import time
@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import jax
 
+from dapo_jax.distributed import POLL_SECONDS
 from dapo_jax.distributed.replica import ALONE, Replica
-from dapo_jax.distributed.work_queue import POLL_SECONDS
 from dapo_jax.rewards.async_scoring import GroupScoring
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.types import Rubric
@@ -26,7 +26,7 @@ from dapo_jax.utils.telemetry import SILENT, Telemetry
 IDLE_SECONDS = 0.002  # between two polls with nothing to generate
 
 
-class Turn(NamedTuple):
+class CollectorOutput(NamedTuple):
     """One iteration of the collector: at most one engine call."""
 
     generating: bool  # False: everything is generated, outcomes are awaited
@@ -64,15 +64,11 @@ class RolloutCollector:
         self.seconds = {"rollout": 0.0, "reward": 0.0}
 
     def groups(
-        self,
-        prompts: PromptQueue,
-        key: jax.Array,
-        *,
-        step: int = 0,
+        self, prompts: PromptQueue, key: jax.Array, *, step: int = 0
     ) -> Generator[Outcome, None, None]:
         """Yields the outcome of every prompt, in prompt order, until the queue is done.
 
-        The groups themselves are with the queue: see `PromptQueue.commit`.
+        The queue keeps the groups themselves: see `PromptQueue.commit`.
 
         Args:
             key: of the rollout step.
@@ -84,12 +80,12 @@ class RolloutCollector:
         # A replica of several processes polls less often: each poll is a broadcast.
         idle_seconds = IDLE_SECONDS if self.replica.size == 1 else POLL_SECONDS
         start = time.monotonic()
-        for turn in self.turns(prompts, key, step=step):
+        for output in self.run(prompts, key, step=step):
             now = time.monotonic()
-            self.seconds["rollout" if turn.generating else "reward"] += now - start
+            self.seconds["rollout" if output.generating else "reward"] += now - start
             start = now
-            yield from turn.outcomes
-            if turn.idle:
+            yield from output.outcomes
+            if output.idle:
                 time.sleep(idle_seconds)
                 self.stats += RolloutStats(idle_seconds=idle_seconds)
 
@@ -105,19 +101,14 @@ class RolloutCollector:
         """Returns the stats of all processes together and this process's seconds, and resets both.
         Every process must call it."""
         each = self.replica.process_group.all_gather(tuple(self.stats), self.telemetry.waiting_for)
-        stats = sum(map(RolloutStats._make, each), RolloutStats())
-        seconds, self.seconds = self.seconds, {"rollout": 0.0, "reward": 0.0}
-        self.stats = RolloutStats()
-        return stats, seconds
+        seconds = self.seconds
+        self.stats, self.seconds = RolloutStats(), {"rollout": 0.0, "reward": 0.0}
+        return sum(map(RolloutStats._make, each), RolloutStats()), seconds
 
-    def turns(
-        self,
-        prompts: PromptQueue,
-        key: jax.Array,
-        *,
-        step: int = 0,
-    ) -> Iterator[Turn]:
-        """Yields after each engine call, and again and again while others are waited for."""
+    def run(
+        self, prompts: PromptQueue, key: jax.Array, *, step: int = 0
+    ) -> Iterator[CollectorOutput]:
+        """Yields after each engine call, and repeatedly while other processes are awaited."""
         numbers: list[int] = []  # of the prompts that this process generates, in the loop's order
         scoring = GroupScoring(
             self.pool, self.rubrics, self.request.num_samples, step, self.telemetry
@@ -130,41 +121,43 @@ class RolloutCollector:
             self.request,
             self.telemetry,
             step=step,
-            begun=prompts.begun,
+            partial=prompts.partial,
         )
-        leader, generation, heard = self.replica.is_leader, loop.turns(), 0
+        leader, generation, progress = self.replica.is_leader, loop.run(), 0
         try:
             while not prompts.done:
                 generated = next(generation, None)
-                if leader and generated is not None:
-                    ended = ((numbers[e.prompt], e.sample, e.response) for e in generated.ended)
-                    scoring.submit([(n, prompts.problem(n), g, r) for n, g, r in ended])
-                groups = list(scoring.completed()) if leader else []
+                groups: list[tuple[int, Group]] = []
+                if leader:
+                    finished = generated.finished if generated else []
+                    named = ((numbers[f.prompt], f.sample, f.response) for f in finished)
+                    scoring.submit([(n, prompts.problem(n), s, r) for n, s, r in named])
+                    groups = list(scoring.completed())
                 for number, group in groups:
                     prompts.report(number, group)
-                outcomes, news = self.replica.broadcast(
+                before = progress
+                outcomes, progress = self.replica.broadcast(
                     lambda: self._resolved(prompts), self.telemetry.waiting_for
                 )
                 if not leader:
                     outcomes = [Outcome(*outcome) for outcome in outcomes]
                     prompts.follow(outcomes)
-                if news != heard:  # a process with nothing to generate waits while others do
-                    heard = news
+                if progress != before:  # of other processes too: waiting for them is no silence
                     self.telemetry.moved()
                 if generated is None:
                     self.telemetry.waiting_for(f"the verdict on prompt {prompts.num_resolved}")
                 waits = generated is None or generated.idle
                 idle = waits and not groups and not outcomes
-                yield Turn(generated is not None, groups, outcomes, idle)
+                yield CollectorOutput(generated is not None, groups, outcomes, idle)
         finally:
             if leader:
                 self.stats += loop.stats
-                if prompts.begun is not None:
+                if prompts.partial is not None:
                     prompts.unfinished |= dict(zip(numbers, loop.unfinished()))
 
     def _resolved(self, prompts: PromptQueue) -> tuple[list[Outcome], int]:
         self.telemetry.check_stop()
-        return prompts.resolved(), prompts.news
+        return prompts.resolved(), prompts.progress
 
     def _claimed(self, prompts: PromptQueue, numbers: list[int]) -> Iterator[Problem | None]:
         """Yields the prompts that this replica generates; None while those claimed should do."""

@@ -1,38 +1,36 @@
 """Dynamic sampling: keep sampling until the batch holds only prompts with 0 < correct < G.
 
-Source: DAPO, arXiv:2503.14476, section 3.2 and the constraint of eq. 11. The filter looks at raw
-correctness of the responses that are trained, never at the shaped reward, which lets all-wrong
-groups of unequal length through. Groups are accepted in prompt order, never in completion order:
-accepting whichever finishes first favours short answers and depends on timing. Prompts claimed
-beyond the batch go back to the data. With dynamic sampling off every group is kept.
+Source: DAPO, arXiv:2503.14476, section 3.2 and the constraint of eq. 11. The filter reads the raw
+correctness of trained responses: a shaped reward would let all-wrong groups of unequal length
+through. Groups are accepted in prompt order, never in completion order, which would favour short
+answers and depend on timing. Prompts claimed beyond the batch return to the data. With dynamic
+sampling off, every group is kept.
 """
 
 from collections.abc import Generator
 from typing import Any, NamedTuple
 
 from dapo_jax.config import Config
-from dapo_jax.distributed.process_group import ALONE, ProcessGroup
+from dapo_jax.distributed import ALONE, ProcessGroup
 from dapo_jax.rollout import partial_rollouts, prompt_filter
-from dapo_jax.rollout.partial_rollouts import Begun
-from dapo_jax.rollout.prompt_filter import PrefilterState, PromptFilter
+from dapo_jax.rollout.partial_rollouts import PartialGroup
+from dapo_jax.rollout.prompt_filter import PromptFilter, PromptFilterState
 from dapo_jax.rollout.prompt_queue import Outcome, PromptQueue, PromptSource
 from dapo_jax.types import Group
 
 # Weight of a step's informative rate in the running estimate of later steps.
 NEW_WEIGHT = 0.5
-# Within a step the estimate of earlier steps weighs as much as this many of its own outcomes: few
-# enough to follow a step that differs, enough that the first outcomes, which are of short
-# responses, do not decide alone.
+# Within a step the estimate of earlier steps counts for this many outcomes: few enough to follow a
+# step that differs, enough that the first outcomes, those of short responses, do not decide alone.
 PRIOR_OUTCOMES = 16
 
 
 class SamplingState(NamedTuple):
     """What dynamic sampling remembers from step to step; part of the checkpoint."""
 
-    # Running estimate of the share of prompts that are informative. A new run knows nothing of it.
-    informative_rate: float = 0.5
-    prefilter: PrefilterState | None = None  # None: no prompt is left out
-    begun: tuple[Begun, ...] = ()  # unfinished responses, with partial_rollouts
+    informative_rate: float = 0.5  # running estimate of the share of informative prompts
+    prompt_filter: PromptFilterState | None = None  # None: no prompt is left out
+    partial: tuple[PartialGroup, ...] = ()  # unfinished responses, with partial_rollouts
 
 
 class Taken(NamedTuple):
@@ -47,10 +45,10 @@ class Batch(NamedTuple):
 
     groups: list[Group]  # trained on, in prompt order
     sampled: list[Group]  # every group sampled in this step, before the filter
-    returned: int = 0  # prompts claimed that went back to the data
-    skipped: int = 0  # prompts left out by the prompt filter, among and before those sampled
-    too_old: int = 0  # partial responses discarded for their staleness
-    tokens_kept: int = 0  # tokens of partial responses that the next step resumes
+    num_returned: int = 0  # prompts claimed that returned to the data
+    num_skipped: int = 0  # prompts left out by the prompt filter, among and before those sampled
+    num_stale: int = 0  # partial responses discarded for their staleness
+    partial_tokens: int = 0  # tokens of partial responses that the next step resumes
 
 
 def open_queue(
@@ -68,22 +66,27 @@ def open_queue(
     """
     d, num_prompts = config.dynamic_sampling, config.train.prompts_per_step
     overlong_filter = config.objective.overlong_filter
-    begun = None
-    if d.partial_rollouts:
-        young, _ = partial_rollouts.not_stale(state.begun, step=step, max_staleness=d.max_staleness)
-        begun = partial_rollouts.by_visit(young)
     if not d.enabled:
         return PromptQueue(source, num_prompts=num_prompts, max_prompts=num_prompts, group=group)
+    partial = partial_rollouts.by_visit(_to_resume(config, state, step)[0])
     return PromptQueue(
         source,
         num_prompts=num_prompts,
-        max_prompts=d.max_rounds * d.max_round_prompts,
+        max_prompts=d.max_prompts,
         keeps=lambda found: found.is_informative(overlong_filter=overlong_filter),
         rate=state.informative_rate,
         rate_weight=PRIOR_OUTCOMES,
-        prompt_filter=PromptFilter(prompt_filter.GRESO, state.prefilter, config.seed),
-        begun=begun,
+        prompt_filter=PromptFilter(state.prompt_filter, config.seed),
+        partial=partial if d.partial_rollouts else None,
         group=group,
+    )
+
+
+def _to_resume(
+    config: Config, state: SamplingState, step: int
+) -> tuple[tuple[PartialGroup, ...], int]:
+    return partial_rollouts.without_stale(
+        state.partial, step=step, max_staleness=config.dynamic_sampling.max_staleness
     )
 
 
@@ -115,30 +118,19 @@ def commit(
     sampled = prompts.commit(taken.num_tried)
     kept = [sampled[number] for number in taken.kept]
     rate = next_rate(state.informative_rate, len(kept), len(sampled)) if d.enabled else 0.5
-    begun, too_old = (), 0
-    if prompts.begun is not None:
-        young, too_old = partial_rollouts.not_stale(
-            state.begun, step=step, max_staleness=d.max_staleness
+    partial, num_stale = (), 0
+    if prompts.partial is not None:
+        fresh, num_stale = _to_resume(config, state, step)
+        partial = partial_rollouts.next_partial(
+            fresh, prompts.problems, prompts.unfinished, num_tried=taken.num_tried, step=step
         )
-        seen = prompts.problems
-        begun = partial_rollouts.next_begun(
-            young,
-            seen,
-            [prompts.unfinished.get(number, {}) for number in range(len(seen))],
-            decided=taken.num_tried,
-            step=step,
-        )
-    tokens_kept = sum(len(r.tokens) for b in begun for _, r in b.responses)
+    partial_tokens = sum(len(r.tokens) for group in partial for _, r in group.responses)
     skipped = prompts.filter.skipped
-    after = prompt_filter.next_state(
-        prompt_filter.GRESO,
-        state.prefilter,
-        sampled,
-        skipped,
-        overlong_filter=config.objective.overlong_filter,
+    filter_state = prompt_filter.next_state(
+        state.prompt_filter, sampled, skipped, overlong_filter=config.objective.overlong_filter
     )
-    batch = Batch(kept, sampled, prompts.num_returned, len(skipped), too_old, tokens_kept)
-    return batch, SamplingState(rate, after, begun)
+    batch = Batch(kept, sampled, prompts.num_returned, len(skipped), num_stale, partial_tokens)
+    return batch, SamplingState(rate, filter_state, partial)
 
 
 def next_rate(before: float, informative: int, sampled: int) -> float:
@@ -149,12 +141,11 @@ def next_rate(before: float, informative: int, sampled: int) -> float:
 
 
 def state_to_json(state: SamplingState) -> dict[str, Any]:
-    """Returns the state as JSON values; arrays as base64 of their bytes, so that nothing is
-    rounded."""
+    """Returns the state as JSON values; nothing is rounded."""
     return {
         "informative_rate": state.informative_rate,
-        "prefilter": prompt_filter.state_to_json(state.prefilter),
-        "begun": partial_rollouts.to_json(state.begun),
+        "prefilter": prompt_filter.state_to_json(state.prompt_filter),
+        "begun": partial_rollouts.to_json(state.partial),
     }
 
 

@@ -1,10 +1,9 @@
 """A JetStream `Engine` over the decoder: prefill, insert, generate.
 
-JetStream brings the interface; model, cache and sampler are ours. What the scheduler calls is
-`prefill_many`, `enqueue` and `decode`: prompts are prefilled in batches and handed over with the
-number of samples wanted, and a call of `decode` samples several tokens in every slot and gives
-free slots to waiting samples (see `slots`). JetStream's own `prefill`, `insert` and
-`generate` work on the same state: one prompt, one slot, one token.
+JetStream brings the interface; model, cache and sampler are ours. `rollout.scheduler` prefills
+prompts in batches, inserts each with the number of samples wanted, and generates several tokens in
+every slot a call; waiting samples get the slots that become free. JetStream's own use, one prompt
+into one slot, is a batch of one prompt with one sample.
 """
 
 import contextlib
@@ -18,60 +17,49 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax.sharding import Mesh
 
+from dapo_jax.config import Config
 from dapo_jax.models import decoder
+from dapo_jax.models.sharding import own_mesh, rollout_mesh
 from dapo_jax.rollout import jetstream, paged
-from dapo_jax.rollout.programs import Loaded, Programs
-from dapo_jax.rollout.sampling import Mode, SamplingParams
-from dapo_jax.rollout.slots import Arrivals, DecodeState
-from dapo_jax.rollout.spec import EngineSpec, Prefix, Step, halvings
+from dapo_jax.rollout.engine_config import EngineConfig, bucket_sizes, make_engine_config
+from dapo_jax.rollout.jetstream import DecodeOutput
+from dapo_jax.rollout.programs import Programs, RolloutParams
+from dapo_jax.rollout.sampling import Mode
+from dapo_jax.rollout.slots import DecodeState, NewRequests, Prefix
 from dapo_jax.types import RunError, UserError
 from dapo_jax.utils.telemetry import SILENT, Telemetry
 
 
-@struct.dataclass
-class Results(jetstream.ResultTokens):
-    """JetStream's result with the log-prob of each token under the distribution sampled from."""
-
-    log_prob: Any = None
-
-    def copy_to_host_async(self) -> None:
-        super().copy_to_host_async()
-        if not isinstance(self.log_prob, np.ndarray):
-            self.log_prob.copy_to_host_async()
-
-    def convert_to_numpy(self) -> "Results":
-        return self.replace(data=np.asarray(self.data), log_prob=np.asarray(self.log_prob))  # type: ignore[attr-defined]
-
-
 class DecoderEngine(jetstream.Engine):
-    """The engine the trainer samples from, and evaluates with.
+    """Generates responses for the trainer and for evaluations.
 
     Args:
-        mesh: that this process draws on, see `sharding.own_mesh`.
+        mesh: devices that this process generates on, see `sharding.own_mesh`.
         trained_on: the trainer's mesh; None: the same.
 
     Raises:
-        UserError: a number of the spec's `params` is outside its range.
+        UserError: a number of the config's `params` is outside its range.
     """
 
-    def __init__(self, spec: EngineSpec, mesh: Mesh, trained_on: Mesh | None = None):
-        spec.params.check()
-        layout = dataclasses.replace(spec.layout, **mesh.shape)
-        self.spec = spec = dataclasses.replace(spec, layout=layout)
+    def __init__(self, config: EngineConfig, mesh: Mesh, trained_on: Mesh | None = None):
+        config.params.check()
+        layout = dataclasses.replace(config.layout, **mesh.shape)
+        self.config = config = dataclasses.replace(config, layout=layout)
         self._mesh = mesh
-        self._programs = Programs(spec, mesh, trained_on or mesh)
-        prompt = -(-spec.max_prompt_tokens // spec.page_tokens)
-        # Longer ones are prompts with what was drawn before their pages were taken away.
-        longer = halvings(spec.table_pages) if spec.num_pages is not None else ()
-        self.prompt_pages = (*halvings(prompt), *(n for n in longer if n > prompt))
-        self._loaded: Loaded | None = None
+        self._programs = Programs(config, mesh, trained_on or mesh)
+        prompt = config.pages(config.max_prompt_tokens)
+        # Longer ones are prompts with the tokens sampled before they were preempted.
+        longer = bucket_sizes(config.table_pages) if config.num_pages is not None else ()
+        self.prompt_pages = (*bucket_sizes(prompt), *(n for n in longer if n > prompt))
+        self._loaded: RolloutParams | None = None
 
     @contextlib.contextmanager
-    def weights(self, params: decoder.Params, telemetry: Telemetry = SILENT) -> Iterator[Loaded]:
-        """Holds the rollout copy of the parameters: it lives exactly as long as the block.
+    def weights(
+        self, params: decoder.Params, telemetry: Telemetry = SILENT
+    ) -> Iterator[RolloutParams]:
+        """Holds the rollout copy of the parameters exactly as long as the block.
 
         Args:
             params: in the trainer's layout.
@@ -86,165 +74,171 @@ class DecoderEngine(jetstream.Engine):
             self._loaded = None
 
     @property
-    def loaded(self) -> Loaded:
+    def loaded(self) -> RolloutParams:
         """The parameters in the rollout layout, within `weights`."""
         assert self._loaded is not None, "generation needs `with engine.weights(params)`"
         return self._loaded
 
-    def prefill_many(
+    def load_params(self, params: decoder.Params) -> RolloutParams:
+        """Returns the parameters as rollouts read them: split over tensor, in the compute dtype.
+
+        Where they already lie so they are shared, and only CPUs copy the layers for decoding. Each
+        process gets all of them, or its part of its replica's.
+        """
+        return self._programs.load(params)
+
+    def init_decode_state(self) -> DecodeState:
+        """Returns the state with all slots free."""
+        return self._programs.init()
+
+    def prefill(
         self,
-        params: Loaded,
-        tokens_RPT: np.ndarray,
-        length_RP: np.ndarray,
-        key_RP2: Any,
+        *,
+        params: RolloutParams,
+        existing_prefix: Prefix | None = None,
+        padded_tokens: Any,
+        true_length: Any,
+        key_2: Any = (0, 0),
     ) -> Prefix:
-        """Keys, values and last hidden states of prompts padded on the right to whole pages."""
-        p = self._programs
-        return p.prefill(params.prefill, *p.put((tokens_RPT, length_RP, key_RP2)))
-
-    def enqueue(self, state: DecodeState, prefix: Prefix, arrivals: Arrivals) -> DecodeState:
-        """The state with prompts whose samples wait for slots; every array of `arrivals` has a
-        leading axis for the shards. The state is donated."""
-        return self._programs.enqueue(state, prefix, self._programs.put(arrivals))
-
-    def decode(self, params: Loaded, state: DecodeState, mode: Mode) -> tuple[DecodeState, Step]:
-        """Up to `decode_steps` tokens in every slot; the state is donated.
+        """Prefills a batch of P prompts for each of R shards, or one prompt for all shards.
 
         Args:
-            mode: what the requests need, see `sampling`.
+            padded_tokens: int32 [R, P, T], padded on the right to one of `prompt_pages`; or the
+                tokens [T] of the one prompt, padded or not.
+            true_length: tokens of each prompt, int32 [R, P]; or of the one prompt.
+            key_2: uint32 key data [R, P, 2] of each prompt; or of the one prompt, the same for
+                every prompt unless given.
+
+        Raises:
+            UserError: the one prompt has more tokens than `max_prefill_length`, or not
+                `true_length`.
         """
-        return self._programs.decode(mode, self.spec.decode_steps)(params.decode, state)
+        if existing_prefix is not None:
+            raise ValueError("existing_prefix is not supported: prompts are prefilled whole")
+        if np.ndim(padded_tokens) == 1:
+            tokens, most = np.asarray(padded_tokens, np.int32), self.max_prefill_length
+            if not 1 <= true_length <= len(tokens) <= most:
+                raise UserError(
+                    f"prefill: true_length ({true_length}) and the number of padded_tokens "
+                    f"({len(tokens)}) must be 1 <= true_length <= tokens <= max_prefill_length "
+                    f"({most})"
+                )
+            pages = next(n for n in self.prompt_pages if n >= self.config.pages(len(tokens)))
+            tokens = np.pad(tokens, (0, pages * self.config.page_tokens - len(tokens)))
+            one = lambda x: np.broadcast_to(x, (self.config.shards, 1, *np.shape(x)))
+            padded_tokens, true_length = one(tokens), one(np.int32(true_length))
+            key_2 = one(np.asarray(key_2, np.uint32))
+        p = self._programs
+        return p.prefill(params.prefill, *p.put((padded_tokens, true_length, key_2)))
+
+    def insert(
+        self, prefix: Prefix, decode_state: DecodeState, slot: int | NewRequests
+    ) -> DecodeState:
+        """Inserts prefilled prompts, whose samples wait for slots; the state is donated.
+
+        Args:
+            slot: what is wanted of each prompt; or a slot for one sample of the one prompt, which
+                ends the sample inserted there before. The sample's number is the slot's.
+
+        Raises:
+            UserError: there is no such slot; or the pool of pages is bounded: JetStream's drivers
+                resume no sample whose pages were taken away.
+        """
+        if not isinstance(slot, NewRequests):
+            config, number = self.config, slot
+            if not 0 <= number < config.slots:
+                raise UserError(f"insert: slot ({number}) must be from 0 to {config.slots - 1}")
+            if config.num_pages is not None:
+                raise UserError(
+                    f"insert: num_pages must be None, for a slot of its own; got "
+                    f"{config.num_pages}. Use scheduler.generate, or an engine without a bound."
+                )
+            slot = NewRequests.none(config, 1, config.params)
+            shard, request = divmod(number, config.shard_slots)
+            slot.request_P[shard], slot.num_samples_P[shard] = request, 1
+            slot.first_sample_P[shard] = number
+        return self._programs.insert(decode_state, prefix, self._programs.put(slot))
+
+    def generate(
+        self, params: RolloutParams, decode_state: DecodeState, mode: Mode | None = None
+    ) -> tuple[DecodeState, DecodeOutput]:
+        """Samples up to `decode_steps` tokens in every slot; the state is donated.
+
+        Args:
+            mode: what the requests need, see `sampling`; None: the config's `params`.
+        """
+        program = self._programs.decode(mode or self.config.params.mode)
+        return program(params.decode, decode_state)
+
+    def cancel(
+        self, state: DecodeState, request_RW: np.ndarray, sample_index_RW: np.ndarray
+    ) -> DecodeState:
+        """Ends samples that are in slots; the state is donated.
+
+        Args:
+            request_RW: requests of W = `config.shard_slots` samples of each shard; -1: none.
+            sample_index_RW: places of the samples in their requests.
+        """
+        return self._programs.cancel(state, *self._programs.put((request_RW, sample_index_RW)))
 
     def warm_up(
         self,
-        params: Loaded,
+        params: RolloutParams,
         modes: Iterable[Mode],
         *,
         cancels: bool = False,
         say: Callable[[str], None],
     ) -> None:
-        """Compiles all that requests of these modes can need, whatever their lengths. A kernel on
-        an accelerator is checked (`check_pool`): no test has a pool of that size.
+        """Compiles all programs that requests of these modes need, whatever their lengths.
+
+        A kernel on an accelerator is checked (`check_pool`): no test has a pool of that size.
 
         Args:
             cancels: whether samples will be cancelled, also where pages never run short.
         """
-        spec = self.spec
-        shape = spec.shards, spec.prefill_prompts // spec.shards
-        state = self.init_decode_state()
+        config = self.config
+        state, P = self.init_decode_state(), config.prefill_prompts // config.shards
+        shape = config.shards, P
         for pages in self.prompt_pages:
-            tokens = np.zeros((*shape, pages * spec.page_tokens), np.int32)
-            ones, keys = np.ones(shape, np.int32), np.zeros((*shape, 2), np.uint32)
-            prefix = self.prefill_many(params, tokens, ones, keys)
-            # Entries that there are not: nothing comes of it.
-            nowhere = np.full(shape, spec.entries, np.int32)
-            zeros = lambda *more: np.zeros((*shape, *more), np.int32)
-            real = np.ones(shape, np.float32)
-            asked = SamplingParams(real, real, zeros(), real)
-            arrivals = Arrivals(nowhere, zeros(), zeros(), zeros(), zeros(spec.samples), asked)
-            state = self.enqueue(state, prefix, arrivals)
-        if cancels or spec.num_pages is not None:
-            nobody = np.full((spec.shards, spec.cancelled), -1, np.int32)
-            state = self.cancel(state, nobody, nobody)
+            prefix = self.prefill(
+                params=params,
+                padded_tokens=np.zeros((*shape, pages * config.page_tokens), np.int32),
+                true_length=np.ones(shape, np.int32),
+                key_2=np.zeros((*shape, 2), np.uint32),
+            )
+            state = self.insert(prefix, state, NewRequests.none(config, P, config.params))
+        if cancels or config.num_pages is not None:
+            nothing = np.full((config.shards, config.shard_slots), -1, np.int32)
+            state = self.cancel(state, nothing, nothing)
         for mode in modes:
-            state, _ = self.decode(params, state, mode)
-        if spec.kernel != "xla" and self._mesh.devices.flat[0].platform != "cpu":
+            state, _ = self.generate(params, state, mode)
+        if config.kernel != "xla" and self._mesh.devices.flat[0].platform != "cpu":
             say(self.check_pool(state))
 
     def check_pool(self, state: DecodeState) -> str:
-        """Compares the kernel's attention to the pool's last page, in the last layer, with XLA's
-        attention to the same keys and values, and returns a line about it. The state is donated.
+        """Compares the kernel's attention with XLA's at the last page of the last layer.
+
+        Returns a line about it. The state is donated.
 
         Raises:
             RunError: they differ by more than rounding does.
         """
-        begun, spec = time.monotonic(), self.spec
-        pool = spec.pool_layout.pool(spec.model, spec.shard_pages)
-        last = np.array([spec.model.num_layers - 1, spec.shard_pages - 1], np.int32)
+        begun, config = time.monotonic(), self.config
+        pool = config.pool_layout.pool(config.model, config.shard_pages)
+        last = np.array([config.model.num_layers - 1, config.shard_pages - 1], np.int32)
         _, difference_R = self._programs.check_last_page(state, last)
         own = [np.asarray(part.data).max() for part in difference_R.addressable_shards]
         difference, elements = float(np.max(own)), max(math.prod(x.shape) for x in pool)
         where = f"the last page of the KV pool ({elements:,} elements an array and shard)"
         if not difference <= paged.MAX_DIFFERENCE:
             raise RunError(
-                f"paged attention ({spec.kernel}) differs by {difference:.3g} from XLA's attention "
-                f"at {where}; rounding is at most {paged.MAX_DIFFERENCE:g}. Nothing was sampled. "
-                "Set config.rollout.kernel='xla', or a smaller config.rollout.cache_gib."
+                f"paged attention ({config.kernel}) differs by {difference:.3g} from XLA's "
+                f"attention at {where}; rounding is at most {paged.MAX_DIFFERENCE:g}. Nothing was "
+                "sampled. Set config.rollout.kernel='xla', or a smaller config.rollout.cache_gib."
             )
         return (
-            f"paged attention ({spec.kernel}) is that of XLA at {where}: they differ by "
+            f"paged attention ({config.kernel}) agrees with XLA's at {where}: they differ by "
             f"{difference:.2g}; {time.monotonic() - begun:.0f} s"
-        )
-
-    def cancel(
-        self, state: DecodeState, entry_RW: np.ndarray, column_RW: np.ndarray
-    ) -> DecodeState:
-        """The state without these samples, W of each shard (the scheduler's calls have
-        `EngineSpec.cancelled`), where -1 stands for none; it is donated."""
-        return self._programs.cancel(state, *self._programs.put((entry_RW, column_RW)))
-
-    def prefill(
-        self,
-        *,
-        params: Loaded,
-        existing_prefix: Prefix | None = None,
-        padded_tokens: Any,
-        true_length: int,
-        key_2: Any = (0, 0),
-    ) -> Prefix:
-        """One prompt, on every shard. JetStream's interface has no place for its random key:
-        `key_2` is key data, the same for every prompt unless given.
-
-        Raises:
-            UserError: there are more tokens than `max_prefill_length`, or not `true_length`.
-        """
-        if existing_prefix is not None:
-            raise ValueError("existing_prefix is not supported: prompts are prefilled whole")
-        A, R = self.spec.page_tokens, self.spec.shards
-        tokens, most = np.asarray(padded_tokens), self.max_prefill_length
-        if not 1 <= true_length <= len(tokens) <= most:
-            raise UserError(
-                f"prefill: true_length ({true_length}) and the number of padded_tokens "
-                f"({len(tokens)}) must be 1 <= true_length <= tokens <= max_prefill_length ({most})"
-            )
-        pages = next(n for n in self.prompt_pages if n * A >= len(tokens))
-        tokens_RPT = np.zeros((R, 1, pages * A), np.int32)
-        tokens_RPT[:, 0, : len(tokens)] = tokens
-        keys_RP2 = np.broadcast_to(np.asarray(key_2, np.uint32), (R, 1, 2))
-        return self.prefill_many(
-            params, tokens_RPT, np.full((R, 1), true_length, np.int32), keys_RP2
-        )
-
-    def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
-        """The prompt of the prefix into one slot; its sample number is the slot's. Not for a state
-        with prompts from `enqueue`: the pool is sized for the one or the other.
-
-        Raises:
-            UserError: there is no such slot; or the pool does not hold all of them at their
-                longest: here nobody would notice that one waits for a page.
-        """
-        spec = self.spec
-        if not 0 <= slot < spec.slots:
-            raise UserError(f"insert: slot ({slot}) must be from 0 to {spec.slots - 1}")
-        need = spec.shards * (1 + spec.slots // spec.shards * spec.table_pages)
-        if spec.num_pages is not None and spec.num_pages < need:
-            raise UserError(
-                f"insert: num_pages ({spec.num_pages}) must be {need} for {spec.slots} slots of "
-                f"{spec.max_tokens} tokens: give more, or None, or use scheduler.generate"
-            )
-        return self._programs.place(decode_state, prefix, np.int32(slot))
-
-    def generate(self, params: Loaded, decode_state: DecodeState) -> tuple[DecodeState, Results]:
-        """One more token in every slot; the state is donated. Invalid where a slot is empty."""
-        one = self._programs.one(self.spec.params.mode)
-        state, data, log_prob = one(params.decode, decode_state)
-        return state, Results(
-            data=data,
-            tokens_idx=(0, 1),
-            valid_idx=(1, 2),
-            length_idx=(2, 3),
-            samples_per_slot=1,
-            log_prob=log_prob,
         )
 
     @property
@@ -252,40 +246,33 @@ class DecoderEngine(jetstream.Engine):
         """Whether `load_params` has the layers once more, for decoding alone."""
         return self._programs.unroll
 
-    def init_decode_state(self) -> DecodeState:
-        """All slots empty."""
-        return self._programs.init()
-
-    def load_params(self, params: decoder.Params) -> Loaded:
-        """The parameters as rollouts read them: split over the tensor axis only, matrices in the
-        compute dtype. Where that is how they are, they are shared and nothing is copied but the
-        layers for decoding on CPUs; of several processes each gets all of them, or its part of a
-        team's."""
-        return self._programs.load(params)
-
     def lower(self, params: decoder.Params, program: str, mode: Mode) -> Any:
-        """One program, lowered, to be compiled ahead of time: "decode", "prefill" of the longest
-        prompts, or "prefill_preempted" of the longest sequences whose pages were taken away, for
-        shapes of the parameters; or "weights", what `load_params` runs where it copies, for shapes
-        of the trainer's, with shardings."""
-        p, spec = self._programs, self.spec
+        """Returns one program, lowered, to be compiled ahead of time.
+
+        Args:
+            params: shapes of the rollout's parameters; for "weights" of the trainer's, with
+                shardings.
+            program: "decode"; "prefill" of the longest prompts; "prefill_preempted" of the longest
+                preempted sequences; or "weights", the copy that `load_params` makes.
+        """
+        p, config = self._programs, self.config
         if program == "weights":
             return p.to_rollout.lower(params)
         sharded = lambda shapes, at: jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, at
         )
         if program == "decode":
-            one_by_one = functools.partial(jax.eval_shape, decoder.unstacked)
-            params = sharded(p.for_decoding(params, one_by_one), p.decode_params_at)
-            state = sharded(jax.eval_shape(p.init), p.state_at)
-            return p.decode(mode, spec.decode_steps).lower(params, state)
-        params = sharded(params, p.params_at)
-        R, P = spec.shards, spec.prefill_prompts // spec.shards
-        T = next(n for n in self.prompt_pages if n * spec.page_tokens >= spec.max_prompt_tokens)
-        T = self.prompt_pages[-1] if program == "prefill_preempted" else T
+            unstacked = functools.partial(jax.eval_shape, decoder.unstacked)
+            params = sharded(p.for_decoding(params, unstacked), p.decode_params_at)
+            return p.decode(mode).lower(params, sharded(jax.eval_shape(p.init), p.state_at))
+        pages = self.prompt_pages[-1]
+        if program == "prefill":
+            pages = config.pages(config.max_prompt_tokens)
+        R, P = config.shards, config.prefill_prompts // config.shards
         rows = lambda *shape: jax.ShapeDtypeStruct((R, P, *shape), jnp.int32)
         keys = jax.ShapeDtypeStruct((R, P, 2), jnp.uint32)
-        return p.prefill.lower(params, rows(T * spec.page_tokens), rows(), keys)
+        tokens = rows(pages * config.page_tokens)
+        return p.prefill.lower(sharded(params, p.params_at), tokens, rows(), keys)
 
     def get_prefix_destination_sharding(self) -> Any:
         return None  # prefill and decode share one mesh
@@ -295,7 +282,7 @@ class DecoderEngine(jetstream.Engine):
 
     @property
     def max_concurrent_decodes(self) -> int:
-        return self.spec.slots
+        return self.config.slots
 
     @property
     def samples_per_slot(self) -> int:
@@ -303,7 +290,7 @@ class DecoderEngine(jetstream.Engine):
 
     @property
     def max_prefill_length(self) -> int:
-        return self.spec.max_prompt_tokens
+        return self.config.max_prompt_tokens
 
     @property
     def mesh(self) -> Mesh:
@@ -312,3 +299,26 @@ class DecoderEngine(jetstream.Engine):
     @property
     def colocated_cpus(self) -> None:
         return None
+
+
+def make_engine(
+    config: Config, mesh: Mesh, stop_tokens: tuple[int, ...], *, max_prompt_tokens: int
+) -> DecoderEngine:
+    """Returns the engine of a run's config, with this process's share of the slots.
+
+    Each process generates on its own devices; those of an inference replica do on theirs together.
+
+    Raises:
+        UserError: see `make_engine_config`.
+    """
+    everywhere = rollout_mesh(mesh, config.mesh.rollout_tensor)
+    own = own_mesh(everywhere)
+    engine_config = make_engine_config(
+        config,
+        own.shape,
+        max_prompt_tokens,
+        stop_tokens,
+        platform=own.devices.flat[0].platform,
+        run_sizes=everywhere.shape,
+    )
+    return DecoderEngine(engine_config, own, mesh)

@@ -1,4 +1,4 @@
-"""Attention over pages by JAX's own kernels, and which program a run takes.
+"""Attention over pages by JAX's own kernels, and the choice of the program for a run.
 
 On TPU: ragged paged attention (Pallas), whose pages hold keys and values in turn. On GPU: paged
 attention (Pallas, Triton); it has not been run on one.
@@ -16,92 +16,69 @@ from dapo_jax.models.decoder import NO_WINDOW
 from dapo_jax.types import UserError
 
 Kernel = Literal["xla", "tpu", "gpu"]
-PLATFORMS = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu"}
+PLATFORMS: dict[str, Kernel] = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu"}
 # Of the TPU's kernel; of the GPU's. Not tuned, see docs/rollout.md.
 TPU_KEYS_PER_BLOCK, TPU_BLOCK_BYTES, TPU_HEAD_DIM = 1024, 4 * 2**20, 128
 GPU_KEYS_PER_BLOCK, GPU_SPLITS = 128, 8
-_WHOLE = PartitionSpec()
 
 
 def choose(
-    wanted: str,
-    platform: str,
-    c: ModelConfig,
-    *,
-    page_tokens: int,
-    heads_parts: int = 1,
-) -> Kernel:
-    """What `config.rollout.kernel` means on a platform: "auto" is the platform's kernel where that
-    takes the model, else XLA.
+    wanted: str, platform: str, c: ModelConfig, *, page_tokens: int, heads_parts: int = 1
+) -> tuple[Kernel, str | None]:
+    """Returns the kernel that `config.rollout.kernel` means on a platform.
+
+    "auto" is the platform's kernel where that takes the model, else XLA; the second result says why
+    a platform's kernel is passed over.
 
     Args:
         platform: of the devices, as JAX calls it.
         heads_parts: devices that the heads of a sequence lie over.
 
     Raises:
-        UserError: the kernel that is asked for is another platform's, or does not take the model.
+        UserError: the kernel asked for by name is another platform's, or does not take the model.
     """
+    own = PLATFORMS.get(platform, "xla")
     if wanted == "xla":
-        return "xla"
-    kernel = PLATFORMS.get(platform, "xla") if wanted == "auto" else wanted
-    if wanted != "auto" and PLATFORMS.get(platform) != wanted:
+        return "xla", None
+    if wanted not in ("auto", own):
         raise UserError(
             f"config.rollout.kernel {wanted!r} needs a {wanted}; the devices are {platform!r}. Set "
             "it to 'auto'."
         )
-    refused = _refusal(kernel, c, page_tokens, heads_parts)
+    refused = _refusal(own, c, page_tokens, heads_parts)
     if refused is None:
-        return kernel  # pyright: ignore[reportReturnType]
+        return own, None
     if wanted != "auto":
         raise UserError(
             f"config.rollout.kernel {wanted!r} {refused}. Set config.rollout.kernel to 'auto' or "
             "'xla', which gathers the pages."
         )
-    return "xla"
+    return "xla", f"the {own} kernel {refused}"
 
 
-def fallback(
-    wanted: str,
-    platform: str,
-    c: ModelConfig,
-    *,
-    page_tokens: int,
-    heads_parts: int = 1,
-) -> str | None:
-    """Why `choose`, with the same arguments, falls back to XLA on a platform that has a kernel; or
-    None."""
-    kernel = PLATFORMS.get(platform, "xla")
-    refused = _refusal(kernel, c, page_tokens, heads_parts)
-    return f"the {kernel} kernel {refused}" if wanted == "auto" and refused else None
-
-
-def _refusal(kernel: str, c: ModelConfig, page_tokens: int, heads_parts: int) -> str | None:
+def _refusal(kernel: Kernel, c: ModelConfig, page_tokens: int, heads_parts: int) -> str | None:
     """Why a kernel does not take a model, or None."""
-    if kernel != "xla" and c.sliding_layers:
+    if kernel == "xla":
+        return None
+    if c.sliding_layers:
         return "does not take config.model.sliding_layers: windows that differ by layer"
     if kernel == "tpu":
-        if c.num_kv_heads % heads_parts:
-            return None  # the mesh is refused for it
-        heads, kv_heads = c.num_heads // heads_parts, c.num_kv_heads // heads_parts
-        if (refused := _tpu_refusal(c, kv_heads)) is not None:
-            return refused
-        if page_tokens > (most := keys_per_block(heads, kv_heads, c.compute_dtype)):
-            return f"takes a config.rollout.page_tokens of {most} at most; got {page_tokens}"
-    if kernel == "gpu":
-        power = lambda n: n & (n - 1) == 0
-        if c.compute_dtype != "bfloat16":
-            dtype = c.compute_dtype
-            return f"takes config.model.compute_dtype 'bfloat16' only; got {dtype!r}"
-        if not (16 <= c.head_dim <= 256 and power(c.head_dim)):
-            return f"takes a config.model.head_dim of 16, 32, 64, 128 or 256; got {c.head_dim}"
-        if not (16 <= page_tokens and power(page_tokens)):
-            return f"takes a power of two from 16 as config.rollout.page_tokens; got {page_tokens}"
+        return _tpu_refusal(c, page_tokens, heads_parts)
+    power = lambda n: n & (n - 1) == 0
+    if c.compute_dtype != "bfloat16":
+        return f"takes config.model.compute_dtype 'bfloat16' only; got {c.compute_dtype!r}"
+    if not (16 <= c.head_dim <= 256 and power(c.head_dim)):
+        return f"takes a config.model.head_dim of 16, 32, 64, 128 or 256; got {c.head_dim}"
+    if not (16 <= page_tokens and power(page_tokens)):
+        return f"takes a power of two from 16 as config.rollout.page_tokens; got {page_tokens}"
     return None
 
 
-def _tpu_refusal(c: ModelConfig, kv_heads: int) -> str | None:
-    """The same for the heads of a model, so many of which are a device's: what the kernel's
-    `get_min_heads_per_blk` asks for, and what libtpu 0.0.52 compiles."""
+def _tpu_refusal(c: ModelConfig, page_tokens: int, heads_parts: int) -> str | None:
+    """The limits of the kernel's `get_min_heads_per_blk`, and of what libtpu 0.0.52 compiles."""
+    if c.num_kv_heads % heads_parts:
+        return None  # the mesh is refused for it
+    heads, kv_heads = c.num_heads // heads_parts, c.num_kv_heads // heads_parts
     if c.head_dim != TPU_HEAD_DIM:
         return f"takes a config.model.head_dim of {TPU_HEAD_DIM} only; got {c.head_dim}"
     if kv_heads not in (1, 2, 4) and kv_heads % 8:
@@ -109,20 +86,27 @@ def _tpu_refusal(c: ModelConfig, kv_heads: int) -> str | None:
             "takes 1, 2, 4 or a multiple of 8 of config.model.num_kv_heads on a device; got "
             f"{kv_heads}"
         )
-    # In blocks of four query heads, that the compiler cannot cut from more.
-    if c.compute_dtype == "float32" and c.num_heads == c.num_kv_heads and kv_heads > 4:
+    # Its blocks of four query heads cannot be cut from more.
+    if c.compute_dtype == "float32" and heads == kv_heads > 4:
         return (
             "takes no more than 4 config.model.num_kv_heads on a device where "
             "config.model.compute_dtype is 'float32' and each has one query head; got "
             f"{kv_heads}"
         )
+    if page_tokens > (most := keys_per_block(heads, kv_heads, c.compute_dtype)):
+        return f"takes a config.rollout.page_tokens of {most} at most; got {page_tokens}"
     return None
 
 
 def keys_per_block(heads: int, kv_heads: int, dtype: Any) -> int:
-    """Tokens whose keys and values the TPU's kernel holds at once, for so many heads of a device: a
-    power of two for which its two buffers have 4 MiB. The compiler lets a kernel have 16 MiB of
-    vector memory on v4 and v5, with all else that is in it."""
+    """Returns the tokens whose keys and values the TPU's kernel holds at once: a power of two.
+
+    Its two buffers have 4 MiB then. The compiler lets a kernel have 16 MiB of vector memory on v4
+    and v5, with everything else in it.
+
+    Args:
+        heads: query heads of a device.
+    """
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
 
     dtype = jnp.dtype(dtype)
@@ -139,15 +123,20 @@ def tpu_attention(
     window: jax.Array | int | None,
     heads_axis: str | None,
 ) -> jax.Array:
-    """A query a sequence over the first `lengths_B` tokens of its pages [pages, page, 2 K, H], of
-    which it sees the last `window`; the heads of each device by themselves."""
+    """Attends with one query a sequence to the first `lengths_B` tokens of its pages.
+
+    Args:
+        pages: keys and values in turn, [pages, page, 2 K, H].
+        window: how many of the last tokens a query sees; None: all.
+        heads_axis: mesh axis that the heads lie over.
+    """
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
     assert window is None or isinstance(window, int), "the kernel's window is static"
     B, _, H = q_BNH.shape
     page_tokens = pages.shape[1]
 
-    def local(q: jax.Array, pages: jax.Array, lengths: jax.Array, table: jax.Array) -> jax.Array:
+    def local(q: jax.Array, table: jax.Array, lengths: jax.Array, pages: jax.Array) -> jax.Array:
         block = keys_per_block(q.shape[1], pages.shape[2] // 2, pages.dtype)
         return ragged_paged_attention(
             q,
@@ -164,16 +153,7 @@ def tpu_attention(
             num_queries_per_block=1,
         )
 
-    if heads_axis is not None:
-        heads = PartitionSpec(None, heads_axis)
-        local = jax.shard_map(
-            local,
-            in_specs=(heads, PartitionSpec(None, None, heads_axis), _WHOLE, _WHOLE),
-            out_specs=heads,
-            axis_names={heads_axis},
-            check_vma=False,
-        )
-    return local(q_BNH, pages, lengths_B, table_BP)
+    return _over_heads(local, heads_axis, 2)(q_BNH, table_BP, lengths_B, pages)
 
 
 def gpu_attention(
@@ -183,11 +163,14 @@ def gpu_attention(
     lengths_B: jax.Array,
     heads_axis: str | None,
 ) -> jax.Array:
-    """A query a sequence over the first `lengths_B` tokens of its pages: keys and values
-    [pages, K, page, H] each.
+    """Attends as `tpu_attention` does, without windows; interpreted on CPUs.
 
     To the kernel every kv head is a sequence of its own, whose pages are those of one head: so the
-    pool is handed over as it lies. On CPUs it is interpreted."""
+    pool is handed over as it lies.
+
+    Args:
+        pages: keys and values, [pages, K, page, H] each.
+    """
     with warnings.catch_warnings():  # jax 0.12 says that the kernel is deprecated
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
@@ -196,7 +179,7 @@ def gpu_attention(
     A, P = pages[0].shape[2], table_BP.shape[1]
     block = min(max(1, GPU_KEYS_PER_BLOCK // A), 1 << (P - 1).bit_length())
     splits = min(GPU_SPLITS, -(-P // block))
-    # Every split has as many whole blocks; lengths keep what the table is filled up with unseen.
+    # Every split has as many whole blocks; lengths keep the table's filling unseen.
     table_BP = jnp.pad(table_BP, ((0, 0), (0, -P % (splits * block))))
 
     def local(q: jax.Array, table: jax.Array, lengths: jax.Array, *pages: jax.Array) -> jax.Array:
@@ -215,13 +198,21 @@ def gpu_attention(
         )
         return out.reshape(q.shape)
 
-    if heads_axis is not None:
-        heads = PartitionSpec(None, heads_axis)
-        local = jax.shard_map(
-            local,
-            in_specs=(heads, _WHOLE, _WHOLE, *[heads] * len(pages)),
-            out_specs=heads,
-            axis_names={heads_axis},
-            check_vma=False,
-        )
-    return local(q_BNH, table_BP, lengths_B, *pages)
+    return _over_heads(local, heads_axis, 1)(q_BNH, table_BP, lengths_B, *pages)
+
+
+def _over_heads(local: Any, heads_axis: str | None, pages_axis: int) -> Any:
+    """`local` on each device's heads; arguments: queries, table, lengths, and arrays of pages whose
+    heads are axis `pages_axis`."""
+    if heads_axis is None:
+        return local
+    heads, pages = (PartitionSpec(*[None] * i, heads_axis) for i in (1, pages_axis))
+    whole = PartitionSpec()
+
+    def program(*arguments: jax.Array) -> jax.Array:
+        specs = (heads, whole, whole, *[pages] * (len(arguments) - 3))
+        return jax.shard_map(
+            local, in_specs=specs, out_specs=heads, axis_names={heads_axis}, check_vma=False
+        )(*arguments)
+
+    return program

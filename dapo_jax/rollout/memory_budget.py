@@ -1,7 +1,8 @@
-"""What a run holds of a device's memory, by the shapes of its arrays alone.
+"""Memory that a run holds on a device, by the shapes of its arrays alone.
 
-What the programs need beside it, activations above all, only a compiler knows: launch/plan.py. Not
-counted is what CPUs alone have, which do not say their memory: the layers once more, for decoding.
+Setup and launch/plan.py choose the size of an inference replica by it. Temporaries of the programs,
+activations above all, are known to a compiler only: launch/plan.py. On CPUs, which do not report
+their memory, decoding has another copy of the layers, which is not counted.
 """
 
 import dataclasses
@@ -19,108 +20,105 @@ from dapo_jax.models import decoder
 from dapo_jax.models.sharding import (
     AXES,
     bytes_per_device,
-    can_draw_together,
     check_divides,
     mesh_shape,
     param_specs,
     parts_of,
+    replicas_fit,
     rollout_shape,
 )
+from dapo_jax.rollout.engine_config import make_engine_config
 from dapo_jax.rollout.programs import rollout_dtypes, rollout_layout
-from dapo_jax.rollout.spec import engine_spec
 from dapo_jax.types import UserError
 
 GIB = 2**30
-# Of the memory, for what is held while responses are drawn; the rest is for temporaries.
-SHARE_HELD = 0.9
+HELD_SHARE = 0.9  # of the memory, for what is held in rollouts; the rest is for temporaries
 
 
 class Held(NamedTuple):
-    """Bytes of a device, by what they are of; what is 0 is left out."""
+    """Bytes of a device by what they hold; entries of 0 are left out."""
 
     always: dict[str, int]
-    drawing: dict[str, int]  # beside that, while responses are drawn
-    updating: dict[str, int]  # beside that, while the policy is updated; without activations
+    rollout: dict[str, int]  # in addition during rollouts
+    update: dict[str, int]  # in addition during updates, without activations
 
     @property
-    def drawing_bytes(self) -> int:
-        return sum(self.always.values()) + sum(self.drawing.values())
+    def rollout_bytes(self) -> int:
+        return sum(self.always.values()) + sum(self.rollout.values())
 
     @property
-    def updating_bytes(self) -> int:
-        return sum(self.always.values()) + sum(self.updating.values())
+    def update_bytes(self) -> int:
+        return sum(self.always.values()) + sum(self.update.values())
 
 
 def held(config: Config, sizes: Mapping[str, int], *, training: bool = True) -> Held:
-    """What a run holds on a mesh of these sizes.
+    """Returns what a run holds on a mesh of these axis sizes.
 
     Args:
-        training: False: it evaluates only.
+        training: False: the run evaluates only.
 
     Raises:
         UserError: the KV cache of `config.rollout.cache_gib` does not hold one sequence.
     """
-    c = config.model
-    shapes, specs = decoder.param_shapes(c), param_specs(c, config.mesh)
-    of_device = lambda tree: bytes_per_device(tree, specs, sizes)
-    like = lambda dtype: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
-    parameters = of_device(shapes)
-    moments = 2 * of_device(like(jnp.dtype(config.optimizer.moments_dtype)))
-    copy, cache = rollout_bytes(config, sizes)
-    always, updating = {"parameters": parameters}, {}
+    shapes, specs = decoder.param_shapes(config.model), param_specs(config.model, config.mesh)
+
+    def size(dtype: Any) -> int:
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
+        return bytes_per_device(like, specs, sizes)
+
+    parameters = bytes_per_device(shapes, specs, sizes)
+    moments = 2 * size(jnp.dtype(config.optimizer.moments_dtype))
+    copy, cache = _rollout_bytes(config, sizes)
+    always, update = {"parameters": parameters}, {}
     if training:
         o = config.objective
         always["optimiser state"] = moments
         always["reference"] = parameters * bool(o.kl_coefficient or o.reward_kl_coefficient)
         always["critic with optimiser"] = (parameters + moments) * (config.critic is not None)
-        updating["gradients"] = of_device(like(jnp.float32))
-    drawing = {"parameters as drawn from": copy, "KV cache": cache}
-    there = lambda parts: {name: size for name, size in parts.items() if size}
-    return Held(there(always), there(drawing), updating)
+        update["gradients"] = size(jnp.float32)
+    rollout = {"rollout copy of the parameters": copy, "KV cache": cache}
+    nonzero = lambda parts: {name: size for name, size in parts.items() if size}
+    return Held(nonzero(always), nonzero(rollout), update)
 
 
-def rollout_bytes(config: Config, sizes: Mapping[str, int]) -> tuple[int, int]:
-    """(the copy of the parameters that responses are drawn from, 0 where it is the trainer's own;
-    the KV cache), of a device.
-
-    Raises:
-        UserError: as `held`.
-    """
+def _rollout_bytes(config: Config, sizes: Mapping[str, int]) -> tuple[int, int]:
+    """Returns the bytes of the rollout copy of the parameters, without arrays that are the
+    trainer's own, and those of the KV cache."""
     c = config.model
-    drawn_on = rollout_shape(sizes, config.mesh.rollout_tensor)
-    layout = rollout_layout(config.mesh)
-    parts_each = lambda spec, over: [parts_of(entry, over) for entry in spec]
-    shapes: Any = decoder.param_shapes(c)
-    rolled = jax.eval_shape(lambda p: rollout_dtypes(p, jnp.dtype(c.compute_dtype)), shapes)
+    rollout_sizes = rollout_shape(sizes, config.mesh.rollout_tensor)
+    parts = lambda spec, sizes: [parts_of(entry, sizes) for entry in spec]
 
     def size(
-        x: jax.ShapeDtypeStruct, of: jax.ShapeDtypeStruct, spec: PartitionSpec, at: PartitionSpec
+        x: jax.ShapeDtypeStruct, trained: jax.ShapeDtypeStruct, to: PartitionSpec, at: PartitionSpec
     ) -> int:
-        parts, before = parts_each(spec, drawn_on), parts_each(at, sizes)
-        same = x.dtype == of.dtype and parts == before  # the trainer's own array
-        return 0 if same else bytes_per_device(x, spec, drawn_on)
+        is_shared = x.dtype == trained.dtype and parts(to, rollout_sizes) == parts(at, sizes)
+        return 0 if is_shared else bytes_per_device(x, to, rollout_sizes)
 
-    specs = param_specs(c, layout), param_specs(c, config.mesh)
-    copy = sum(jax.tree.leaves(jax.tree.map(size, rolled, shapes, *specs)))
-    # Every kernel keeps as many bytes a token, and those that refuse a model refuse it elsewhere.
+    shapes: Any = decoder.param_shapes(c)
+    copy = jax.eval_shape(lambda p: rollout_dtypes(p, jnp.dtype(c.compute_dtype)), shapes)
+    specs = param_specs(c, rollout_layout(config.mesh)), param_specs(c, config.mesh)
+    copy_bytes = sum(jax.tree.leaves(jax.tree.map(size, copy, shapes, *specs)))
+    # The pages of every kernel take the same bytes; whether it takes the model is checked later.
     plain = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, kernel="xla"))
     prompt = config.data.max_prompt_tokens
-    spec = engine_spec(plain, drawn_on, prompt, stop_tokens=(), platform="cpu")
-    return copy, spec.pages_bytes(spec.shard_pages)
+    engine_config = make_engine_config(plain, rollout_sizes, prompt, stop_tokens=(), platform="cpu")
+    return copy_bytes, engine_config.pages_bytes(engine_config.shard_pages)
 
 
 def device_bytes(devices: Sequence[Any]) -> int | None:
-    """Memory that programs may have of a device; None where it does not say, as CPUs."""
+    """Returns the memory that programs may use of a device; None where it is not reported, as on
+    CPUs."""
     return (devices[0].memory_stats() or {}).get("bytes_limit")
 
 
 def peak_bytes(devices: Sequence[Any]) -> int | None:
-    """The most that any of these devices has held so far; None where they do not say."""
-    said = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
-    return max((size for size in said if size is not None), default=None)
+    """Returns the most that any of these devices has held so far; None where it is not
+    reported."""
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
+    return max((peak for peak in peaks if peak is not None), default=None)
 
 
-def with_teams(
+def with_replica_size(
     config: Config,
     devices: Sequence[Any],
     memory_bytes: int | None,
@@ -129,14 +127,14 @@ def with_teams(
     training: bool = True,
     refuse: bool = True,
 ) -> Config:
-    """The config with the fewest devices that draw responses together, from `mesh.tensor` on, whose
-    memory holds what a run holds while it draws; as it is, where it says how many, or where the
-    memory is not known.
+    """Returns the config with the fewest devices to an inference replica that hold its rollouts:
+    `mesh.tensor` or more. A config that sets `mesh.rollout_tensor` is returned as it is.
 
     Args:
-        say: told where more than `mesh.tensor` are needed.
+        memory_bytes: of a device; None: not known, and the config is returned as it is.
+        say: gets a line where more than `mesh.tensor` are needed.
         training: see `held`.
-        refuse: False: where no number holds it, with the one that does best.
+        refuse: False: where no number holds it, the one that comes closest is taken.
 
     Raises:
         UserError: no number holds it; or the mesh does not fit the devices.
@@ -144,56 +142,49 @@ def with_teams(
     if config.mesh.rollout_tensor is not None or memory_bytes is None:
         return config
     sizes: dict[str, int] = dict(zip(AXES, mesh_shape(config.mesh, len(devices))))
-    of_processes = list(Counter(device.process_index for device in devices).values())
-    needs: dict[int, Held] = {}
-    refused: UserError | None = None
-    for number in range(sizes["tensor"], len(devices) + 1):
-        if number > sizes["tensor"] and not _possible(config, sizes, number, of_processes):
+    tensor, by_process = sizes["tensor"], Counter(device.process_index for device in devices)
+    budgets: dict[int, Held] = {}  # by number of devices
+    error: UserError | None = None
+    for number in range(tensor, len(devices) + 1):
+        if number > tensor and not _is_possible(config, sizes, number, list(by_process.values())):
             continue
         try:
-            needs[number] = held(_together(config, number), sizes, training=training)
-        except UserError as error:  # a cache that does not hold one sequence of so many heads
-            refused = error
+            found = held(_with_rollout_tensor(config, number), sizes, training=training)
+        except UserError as refused:  # a cache that does not hold one sequence of so many heads
+            error = refused
             continue
-        if needs[number].drawing_bytes <= SHARE_HELD * memory_bytes:
+        budgets[number] = found
+        if found.rollout_bytes <= HELD_SHARE * memory_bytes:
             break
-    if not needs:
-        assert refused is not None
-        raise refused
-    best = min(needs, key=lambda number: needs[number].drawing_bytes)
-    found = needs[best]
-    if found.drawing_bytes > memory_bytes and refuse:
-        parts = (
-            f"{name} {size_text(size)}" for name, size in (found.always | found.drawing).items()
-        )
+    if not budgets:
+        assert error is not None
+        raise error
+    best = min(budgets, key=lambda number: budgets[number].rollout_bytes)
+    found = budgets[best]
+    needed = f"{size_text(found.rollout_bytes)} of {size_text(memory_bytes)}"
+    if found.rollout_bytes > memory_bytes and refuse:
+        parts = (found.always | found.rollout).items()
         raise UserError(
-            f"config.rollout: while responses are drawn by {best} device(s) together, each holds "
-            f"{', '.join(parts)}: {size_text(found.drawing_bytes)} of the "
-            f"{size_text(memory_bytes)} that it has. Set config.rollout.cache_gib or fewer "
-            "config.rollout.slots, or take more devices."
+            "config.rollout: each device of an inference replica of "
+            f"{best} would hold {', '.join(f'{name} {size_text(size)}' for name, size in parts)}: "
+            f"{needed}. Set config.rollout.cache_gib or fewer config.rollout.slots, or take more "
+            "devices."
         )
-    tensor = sizes["tensor"]
     if best == tensor:
         return config
-    alone = f"config.rollout.cache_gib does not hold one sequence of {tensor}"
-    if tensor in needs:
-        alone = f"each of {tensor} (config.mesh.tensor) would hold " + size_text(
-            needs[tensor].drawing_bytes
-        )
     say(
-        f"{best} devices draw responses together: {alone}; so each holds "
-        f"{size_text(found.drawing_bytes)} of {size_text(memory_bytes)}"
+        f"{best} devices form an inference replica, and each holds {needed}; with {tensor} "
+        "(config.mesh.tensor) it would not fit"
     )
-    return _together(config, best)
+    return _with_rollout_tensor(config, best)
 
 
-def _possible(
-    config: Config, sizes: Mapping[str, int], number: int, of_processes: Sequence[int]
+def _is_possible(
+    config: Config, sizes: Mapping[str, int], number: int, by_process: Sequence[int]
 ) -> bool:
-    """Whether so many devices can draw together: of processes, of heads, and with slots and prompts
-    of a prefill that divide among the rest."""
+    """Returns whether so many devices can form a replica: processes, heads and slots divide."""
     devices, r = math.prod(sizes.values()), config.rollout
-    if devices % number or not can_draw_together(number, of_processes):
+    if devices % number or not replicas_fit(number, by_process):
         return False
     if r.slots % (devices // number) or r.prefill_prompts % (devices // number):
         return False
@@ -204,12 +195,12 @@ def _possible(
     return True
 
 
+def _with_rollout_tensor(config: Config, number: int) -> Config:
+    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, rollout_tensor=number))
+
+
 def size_text(num_bytes: int) -> str:
-    """In GiB, or what is small in MiB."""
+    """Returns a size in GiB, or in MiB where it is small."""
     if num_bytes >= GIB / 10:
         return f"{num_bytes / GIB:.2f} GiB"
     return f"{num_bytes / 2**20:.2f} MiB"
-
-
-def _together(config: Config, number: int) -> Config:
-    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, rollout_tensor=number))

@@ -1,13 +1,11 @@
 """Partial rollouts: unfinished responses are kept and resumed in the next step.
 
 A rollout ends the moment the batch is full, while responses to prompts beyond it are being
-generated. Those prompts go back to the data and come first in the next step. Here their responses
+generated. Those prompts return to the data and come first in the next step. Here their responses
 are kept, each token with its log-prob and the rollout step whose parameters sampled it. In the next
-step those that have ended are scored again; the others are resumed under the new parameters.
+step finished ones are scored again; the others are resumed under the new parameters.
 
-Groups are still accepted in prompt order, which favours no short response. How much is kept depends
-on when verdicts arrive. A step is a function of the state that it begins with; its leftovers are
-not.
+Groups are still accepted in prompt order, which favours no short response.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,77 +16,70 @@ import numpy as np
 from dapo_jax.types import Problem, Response, response_from_json, response_to_json
 
 Visit = tuple[int, int]  # id and epoch of a problem
+PartialResponses = Mapping[Visit, Mapping[int, Response]]  # by visit and sample
 
 
-class Begun(NamedTuple):
-    """What was drawn for a prompt that went back to the data."""
+class PartialGroup(NamedTuple):
+    """The responses so far to a prompt that returned to the data."""
 
     visit: Visit
-    # (sample, response) of those that have a token; each response with the versions of its tokens.
-    responses: tuple[tuple[int, Response], ...]
+    responses: tuple[tuple[int, Response], ...]  # (sample, response with versions), not empty
 
 
-def by_visit(begun: Sequence[Begun]) -> dict[Visit, dict[int, Response]]:
-    """The responses by problem and sample."""
-    return {visit: dict(responses) for visit, responses in begun}
+def by_visit(groups: Sequence[PartialGroup]) -> dict[Visit, dict[int, Response]]:
+    """Returns the responses by visit and sample."""
+    return {visit: dict(responses) for visit, responses in groups}
 
 
-def not_stale(
-    begun: Sequence[Begun], *, step: int, max_staleness: int
-) -> tuple[tuple[Begun, ...], int]:
-    """(those that may go on, how many samples may not and are drawn afresh).
+def without_stale(
+    groups: Sequence[PartialGroup], *, step: int, max_staleness: int
+) -> tuple[tuple[PartialGroup, ...], int]:
+    """Returns the groups without stale responses, and the number of those.
 
     Args:
         step: the rollout step to come.
-        max_staleness: steps, at most, since the oldest token of a sample was drawn.
+        max_staleness: most steps since the oldest token of a response was sampled.
     """
-    kept = []
-    for visit, responses in begun:
-        young = tuple((s, r) for s, r in responses if step - _oldest(r) <= max_staleness)
-        kept.append(Begun(visit, young))
-    before, after = (sum(len(responses) for _, responses in b) for b in (begun, kept))
-    return tuple(b for b in kept if b.responses), before - after
+
+    def is_fresh(response: Response) -> bool:
+        assert response.versions is not None
+        return step - int(response.versions.min()) <= max_staleness
+
+    kept = [PartialGroup(v, tuple((s, r) for s, r in rs if is_fresh(r))) for v, rs in groups]
+    before, after = (sum(len(responses) for _, responses in side) for side in (groups, kept))
+    return tuple(group for group in kept if group.responses), before - after
 
 
-def _oldest(response: Response) -> int:
-    assert response.versions is not None
-    return int(response.versions.min())
-
-
-def next_begun(
-    before: Sequence[Begun],
-    taken: Sequence[Problem],
-    drawn: Sequence[Mapping[int, Response]],
+def next_partial(
+    before: Sequence[PartialGroup],
+    problems: Sequence[Problem],
+    unfinished: Mapping[int, Mapping[int, Response]],
     *,
-    decided: int,
+    num_tried: int,
     step: int,
-) -> tuple[Begun, ...]:
-    """What the next step finds: of the prompts begun beyond the batch, and of those of earlier
-    steps whose turn has not come.
+) -> tuple[PartialGroup, ...]:
+    """Returns what the next step resumes: responses to prompts beyond the batch, and those of
+    earlier steps whose prompts this step did not reach.
 
-    A response that ended because the logits were not finite is not kept: the next parameters may do
-    better.
+    Invalid responses are left out: the next parameters may do better.
 
     Args:
-        before: what the step found.
-        taken: problems of the step, in order.
-        drawn: of each of them, by sample.
-        decided: the first so many are used up.
-        step: that drew the tokens of responses without versions.
+        before: what this step resumed.
+        problems: the prompts of this step, in order; the first `num_tried` are used up.
+        unfinished: the responses to each of them at the end of the step, by number and sample.
+        step: that sampled the tokens of responses without versions.
     """
-    left = [
-        Begun(
-            (problem.id, problem.epoch),
-            tuple(
-                (sample, _with_versions(response, step))
-                for sample, response in sorted(responses.items())
-                if len(response.tokens) and not response.invalid
-            ),
+    found = []
+    for number, problem in enumerate(problems[num_tried:], start=num_tried):
+        responses = tuple(
+            (sample, _with_versions(response, step))
+            for sample, response in sorted(unfinished.get(number, {}).items())
+            if len(response.tokens) and not response.invalid
         )
-        for problem, responses in zip(taken[decided:], drawn[decided:], strict=True)
-    ]
-    met = {(problem.id, problem.epoch) for problem in taken}
-    return tuple(b for b in left if b.responses) + tuple(b for b in before if b.visit not in met)
+        if responses:
+            found.append(PartialGroup((problem.id, problem.epoch), responses))
+    reached = {(problem.id, problem.epoch) for problem in problems}
+    return (*found, *(group for group in before if group.visit not in reached))
 
 
 def _with_versions(response: Response, step: int) -> Response:
@@ -97,17 +88,17 @@ def _with_versions(response: Response, step: int) -> Response:
     return response._replace(versions=np.full(len(response.tokens), step, np.int32))
 
 
-def to_json(begun: Sequence[Begun]) -> list[Any]:
-    """As JSON values; nothing is rounded."""
+def to_json(groups: Sequence[PartialGroup]) -> list[Any]:
+    """Returns JSON values; nothing is rounded."""
     return [
         [list(visit), [[sample, response_to_json(r)] for sample, r in responses]]
-        for visit, responses in begun
+        for visit, responses in groups
     ]
 
 
-def from_json(values: Sequence[Any]) -> tuple[Begun, ...]:
+def from_json(values: Sequence[Any]) -> tuple[PartialGroup, ...]:
     """The inverse of `to_json`."""
     return tuple(
-        Begun(tuple(visit), tuple((sample, response_from_json(r)) for sample, r in responses))
-        for visit, responses in values
+        PartialGroup(tuple(visit), tuple((sample, response_from_json(r)) for sample, r in rs))
+        for visit, rs in values
     )

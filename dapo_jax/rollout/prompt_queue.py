@@ -1,8 +1,8 @@
 """Prompt queue: the prompts of one rollout step, claimed in data order, committed at its end.
 
 Every process of a run has one over the same data, and all share one work queue. A process claims a
-prompt, generates and scores its group, and reports it. The processes tell each other only whether a
-group was kept; `commit` exchanges the groups themselves.
+prompt, generates and scores its group, and reports whether it is kept. `commit` exchanges the
+groups themselves.
 
 Invariant: which prompts are kept depends on their order in the data alone, never on which process
 generated a group or when it was done.
@@ -11,10 +11,9 @@ generated a group or when it was done.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from dapo_jax.distributed.process_group import ALONE, ProcessGroup
-from dapo_jax.distributed.work_queue import WorkQueue
-from dapo_jax.rollout.partial_rollouts import Visit
-from dapo_jax.rollout.prompt_filter import GRESO, PromptFilter
+from dapo_jax.distributed import ALONE, ProcessGroup, WorkQueue
+from dapo_jax.rollout.partial_rollouts import PartialResponses
+from dapo_jax.rollout.prompt_filter import PromptFilter
 from dapo_jax.types import Group, Problem, Response
 
 
@@ -61,9 +60,8 @@ class PromptQueue:
         rate: prior share of prompts whose groups are kept. Claims stop while the prompts claimed
             should fill the batch.
         rate_weight: number of outcomes that the prior counts for, against those of this step.
-        prompt_filter: leaves prompts out unsampled; None: none.
-        begun: responses of earlier steps to resume, by (problem id, epoch) and sample. None:
-            unfinished responses are not kept either.
+        prompt_filter: leaves prompts out; None: every prompt is sampled.
+        partial: responses of earlier steps to resume. None: unfinished ones are not kept either.
         group: the processes of the run.
     """
 
@@ -77,21 +75,21 @@ class PromptQueue:
         rate: float = 1.0,
         rate_weight: float = 1.0,
         prompt_filter: PromptFilter | None = None,
-        begun: Mapping[Visit, Mapping[int, Response]] | None = None,
+        partial: PartialResponses | None = None,
         group: ProcessGroup = ALONE,
     ):
         self.source, self.num_prompts, self.max_prompts = source, num_prompts, max_prompts
         self.keeps, self.rate, self.rate_weight = keeps, rate, rate_weight
-        self.filter = prompt_filter or PromptFilter(GRESO, None, 0)
-        self.begun, self.group = begun, group
+        self.filter = prompt_filter or PromptFilter(None, 0)
+        self.partial, self.group = partial, group
         self.work_queue: WorkQueue = group.work_queue()
         self.groups: dict[int, Group] = {}  # reported by this process, by number
         self.unfinished: dict[int, Mapping[int, Response]] = {}  # responses at the end, by number
-        self.num_returned = 0  # prompts claimed that went back to the data; known after `commit`
+        self.num_returned = 0  # prompts claimed that returned to the data; known after `commit`
         self.num_resolved = 0  # prompts whose outcomes are known, without a gap
         self.num_kept = 0
         self._first_state = source.get_state()
-        self._seen: list[Problem] = []  # by number
+        self.problems: list[Problem] = []  # read so far, by number
         # By number: position of the source, and prompts left out, after the prompt.
         self._after: list[tuple[Any, int]] = []
 
@@ -103,23 +101,22 @@ class PromptQueue:
 
     @property
     def full(self) -> bool:
-        """Whether the batch is."""
+        """Whether the batch is full."""
         return self.num_kept >= self.num_prompts
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to generate or to wait for."""
+        """Whether nothing is left to generate or to await."""
         return self.full or self.num_resolved >= self.max_prompts
 
     def claim(self) -> int | None:
-        """Returns the number of a prompt that is the caller's to generate; None: those claimed
-        should do; `max_prompts` or more: there are no more."""
+        """Returns the number of a prompt that the caller must generate. None: those claimed should
+        do. `max_prompts` or more: no prompt is left."""
         queue = self.work_queue
         queue.poll()
         if queue.claimed >= self.max_prompts:
             return self.max_prompts
-        # Outcomes count as soon as they are known, whether it is their turn or not.
-        kept, known = sum(queue.outcomes.values()), len(queue.outcomes)
+        kept, known = sum(queue.outcomes.values()), len(queue.outcomes)  # in any order
         expected = kept + (queue.claimed - known) * max(self.expected_rate, 1 / self.max_prompts)
         return None if expected >= self.num_prompts else queue.claim()
 
@@ -135,10 +132,10 @@ class PromptQueue:
 
     def problem(self, number: int) -> Problem:
         """Returns the problem of a prompt."""
-        while number >= len(self._seen):
-            self._seen.append(self.filter.next(self.source))
+        while number >= len(self.problems):
+            self.problems.append(self.filter.next(self.source))
             self._after.append((self.source.get_state(), len(self.filter.skipped)))
-        return self._seen[number]
+        return self.problems[number]
 
     def report(self, number: int, group: Group) -> None:
         """Takes the scored group of a prompt that this process claimed."""
@@ -146,35 +143,32 @@ class PromptQueue:
         self.work_queue.report(number, self.keeps(group))
 
     def resolved(self) -> list[Outcome]:
-        """Returns the outcomes that are known now and were not before, in prompt order. Those
-        beyond a full batch are never returned."""
+        """Returns the outcomes that were not returned before, in prompt order, up to the one that
+        fills the batch."""
         self.work_queue.poll()
-        news = []
+        found = []
         while self.num_resolved in self.work_queue.outcomes and not self.full:
             kept = self.work_queue.outcomes[self.num_resolved]
-            news.append(Outcome(self.num_resolved, kept))
+            found.append(Outcome(self.num_resolved, kept))
             self.num_resolved += 1
             self.num_kept += kept
-        return news
+        return found
 
     @property
-    def news(self) -> int:
-        """Grows with every prompt that any process claims, and with every outcome."""
+    def progress(self) -> int:
+        """Number of claims and outcomes so far, of all processes."""
         return self.work_queue.claimed + len(self.work_queue.outcomes)
 
     def follow(self, outcomes: Sequence[Outcome]) -> None:
-        """Takes outcomes that the leader of this process's replica resolved."""
+        """Takes outcomes that the leader of the replica resolved."""
         self.num_resolved += len(outcomes)
         self.num_kept += sum(outcome.kept for outcome in outcomes)
 
     def commit(self, num_tried: int) -> list[Group]:
-        """Moves the data past the first `num_tried` prompts; all others go back to it.
+        """Moves the data past the first `num_tried` prompts, and returns their groups in prompt
+        order, from all processes. Every process must call it.
 
-        Every process must call it. The prompt filter's `skipped` holds those left out among the
-        prompts tried.
-
-        Returns:
-            The groups of the prompts tried, in prompt order, from all processes.
+        Then the prompt filter's `skipped` holds the prompts left out among those tried.
         """
         mine = {number: g for number, g in self.groups.items() if number < num_tried}
         for groups, unfinished in self.group.all_gather_objects((mine, self.unfinished)):
@@ -190,8 +184,3 @@ class PromptQueue:
         self.source.set_state(state)
         del self.filter.skipped[skipped:]
         return [self.groups[number] for number in range(num_tried)]
-
-    @property
-    def problems(self) -> list[Problem]:
-        """The prompts seen so far, in order."""
-        return list(self._seen)

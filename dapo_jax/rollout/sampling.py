@@ -9,19 +9,19 @@ import numpy as np
 
 from dapo_jax.types import UserError
 
-CHUNK = 128  # neighbouring tokens summed first, see `draw`
+CHUNK = 128  # neighbouring tokens that `_invert` sums first
 
 
 class Mode(NamedTuple):
-    """What the requests of a call need: what none of them needs is not compiled."""
+    """What the requests of a call need of the sampler; the rest is not compiled."""
 
     greedy: bool = False  # some temperature is 0
     tempered: bool = False  # some temperature is neither 0 nor 1
-    truncated: bool = False  # some top_k, top_p or min_p leaves tokens out
+    truncated: bool = False  # some top_k, top_p or min_p excludes tokens
 
 
 class SamplingParams(NamedTuple):
-    """Of each of X requests; arrays, or numbers for all."""
+    """Sampling parameters of X requests: arrays, or numbers for all of them."""
 
     temperature_X: Any = 1.0  # 0: greedy
     top_p_X: Any = 1.0  # 1: all
@@ -29,50 +29,49 @@ class SamplingParams(NamedTuple):
     min_p_X: Any = 0.0  # 0: all
 
     @classmethod
-    def of(cls, said: Any) -> "SamplingParams":
-        """Numbers, from what has a temperature, top_p, top_k and min_p: config.rollout,
-        config.evaluation, a request."""
-        return cls(said.temperature, said.top_p, said.top_k, said.min_p)
+    def of(cls, source: Any) -> "SamplingParams":
+        """Returns the numbers of config.rollout or a request."""
+        return cls(source.temperature, source.top_p, source.top_k, source.min_p)
+
+    def full(self, shape: Any) -> "SamplingParams":
+        """Returns NumPy arrays of these numbers."""
+        values = zip(self, (np.float32, np.float32, np.int32, np.float32))
+        return SamplingParams(*(np.full(shape, value, dtype) for value, dtype in values))
 
     @property
     def mode(self) -> Mode:
-        """Of numbers."""
+        """What these numbers need of the sampler."""
         t, truncating = self.temperature_X, (self.top_p_X, self.top_k_X, self.min_p_X)
         greedy = t == 0
         truncated = not greedy and truncating != (1.0, 0, 0.0)
         return Mode(bool(greedy), not greedy and bool(t != 1), truncated)
 
     def check(self) -> None:
-        """Of numbers.
-
-        Raises:
-            UserError: one is outside its range.
-        """
+        """Raises UserError if one of the numbers is outside its range."""
         t, p, k, m = self
-        # Below that a float32 is 0 to some devices and not to others.
+        # Some devices take a smaller float32 for 0.
         least = float(np.finfo(np.float32).tiny)
-        for right, name, value, wanted in (
+        for ok, name, value, wanted in (
             (t == 0 or least <= t < math.inf, "temperature", t, f"0 (greedy) or from {least:.2g}"),
             (0 < p <= 1, "top_p", p, "in (0, 1]; 1 keeps all"),
             (k >= 0, "top_k", k, "0 or more; 0 keeps all"),
             (0 <= m <= 1, "min_p", m, "from 0 to 1; 0 keeps all"),
         ):
-            if not right:
+            if not ok:
                 raise UserError(f"{name} ({value}) must be {wanted}")
 
 
-class Drawn(NamedTuple):
-    """B tokens."""
+class Sampled(NamedTuple):
+    """A token of each of B rows of logits."""
 
     token_B: jax.Array  # int32
-    log_prob_B: jax.Array  # float32, under the distribution that the token was drawn from
+    log_prob_B: jax.Array  # float32, under the distribution that the token was sampled from
     model_log_prob_B: jax.Array  # under softmax(logits)
-    finite_B: jax.Array  # bool: whether the logits were numbers
+    finite_B: jax.Array  # bool: whether the logits are finite
 
 
 def truncate(logits_BV: jax.Array, params: SamplingParams) -> jax.Array:
-    """Logits of the tokens that a request leaves out set to -inf: top-k, of what it keeps the
-    nucleus, of what that keeps min-p.
+    """Sets the logits of excluded tokens to -inf: by top-k, then the nucleus, then min-p.
 
     top-k keeps the k most probable tokens. The nucleus (arXiv:1904.09751, section 3.1) is the
     smallest set of most probable tokens whose probabilities sum to `top_p` or more. min-p
@@ -80,11 +79,11 @@ def truncate(logits_BV: jax.Array, params: SamplingParams) -> jax.Array:
     one. A token exactly as probable as the last one kept is kept too.
     """
     column = lambda x: jnp.broadcast_to(jnp.asarray(x), logits_BV.shape[:1])[:, None]
-    order_BV = _in_order(logits_BV)
+    order_BV = _sortable(logits_BV)
 
     def threshold(enough, weights_BV: jax.Array) -> jax.Array:
-        # The least probable token that is kept is found bit by bit, which takes 32 passes over the
-        # vocabulary; to sort 152k logits takes many times as long.
+        # Finds the least probable token kept bit by bit, in 32 passes over the vocabulary. Sorting
+        # 152k logits takes many times as long.
         def refine(i: jax.Array, found_B1: jax.Array) -> jax.Array:
             candidate_B1 = found_B1 | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
             above_BV = jnp.where(order_BV >= candidate_B1, weights_BV, 0)
@@ -106,8 +105,8 @@ def truncate(logits_BV: jax.Array, params: SamplingParams) -> jax.Array:
     return jnp.where(kept_BV & (probs_BV >= least_B1), logits_BV, -jnp.inf)
 
 
-def _in_order(x: jax.Array) -> jax.Array:
-    """float32 as uint32 in the same order: 0 and more gain the top bit, of others all bits turn."""
+def _sortable(x: jax.Array) -> jax.Array:
+    """float32 as uint32 in the same order: sets the top bit, or flips all bits where negative."""
     bits = jax.lax.bitcast_convert_type(x + 0.0, jnp.uint32)  # -0.0 becomes 0.0, its equal
     top = jnp.uint32(1 << 31)
     return jnp.where(bits >= top, ~bits, bits | top)
@@ -119,14 +118,14 @@ def sample(
     positions_B: jax.Array,
     params: SamplingParams,
     mode: Mode,
-) -> Drawn:
-    """A token of each row, drawn from softmax(logits / temperature) without what is left out.
+) -> Sampled:
+    """Samples a token of each row from softmax(logits / temperature), excluded tokens aside.
 
     Args:
         logits_BV: float32, of the model itself.
         keys_B2: uint32 key data of each sample.
-        positions_B: index of the token in its response; the key of the draw is
-            fold_in(sample key, position), whichever slot and moment it happens in.
+        positions_B: index of the token in its response. The token's random key is
+            fold_in(sample key, position), in any slot and at any time.
         params: of each row.
         mode: what `params` need at least; static.
     """
@@ -155,16 +154,12 @@ def sample(
     taken = lambda x_BV: jnp.take_along_axis(x_BV, token_B[:, None], axis=-1)[:, 0]
     log_prob_B = taken(shaped_BV) - lse_B
     model_log_prob_B = log_prob_B if plain else taken(logits_BV) - model_lse_B
-    return Drawn(token_B, log_prob_B, model_log_prob_B, jnp.isfinite(model_lse_B))
+    return Sampled(token_B, log_prob_B, model_log_prob_B, jnp.isfinite(model_lse_B))
 
 
 def _invert(logits_BV: jax.Array, uniform_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(tokens int32 [B], logsumexp [B]): the first token whose cumulative probability passes a
-    uniform number.
-
-    One random number a token, where the maximum of V noisy logits takes V. Sums of CHUNK
-    neighbours say in which of them it lies, so that no sum runs over the whole vocabulary.
-    """
+    """(tokens int32 [B], logsumexp [B]): the first token whose cumulative probability exceeds a
+    uniform number. Sums of CHUNK neighbours find its chunk, so no sum runs over the vocabulary."""
     B, V = logits_BV.shape
     highest_B1 = jnp.max(logits_BV, axis=-1, keepdims=True)
     weights_BV = jnp.exp(logits_BV - highest_B1)
@@ -172,8 +167,8 @@ def _invert(logits_BV: jax.Array, uniform_B: jax.Array) -> tuple[jax.Array, jax.
     sums_BX = jnp.sum(weights_BXC, axis=-1)
 
     def first_above(cumulative_BX: jax.Array, at_B: jax.Array) -> jax.Array:
-        # Below the last of them, whatever rounding did: a token of weight 0 is never the first. And
-        # above 0: a random number of 0 would sample the first token, however improbable it is.
+        # Below the total, despite rounding, or a token of weight 0 could be taken. Above 0, or a
+        # random number of 0 would take the first token, however improbable.
         total_B = cumulative_BX[:, -1]
         below_B = jnp.clip(at_B, total_B * 2.0**-24, total_B * (1 - 2.0**-23))
         return jnp.argmax(cumulative_BX > below_B[:, None], axis=-1)

@@ -1,31 +1,24 @@
 """Continuous batching: hands prompts to the engine, calls it, reads the tokens it sampled.
 
-`GenerationLoop` is driven by its caller: each `Turn` reports the responses that ended during one
-engine call. A caller that has enough stops asking. `generate` collects everything. Admission of
-prompts is in `admission`.
+The caller drives `GenerationLoop`: each `SchedulerOutput` reports the responses that finished
+during one engine call. A caller that has enough stops asking. `admission` admits the prompts.
 
 Invariant: a response depends on the parameters, the key, its problem and its sample number, and on
 nothing that happens here.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from dapo_jax.rollout.admission import (
-    Admission,
-    GenerationRequest,
-    Request,
-    Sample,
-    Table,
-)
+from dapo_jax.rollout.admission import Admission, GenerationRequest, RequestTable, Sample
 from dapo_jax.rollout.engine import DecoderEngine
-from dapo_jax.rollout.partial_rollouts import Visit
+from dapo_jax.rollout.jetstream import NOT_FINITE, OVER, VALID, DecodeOutput
+from dapo_jax.rollout.partial_rollouts import PartialResponses
 from dapo_jax.rollout.slots import DecodeState
-from dapo_jax.rollout.spec import NOT_FINITE, OVER, VALID, Step
-from dapo_jax.rollout.stop_strings import completed_at
+from dapo_jax.rollout.stop_strings import first_completions
 from dapo_jax.types import Detokenize, Problem, Response
 from dapo_jax.utils.telemetry import SILENT, Telemetry
 
@@ -39,17 +32,17 @@ class RolloutStats(NamedTuple):
     preempted: int = 0  # sequences that gave up their pages and were resumed later
     invalid: int = 0  # responses that ended because the logits were not finite
     idle_seconds: float = 0.0  # seconds without work, waiting for verdicts
-    drawn: int = 0  # tokens sampled, discarded ones included
-    could_draw: int = 0  # decode steps with any busy slot times the number of slots
+    sampled: int = 0  # tokens sampled, discarded ones included
+    could_sample: int = 0  # decode steps with any busy slot times the number of slots
 
     def __add__(self, other: tuple) -> "RolloutStats":
         return RolloutStats(*(a + b for a, b in zip(self, other)))
 
 
-class Ended(NamedTuple):
-    """A response that has ended."""
+class Finished(NamedTuple):
+    """A response that has finished."""
 
-    prompt: int  # place of its problem in the order in which the loop took them
+    prompt: int  # number of its problem, in the order in which the loop took them
     sample: int
     response: Response
 
@@ -63,10 +56,10 @@ class NewTokens(NamedTuple):
     is_last: bool
 
 
-class Turn(NamedTuple):
+class SchedulerOutput(NamedTuple):
     """One iteration of the loop: at most one engine call made and one read."""
 
-    ended: list[Ended]
+    finished: list[Finished]
     tokens: list[NewTokens]  # empty unless the request streams
     idle: bool  # nothing could be generated or read: more problems are to come later
 
@@ -90,17 +83,17 @@ def generate(
         StopRequested: a stop was requested; the responses so far are lost.
     """
     loop = GenerationLoop(engine, iter(problems), detokenize, key, request, telemetry)
-    for _ in loop.turns():
+    for _ in loop.run():
         telemetry.check_stop()
     return loop.responses(), loop.stats
 
 
 class _Call(NamedTuple):
-    """A call of `decode`."""
+    """A call of `generate` whose results are still to be read."""
 
-    step: Step
-    had_work_R: np.ndarray  # bool: whether there was anything to do for the shard
-    arrivals: int  # requests handed over before it
+    output: DecodeOutput
+    had_work_R: np.ndarray  # bool: whether the shard had samples
+    arrivals: int  # requests handed over before the call
 
 
 class GenerationLoop:
@@ -110,10 +103,10 @@ class GenerationLoop:
         engine: within `engine.weights(params)`.
         problems: taken one after another when there is room; None: no problem yet, ask again.
         key: of the rollout step.
-        step: rollout step of the tokens sampled now; recorded where `begun` has older ones.
-        begun: responses of earlier steps, by (problem id, epoch) and sample. Those that ended are
-            reported as ended now. The others are resumed: their tokens stay, and new ones are
-            sampled with this loop's parameters and key.
+        step: rollout step of the tokens sampled now; recorded where `partial` has older ones.
+        partial: responses of earlier steps. Finished ones are reported as finished now. The others
+            are resumed: their tokens stay, and new ones are sampled with this loop's parameters and
+            key.
 
     Raises:
         UserError: a prompt is empty or longer than the engine takes, a limit is beyond what it
@@ -130,243 +123,231 @@ class GenerationLoop:
         telemetry: Telemetry = SILENT,
         *,
         step: int = 0,
-        begun: Mapping[Visit, Mapping[int, Response]] | None = None,
+        partial: PartialResponses | None = None,
     ):
         self.engine, self.params, self.detokenize = engine, engine.loaded, detokenize
         self.request, self.telemetry = request, telemetry
-        sampling = engine.spec.params if request.sampling is None else request.sampling
-        self.mode = sampling.mode
         self.stats = RolloutStats()
-        self.table = Table(engine.spec, step)
-        self.admission = Admission(engine, self.table, problems, key, request, begun or {})
+        self.table = RequestTable(engine.config, step)
+        self.admission = Admission(engine, self.table, problems, key, request, partial or {})
+        self.mode = self.admission.sampling.mode
         self.done = self.admission.done
         self.state: DecodeState = engine.init_decode_state()
         # Results are read one call late, so that the device never waits for the host.
-        self.late: _Call | None = None
-        self.calls_to_pass = 0  # calls made before a sample was cancelled
+        self.unread: _Call | None = None
+        self.skip_preemption = False  # the next results do not know of a cancellation
         # Tokens of cancelled samples in the in-flight call are discarded, even if their request
         # slot has been reused.
         self.cancelled = np.zeros_like(self.table.waiting)
-        self._ended: list[Ended] = []
+        self._finished: list[Finished] = []
         self._tokens: list[NewTokens] = []
 
-    def turns(self) -> Iterator[Turn]:
-        """Generates until all responses have ended; yields after each engine call."""
+    def run(self) -> Iterator[SchedulerOutput]:
+        """Generates until all responses have finished; yields after each engine call."""
         while self.has_work():
-            moved = self.one_call()
-            turn = Turn(self._ended, self._tokens, not moved)
-            self._ended, self._tokens = [], []
-            yield turn
+            moved = self.step()
+            output = SchedulerOutput(self._finished, self._tokens, not moved)
+            self._finished, self._tokens = [], []
+            yield output
 
     def has_work(self) -> bool:
         """Returns whether responses are still to come."""
-        if self.late is not None or self.table.waiting.any() or self.admission.queue:
+        if self.unread is not None or self.table.waiting.any() or self.admission.queue:
             return True
         if not self.admission.exhausted:
             self.admission.take(1)
         return bool(self.admission.queue) or not self.admission.exhausted
 
     def responses(self) -> list[list[Response]]:
-        """Returns the responses to each problem taken; none where some have not ended."""
+        """Returns the responses to each problem taken; none where some have not finished."""
         num = self.request.num_samples
         return [[done[g] for g in range(num)] if len(done) == num else [] for done in self.done]
 
-    def one_call(self) -> bool:
-        """Admits prompts, calls `decode`, reads the previous call; returns whether there was a call
-        to make or to read."""
-        unread = self.late is not None
-        self.state = self.admission.admit(self.params, self.state, unread=unread)
-        if self.admission.over:
-            self._ended += [Ended(*ended) for ended in self.admission.over]
-            self.admission.over = []
-        now = None
-        if self.table.waiting.any():
-            self.state, now = self.engine.decode(self.params, self.state, self.mode)
-            jax.tree.map(lambda x: x.copy_to_host_async(), now)
-        late, self.late = self.late, None
-        if now is not None:
-            had_work_R = np.asarray(self.table.waiting.any(axis=(1, 2)))
-            self.late = _Call(now, had_work_R, self.admission.arrivals)
-        if late is not None:
-            self._read(late)
-        return late is not None or now is not None
-
     def unfinished(self) -> list[dict[int, Response]]:
-        """Returns all tokens sampled for each problem taken, by sample, ended or not. The loop is
-        over then."""
-        late, self.late = self.late, None
-        if late is not None:
-            self._read(late)
-        drawn = [dict(done) for done in self.done]
+        """Ends the loop early; returns all responses so far to each problem taken, by sample,
+        finished or not."""
+        last, self.unread = self.unread, None
+        if last is not None:
+            self._read(last)
+        found = [dict(done) for done in self.done]
         for request in self.admission.queue:
-            if request.begun is not None:
-                drawn[request.number][request.first] = request.begun
-        for work in np.argwhere(self.table.waiting & (self.table.count > 0)).tolist():
-            number, sample = self.table.who(*work)
-            drawn[number][sample] = self.table.drawn(*work)
-        return drawn
+            if request.partial is not None:
+                found[request.number][request.first] = request.partial
+        for r, e, c in np.argwhere(self.table.waiting & (self.table.count > 0)).tolist():
+            number, sample = self.table.name(r, e, c)
+            found[number][sample] = self.table.response(r, e, c)
+        return found
+
+    def step(self) -> bool:
+        """Admits prompts, calls `generate`, reads the previous call; returns whether any call was
+        made or read."""
+        last, self.unread = self.unread, None
+        self.state = self.admission.admit(self.params, self.state, unread=last is not None)
+        self._finished += [Finished(*found) for found in self.admission.finished_before]
+        self.admission.finished_before = []
+        if self.table.waiting.any():
+            self.state, output = self.engine.generate(self.params, self.state, self.mode)
+            output.copy_to_host_async()
+            had_work_R = np.asarray(self.table.waiting.any(axis=(1, 2)))
+            self.unread = _Call(output, had_work_R, self.admission.arrivals)
+        if last is not None:
+            self._read(last)
+        return last is not None or self.unread is not None
 
     def _read(self, call: _Call) -> None:
-        """Takes the tokens of a call, and ends responses."""
-        spec, waiting = self.engine.spec, int(self.table.waiting.sum())
-        at_work = min(waiting, spec.slots)
+        """Takes the tokens of a call; ends, preempts and cancels responses."""
+        table, waiting = self.table, int(self.table.waiting.sum())
+        busy = min(waiting, self.engine.config.slots)
         self.telemetry.waiting_for(
-            f"the device: {at_work} slots at work, {waiting - at_work} responses waiting for one"
+            f"the device: {busy} slots at work, {waiting - busy} responses waiting for one"
         )
-        step = Step(*map(np.asarray, call.step))
-        self.admission.read(step.free_R)
-        valid_RkB = step.flags_RkB & VALID > 0
+        output = call.output.convert_to_numpy()
+        self.admission.read(output.free_R)
+        valid_RkB = output.flags_RkB & VALID > 0
         if valid_RkB.any():
             self.telemetry.moved()
-        ours_RkB = valid_RkB & ~self._discarded(step)
+        before_REG = table.count.copy()
+        ours_RkB = valid_RkB & ~self._is_cancelled(output)
         self.cancelled[:] = False
-        before_REG = self.table.count.copy()
-        ended: list[tuple[int, int, int, bool]] = []
-        news: dict[Sample, list[int]] = {}
+        finished, new_tokens = self._take_tokens(output, valid_RkB, ours_RkB)
+        completed: list[Sample] = []
+        if self.request.stop_strings:
+            invalid = {sample for sample, is_finite in finished.items() if not is_finite}
+            completed = self._cut_at_stop_strings(before_REG, invalid, new_tokens)
+        to_cancel = [sample for sample in completed if sample not in finished]  # still in slots
+        for sample in completed:  # they finish last
+            finished.pop(sample, None)
+        finished |= dict.fromkeys(completed, True)
+        self._tokens += [
+            NewTokens(*table.name(*sample), tokens, sample in finished)
+            for sample, tokens in new_tokens.items()
+        ]
+        if finished:
+            self._finish(finished, set(completed))
+        stuck_R = call.had_work_R & ~valid_RkB.any(axis=(1, 2)) & table.waiting.any(axis=(1, 2))
+        if self.skip_preemption:
+            self.skip_preemption = False
+        else:
+            for r in np.flatnonzero(stuck_R).tolist():
+                to_cancel += self._preempt(r, int(output.waiting_Rk[r, 0]), call.arrivals)
+        if to_cancel:
+            self._cancel(to_cancel)
+
+    def _take_tokens(
+        self, output: DecodeOutput, valid_RkB: np.ndarray, ours_RkB: np.ndarray
+    ) -> tuple[dict[Sample, bool], dict[Sample, list[int]]]:
+        """Records the tokens of a call; returns the samples that ended, each with whether its last
+        logits were finite, and the tokens of each sample where the request streams."""
+        table, slots = self.table, self.engine.config.slots
+        finished: dict[Sample, bool] = {}
+        new_tokens: dict[Sample, list[int]] = {}
         for i in range(valid_RkB.shape[1]):
             if not valid_RkB[:, i].any():
                 break
             shard, slot = np.nonzero(ours_RkB[:, i])
-            at = shard, step.entry_RkB[shard, i, slot], step.column_RkB[shard, i, slot]
-            place = self.table.count[at]
-            self.table.tokens[(*at, place)] = step.token_RkB[shard, i, slot]
-            self.table.log_probs[(*at, place)] = step.log_prob_RkB[shard, i, slot]
-            self.table.model_log_probs[(*at, place)] = step.model_log_prob_RkB[shard, i, slot]
-            self.table.count[at] += 1
-            offered = step.waiting_Rk[:, i] > 0
-            if self.admission.queue:
-                offered[:] = True
-            busy = valid_RkB[:, i].sum(axis=1)[offered].sum()
+            at = shard, output.request_RkB[shard, i, slot], output.sample_index_RkB[shard, i, slot]
+            place = (*at, table.count[at])
+            table.tokens[place] = output.token_RkB[shard, i, slot]
+            table.log_probs[place] = output.log_prob_RkB[shard, i, slot]
+            table.model_log_probs[place] = output.model_log_prob_RkB[shard, i, slot]
+            table.count[at] += 1
+            offered_R = (output.waiting_Rk[:, i] > 0) | bool(self.admission.queue)
             self.stats += RolloutStats(
-                len(shard),
-                int(busy),
-                int(offered.sum()) * (spec.slots // spec.shards),
-                drawn=int(valid_RkB[:, i].sum()),
-                could_draw=spec.slots,
+                tokens=len(shard),
+                busy_slots=int(valid_RkB[:, i].sum(axis=1)[offered_R].sum()),
+                slots_offered=int(offered_R.sum()) * (slots // self.engine.config.shards),
+                sampled=int(valid_RkB[:, i].sum()),
+                could_sample=slots,
             )
-            flags = step.flags_RkB[shard, i, slot]
             if self.request.stream:
-                tokens = step.token_RkB[shard, i, slot].tolist()
-                for r, e, c, token in zip(*(x.tolist() for x in at), tokens):
-                    news.setdefault((r, e, c), []).append(token)
-            is_last = flags & OVER > 0
-            finite = flags & NOT_FINITE == 0
-            ended += zip(*(x[is_last].tolist() for x in at), finite[is_last].tolist())
-        cut: list[Sample] = []
-        if self.request.stop_strings:
-            cut = self._cut(before_REG, {work[:3] for work in ended if not work[3]}, news)
-        over = {work[:3] for work in ended}
-        gone = [work for work in cut if work not in over]  # the device still goes on with them
-        ended = [work for work in ended if work[:3] not in cut] + [(*work, True) for work in cut]
-        last = {work[:3] for work in ended}
-        self._tokens += [
-            NewTokens(*self.table.who(*work), tokens, work in last) for work, tokens in news.items()
+                tokens = output.token_RkB[shard, i, slot].tolist()
+                for sample, token in zip(zip(*(x.tolist() for x in at)), tokens):
+                    new_tokens.setdefault(sample, []).append(token)
+            flags = output.flags_RkB[shard, i, slot]
+            last, finite = flags & OVER > 0, flags & NOT_FINITE == 0
+            finished |= zip(zip(*(x[last].tolist() for x in at)), finite[last].tolist())
+        return finished, new_tokens
+
+    def _is_cancelled(self, output: DecodeOutput) -> np.ndarray:
+        """Returns which tokens are of samples cancelled after the call was made, bool [R, k, B]."""
+        request_RkB = np.minimum(output.request_RkB, self.engine.config.requests - 1)
+        return self.cancelled[
+            np.arange(len(request_RkB))[:, None, None], request_RkB, output.sample_index_RkB
         ]
-        if ended:
-            self._end(ended, cut)
-        stuck_R = (
-            call.had_work_R & ~valid_RkB.any(axis=(1, 2)) & self.table.waiting.any(axis=(1, 2))
-        )
-        if self.calls_to_pass:
-            self.calls_to_pass -= 1
-        elif stuck_R.any():
-            gone += self._preempt(stuck_R, step.waiting_Rk[:, 0], call.arrivals)
-        if gone:
-            self._cancel(gone)
 
-    def _discarded(self, step: Step) -> np.ndarray:
-        """bool [R, k, B]: tokens of samples that were cancelled after the call was made."""
-        entry_RkB = np.minimum(step.entry_RkB, self.engine.spec.entries - 1)
-        return self.cancelled[np.arange(len(entry_RkB))[:, None, None], entry_RkB, step.column_RkB]
-
-    def _cut(
-        self, before_REG: np.ndarray, invalid: set[Sample], news: dict[Sample, list[int]]
+    def _cut_at_stop_strings(
+        self, before_REG: np.ndarray, invalid: set[Sample], new_tokens: dict[Sample, list[int]]
     ) -> list[Sample]:
-        """The samples whose text has come to hold a stop string, cut at the token that completes
-        it: those drawn after it never were.
-
-        Args:
-            before_REG: tokens of each sample before the call.
-            invalid: samples of whose last token nothing is known.
-            news: what the call drew, as far as it was kept; cut too.
-        """
-        works: list[Sample] = [
-            (r, e, c) for r, e, c in np.argwhere(self.table.count > before_REG).tolist()
+        """Cuts each sample whose text holds a stop string after the token that completes it;
+        returns those that were cut. The last token of `invalid` samples has no meaning."""
+        table = self.table
+        samples: list[Sample] = [
+            (r, e, c) for r, e, c in np.argwhere(table.count > before_REG).tolist()
         ]
-        known = [
-            self.table.tokens[work][: self.table.count[work] - (work in invalid)] for work in works
-        ]
-        first_new = [int(before_REG[work]) for work in works]
-        places = completed_at(self.request.stop_strings, self.detokenize, known, first_new)
-        cut = {work: place for work, place in zip(works, places) if place is not None}
-        for work, place in cut.items():
-            self.stats += RolloutStats(tokens=place - int(self.table.count[work]))
-            self.table.count[work] = place
-            if work in news:
-                del news[work][place - int(before_REG[work]) :]
+        lengths = [int(table.count[sample]) - (sample in invalid) for sample in samples]
+        completions = first_completions(
+            self.request.stop_strings,
+            self.detokenize,
+            [table.tokens[sample][:length] for sample, length in zip(samples, lengths)],
+            [int(before_REG[sample]) for sample in samples],
+        )
+        cut = {s: length for s, length in zip(samples, completions) if length is not None}
+        for sample, length in cut.items():
+            self.stats += RolloutStats(tokens=length - int(table.count[sample]))
+            table.count[sample] = length
+            if sample in new_tokens:
+                del new_tokens[sample][length - int(before_REG[sample]) :]
         return list(cut)
 
-    def _end(self, ended: list[tuple[int, int, int, bool]], cut: list[Sample]) -> None:
-        stops = set(self.engine.spec.stop_tokens)
-        drawn = [self.table.drawn(r, e, c) for r, e, c, _ in ended]
-        tokens = [response.tokens for response in drawn]
-        texts = self.detokenize(tokens)
-        for (r, e, c, finite), response, text in zip(ended, drawn, texts):
-            by_itself = int(response.tokens[-1]) in stops or (r, e, c) in cut
-            reason = "stop" if by_itself else "length"
-            if not finite:
-                # Of what was drawn last nothing is known.
+    def _finish(self, finished: dict[Sample, bool], completed: set[Sample]) -> None:
+        """Reports samples as finished; those in `completed` completed a stop string."""
+        stops = set(self.engine.config.stop_tokens)
+        responses = [self.table.response(*sample) for sample in finished]
+        texts = self.detokenize([response.tokens for response in responses])
+        for (place, is_finite), response, text in zip(finished.items(), responses, texts):
+            is_stopped = int(response.tokens[-1]) in stops or place in completed
+            reason = "stop" if is_stopped else "length"
+            if not is_finite:  # the last token has no meaning
                 assert response.model_log_probs is not None
                 response.log_probs[-1] = response.model_log_probs[-1] = 0.0
                 reason = "invalid"
                 self.stats += RolloutStats(invalid=1)
-            index, sample = self.table.who(r, e, c)
+            number, sample = self.table.name(*place)
             response = response._replace(finish_reason=reason, text=text)
-            self.done[index][sample] = response
-            self._ended.append(Ended(index, sample, response))
-            self.table.close(r, e, c)
+            self.done[number][sample] = response
+            self._finished.append(Finished(number, sample, response))
+            self.table.close(*place)
 
-    def _preempt(self, stuck_R: np.ndarray, waiting_R: np.ndarray, arrivals: int) -> list[Sample]:
-        """Where nothing moves every sequence waits for a page. The youngest gives up its own, and
-        is continued when there are pages again: its tokens are those it would have had anyway.
+    def _preempt(self, r: int, num_waiting: int, arrivals: int) -> list[Sample]:
+        """Takes the pages of the youngest sequence of a shard in which all wait for a page, and
+        returns it to be cancelled. It is resumed later, with the tokens it would have had."""
+        table = self.table
+        in_order = sorted(
+            (table.order[r, e], e)
+            for e, request in enumerate(table.requests[r])
+            if request is not None and table.order[r, e] < arrivals
+        )
+        samples = [(e, int(c)) for _, e in in_order for c in np.flatnonzero(table.waiting[r, e])]
+        in_slots = samples[: len(samples) - num_waiting]
+        if len(in_slots) < 2:
+            return []
+        e, c = in_slots[-1]
+        request, response = table.request(r, e), table.response(r, e, c)
+        resumed = request._replace(first=request.first + c, samples=1, partial=response)
+        self.admission.queue.appendleft(resumed)
+        table.close(r, e, c)
+        self.stats += RolloutStats(preempted=1)
+        return [(r, e, c)]
 
-        Returns:
-            those to be cancelled.
-        """
-        gone: list[Sample] = []
-        for r in np.flatnonzero(stuck_R).tolist():
-            in_order = sorted(
-                (self.table.order[r, e], e)
-                for e, request in enumerate(self.table.requests[r])
-                if request is not None and self.table.order[r, e] < arrivals
-            )
-            works = [
-                (e, int(c)) for _, e in in_order for c in np.flatnonzero(self.table.waiting[r, e])
-            ]
-            in_slots = works[: len(works) - int(waiting_R[r])]
-            if len(in_slots) < 2:
-                continue
-            e, c = in_slots[-1]
-            gone.append((r, e, c))
-            request = self.table.requests[r][e]
-            assert request is not None
-            begun = self.table.drawn(r, e, c)
-            self.admission.queue.appendleft(
-                Request(request.number, request.problem, request.first + c, 1, begun)
-            )
-            self.table.close(r, e, c)
-            self.stats += RolloutStats(preempted=1)
-        return gone
-
-    def _cancel(self, gone: list[Sample]) -> None:
-        """Takes samples off the device; what the unread call draws of them is discarded."""
-        spec = self.engine.spec
-        self.calls_to_pass = 0 if self.late is None else 1
-        entry_RW = np.full((spec.shards, spec.cancelled), -1, np.int32)
-        column_RW = np.full((spec.shards, spec.cancelled), -1, np.int32)
-        row = [0] * spec.shards
-        for r, e, c in gone:
-            entry_RW[r, row[r]], column_RW[r, row[r]] = e, c
-            row[r] += 1
-            self.cancelled[r, e, c] = self.late is not None
-        self.state = self.engine.cancel(self.state, entry_RW, column_RW)
+    def _cancel(self, samples: list[Sample]) -> None:
+        """Takes samples off the device; their tokens in the unread call are discarded."""
+        config = self.engine.config
+        self.skip_preemption = self.unread is not None
+        request_RW = np.full((config.shards, config.shard_slots), -1, np.int32)
+        sample_index_RW = np.full((config.shards, config.shard_slots), -1, np.int32)
+        num_R = [0] * config.shards
+        for r, e, c in samples:
+            request_RW[r, num_R[r]], sample_index_RW[r, num_R[r]] = e, c
+            num_R[r] += 1
+            self.cancelled[r, e, c] = self.unread is not None
+        self.state = self.engine.cancel(self.state, request_RW, sample_index_RW)

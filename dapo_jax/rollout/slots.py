@@ -1,100 +1,133 @@
-"""Continuous batching on the device: which sequence is in which slot, and which pages are whose.
+"""Continuous batching on the device: which sample is in which slot, and who owns which page.
 
-Pure functions over the state of one shard of the batch; `engine` compiles them. A prompt, once
-prefilled, is an entry: its pages, the hidden state after its last token, and how many samples of
-it have not found a slot yet. Every decode step begins by giving free slots to samples that wait,
-in the order in which prompts came, so that a slot is empty only when nothing waits: the host, which
-sees results late, has no part in it. Samples share the whole pages of their prompt; the last,
-partial one is copied, because they write into it.
+Pure functions over the state of one shard of the batch; `programs` compiles them. A prefilled
+prompt is a request: its pages, the hidden state after its last token, its samples that wait for a
+slot. Before every token, free slots go to waiting samples in order of arrival. The host, which
+reads results late, has no part in it: a slot is empty only when nothing waits.
 """
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dapo_jax.rollout import paged
-from dapo_jax.rollout.sampling import Drawn, SamplingParams
+from dapo_jax.rollout.engine_config import EngineConfig
+from dapo_jax.rollout.sampling import Sampled, SamplingParams
 from dapo_jax.types import Array
 
-NEVER = 2**30  # order of an entry from which nothing is to be taken
+NEVER = 2**30  # order of arrival of a free request
 
 
-class Entries(NamedTuple):
-    """E prompts: those whose samples wait for slots or are being drawn."""
+class Prefix(NamedTuple):
+    """P prefilled prompts; outside the programs every array has a leading axis for the shards."""
+
+    pages: tuple[Array, ...]  # [L, P * pages, ...] each, in the pool's layout
+    hidden_PD: Array  # after the last token
+    length_P: Array  # tokens
+    key_P2: Array  # uint32: the prompt's random key; each sample's key is folded from it
+
+
+class NewRequests(NamedTuple):
+    """What the host wants of P prefilled prompts; every array has a leading axis for the shards."""
+
+    request_P: Array  # int32: number of the request to fill; beyond the last one skips the prompt
+    num_samples_P: Array
+    first_sample_P: Array  # number of the first sample, part of its random key
+    sampled_P: Array  # tokens at the end of the prompt that begin the response
+    limit_PG: Array  # most response tokens of each sample
+    params: SamplingParams
+
+    @classmethod
+    def none(cls, c: EngineConfig, num_prompts: int, params: SamplingParams) -> "NewRequests":
+        """Returns NumPy arrays that skip every prompt; the caller fills in the ones to insert."""
+        shape = c.shards, num_prompts
+        zeros = lambda: np.zeros(shape, np.int32)
+        limits = np.full((*shape, c.samples), c.max_response_tokens, np.int32)
+        nowhere = zeros() + np.int32(c.requests)
+        return cls(nowhere, zeros(), zeros(), zeros(), limits, params.full(shape))
+
+
+class Requests(NamedTuple):
+    """E prompts with samples that wait for slots or are in slots."""
 
     table_EP: Array  # int32: pages
     length_E: Array  # tokens
-    hidden_ED: Array  # after the last token
-    key_E2: Array  # uint32: random key; a sample's is folded from it
-    left_E: Array  # samples that have found no slot yet
-    taken_E: Array  # samples that have
-    open_E: Array  # samples that have not ended; 0: the entry is free
+    hidden_ED: Array
+    key_E2: Array
+    waiting_E: Array  # samples without a slot so far
+    started_E: Array  # samples that got one
+    unfinished_E: Array  # samples that have not ended; 0: the request is free
     order_E: Array  # of arrival
-    first_E: Array  # number of the first sample
-    drawn_E: Array  # tokens at the end of the prompt that are the beginning of the response
-    limit_EG: Array  # most response tokens of each sample
+    first_sample_E: Array
+    sampled_E: Array
+    limit_EG: Array
     params: SamplingParams
 
 
 class DecodeState(NamedTuple):
-    """B slots, N pages, E entries."""
+    """B slots, N pages, E requests."""
 
     pool: Any  # see `paged`
     free_N: Array  # int32: page numbers, the first `num_free` of them free
     num_free: Array
-    clock: Array  # counts arrivals, of entries and of sequences in slots
-    entries: Entries
+    clock: Array  # counts arrivals of requests, and of sequences in slots
+    requests: Requests
     table_BP: Array
     used_B: Array  # pages of the table
-    shared_B: Array  # the first so many of them belong to the entry
+    shared_B: Array  # leading pages that belong to the request
     length_B: Array  # tokens in the cache
-    drawn_B: Array  # response tokens
+    sampled_B: Array  # response tokens
     limit_B: Array
     hidden_BD: Array
     key_B2: Array  # of the sample
     active_B: Array  # bool
-    entry_B: Array
-    column_B: Array  # which sample of the entry, from 0
+    request_B: Array
+    sample_index_B: Array  # place among the request's samples
     serial_B: Array  # order in which sequences came into slots
     params: SamplingParams
 
 
-def empty(
-    pool: Any, *, slots: int, entries: int, samples: int, pages: int, table: int, width: int,
-    dtype: Any,
-) -> DecodeState:  # fmt: skip
-    """Nothing in it. Page 0 is nobody's.
-
-    Args:
-        samples: of an entry, at most.
-        pages: of the pool.
-        table: pages of one sequence, at most.
-        width: of a hidden state, in `dtype`.
-    """
-    B, E = slots, entries
+def empty(c: EngineConfig) -> DecodeState:
+    """Returns the state of a shard whose slots, requests and pages are free. Page 0 is scratch."""
+    B, E, P, N = c.slots // c.shards, c.requests, c.table_pages, c.shard_pages
     zeros = lambda *shape: jnp.zeros(shape, jnp.int32)
-    params = lambda n: SamplingParams(
-        jnp.ones(n, jnp.float32), jnp.ones(n, jnp.float32), zeros(n), jnp.zeros(n, jnp.float32)
-    )
+
+    def counts(of: Any, n: int) -> dict[str, Any]:
+        return {name: zeros(n) for name in of._fields if name.endswith(("_B", "_E"))}
+
+    hidden = lambda n: jnp.zeros((n, c.model.hidden_size), c.model.compute_dtype)
+    keys = lambda n: jnp.zeros((n, 2), jnp.uint32)
+    params = lambda n: jax.tree.map(jnp.asarray, SamplingParams().full(n))
+    requests = counts(Requests, E) | {
+        "table_EP": zeros(E, P),
+        "hidden_ED": hidden(E),
+        "key_E2": keys(E),
+        "order_E": jnp.full(E, NEVER, jnp.int32),
+        "limit_EG": zeros(E, c.samples),
+        "params": params(E),
+    }
+    slots = counts(DecodeState, B) | {
+        "table_BP": zeros(B, P),
+        "hidden_BD": hidden(B),
+        "key_B2": keys(B),
+        "active_B": jnp.zeros(B, bool),
+        "request_B": jnp.full(B, E, jnp.int32),
+        "params": params(B),
+    }
     return DecodeState(
-        pool,
-        jnp.arange(pages, dtype=jnp.int32)[::-1],
-        jnp.asarray(pages - 1, jnp.int32),
-        jnp.asarray(0, jnp.int32),
-        Entries(
-            zeros(E, table), zeros(E), jnp.zeros((E, width), dtype), jnp.zeros((E, 2), jnp.uint32),
-            zeros(E), zeros(E), zeros(E), jnp.full(E, NEVER, jnp.int32), zeros(E), zeros(E),
-            zeros(E, samples), params(E),
-        ),
-        zeros(B, table), zeros(B), zeros(B), zeros(B), zeros(B), zeros(B),
-        jnp.zeros((B, width), dtype), jnp.zeros((B, 2), jnp.uint32), jnp.zeros(B, bool),
-        jnp.full(B, E, jnp.int32), zeros(B), zeros(B), params(B),
-    )  # fmt: skip
+        pool=jax.tree.map(jnp.zeros_like, c.pool_layout.pool(c.model, N)),
+        free_N=jnp.arange(N, dtype=jnp.int32)[::-1],
+        num_free=jnp.asarray(N - 1, jnp.int32),
+        clock=zeros(),
+        requests=Requests(**requests),
+        **slots,
+    )
 
 
 def _allocate(state: DecodeState, rank_X: jax.Array, wanted_X: jax.Array) -> tuple[Any, Any, Any]:
-    """(pages, whether there was one, the state without them), by rank among the wanted."""
+    """Returns (pages, whether each was granted, the state without them), by rank of the wanted."""
     granted_X = wanted_X & (rank_X < state.num_free)
     place_X = jnp.clip(state.num_free - 1 - rank_X, 0, len(state.free_N) - 1)
     page_X = jnp.where(granted_X, state.free_N[place_X], 0)
@@ -104,8 +137,7 @@ def _allocate(state: DecodeState, rank_X: jax.Array, wanted_X: jax.Array) -> tup
 
 def _release(state: DecodeState, pages: jax.Array, mask: jax.Array) -> DecodeState:
     pages, mask = pages.reshape(-1), mask.reshape(-1)
-    place = state.num_free + jnp.cumsum(mask.astype(jnp.int32)) - 1
-    place = jnp.where(mask, place, len(state.free_N))
+    place = jnp.where(mask, state.num_free + _rank(mask), len(state.free_N))
     return state._replace(
         free_N=state.free_N.at[place].set(pages, mode="drop"),
         num_free=state.num_free + jnp.sum(mask.astype(jnp.int32)),
@@ -116,80 +148,70 @@ def _rank(mask_X: jax.Array) -> jax.Array:
     return jnp.cumsum(mask_X.astype(jnp.int32)) - 1
 
 
-class Arrivals(NamedTuple):
-    """What the host says of P prefilled prompts that become entries."""
+def insert(state: DecodeState, prefix: Prefix, new: NewRequests, page_tokens: int) -> DecodeState:
+    """Inserts prefilled prompts as requests whose samples wait; what a request held before ends.
 
-    entry_P: Array  # int32; a number beyond the entries skips the prompt
-    samples_P: Array
-    first_P: Array
-    drawn_P: Array
-    limit_PG: Array
-    params: SamplingParams
-
-
-def enqueue(
-    state: DecodeState, pages: Any, hidden_PD: Any, length_P: Any, key_P2: Any, of: Arrivals,
-    page_tokens: int,
-) -> DecodeState:  # fmt: skip
-    """The state with prefilled prompts as entries. There have to be pages enough.
-
-    Args:
-        pages: the prompts' keys and values, as many pages for each, in the layout of the pool.
+    The pool must have pages for them.
     """
-    e, A = state.entries, page_tokens
-    P = len(length_P)
-    X = pages[0].shape[1] // P
-    kept_P = of.entry_P < len(e.length_E)
-    wanted_PX = kept_P[:, None] & (jnp.arange(X)[None] < -(-length_P // A)[:, None])
+    E, P = len(state.requests.length_E), len(prefix.length_P)
+    replaced_E = jnp.zeros(E, bool).at[new.request_P].set(True, mode="drop")
+    state = end(state, state.active_B & replaced_E[state.request_B])
+    unfinished_E = jnp.where(replaced_E, 0, state.requests.unfinished_E)
+    state = state._replace(requests=state.requests._replace(unfinished_E=unfinished_E))
+    state = close(state, page_tokens)
+
+    X = prefix.pages[0].shape[1] // P
+    used_P = -(-prefix.length_P // page_tokens)
+    wanted_PX = (new.request_P < E)[:, None] & (jnp.arange(X)[None] < used_P[:, None])
     page, _, state = _allocate(state, _rank(wanted_PX.reshape(-1)), wanted_PX.reshape(-1))
-    pool = paged.put(state.pool, page, pages)
-    table_PP = jnp.pad(page.reshape(P, X), ((0, 0), (0, e.table_EP.shape[1] - X)))
-    put = lambda into, values: into.at[of.entry_P].set(values, mode="drop")
+    requests = Requests(
+        table_EP=jnp.pad(page.reshape(P, X), ((0, 0), (0, state.table_BP.shape[1] - X))),
+        length_E=prefix.length_P,
+        hidden_ED=prefix.hidden_PD,
+        key_E2=prefix.key_P2,
+        waiting_E=new.num_samples_P,
+        started_E=jnp.zeros_like(new.num_samples_P),
+        unfinished_E=new.num_samples_P,
+        order_E=state.clock + jnp.arange(P, dtype=jnp.int32),
+        first_sample_E=new.first_sample_P,
+        sampled_E=new.sampled_P,
+        limit_EG=new.limit_PG,
+        params=new.params,
+    )
+    put = lambda into, values: into.at[new.request_P].set(values, mode="drop")
     return state._replace(
-        pool=pool,
+        pool=paged.put(state.pool, page, prefix.pages),
         clock=state.clock + P,
-        entries=Entries(
-            put(e.table_EP, table_PP),
-            put(e.length_E, length_P),
-            put(e.hidden_ED, hidden_PD),
-            put(e.key_E2, key_P2),
-            put(e.left_E, of.samples_P),
-            put(e.taken_E, jnp.zeros_like(of.samples_P)),
-            put(e.open_E, of.samples_P),
-            put(e.order_E, state.clock + jnp.arange(P, dtype=jnp.int32)),
-            put(e.first_E, of.first_P),
-            put(e.drawn_E, of.drawn_P),
-            put(e.limit_EG, of.limit_PG),
-            jax.tree.map(put, e.params, of.params),
-        ),
+        requests=jax.tree.map(put, state.requests, requests),
     )
 
 
 def refill(state: DecodeState, page_tokens: int) -> DecodeState:
-    """Free slots given to samples that wait."""
-    waiting = jnp.any(~state.active_B) & jnp.any(state.entries.left_E > 0)
+    """Gives free slots to waiting samples."""
+    waiting = jnp.any(~state.active_B) & jnp.any(state.requests.waiting_E > 0)
     return jax.lax.cond(waiting, lambda s: _refill(s, page_tokens), lambda s: s, state)
 
 
 def _refill(state: DecodeState, A: int) -> DecodeState:
-    e = state.entries
+    e = state.requests
     E = len(e.length_E)
-    by_order = jnp.argsort(jnp.where(e.left_E > 0, e.order_E, NEVER))
-    until_E = jnp.cumsum(e.left_E[by_order])
+    by_order = jnp.argsort(jnp.where(e.waiting_E > 0, e.order_E, NEVER))
+    until_E = jnp.cumsum(e.waiting_E[by_order])
     rank_B = _rank(~state.active_B)
-    # The sample of that rank is one of the entry that takes the sum of those left beyond it.
+    # Free slot i goes to the first request whose cumulative count of waiting samples exceeds i.
     at_B = jnp.minimum(jnp.searchsorted(until_E, rank_B, side="right"), E - 1)
-    entry_B = by_order[at_B]
-    column_B = e.taken_E[entry_B] + rank_B - (until_E[at_B] - e.left_E[entry_B])
-    # Who is in a slot will soon need a page, and so will who comes.
+    request_B = by_order[at_B]
+    sample_index_B = e.started_E[request_B] + rank_B - (until_E[at_B] - e.waiting_E[request_B])
+    # Every sequence in a slot soon needs a page, a new one two.
     active = jnp.sum(state.active_B.astype(jnp.int32))
     enough_B = state.num_free >= active + 2 * (rank_B + 1)
     comes_B = ~state.active_B & (rank_B < until_E[-1]) & enough_B
 
-    length_B = e.length_E[entry_B]
+    # Samples share the whole pages of their prompt and write into copies of the last, partial one.
+    length_B = e.length_E[request_B]
     partial_B = comes_B & (length_B % A > 0)
     page_B, _, state = _allocate(state, _rank(partial_B), partial_B)
-    table_BP = e.table_EP[entry_B]
+    table_BP = e.table_EP[request_B]
     last_B1 = (length_B // A)[:, None]
     source_B = jnp.take_along_axis(table_BP, last_B1, axis=1)[:, 0]
     own_BP = (jnp.arange(table_BP.shape[1])[None] == last_B1) & partial_B[:, None]
@@ -199,72 +221,42 @@ def _refill(state: DecodeState, A: int) -> DecodeState:
     def sample_key(key_2: jax.Array, sample: jax.Array) -> jax.Array:
         return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key_2), sample))
 
-    key_B2 = jax.vmap(sample_key)(e.key_E2[entry_B], e.first_E[entry_B] + column_B)
-    limit_B = e.limit_EG[entry_B, jnp.minimum(column_B, e.limit_EG.shape[1] - 1)]
+    came = {
+        "table_BP": table_BP,
+        "used_B": -(-length_B // A),
+        "shared_B": length_B // A,
+        "length_B": length_B,
+        "sampled_B": e.sampled_E[request_B],
+        "limit_B": e.limit_EG[request_B, jnp.minimum(sample_index_B, e.limit_EG.shape[1] - 1)],
+        "hidden_BD": e.hidden_ED[request_B],
+        "key_B2": jax.vmap(sample_key)(
+            e.key_E2[request_B], e.first_sample_E[request_B] + sample_index_B
+        ),
+        "request_B": request_B,
+        "sample_index_B": sample_index_B,
+        "serial_B": state.clock + rank_B,
+        "params": jax.tree.map(lambda x: x[request_B], e.params),
+    }
 
     def put(values: jax.Array, into: jax.Array) -> jax.Array:
         return jnp.where(comes_B.reshape(-1, *[1] * (into.ndim - 1)), values, into)
 
-    taken_E = jnp.zeros(E, jnp.int32).at[entry_B].add(comes_B.astype(jnp.int32))
+    slots = jax.tree.map(put, came, {name: getattr(state, name) for name in came})
+    started_E = jnp.zeros(E, jnp.int32).at[request_B].add(comes_B.astype(jnp.int32))
     return state._replace(
         pool=pool,
         clock=state.clock + len(rank_B),
-        entries=e._replace(left_E=e.left_E - taken_E, taken_E=e.taken_E + taken_E),
-        table_BP=put(table_BP, state.table_BP),
-        used_B=put(-(-length_B // A), state.used_B),
-        shared_B=put(length_B // A, state.shared_B),
-        length_B=put(length_B, state.length_B),
-        drawn_B=put(e.drawn_E[entry_B], state.drawn_B),
-        limit_B=put(limit_B, state.limit_B),
-        hidden_BD=put(e.hidden_ED[entry_B], state.hidden_BD),
-        key_B2=put(key_B2, state.key_B2),
+        requests=e._replace(waiting_E=e.waiting_E - started_E, started_E=e.started_E + started_E),
         active_B=state.active_B | comes_B,
-        entry_B=put(entry_B, state.entry_B),
-        column_B=put(column_B, state.column_B),
-        serial_B=put(state.clock + rank_B, state.serial_B),
-        params=jax.tree.map(lambda a, b: put(a[entry_B], b), e.params, state.params),
-    )
-
-
-def place(
-    state: DecodeState, pages: Any, hidden_D: Any, length: Any, key_2: Any, slot: Any,
-    of: SamplingParams, limit: int, page_tokens: int,
-) -> DecodeState:  # fmt: skip
-    """The state with one prefilled prompt in a slot of its own choice; beyond the slots: nowhere.
-    What was in the slot is gone. The key is the sample's."""
-    B, A = len(state.active_B), page_tokens
-    mine_B = jnp.arange(B) == slot
-    state = end(state, mine_B & state.active_B)
-    X = pages[0].shape[1]
-    wanted_X = jnp.any(mine_B) & (jnp.arange(X) < -(-length // A))
-    page_X, _, state = _allocate(state, _rank(wanted_X), wanted_X)
-    row_P = jnp.pad(page_X, (0, state.table_BP.shape[1] - X))
-
-    def put(values: Any, into: jax.Array) -> jax.Array:
-        values = jnp.broadcast_to(jnp.asarray(values, into.dtype), into.shape)
-        return jnp.where(mine_B.reshape(-1, *[1] * (into.ndim - 1)), values, into)
-
-    return state._replace(
-        pool=paged.put(state.pool, page_X, pages),
-        table_BP=put(row_P[None], state.table_BP),
-        used_B=put(-(-length // A), state.used_B),
-        shared_B=put(0, state.shared_B),
-        length_B=put(length, state.length_B),
-        drawn_B=put(0, state.drawn_B),
-        limit_B=put(limit, state.limit_B),
-        hidden_BD=put(hidden_D[None], state.hidden_BD),
-        key_B2=put(key_2[None], state.key_B2),
-        active_B=state.active_B | mine_B,
-        entry_B=put(len(state.entries.length_E), state.entry_B),
-        serial_B=put(state.clock, state.serial_B),
-        clock=state.clock + 1,
-        params=SamplingParams(*(put(a, jnp.asarray(b)) for a, b in zip(of, state.params))),
+        **slots,
     )
 
 
 def grow(state: DecodeState, page_tokens: int) -> tuple[DecodeState, jax.Array]:
-    """(the state with a page for the next token of every slot, which slots go on): where pages are
-    short those that came first get them."""
+    """Returns (the state with a page for the next token of each slot, which slots can go on).
+
+    Where pages are short, the sequences that came first get them.
+    """
     full_B = state.active_B & (state.length_B == state.used_B * page_tokens)
     earlier_BB = state.serial_B[None, :] < state.serial_B[:, None]
     rank_B = jnp.sum((earlier_BB & full_B[None, :]).astype(jnp.int32), axis=1)
@@ -278,49 +270,54 @@ def grow(state: DecodeState, page_tokens: int) -> tuple[DecodeState, jax.Array]:
 
 
 def advance(
-    state: DecodeState, goes_B: jax.Array, drawn: Drawn, hidden_BD: jax.Array, stops: Any
+    state: DecodeState, goes_B: jax.Array, sampled: Sampled, hidden_BD: jax.Array, stops: Any
 ) -> tuple[DecodeState, jax.Array]:
-    """(the state after a token of the slots that go on, which of them have ended with it)."""
+    """Returns (the state after one token of the slots that go on, which of them ended with it)."""
     step_B = goes_B.astype(jnp.int32)
-    count_B = state.drawn_B + step_B
-    over_B = jnp.isin(drawn.token_B, stops) | (count_B >= state.limit_B) | ~drawn.finite_B
+    count_B = state.sampled_B + step_B
+    over_B = jnp.isin(sampled.token_B, stops) | (count_B >= state.limit_B) | ~sampled.finite_B
     over_B = over_B & goes_B
     state = state._replace(
         length_B=state.length_B + step_B,
-        drawn_B=count_B,
+        sampled_B=count_B,
         hidden_BD=jnp.where(goes_B[:, None], hidden_BD, state.hidden_BD),
     )
-    return jax.lax.cond(jnp.any(over_B), end, lambda s, _: s, state, over_B), over_B
+    return end(state, over_B), over_B
 
 
 def end(state: DecodeState, over_B: jax.Array) -> DecodeState:
-    """The state without the sequences in these slots, and without prompts of which none is left."""
-    e = state.entries
-    column_P = jnp.arange(state.table_BP.shape[1])[None]
-    own_BP = (column_P >= state.shared_B[:, None]) & (column_P < state.used_B[:, None])
-    state = _release(state, state.table_BP, own_BP & over_B[:, None])
-    open_E = e.open_E.at[state.entry_B].add(-over_B.astype(jnp.int32), mode="drop")
-    return state._replace(active_B=state.active_B & ~over_B, entries=e._replace(open_E=open_E))
+    """Ends the sequences in these slots and frees their own pages."""
+
+    def ended(state: DecodeState) -> DecodeState:
+        e, place_P = state.requests, jnp.arange(state.table_BP.shape[1])[None]
+        own_BP = (place_P >= state.shared_B[:, None]) & (place_P < state.used_B[:, None])
+        state = _release(state, state.table_BP, own_BP & over_B[:, None])
+        less_B = -over_B.astype(jnp.int32)
+        unfinished_E = e.unfinished_E.at[state.request_B].add(less_B, mode="drop")
+        return state._replace(
+            active_B=state.active_B & ~over_B, requests=e._replace(unfinished_E=unfinished_E)
+        )
+
+    return jax.lax.cond(jnp.any(over_B), ended, lambda s: s, state)
 
 
 def close(state: DecodeState, page_tokens: int) -> DecodeState:
-    """The state without the prompts of which no sample is left."""
-    e = state.entries
-    over_E = (e.open_E <= 0) & (e.order_E < NEVER)
+    """Frees the requests, and their pages, whose samples have all ended."""
+    e = state.requests
+    over_E = (e.unfinished_E <= 0) & (e.order_E < NEVER)
 
-    def without(state: DecodeState) -> DecodeState:
-        column_P = jnp.arange(e.table_EP.shape[1])[None]
-        own_EP = column_P < -(-e.length_E // page_tokens)[:, None]
+    def closed(state: DecodeState) -> DecodeState:
+        place_P = jnp.arange(e.table_EP.shape[1])[None]
+        own_EP = place_P < -(-e.length_E // page_tokens)[:, None]
         state = _release(state, e.table_EP, own_EP & over_E[:, None])
-        order_E = jnp.where(over_E, NEVER, e.order_E)
-        return state._replace(entries=e._replace(order_E=order_E))
+        return state._replace(requests=e._replace(order_E=jnp.where(over_E, NEVER, e.order_E)))
 
-    return jax.lax.cond(jnp.any(over_E), without, lambda s: s, state)
+    return jax.lax.cond(jnp.any(over_E), closed, lambda s: s, state)
 
 
-def cancel(state: DecodeState, entry_W: Any, column_W: Any, page_tokens: int) -> DecodeState:
-    """The state without these samples, where they are still in slots."""
-    same_BW = (state.entry_B[:, None] == entry_W[None]) & (
-        state.column_B[:, None] == column_W[None]
-    )
-    return close(end(state, state.active_B & jnp.any(same_BW, axis=1)), page_tokens)
+def cancel(state: DecodeState, request_W: Any, index_W: Any, page_tokens: int) -> DecodeState:
+    """Ends these samples, by request and sample index, where they are still in slots."""
+    request_BW = state.request_B[:, None] == request_W[None]
+    index_BW = state.sample_index_B[:, None] == index_W[None]
+    gone_B = state.active_B & jnp.any(request_BW & index_BW, axis=1)
+    return close(end(state, gone_B), page_tokens)

@@ -1,7 +1,7 @@
-"""Where a response ends because its text does: strings that stop it, found on the host.
+"""Stop strings: find where a response's text completes one, on the host.
 
-The device knows tokens, not text, and draws on while the host reads. So a string is found after the
-fact, and what was drawn after the token that completes it is discarded.
+The device knows tokens, not text, and samples on while the host reads. The scheduler discards the
+tokens after the one that completes a string.
 """
 
 from collections.abc import Sequence
@@ -10,44 +10,37 @@ import numpy as np
 
 from dapo_jax.types import Detokenize
 
-# Tokens besides those that hold the string: some have no text, and a decoder may take a space off
-# the first.
+# Some tokens have no text, and a decoder may drop a space before the first.
 SPARE_TOKENS = 8
 
 
 def tail_tokens(strings: Sequence[str]) -> int:
-    """How many tokens before a new one can hold the beginning of a string that it completes: a
-    token of text is a byte of UTF-8 or more."""
+    """Returns how many tokens before a new one may hold the beginning of a string that it
+    completes: a token with text holds a byte of UTF-8 or more."""
     return max(len(string.encode()) for string in strings) + SPARE_TOKENS
 
 
-def completed_at(
+def first_completions(
     strings: Sequence[str],
     detokenize: Detokenize,
     sequences: Sequence[np.ndarray],
-    first_new: Sequence[int],
+    num_checked: Sequence[int],
 ) -> list[int | None]:
-    """For each sequence of tokens, how many of them there are up to the one that completes the
-    first string; None where the text holds none.
+    """Returns, for each sequence of tokens, its length up to the token that completes the first
+    string; None where its text holds none.
 
-    Only the end of a sequence is decoded, all of it only where a string is found there.
+    Only the end of a sequence is decoded, and all of it where a string is found there.
 
     Args:
         strings: at least one, none of them empty.
-        first_new: of each sequence, how many of its first tokens are known to hold none.
+        num_checked: leading tokens of each sequence that are known to hold no string.
     """
+    holds = lambda text: any(string in text for string in strings)
     before = tail_tokens(strings)
-    tails = [tokens[max(0, new - before) :] for tokens, new in zip(sequences, first_new)]
+    tails = [tokens[max(0, n - before) :] for tokens, n in zip(sequences, num_checked)]
     found: list[int | None] = []
-    for text, tokens, new in zip(detokenize(tails), sequences, first_new):
-        place = None
-        if _holds(text, strings):
-            ends = range(new + 1, len(tokens) + 1)
-            texts = detokenize([tokens[:end] for end in ends])
-            place = next((end for end, t in zip(ends, texts) if _holds(t, strings)), None)
-        found.append(place)
+    for text, tokens, n in zip(detokenize(tails), sequences, num_checked):
+        lengths = range(n + 1, len(tokens) + 1) if holds(text) else ()
+        texts = detokenize([tokens[:length] for length in lengths]) if lengths else ()
+        found.append(next((length for length, t in zip(lengths, texts) if holds(t)), None))
     return found
-
-
-def _holds(text: str, strings: Sequence[str]) -> bool:
-    return any(string in text for string in strings)

@@ -1,16 +1,15 @@
 """Attention of one query a sequence over the pages in use, by XLA.
 
-Sequences are sorted by length and taken in groups. A loop on the device goes through tiles, so many
-tokens of every sequence of one group, and ends with the longest of the group: what is read follows
-what there is, not the longest of all sequences, and nothing is compiled for lengths. The softmax is
-added up tile by tile (arXiv:1805.02867), for scores s and values v of the tile's tokens j:
+Sequences are sorted by length and taken in groups. A loop on the device goes through tiles, some
+tokens of every sequence of a group, and ends with the longest of the group. So the cost follows the
+tokens in the cache, and no program depends on lengths. The softmax is added up tile by tile
+(arXiv:1805.02867), for scores s and values v of the tile's tokens j:
 
     m' = max(m, max_j s_j),   z' = z e^(m - m') + sum_j e^(s_j - m'),
     o' = o e^(m - m') + sum_j e^(s_j - m') v_j,   attention = o / z at the end
 
-What comes out for a sequence does not depend on the others, to the last bit: tiles are of one shape
-and summed in one order, and one that lies beyond the sequence adds zeros to what m' = m leaves
-alone.
+Invariant: no bit of a sequence's output depends on the others. Tiles have one shape and are summed
+in one order; one beyond the sequence adds zeros, and m' = m.
 """
 
 from typing import Any, NamedTuple
@@ -23,33 +22,32 @@ Arrays = tuple[jax.Array, ...]
 
 
 class Tile(NamedTuple):
-    """So many sequences, and of each so many tokens (rounded up to whole pages)."""
+    """Size of a tile; its tokens are rounded up to whole pages."""
 
     sequences: int
     tokens: int
 
 
 def tile_on(platform: str) -> Tile:
-    """For a platform: on CPU what fits its caches (docs/log.md). Elsewhere, where each turn of a
-    loop has to pay, larger; not tuned."""
+    """Returns the tile that fits a CPU's caches (docs/log.md), or elsewhere a larger one."""
     return Tile(8, 32) if platform == "cpu" else Tile(64, 1024)
 
 
 class Tiles(NamedTuple):
-    """Which tiles there are for B sequences, S with those that fill up the last group: n groups."""
+    """The tiles of B sequences in n groups; S sequences with the padding of the last group."""
 
     from_S: jax.Array  # int32: the sequence in each place, sorted by length
-    place_B: jax.Array  # int32: the place of each
-    table_SP: jax.Array  # int32: pages, filled up to whole tiles
-    length_S: jax.Array  # int32: tokens; 0: none to attend for
+    place_B: jax.Array  # int32: each sequence's place
+    table_SP: jax.Array  # int32: pages, padded to whole tiles
+    length_S: jax.Array  # int32: tokens; 0: no query
     end_n: jax.Array  # int32: the first tile beyond each group
-    first_n: jax.Array  # int32
+    first_n: jax.Array  # int32: the first tile of each group
     group: int  # sequences
     pages: int  # of a sequence in a tile
 
     @classmethod
     def of(cls, table_BP: jax.Array, length_B: jax.Array, page_tokens: int, tile: Tile) -> "Tiles":
-        """For sequences of `length_B` tokens in the pages of their rows of the table."""
+        """Returns the tiles of sequences with `length_B` tokens."""
         B, P = table_BP.shape
         group, pages = min(B, tile.sequences), min(P, -(-tile.tokens // page_tokens))
         more = -B % group
@@ -70,12 +68,11 @@ class Tiles(NamedTuple):
         cache: Arrays,
         window: jax.Array | int | None,
     ) -> tuple[jax.Array, Arrays]:
-        """(what the last token of each sequence sees [B, K, G, H] in the dtype of the values, the
-        cache).
+        """Returns (attended values [B, K, G, H] of each sequence's last token, the cache).
 
         Args:
             cache: keys and values [L, pages, K, page, H].
-            window: a token sees the last so many; None: all.
+            window: how many of the last tokens a query sees; None: all.
         """
         B, K, G, H = q_BKGH.shape
         A = cache[0].shape[3]
@@ -84,7 +81,7 @@ class Tiles(NamedTuple):
         dtype = cache[1].dtype
 
         def one(carry: Any) -> Any:
-            # The cache goes through: a loop that only read it would get a copy of it.
+            # The cache is carried: a loop that only read it would get a copy.
             i, cache, m_SKG, z_SKG, o_SKGH = carry
             at = jnp.sum((self.end_n <= i).astype(jnp.int32))
             column = (i - self.first_n[at]) * c
@@ -93,21 +90,21 @@ class Tiles(NamedTuple):
             k, v = (x[layer, page_nc] for x in cache)  # [n, c, K, A, H]
             position_cA = (column + jnp.arange(c)[:, None]) * A + jnp.arange(A)[None]
             back_ncA = own(self.length_S)[:, None, None] - 1 - position_cA[None]
-            seen_ncA = back_ncA >= 0
+            mask_ncA = back_ncA >= 0
             if window is not None:
-                seen_ncA = seen_ncA & (back_ncA < window)
+                mask_ncA = mask_ncA & (back_ncA < window)
             q, m, z, o = map(own, (q_SKGH, m_SKG, z_SKG, o_SKGH))
-            # Page by page: products of one shape, which XLA's CPU backend runs as fast.
+            # Page by page: products of one shape are as fast on CPU.
             s = jnp.einsum("nKGH,ncKAH->ncKGA", q, k, preferred_element_type=jnp.float32)
-            s = jnp.where(seen_ncA[:, :, None, None], s * H**-0.5, BELOW_ALL)
+            s = jnp.where(mask_ncA[:, :, None, None], s * H**-0.5, BELOW_ALL)
             most = jnp.maximum(m, jnp.max(s, axis=(1, 4)))
             e = jnp.exp(s - most[:, None, :, :, None])
             less = jnp.exp(m - most)
             z = z * less + jnp.sum(jnp.sum(e, axis=4), axis=1)
-            seen = jnp.einsum(
+            more = jnp.einsum(
                 "ncKGA,ncKAH->ncKGH", e.astype(dtype), v, preferred_element_type=jnp.float32
             )
-            o = o * less[..., None] + jnp.sum(seen, axis=1)
+            o = o * less[..., None] + jnp.sum(more, axis=1)
             put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, at * n, axis=0)
             return i + 1, cache, put(m_SKG, most), put(z_SKG, z), put(o_SKGH, o)
 
@@ -116,6 +113,6 @@ class Tiles(NamedTuple):
         last = self.end_n[-1]
         end = jax.lax.while_loop(lambda carry: carry[0] < last, one, start)
         _, cache, _, z_SKG, o_SKGH = end
-        # Groups that had nothing to attend for have no sum.
+        # Groups without a query have no sum.
         out_SKGH = o_SKGH / jnp.where(z_SKG == 0, 1, z_SKG)[..., None]
         return out_SKGH[self.place_B].astype(dtype), cache

@@ -30,7 +30,6 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tran
 # Fields that may differ when a run is resumed: they do not change what is computed.
 MAY_CHANGE = (
     "train.num_steps",
-    "data.cache_dir",
     "checkpoint.every_steps",
     "checkpoint.keep_",
     "log.",
@@ -279,10 +278,10 @@ def check_same(old: dict[str, Any], config: Config, where: Any) -> None:
         if old.get(name) != new.get(name) and not name.startswith(MAY_CHANGE)
     ]
     ends = [values.get("train.num_steps") for values in (old, new)]
-    if ends[0] != ends[1] and config.optimizer.decay == "cosine":
+    if ends[0] != ends[1] and config.optimizer.final_rate_share is not None:
         differing.append(
             f"config.train.num_steps: {ends[0]} there, {ends[1]} now, and with "
-            "config.optimizer.decay 'cosine' the learning rate of every step depends on it"
+            "config.optimizer.final_rate_share the learning rate of every step depends on it"
         )
     if differing:
         raise UserError(

@@ -18,9 +18,9 @@ from dapo_jax.models import hf_weights
 from dapo_jax.models.sharding import fitting, make_mesh, param_shardings
 from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.engine_config import EngineConfig
 from dapo_jax.rollout.sampling import SamplingParams
-from dapo_jax.rollout.scheduler import GenerationLoop, NewTokens, Turn
-from dapo_jax.rollout.spec import EngineSpec
+from dapo_jax.rollout.scheduler import GenerationLoop, NewTokens, SchedulerOutput
 from dapo_jax.types import Problem, Response, StopRequested, UserError
 from dapo_jax.utils.progress import Progress, duration
 from dapo_jax.utils.telemetry import Telemetry
@@ -121,7 +121,7 @@ def one(request: Request, prompt: str | Sequence[int], *, as_json: bool) -> int 
     streams = None if as_json else _Streams(request.num_samples, writer.stream, sys.stdout)
     ended: dict[int, Response] = {}
     for turn in writer.turns([problem], stream=not as_json):
-        ended |= {e.sample: e.response for e in turn.ended}
+        ended |= {e.sample: e.response for e in turn.finished}
         if streams is not None and turn.tokens:
             streams.show(turn.tokens)
     if as_json and writer.stopped_by is None:
@@ -158,10 +158,10 @@ def many(request: Request, source: Path, target: Path) -> int | None:
     begun = reported = time.monotonic()
     with target.open("a", encoding="utf-8") as out:
         for turn in writer.turns(problems):
-            for index, sample, response in turn.ended:
+            for index, sample, response in turn.finished:
                 ended[index][sample] = response
                 tokens += len(response.tokens)
-            num += len(turn.ended)
+            num += len(turn.finished)
             # In the order of the prompts, so that a stopped file is a beginning of the whole one.
             while written < len(problems) and len(ended[written]) == request.num_samples:
                 said = lines[done + written] | _said(problems[written], ended[written])
@@ -169,7 +169,7 @@ def many(request: Request, source: Path, target: Path) -> int | None:
                 out.flush()
                 written += 1
             now, total = time.monotonic(), len(problems) * request.num_samples
-            if num and turn.ended and (now - reported > REPORT_EVERY_SECONDS or num == total):
+            if num and turn.finished and (now - reported > REPORT_EVERY_SECONDS or num == total):
                 reported = now
                 writer.progress.say(
                     f"{num} of {total} samples, {tokens / (now - begun):,.0f} tokens per second, "
@@ -215,7 +215,9 @@ class _Writer:
             return lambda token: f"{token} "
         return text_stream(self.tokenizer)
 
-    def turns(self, problems: Sequence[Problem], *, stream: bool = False) -> Iterator[Turn]:
+    def turns(
+        self, problems: Sequence[Problem], *, stream: bool = False
+    ) -> Iterator[SchedulerOutput]:
         """Yields after each engine call, until all responses have ended or a signal came.
 
         Args:
@@ -226,7 +228,7 @@ class _Writer:
         mesh, shards = make_mesh(layout), layout.data * layout.fsdp
         up = lambda n, multiple: n + -n % multiple
         longest = max(len(problem.prompt_tokens) for problem in problems)
-        spec = EngineSpec(
+        engine_config = EngineConfig(
             model=c,
             layout=layout,
             slots=up(min(request.slots, len(problems) * request.num_samples), shards),
@@ -253,7 +255,7 @@ class _Writer:
                     say=self.progress.say,
                     check_stop=watch.moving(signals.check),
                 )
-                engine = DecoderEngine(spec, mesh)
+                engine = DecoderEngine(engine_config, mesh)
                 telemetry.phase("the device")
                 with engine.weights(params):
                     loop = GenerationLoop(
@@ -268,7 +270,7 @@ class _Writer:
                         ),
                         telemetry,
                     )
-                    for turn in loop.turns():
+                    for turn in loop.run():
                         yield turn
                         telemetry.check_stop()
             except StopRequested:

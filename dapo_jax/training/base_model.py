@@ -1,8 +1,7 @@
-"""The base model's parameters: read from the run directory or the cache, else made and kept.
+"""The base model's parameters: loaded, made at random, or fitted and kept for other runs.
 
-A base is a function of the config fields it depends on, the code that makes it and the versions it
-runs on; their hash names it in the cache, so that every run and ablation from one seed starts from
-the same base, made once.
+A fitted base is a function of the config fields, the code and the versions that it depends on.
+Their hash names it in the user's cache, so runs and ablations of one seed share one base.
 """
 
 import dataclasses
@@ -29,20 +28,19 @@ from dapo_jax.training import packing, pretrain
 from dapo_jax.types import RunError, UserError
 
 REPORT_EVERY_STEPS = 50
-CODE = (
-    arithmetic, xla, kernels, packing, log_probs, decoder, pretrain, rotary,
-    tokenizer,
-)  # fmt: skip
+CODE = arithmetic, xla, kernels, packing, log_probs, decoder, pretrain, rotary, tokenizer
 
 
 def fingerprint(config: Config) -> str:
-    """Hash of all that the base model depends on."""
+    """Returns a hash of everything that a fitted base model depends on."""
     assert config.pretrain is not None
     digest = hashlib.sha256()
     fields = {
         "seed": config.seed,
         "model": dataclasses.asdict(config.model),
         "pretrain": dataclasses.asdict(config.pretrain),
+        "levels": pretrain.levels(config),
+        "row_tokens": config.train.row_tokens,
         "max_response_tokens": config.rollout.max_response_tokens,
         "devices": [jax.device_count(), jax.default_backend(), jax.__version__],
     }
@@ -61,103 +59,106 @@ def load_or_make(
     say: Callable[[str], None],
     check_stop: Callable[[], None],
     process_group: ProcessGroup = ALONE,
-) -> tuple[decoder.Params, dict[str, Any]]:
-    """(parameters laid out for the mesh, what is known of them: `seconds` it took to make).
+) -> tuple[decoder.Params, float]:
+    """Returns the parameters, laid out for the mesh, and the seconds that it took to make them.
 
     Args:
         directory: where the run keeps its own copy; None: there is no run.
         say: prints a line of progress.
         check_stop: called between steps; raises to abandon the fit.
-        them: the processes of the run, which see the same `directory`. The cache is the first's.
+        process_group: the processes of the run, which see the same `directory`. Only the primary
+            uses the cache.
 
     Raises:
         UserError: the checkpoint of `config.model.path` does not fit or cannot be read.
     """
-    shardings = param_shardings(config.model, config.mesh, mesh)
+    start = time.monotonic()
     if config.model.path is not None:
-        start = time.monotonic()
+        shardings = param_shardings(config.model, config.mesh, mesh)
         params = hf_weights.load(config.model, shardings, say=say, check_stop=check_stop)
-        return params, {"seconds": time.monotonic() - start}
+        return params, time.monotonic() - start
     if config.pretrain is None:
         say("base model: random parameters, from config.seed")
-        return initial_params(config.model, config.mesh, mesh, config.seed), {"seconds": 0.0}
-    like = jax.tree.map(
-        lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
-        decoder.param_shapes(config.model),
-        shardings,
-    )
+        return initial_params(config.model, config.mesh, mesh, config.seed), 0.0
     cache = _cache_directory() / fingerprint(config)
-    if process_group.count > 1:
-        # The others may not see the cache, and must not find what the first is copying.
-        assert directory is not None
-        if process_group.is_primary and cache.is_dir() and not directory.is_dir():
-            _copy(cache, directory)
-        process_group.all_gather(None)
-    restored = None if directory is None else _restore(directory, like)
+    directory = directory or cache
+    copies = directory != cache and process_group.is_primary  # from and to the cache
+    if found := copies and cache.is_dir() and not directory.is_dir():
+        _copy(cache, directory)
+    replaceable = any(process_group.all_gather(found)) or directory == cache
+    try:
+        restored = _restore(config, mesh, directory)
+    except UserError as error:
+        if not replaceable:
+            raise
+        say(f"base model: the cached one cannot be used, and is made again. {error}")
+        restored = None
     if restored is not None:
         say(f"base model: reusing {directory}")
         return restored
-    if process_group.count == 1:
-        try:
-            restored = _restore(cache, like)
-        except UserError as error:  # a cache is nobody's only copy: make the base again
-            say(f"base model: the cached one is not usable. {error}")
-    if restored is not None:
-        say(f"base model: reusing {cache}")
-        if directory is not None:
-            _copy(cache, directory)
-        return restored
 
-    p, start = config.pretrain, time.monotonic()
-    say(f"base model: fitting {p.num_steps} steps on generated text of mixed quality")
+    params = _fit(config, mesh, tokenizer, say, check_stop)
+    seconds = time.monotonic() - start
+    if replaceable and process_group.is_primary:
+        shutil.rmtree(directory, ignore_errors=True)
+    process_group.all_gather(None)
+    try:
+        with Checkpoints(directory, keep_newest=1, keep_best=0) as checkpoints:
+            checkpoints.save(0, params, {"seconds": seconds}, accuracy=None)
+            checkpoints.wait()
+    except (OSError, RunError, UserError) as error:
+        if directory != cache:
+            raise
+        say(f"base model: not cached for other runs ({error})")
+    if copies:
+        try:
+            _copy(directory, cache)
+        except OSError as error:
+            say(f"base model: not cached for other runs ({error})")
+    process_group.all_gather(None)
+    return params, seconds
+
+
+def _fit(
+    config: Config,
+    mesh: Mesh,
+    tokenizer: Any,
+    say: Callable[[str], None],
+    check_stop: Callable[[], None],
+) -> decoder.Params:
+    """Makes the base model, and reports its progress."""
+    assert config.pretrain is not None
+    num_steps, start = config.pretrain.num_steps, time.monotonic()
+    say(f"base model: fitting {num_steps} steps on generated text of mixed quality")
 
     def report(step: int, loss: float) -> None:
         check_stop()
-        if step % REPORT_EVERY_STEPS and step != p.num_steps:
-            return
-        elapsed = time.monotonic() - start
-        left = elapsed / step * (p.num_steps - step)
-        say(f"  base {step:5d}/{p.num_steps}  loss {loss:.3f} nats/token  {left:4.0f} s left")
+        if step % REPORT_EVERY_STEPS == 0 or step == num_steps:
+            left = (time.monotonic() - start) / step * (num_steps - step)
+            say(f"  base {step:5d}/{num_steps}  loss {loss:.3f} nats/token  {left:4.0f} s left")
 
-    params = pretrain.make_base(config, mesh, tokenizer, report)
-    about = {"seconds": time.monotonic() - start}
-    if directory is not None:
-        _save(directory, params, about)
-    try:
-        if process_group.count > 1:
-            if process_group.is_primary:
-                assert directory is not None
-                _copy(directory, cache)
-            process_group.all_gather(None)
-            return params, about
-        temporary = _beside(cache)
-        _save(temporary, params, about)
-        _put(temporary, cache)
-    except (OSError, RunError, UserError) as error:
-        say(f"base model: not cached for other runs ({error})")
-    return params, about
+    return pretrain.make_base(config, mesh, tokenizer, report)
 
 
-def _save(place: Path, params: decoder.Params, about: dict[str, Any]) -> None:
+def _restore(config: Config, mesh: Mesh, place: Path) -> tuple[decoder.Params, float] | None:
+    """Returns the parameters and seconds that are kept in a place, if any."""
+    if not place.is_dir():
+        return None
+    like = jax.tree.map(
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+        decoder.param_shapes(config.model),
+        param_shardings(config.model, config.mesh, mesh),
+    )
     with Checkpoints(place, keep_newest=1, keep_best=0) as checkpoints:
-        checkpoints.save(0, params, about, accuracy=None)
-        checkpoints.wait()
+        restored = checkpoints.restore(like)
+    return None if restored is None else (restored[1], restored[2]["seconds"])
 
 
 def _copy(source: Path, target: Path) -> None:
-    """The whole directory at once, or nothing: a kill in the middle leaves only a temporary one."""
-    temporary = _beside(target)
-    shutil.copytree(source, temporary)
-    _put(temporary, target)
-
-
-def _beside(target: Path) -> Path:
-    """A name for what is to become `target`."""
+    """Copies a directory. A kill halfway leaves the target as it was."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    return target.with_name(f".{target.name}.{os.getpid()}.tmp")
-
-
-def _put(temporary: Path, target: Path) -> None:
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    shutil.copytree(source, temporary)
     shutil.rmtree(target, ignore_errors=True)
     temporary.rename(target)
 
@@ -165,11 +166,3 @@ def _put(temporary: Path, target: Path) -> None:
 def _cache_directory() -> Path:
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "dapo_jax" / "base"
-
-
-def _restore(place: Path, like: Any) -> tuple[decoder.Params, dict[str, Any]] | None:
-    if not place.is_dir():
-        return None
-    with Checkpoints(place, keep_newest=1, keep_best=0) as checkpoints:
-        restored = checkpoints.restore(like)
-    return None if restored is None else restored[1:]

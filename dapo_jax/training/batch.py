@@ -1,7 +1,7 @@
-"""From scored groups to what a batch is trained on: rewards, advantages, weights in the loss.
+"""From scored groups to columns of a batch: shaped rewards, advantages, corrections.
 
-All of it is NumPy on the host. Rewards and advantages are made once for the whole batch of a
-rollout step; weights in the loss for each of its mini-batches.
+All of it is NumPy on the host. `training.learner` calls it: rewards and advantages once for the
+whole batch of a rollout step, corrections for each of its mini-batches.
 """
 
 import bisect
@@ -16,30 +16,29 @@ from dapo_jax.config import Config
 from dapo_jax.rewards.types import soft_overlong_punishment
 from dapo_jax.types import Group, Response, RunError, Samples, Verdict
 
-BLOCK_TOKENS = 64  # decoded at once where steps are looked for
-# Decoded before a block: a character of four bytes may be as many tokens.
-CONTEXT_TOKENS = 8
+BLOCK_TOKENS = 64  # decoded at once to find the tokens of steps
+CONTEXT_TOKENS = 8  # decoded before a block, since one character may be several tokens
 
 
 def reward_components(config: Config, group: Group) -> np.ndarray:
-    """The reward by each scorer and the soft overlong punishment of each response, float64
-    [G, K + 1]. A source with fewer scorers than another has zeros in the place of the rest."""
+    """Returns the components of the reward of each response, float64 [G, C]: one for each scorer,
+    0 where a source has fewer, and the soft overlong punishment (DAPO eq. 13)."""
     punishment_G = soft_overlong_punishment(
         np.array([len(response.tokens) for response in group.responses]),
         max_response_tokens=config.rollout.max_response_tokens,
         buffer_tokens=config.reward.overlong_buffer_tokens,
         penalty=config.reward.overlong_penalty,
     )
-    components_GK = np.zeros((len(group.responses), config.num_scorers + 1))
-    for components_K, verdict in zip(components_GK, group.verdicts):
+    components_GC = np.zeros((len(group.responses), config.num_scorers + 1))
+    for components_C, verdict in zip(components_GC, group.verdicts):
         rewards = verdict.rewards or (verdict.reward,)
-        components_K[: len(rewards)] = rewards
-    components_GK[:, -1] = punishment_G
-    return components_GK
+        components_C[: len(rewards)] = rewards
+    components_GC[:, -1] = punishment_G
+    return components_GC
 
 
 def shaped_rewards(config: Config, group: Group) -> np.ndarray:
-    """Sum of the reward's components of each response, float64 [G]."""
+    """Returns the shaped reward of each response, the sum of its components, float64 [G]."""
     return reward_components(config, group).sum(axis=1)
 
 
@@ -49,19 +48,18 @@ def make_samples(
     step: int,
     detokenize: Callable[[list[np.ndarray]], list[str]],
 ) -> Samples:
-    """Every response of the groups, in their order.
+    """Returns the responses of the groups as columns, in their order.
 
     Args:
-        detokenize: for process supervision, which finds the tokens of steps named in characters.
+        detokenize: for process supervision, whose scorers name steps by characters.
 
     Raises:
-        RunError: process supervision without a step in any response.
+        RunError: process supervision, and no response has a step.
     """
     o = config.objective
     responses = [(q, group, r) for q, group in enumerate(groups) for r in group.responses]
     verdicts = [verdict for group in groups for verdict in group.verdicts]
-    # A response whose logits were not finite, or that no scorer could judge, says nothing of its
-    # prompt.
+    # Not of use for its prompt: logits that were not finite, or no verdict of a scorer.
     valid_R = np.array(
         [not (r.invalid or v.failed) for (_, _, r), v in zip(responses, verdicts)], bool
     )
@@ -76,98 +74,95 @@ def make_samples(
         )
         if responses and not (any(steps) or o.advantage_args["outcome_as_step"]):
             raise RunError(
-                f"step {step}: no response has a step, and config.objective.advantage "
-                "'grpo-process' is of the rewards of steps. Give config.reward.scorer one that "
-                "returns steps (docs/objective.md), or set config.objective.advantage_args."
-                "outcome_as_step to True."
+                f"step {step}: no response has a step, and config.objective.advantage is "
+                "'grpo-process'. Set config.reward.scorer to one that returns steps "
+                "(docs/objective.md), or config.objective.advantage_args.outcome_as_step to True."
             )
     return Samples(
         prompts=tuple(group.problem.prompt_tokens for _, group, _ in responses),
-        tokens_N=joined([r.tokens for _, _, r in responses], np.int32),
-        log_prob_N=joined([r.log_probs for _, _, r in responses], np.float32),
+        tokens_M=joined([r.tokens for _, _, r in responses], np.int32),
+        log_prob_M=joined([r.log_probs for _, _, r in responses], np.float32),
         lengths_R=np.array([len(r.tokens) for _, _, r in responses], int),
         groups_R=np.array([q for q, _, _ in responses], int),
-        lag_N=step - joined([_versions(group, r) for _, group, r in responses], int),
+        staleness_M=step - joined([_versions(group, r) for _, group, r in responses], int),
         trained_R=valid_R & ~overlong_R,
         counted_R=valid_R & (~overlong_R | o.overlong_in_baseline),
-        rewards_RK=np.concatenate([np.zeros((0, config.num_scorers + 1)), *components]),
+        rewards_RC=np.concatenate([np.zeros((0, config.num_scorers + 1)), *components]),
         steps=steps,
     )
 
 
-def reward_kl(log_prob_N: np.ndarray, log_prob_ref_N: np.ndarray, *, estimator: str) -> np.ndarray:
-    """Estimates of KL(policy || reference) for the reward, nats per token, float64 [N].
+def reward_kl(log_prob_M: np.ndarray, log_prob_ref_M: np.ndarray, *, estimator: str) -> np.ndarray:
+    """Returns estimates of KL(policy || reference) for the reward, nats per token, float64 [M].
 
-    The values of `objective.kl_estimate`, in NumPy: N differs from step to step, and each N would
-    be one more program for XLA to compile.
+    The values of `surrogate.kl_estimate`, in NumPy: M differs from step to step, and XLA would
+    compile a program for each M.
 
     Args:
-        log_prob_N: under the policy that sampled, float32.
-        log_prob_ref_N: under the reference.
+        log_prob_M: under the policy that sampled, float32.
+        log_prob_ref_M: under the reference.
         estimator: k1, abs, k2 or k3.
     """
-    d_N = (log_prob_N - log_prob_ref_N).astype(np.float64)
-    if estimator == "k1":
-        return d_N
-    if estimator == "abs":
-        return np.abs(d_N)
-    if estimator == "k2":
-        return 0.5 * d_N**2
-    assert estimator == "k3", estimator
-    bounded_N = np.clip(d_N, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return np.clip(np.expm1(-bounded_N) + bounded_N, -MAX_K3, MAX_K3)
+    d_M = (log_prob_M - log_prob_ref_M).astype(np.float64)
+    bounded_M = np.clip(d_M, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return {
+        "k1": d_M,
+        "abs": np.abs(d_M),
+        "k2": 0.5 * d_M**2,
+        "k3": np.clip(np.expm1(-bounded_M) + bounded_M, -MAX_K3, MAX_K3),
+    }[estimator]
 
 
 def estimate_advantages(
     config: Config,
     samples: Samples,
     *,
-    kl_penalty_N: np.ndarray | None = None,
-    values_N: np.ndarray | None = None,
+    kl_penalty_M: np.ndarray | None = None,
+    values_M: np.ndarray | None = None,
     baselines_R: np.ndarray | None = None,
 ) -> advantages.Advantages:
-    """Advantages, and returns where there is a critic, of every token of the batch [N]; 0 for
-    tokens that are not trained.
+    """Returns advantages, and returns where there is a critic, of every token of the batch [M]; 0
+    for tokens that are not trained.
 
     Args:
-        kl_penalty_N: coefficient times KL estimate of each token, taken from its reward.
-        values_N: the critic's value before each token.
+        kl_penalty_M: coefficient times KL estimate of each token, subtracted from its reward.
+        values_M: the critic's value before each token.
         baselines_R: reward of the greedy response to the same prompt.
     """
-    trained_N = np.repeat(samples.trained_R, samples.lengths_R)
+    trained_M = np.repeat(samples.trained_R, samples.lengths_R)
     counted_R = samples.counted_R
-    # What is left out of the baseline is not trained either: it has no token here.
+    # A response outside the baseline is not trained either, and has no token here.
     lengths_R = np.where(samples.trained_R, samples.lengths_R, 0)[counted_R]
-    components_RK = samples.rewards_RK[counted_R]
-    rewards_R = components_RK.sum(axis=1)
-    token_rewards_N = np.zeros(int(trained_N.sum()))
-    token_rewards_N[np.cumsum(lengths_R)[lengths_R > 0] - 1] = rewards_R[lengths_R > 0]
-    if kl_penalty_N is not None:
-        penalty_R = np.bincount(samples.response_N, weights=kl_penalty_N, minlength=len(counted_R))
+    components_RC = samples.rewards_RC[counted_R]
+    rewards_R = components_RC.sum(axis=1)
+    token_rewards_M = np.zeros(int(trained_M.sum()))
+    token_rewards_M[np.cumsum(lengths_R)[lengths_R > 0] - 1] = rewards_R[lengths_R > 0]
+    if kl_penalty_M is not None:
+        penalty_R = np.bincount(samples.response_M, weights=kl_penalty_M, minlength=len(counted_R))
         rewards_R = rewards_R - penalty_R[counted_R]
-        token_rewards_N = token_rewards_N - kl_penalty_N[trained_N]
+        token_rewards_M = token_rewards_M - kl_penalty_M[trained_M]
     outcomes = advantages.Outcomes(
         rewards_R=rewards_R,
-        components_RK=components_RK,
+        components_RC=components_RC,
         groups_R=samples.groups_R[counted_R],
         lengths_R=lengths_R,
         drawn_R=samples.lengths_R[counted_R],
-        token_rewards_N=token_rewards_N,
+        token_rewards_M=token_rewards_M,
         steps=tuple(s for s, counted in zip(samples.steps, counted_R) if counted),
         baselines_R=None if baselines_R is None else baselines_R[counted_R],
-        values_N=None if values_N is None else values_N[trained_N].astype(np.float64),
+        values_M=None if values_M is None else values_M[trained_M].astype(np.float64),
     )
     o = config.objective
     result = advantages.estimate(o.advantage, outcomes, o.advantage_args)
 
     def everywhere(x_n: np.ndarray) -> np.ndarray:
-        out_N = np.zeros(len(trained_N))
-        out_N[trained_N] = x_n
-        return out_N
+        out_M = np.zeros(len(trained_M))
+        out_M[trained_M] = x_n
+        return out_M
 
     return advantages.Advantages(
-        everywhere(result.advantage_N),
-        None if result.return_N is None else everywhere(result.return_N),
+        everywhere(result.advantage_M),
+        None if result.return_M is None else everywhere(result.return_M),
     )
 
 
@@ -175,73 +170,74 @@ def finished_columns(
     config: Config,
     columns: Mapping[str, np.ndarray],
     lengths_R: np.ndarray,
-    log_prob_rollout_N: np.ndarray,
+    log_prob_rollout_M: np.ndarray,
     *,
-    current_N: np.ndarray | None,
-    priority_N: np.ndarray,
+    current_M: np.ndarray | None,
+    priority_M: np.ndarray,
 ) -> dict[str, np.ndarray]:
-    """The columns of a mini-batch with its corrections and its choice of tokens.
+    """Returns the columns of a mini-batch with its importance correction and selected tokens.
 
     Adds `correction_BT` and `selected_BT`; tokens that a correction rejects leave `mask_BT`.
 
     Args:
-        columns: of the mini-batch's tokens [N], by the names of `Rows`.
+        columns: of the mini-batch's tokens [M], by the names of `Rows`.
         lengths_R: tokens of each response.
-        log_prob_rollout_N: under the distribution sampled from.
-        current_N: log-probs at the parameters of the coming gradient, where something needs them.
-        priority_N: random numbers for Clip-Cov's choice, see `covariance.select_clip_cov`.
+        log_prob_rollout_M: under the distribution sampled from.
+        current_M: log-probs at the parameters of the next gradient, where the loss or the
+            correction needs them.
+        priority_M: random numbers, see `covariance.select_clip_cov`.
     """
     o, settings = config.objective, config.correction
-    mask_N = columns["mask_BT"]
+    mask_M = columns["mask_BT"]
     out = dict(columns)
-    out["correction_BT"] = mask_N.astype(np.float64)
+    out["correction_BT"] = mask_M.astype(np.float64)
     if settings is not None:
-        compared_N = columns["log_prob_old_BT"] if settings.policy == "old" else current_N
-        assert compared_N is not None
+        compared_M = columns["log_prob_old_BT"] if settings.policy == "old" else current_M
+        assert compared_M is not None
         correction = importance_correction.correct(
             settings,
-            compared_N[mask_N],
-            log_prob_rollout_N[mask_N],
-            columns["advantage_BT"][mask_N],
-            kept_lengths(mask_N, lengths_R),
+            compared_M[mask_M],
+            log_prob_rollout_M[mask_M],
+            columns["advantage_BT"][mask_M],
+            kept_lengths(mask_M, lengths_R),
         )
-        out["correction_BT"][mask_N] = correction.weight_N
-        out["mask_BT"] = mask_N.copy()
-        out["mask_BT"][mask_N] = correction.kept_N
-        mask_N = out["mask_BT"]
-    if o.loss in ("kl-cov", "clip-cov") and mask_N.any():
-        assert current_N is not None
-        selected_N = np.zeros(len(mask_N), bool)
-        taken, args = lambda x_N: x_N[mask_N], o.loss_args
+        out["correction_BT"][mask_M] = correction.weight_M
+        out["mask_BT"] = mask_M.copy()
+        out["mask_BT"][mask_M] = correction.kept_M
+        mask_M = out["mask_BT"]
+    if o.loss in ("kl-cov", "clip-cov") and mask_M.any():
+        assert current_M is not None
+        selected_M = np.zeros(len(mask_M), bool)
+        taken, args = lambda x_M: x_M[mask_M], o.loss_args
         if o.loss == "kl-cov":
-            selected_N[mask_N] = covariance.select_kl_cov(
-                taken(current_N), taken(columns["advantage_BT"]), cov_share=args["cov_share"]
+            selected_M[mask_M] = covariance.select_kl_cov(
+                taken(current_M), taken(columns["advantage_BT"]), cov_share=args["cov_share"]
             )
         else:
             assert o.clip_low is not None and o.clip_high is not None
-            selected_N[mask_N] = covariance.select_clip_cov(
-                taken(current_N),
+            selected_M[mask_M] = covariance.select_clip_cov(
+                taken(current_M),
                 taken(columns["log_prob_old_BT"]),
                 taken(columns["advantage_BT"]),
-                taken(priority_N),
+                taken(priority_M),
                 **args,
                 clip_low=o.clip_low,
                 clip_high=o.clip_high,
             )
-        out["selected_BT"] = selected_N
+        out["selected_BT"] = selected_M
     return out
 
 
-def kept_lengths(mask_N: np.ndarray, lengths_R: np.ndarray) -> np.ndarray:
-    """How many tokens of each response the mask keeps [R]."""
-    responses_N = np.repeat(np.arange(len(lengths_R)), lengths_R)
-    return np.bincount(responses_N[mask_N], minlength=len(lengths_R))
+def kept_lengths(mask_M: np.ndarray, lengths_R: np.ndarray) -> np.ndarray:
+    """Returns how many tokens of each response the mask keeps [R]."""
+    responses_M = np.repeat(np.arange(len(lengths_R)), lengths_R)
+    return np.bincount(responses_M[mask_M], minlength=len(lengths_R))
 
 
 def adapted_kl_coefficient(
     coefficient: float, kl: float, *, target: float, horizon: int, num_responses: int
 ) -> float:
-    """The coefficient of the KL in the reward after a step whose KL was `kl`.
+    """Returns the coefficient of the KL in the reward after a step whose KL was `kl`.
 
         coefficient (1 + clip(kl / target - 1, -0.2, 0.2) num_responses / horizon)
 
@@ -252,8 +248,19 @@ def adapted_kl_coefficient(
     return coefficient * (1.0 + error * num_responses / horizon)
 
 
+def next_kl_coefficient(
+    config: Config, coefficient: float, numbers: Mapping[str, Any], groups: Sequence[Group]
+) -> float:
+    """Returns the coefficient of the KL in the reward for the step after this one."""
+    target, horizon = config.objective.reward_kl_target, config.objective.reward_kl_horizon
+    if target is None or horizon is None or "reward/kl" not in numbers:
+        return coefficient
+    n, kl = sum(len(group.responses) for group in groups), numbers["reward/kl"]
+    return adapted_kl_coefficient(coefficient, kl, target=target, horizon=horizon, num_responses=n)
+
+
 def _versions(group: Group, response: Response) -> np.ndarray:
-    """The rollout step whose parameters drew each token."""
+    """Returns the rollout step whose parameters sampled each token."""
     if response.versions is not None:
         return response.versions
     return np.full(len(response.tokens), group.step)
@@ -262,10 +269,10 @@ def _versions(group: Group, response: Response) -> np.ndarray:
 def _steps_in_tokens(
     response: Response, verdict: Verdict, detokenize: Callable[[list[np.ndarray]], list[str]]
 ) -> tuple[tuple[int, float], ...]:
-    """(tokens up to the end of the step, reward) of each step that the scorer named by the
-    characters up to its end. A step that ends with the text ends with the response.
+    """Returns (tokens up to the end of the step, reward) of each step. Scorers name a step by the
+    characters up to its end; a step that ends with the text ends with the response.
 
-    The response is decoded once, in blocks; then the one block in which a step ends is searched.
+    The response is decoded once, in blocks; then the block in which a step ends is searched.
     """
     tokens = response.tokens
     if not (verdict.steps and len(tokens)):
@@ -276,11 +283,11 @@ def _steps_in_tokens(
         [len(text) for text in detokenize([tokens[i:j] for i, j in zip(firsts, ends)])]
         for ends in (starts, [start + BLOCK_TOKENS for start in starts])
     )
-    # Characters up to the beginning of each block, and of the response.
+    # Characters before each block, and in the whole response.
     offsets = np.cumsum([0, *(b - a for a, b in zip(before, whole))]).tolist()
 
     def place(end: int) -> int:
-        if end >= offsets[-1]:  # with what follows the text: the end-of-sequence token
+        if end >= offsets[-1]:  # the end-of-sequence token, which has no text, belongs to it
             return len(tokens)
         if end <= 0:
             return 1

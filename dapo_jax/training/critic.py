@@ -1,8 +1,8 @@
 """The critic of PPO: a value model of the policy's architecture, fitted to returns.
 
-The value of position t is of the state before the token at t: what is to be had from there on. It
-is read off the hidden state that predicts that token by a linear head, which starts at 0; the
-decoder below it starts as a copy of the base model.
+The value at position t is the expected return from the token at t on. A linear head, which starts
+at 0, reads it from the hidden state that predicts that token. The decoder starts as a copy of the
+base model.
 """
 
 import dataclasses
@@ -16,14 +16,15 @@ from jax.sharding import Mesh
 
 from dapo_jax.algorithms.surrogate import clamp
 from dapo_jax.config import Config, OptimizerConfig
-from dapo_jax.models import decoder as model
-from dapo_jax.models import log_probs
+from dapo_jax.models import decoder, log_probs
 from dapo_jax.models.attention import zigzag
-from dapo_jax.models.sharding import head_layout, param_shardings, replicated, row_sharding
-from dapo_jax.training.optimizer import make_optimizer, moment_shardings
+from dapo_jax.models.sharding import head_layout, param_shardings, replicated
+from dapo_jax.training.optimizer import moment_shardings
 from dapo_jax.training.step import (
     TrainState,
     compile_map,
+    jit_update,
+    new_state,
     optimizer_step,
     summed_gradient,
 )
@@ -32,12 +33,14 @@ from dapo_jax.utils.precision import at_least_float32
 
 
 class CriticParams(NamedTuple):
-    decoder: Any  # model.Params, or what stands for it: shardings, moments
-    head_D: Any  # [D]
+    """Parameters of the critic, or a tree of the same structure."""
+
+    decoder: Any  # decoder.Params
+    head_D: Any
 
 
 class CriticSums(NamedTuple):
-    """Statistics of trained tokens, added up over micro-batches."""
+    """Sums over trained tokens and micro-batches."""
 
     tokens: jax.Array
     loss: jax.Array  # weighted numerator of the mini-batch's loss
@@ -58,7 +61,7 @@ def value_loss(
     *,
     value_clip: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """(loss of each token, whether the clipped side is the larger), 0 outside the mask.
+    """Returns (loss of each token, whether the clipped side is the larger), 0 outside the mask.
 
         L_t = max((V_t - R_t)^2, (clip(V_t, V_old - c, V_old + c) - R_t)^2) / 2
 
@@ -69,7 +72,7 @@ def value_loss(
     moved_BT = clamp(value_BT - value_old_BT, -value_clip, value_clip)
     plain_BT = (value_BT - return_BT) ** 2
     clipped_BT = (value_old_BT + moved_BT - return_BT) ** 2
-    # Within the clip both sides are one number, but not to the last bit.
+    # Within the clip both sides are equal but for rounding.
     beyond_BT = jnp.abs(value_BT - value_old_BT) > value_clip
     worse_BT = beyond_BT & (clipped_BT > plain_BT)
     return 0.5 * jnp.where(worse_BT, clipped_BT, plain_BT), worse_BT
@@ -78,10 +81,10 @@ def value_loss(
 def row_values(
     config: Config, params: CriticParams, rows: Rows, mesh: Mesh | None = None
 ) -> jax.Array:
-    """Value before each token, float32 [B, T]; 0 for the first of a row.
+    """Returns the value at each token, float32 [B, T]; 0 for the first of a row.
 
     Args:
-        mesh: that the parameters and rows lie on; None: one device.
+        mesh: of the parameters and rows; None: one device.
     """
     layout = None if mesh is None else head_layout(config.model, config.mesh, mesh)
     hidden_BTD = log_probs.row_hidden(
@@ -93,13 +96,12 @@ def row_values(
         params.head_D.astype(hidden_BTD.dtype),
         preferred_element_type=jnp.float32,
     )
-    parts = 1 if layout is None else layout.context
-    value_BT = zigzag.to_rows(value_BT, parts)
+    value_BT = zigzag.to_rows(value_BT, 1 if layout is None else layout.context)
     return log_probs.to_own_token(value_BT)
 
 
 def optimizer_config(config: Config) -> OptimizerConfig:
-    """The policy's optimiser at the critic's rate."""
+    """Returns the policy's optimiser config with the critic's rate."""
     assert config.critic is not None
     return dataclasses.replace(
         config.optimizer,
@@ -108,39 +110,35 @@ def optimizer_config(config: Config) -> OptimizerConfig:
     )
 
 
-def init_state(config: Config, params: model.Params) -> TrainState:
-    """The critic before the first update, from the parameters of the base model; jittable."""
-    copied = jax.tree.map(jnp.copy, params)
+def init_state(config: Config, params: decoder.Params) -> TrainState:
+    """Returns the critic before its first update, from the base model's parameters; jittable."""
     head_D = jnp.zeros(config.model.hidden_size, jnp.dtype(config.model.param_dtype))
-    critic = CriticParams(copied, head_D)
-    moments = make_optimizer(optimizer_config(config)).init(critic)
-    return TrainState(critic, moments, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+    critic = CriticParams(jax.tree.map(jnp.copy, params), head_D)
+    return new_state(optimizer_config(config), critic)
 
 
 def state_shardings(config: Config, mesh: Mesh) -> TrainState:
-    """Where the state lies: the decoder as the policy's, the head everywhere."""
-    params = param_shardings(config.model, config.mesh, mesh)
+    """Returns the shardings of the state: the decoder as the policy's, the head replicated."""
     everywhere = replicated(mesh)
-    critic = CriticParams(params, everywhere)
-    shapes = CriticParams(
-        model.param_shapes(config.model),
-        jax.ShapeDtypeStruct((config.model.hidden_size,), jnp.dtype(config.model.param_dtype)),
-    )
-    moments = moment_shardings(optimizer_config(config), shapes, critic, everywhere)
-    return TrainState(critic, moments, everywhere, everywhere)
+    params_at = CriticParams(param_shardings(config.model, config.mesh, mesh), everywhere)
+    shapes = jax.eval_shape(
+        functools.partial(init_state, config), decoder.param_shapes(config.model)
+    ).params
+    moments_at = moment_shardings(optimizer_config(config), shapes, params_at, everywhere)
+    return TrainState(params_at, moments_at, everywhere, everywhere)
 
 
 def update(
     config: Config,
     state: TrainState,
-    rows_MBT: Rows,
+    rows_ABT: Rows,
     num_micro_batches: Array,
     denominator: Array,
     learning_rate: Array,
     *,
     mesh: Mesh | None = None,
 ) -> tuple[TrainState, CriticMetrics]:
-    """One optimiser step of the critic on one mini-batch: see `train_step.update`."""
+    """Returns the critic after one optimiser step on one mini-batch; arguments as `step.update`."""
     assert config.critic is not None
     value_clip = config.critic.value_clip
 
@@ -159,7 +157,7 @@ def update(
 
     zero = CriticSums(*(jnp.zeros((), jnp.float32) for _ in CriticSums._fields))
     join = functools.partial(jax.tree.map, jnp.add)
-    grads, sums = summed_gradient(loss, zero, join, state.params, rows_MBT, num_micro_batches)
+    grads, sums = summed_gradient(loss, zero, join, state.params, rows_ABT, num_micro_batches)
     grads = jax.tree.map(lambda g: g / denominator, grads)
     sums = sums._replace(loss=sums.loss / denominator)
     state, grad_norm = optimizer_step(
@@ -169,18 +167,13 @@ def update(
 
 
 def compile_update(config: Config, mesh: Mesh) -> Callable[..., tuple[TrainState, CriticMetrics]]:
-    """`update` jitted for the mesh; the state is donated."""
-    state, rows = state_shardings(config, mesh), row_sharding(mesh, batch_dim=1)
-    everywhere = replicated(mesh)
-    return jax.jit(
-        functools.partial(update, config, mesh=mesh),
-        in_shardings=(state, rows, everywhere, everywhere, everywhere),
-        out_shardings=(state, everywhere),
-        donate_argnums=0,
+    """Returns `update` jitted for the mesh; the state is donated."""
+    return jit_update(
+        functools.partial(update, config, mesh=mesh), state_shardings(config, mesh), mesh
     )
 
 
 def compile_values(config: Config, mesh: Mesh) -> Callable[[Any, Rows, Array], jax.Array]:
-    """(critic's params, rows [M, B, T], micro-batches used) -> values [M, B, T]."""
+    """Returns (params, rows [A, B, T], micro-batches used) -> values [A, B, T], jitted."""
     at = CriticParams(param_shardings(config.model, config.mesh, mesh), replicated(mesh))
     return compile_map(functools.partial(row_values, config, mesh=mesh), at, mesh)

@@ -1,7 +1,7 @@
-"""One pass of training over a batch of scored groups: the update side of a rollout step.
+"""The learner: one pass of updates over the scored groups of a rollout step.
 
-Rewards and advantages are of the whole batch; it is then cut into mini-batches, one optimiser step
-each. What needs log-probs or values of whole mini-batches is scored before a gradient is taken.
+`dapo_jax.train` calls `Learner.train_on`. Rewards and advantages are of the whole batch, which is
+then cut into mini-batches, one optimiser step each.
 """
 
 import functools
@@ -18,7 +18,7 @@ from dapo_jax.algorithms import aggregation
 from dapo_jax.algorithms.losses import COVARIANCE_LOSSES
 from dapo_jax.config import Config
 from dapo_jax.models import decoder
-from dapo_jax.models.sharding import batch_shards, row_sharding, to_host, to_mesh
+from dapo_jax.models.sharding import BATCH_AXES, parts_of, row_sharding, to_host, to_mesh
 from dapo_jax.training import critic, metrics, packing
 from dapo_jax.training import step as train_step
 from dapo_jax.training.batch import (
@@ -35,31 +35,20 @@ from dapo_jax.utils.compilations import return_memory
 from dapo_jax.utils.precision import multiply_in
 from dapo_jax.utils.random_streams import named_generator
 
-# Rows [M, B, T] of a mini-batch on the device, and how many of the M are used.
 MAX_NONFINITE_UPDATES = 3  # skipped updates in a row that end the run
-MicroBatches = tuple[Rows, np.int32]
-# Of tokens [N], by the names of `Rows`.
-Columns = dict[str, np.ndarray]
+MicroBatches = tuple[Rows, np.int32]  # rows [A, B, T] on the device, micro-batches used
+Columns = dict[str, np.ndarray]  # of tokens [M], by the names of `Rows`
 
 
-class RunState(NamedTuple):
-    """What the updates of a run change; saved in its checkpoints."""
+class LearnerState(NamedTuple):
+    """Arrays that the updates of a run change; saved in its checkpoints."""
 
     policy: train_step.TrainState
     critic: train_step.TrainState | None
 
 
-def state_shapes(config: Config) -> RunState:
-    """Shapes and dtypes of the state of a run; nothing is computed."""
-    params = decoder.param_shapes(config.model)
-    policy = jax.eval_shape(functools.partial(train_step.init_state, config), params)
-    if config.critic is None:
-        return RunState(policy, None)
-    return RunState(policy, jax.eval_shape(functools.partial(critic.init_state, config), params))
-
-
 class MiniBatch(NamedTuple):
-    """Which responses and tokens of a batch, and their rows."""
+    """A slice of the batch with its packed rows."""
 
     responses: slice
     tokens: slice
@@ -67,13 +56,29 @@ class MiniBatch(NamedTuple):
     scored: MicroBatches | None  # on the device, where something is scored before the update
 
 
+def _init_state(config: Config, params: decoder.Params) -> LearnerState:
+    value_model = None if config.critic is None else critic.init_state(config, params)
+    return LearnerState(train_step.init_state(config, params), value_model)
+
+
+def state_shapes(config: Config) -> LearnerState:
+    """Returns shapes and dtypes of the state of a run."""
+    params = decoder.param_shapes(config.model)
+    return jax.eval_shape(functools.partial(_init_state, config), params)
+
+
+def state_bytes(config: Config) -> int:
+    """Returns the bytes of the state, over all devices."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state_shapes(config)))
+
+
 class Learner:
-    """The compiled programs of the updates.
+    """The updates of a run: compiled programs and the arithmetic around them.
 
     Args:
         detokenize: token sequences to texts.
         say: prints a line above the progress display.
-        doing: shows what is being done, and that it goes on.
+        doing: shows the current phase.
     """
 
     def __init__(
@@ -88,7 +93,7 @@ class Learner:
         multiply_in(config.model.compute_dtype, mesh.devices.flat[0].platform)
         self.config, self.mesh, self.detokenize = config, mesh, detokenize
         self.say, self.doing = say, doing
-        self.reference: decoder.Params | None = None  # the base model, where something asks for it
+        self.reference: decoder.Params | None = None  # the base model, where the objective needs it
         # Jitted; see `compile`.
         self.update: Any = train_step.compile_update(config, mesh)
         self.score: Any = train_step.compile_scoring(config, mesh)
@@ -97,37 +102,37 @@ class Learner:
             self.values: Any = critic.compile_values(config, mesh)
             self.update_critic: Any = critic.compile_update(config, mesh)
         o, c = config.objective, config.correction
-        self.full_kl = o.kl_estimator == "full"
         self.needs_reference = o.kl_coefficient > 0 or o.reward_kl_coefficient > 0
-        self.needs_reference_log_probs = o.reward_kl_coefficient > 0 or (
-            o.kl_coefficient > 0 and not self.full_kl
-        )
-        # Log-probs of a whole mini-batch at the very parameters of its gradient.
+        # Log-probs of a whole mini-batch at the parameters of its own gradient.
         self.needs_current = o.loss in COVARIANCE_LOSSES or (
             c is not None and c.policy == "current"
         )
         self.needs_scoring = (
             self.needs_current
-            or self.needs_reference_log_probs
+            or self.needs_reference
             or config.critic is not None
             or config.rollout.log_prob_source == "recompute"
         )
 
-    def state_like(self) -> RunState:
-        """Shapes, dtypes and shardings of the state, for `Checkpoints.restore`."""
+    def _shardings(self) -> LearnerState:
         config, mesh = self.config, self.mesh
-        shardings = RunState(
-            train_step.state_shardings(config, mesh),
-            None if config.critic is None else critic.state_shardings(config, mesh),
-        )
+        value_model = None if config.critic is None else critic.state_shardings(config, mesh)
+        return LearnerState(train_step.state_shardings(config, mesh), value_model)
+
+    def state_like(self) -> LearnerState:
+        """Returns shapes, dtypes and shardings of the state, for `Checkpoints.restore`."""
         return jax.tree.map(
             lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
-            state_shapes(config),
-            shardings,
+            state_shapes(self.config),
+            self._shardings(),
         )
 
     def compile(self) -> None:
-        """Compiles the programs that `train_on` runs on a batch; it then compiles none of them."""
+        """Compiles every program of `train_on`, which then compiles none.
+
+        Raises:
+            RunError: the compiler refuses a program.
+        """
         config, t = self.config, self.config.train
         state, rows_at = self.state_like(), row_sharding(self.mesh, batch_dim=1)
         shape = packing.max_micro_batches(config), t.rows_per_micro_batch, t.row_tokens
@@ -136,50 +141,53 @@ class Learner:
             packing.empty_rows(1, 1),
         )
         integer, real = (jax.ShapeDtypeStruct((), dtype) for dtype in (np.int32, np.float32))
-        reference = state.policy.params if self.full_kl else None
         compiled = lambda program, *args: program.lower(*args).compile()
-        self.update = compiled(self.update, state.policy, rows, integer, real, real, reference)
-        if self.needs_scoring:
-            self.score = compiled(self.score, state.policy.params, rows, integer)
-        if state.critic is not None:
-            self.values = compiled(self.values, state.critic.params, rows, integer)
-            self.update_critic = compiled(
-                self.update_critic, state.critic, rows, integer, real, real
-            )
+        try:
+            self.update = compiled(self.update, state.policy, rows, integer, real, real)
+            if self.needs_scoring:
+                self.score = compiled(self.score, state.policy.params, rows, integer)
+            if state.critic is not None:
+                self.values = compiled(self.values, state.critic.params, rows, integer)
+                self.update_critic = compiled(
+                    self.update_critic, state.critic, rows, integer, real, real
+                )
+        except jax.errors.JaxRuntimeError as error:
+            raise RunError(f"the programs of the update do not compile: {error}") from error
 
-    def init_state(self, params: decoder.Params, *, donate: bool = False) -> RunState:
+    def start(self, base: decoder.Params | None, restored: LearnerState | None) -> LearnerState:
+        """Returns the state to start from: the restored one, else that of the base model. The base
+        becomes the reference where the objective needs one."""
+        if self.needs_reference:
+            self.reference = base
+        if restored is not None:
+            return restored
+        return self.init_state(base, donate=not self.needs_reference)
+
+    def init_state(self, params: decoder.Params | None, *, donate: bool = False) -> LearnerState:
         """Returns the state of a base model.
 
         Args:
-            donate: whether the state takes the place of the parameters, which are deleted. Else it
-                has a copy, for updates donate them.
+            donate: whether the state takes over the buffers of the parameters. Otherwise it has a
+                copy, because updates donate them.
         """
-        config, mesh = self.config, self.mesh
-        value_model = None
-        if config.critic is not None:
-            value_model = jax.jit(
-                lambda params: critic.init_state(config, params),
-                out_shardings=critic.state_shardings(config, mesh),
-            )(params)
         own = (lambda x: x) if donate else jnp.copy
-        policy = jax.jit(
-            lambda params: train_step.init_state(config, jax.tree.map(own, params)),
-            out_shardings=train_step.state_shardings(config, mesh),
+        return jax.jit(
+            lambda params: _init_state(self.config, jax.tree.map(own, params)),
+            out_shardings=self._shardings(),
             donate_argnums=0 if donate else (),
         )(params)
-        return RunState(policy, value_model)
 
     def train_on(
         self,
-        state: RunState,
+        state: LearnerState,
         groups: Sequence[Group],
         step: int,
         *,
         updated_steps: int,
         kl_coefficient: float,
         baselines: Sequence[float] | None = None,
-    ) -> tuple[RunState, dict[str, float]]:
-        """The state after one pass over the groups in mini-batches, and the step's numbers.
+    ) -> tuple[LearnerState, dict[str, float]]:
+        """Returns the state after one pass over the groups in mini-batches, and the metrics.
 
         A mini-batch without a trained token makes no update: momentum and weight decay alone would
         move the parameters.
@@ -226,10 +234,7 @@ class Learner:
                 )
                 critic_results.append(result)
             if policy_step > 0:
-                reference = self.reference if self.full_kl else None
-                policy, result = self.update(
-                    policy, on_mesh, n, denominator, np.float32(rate), reference
-                )
+                policy, result = self.update(policy, on_mesh, n, denominator, np.float32(rate))
                 results.append(result)
         self._check_skipped([*results, *critic_results], step)
         numbers = metrics.update_metrics(results) | numbers | metrics.critic_metrics(critic_results)
@@ -239,12 +244,12 @@ class Learner:
             trained = max(1, int(columns["mask_BT"].sum()))
             numbers["correction/rejected_share"] = 1 - kept / trained
         segments = [batch.packed.rows.segments_BT for batch in mini_batches]
-        padding, places = sum((s == 0).sum() for s in segments), sum(s.size for s in segments)
-        numbers["batch/padding_share"] = float(padding / max(1, places))
-        return RunState(policy, value_model), numbers
+        padding, total = sum((s == 0).sum() for s in segments), sum(s.size for s in segments)
+        numbers["batch/padding_share"] = float(padding / max(1, total))
+        return LearnerState(policy, value_model), numbers
 
     def _cut(self, samples: Samples) -> list[MiniBatch]:
-        """The mini-batches, packed. A group's responses are neighbours, so each is a slice."""
+        """Returns the packed mini-batches: slices, as a group's responses are adjacent."""
         P = self.config.train.prompts_per_update
         offsets = np.concatenate([[0], np.cumsum(samples.lengths_R)])
         num_groups = int(samples.groups_R.max(initial=-1)) + 1
@@ -254,11 +259,11 @@ class Learner:
             responses, tokens = slice(first, last), slice(offsets[first], offsets[last])
             packed = packing.pack(
                 samples.prompts[responses],
-                samples.tokens_N[tokens],
+                samples.tokens_M[tokens],
                 samples.lengths_R[responses],
                 self.config.train.row_tokens,
                 rows_per_micro_batch=self.config.train.rows_per_micro_batch,
-                shards=batch_shards(self.mesh),
+                shards=parts_of(BATCH_AXES, self.mesh.shape),
                 share_prompts=self.config.train.share_prompts,
             )
             scored = self._micro_batches(packed.rows) if self.needs_scoring else None
@@ -266,13 +271,13 @@ class Learner:
         return mini_batches
 
     def _score(
-        self, state: RunState, samples: Samples, mini_batches: Sequence[MiniBatch]
+        self, state: LearnerState, samples: Samples, mini_batches: Sequence[MiniBatch]
     ) -> tuple[Columns, dict[str, float]]:
-        """What belongs to the parameters before the first update: old and reference log-probs and
-        values, as far as they are asked for; and how far the rollout's log-probs are off."""
+        """Returns the columns that depend on the parameters before the first update (old and
+        reference log-probs, values, where needed), and the mismatch to the rollout's log-probs."""
 
         def scored(program: Callable[..., jax.Array], params: Any) -> np.ndarray:
-            # All calls are on their way before the first result is waited for.
+            # All programs are dispatched before the first result is awaited.
             results = [program(params, *_on_device(batch)) for batch in mini_batches]
             parts = []
             for batch, result in zip(mini_batches, results):
@@ -283,17 +288,17 @@ class Learner:
         numbers: dict[str, float] = {}
         columns = {
             "mask_BT": np.repeat(samples.trained_R, samples.lengths_R),
-            "lag_BT": samples.lag_N,
-            "log_prob_old_BT": samples.log_prob_N,
+            "staleness_BT": samples.staleness_M,
+            "log_prob_old_BT": samples.log_prob_M,
         }
         if self.config.rollout.log_prob_source == "recompute":
-            recomputed_N = scored(self.score, state.policy.params)
-            numbers = metrics.mismatch_metrics(samples, recomputed_N)
+            recomputed_M = scored(self.score, state.policy.params)
+            numbers = metrics.mismatch_metrics(samples, recomputed_M)
             # Stale tokens keep the log-probs of the policy that sampled them: the ratio is to it.
             columns["log_prob_old_BT"] = np.where(
-                samples.lag_N == 0, recomputed_N, samples.log_prob_N
+                samples.staleness_M == 0, recomputed_M, samples.log_prob_M
             )
-        if self.needs_reference_log_probs:
+        if self.needs_reference:
             columns["log_prob_ref_BT"] = scored(self.score, self.reference)
         if state.critic is not None:
             columns["value_old_BT"] = scored(self.values, state.critic.params)
@@ -306,31 +311,31 @@ class Learner:
         kl_coefficient: float,
         baselines_R: np.ndarray | None,
     ) -> dict[str, float]:
-        """Adds advantages, and returns where there is a critic, to the columns; their numbers."""
+        """Adds advantages, and returns where there is a critic, to the columns. Returns metrics."""
         numbers: dict[str, float] = {}
-        kl_penalty_N = None
+        kl_penalty_M = None
         estimator = self.config.objective.reward_kl_estimator
         if estimator is not None:
-            kl_N = reward_kl(
+            kl_M = reward_kl(
                 columns["log_prob_old_BT"], columns["log_prob_ref_BT"], estimator=estimator
             )
-            # Also of responses that are not trained but count in the baseline of their group.
-            counted_N = np.repeat(samples.trained_R | samples.counted_R, samples.lengths_R)
-            kl_N = np.where(counted_N, kl_N, 0.0)
-            trained_N = columns["mask_BT"]
-            numbers["reward/kl"] = float(kl_N[trained_N].sum() / max(1, trained_N.sum()))
+            # Responses that only count in the baseline of their group are charged it too.
+            counted_M = np.repeat(samples.trained_R | samples.counted_R, samples.lengths_R)
+            kl_M = np.where(counted_M, kl_M, 0.0)
+            trained_M = columns["mask_BT"]
+            numbers["reward/kl"] = float(kl_M[trained_M].sum() / max(1, trained_M.sum()))
             numbers["reward/kl_coefficient"] = kl_coefficient
-            kl_penalty_N = kl_coefficient * kl_N
+            kl_penalty_M = kl_coefficient * kl_M
         advantages = estimate_advantages(
             self.config,
             samples,
-            kl_penalty_N=kl_penalty_N,
-            values_N=columns.get("value_old_BT"),
+            kl_penalty_M=kl_penalty_M,
+            values_M=columns.get("value_old_BT"),
             baselines_R=baselines_R,
         )
-        columns["advantage_BT"] = advantages.advantage_N
-        if advantages.return_N is not None:
-            columns["return_BT"] = advantages.return_N
+        columns["advantage_BT"] = advantages.advantage_M
+        if advantages.return_M is not None:
+            columns["return_BT"] = advantages.return_M
         return numbers | metrics.advantage_metrics(columns)
 
     def _finish(
@@ -341,20 +346,20 @@ class Learner:
         columns: Columns,
         random: np.random.Generator,
     ) -> tuple[Rows, np.float32]:
-        """The rows of a mini-batch with everything its update reads, and its denominator."""
+        """Returns the complete rows of a mini-batch and the denominator of its loss."""
         lengths_R = samples.lengths_R[batch.responses]
-        current_N = None
+        current_M = None
         if self.needs_current:
             current = self.score(policy.params, *_on_device(batch))
-            current_N = take_columns(batch.packed, to_host(current))
+            current_M = take_columns(batch.packed, to_host(current))
             self.doing("updating, each mini-batch scored first")
         mine = finished_columns(
             self.config,
             {name: column[batch.tokens] for name, column in columns.items()},
             lengths_R,
-            samples.log_prob_N[batch.tokens],
-            current_N=current_N,
-            priority_N=random.random(int(lengths_R.sum())),
+            samples.log_prob_M[batch.tokens],
+            current_M=current_M,
+            priority_M=random.random(int(lengths_R.sum())),
         )
         weights = aggregation.aggregate(
             kept_lengths(mine["mask_BT"], lengths_R),

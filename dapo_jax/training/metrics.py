@@ -1,4 +1,4 @@
-"""The numbers of a step's updates. docs/metrics.md says what each means."""
+"""Metrics of a step's updates; docs/metrics.md has the meaning of each."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,10 +12,8 @@ from dapo_jax.types import Samples
 
 
 def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, float]:
-    """Statistics over the trained tokens of all mini-batches of a step.
-
-    A skipped update is counted and left out of the means.
-    """
+    """Returns statistics over the trained tokens of all mini-batches of a step. A skipped update is
+    counted, and excluded from the means."""
     updates = jax.device_get(list(updates))
     taken = [u for u in updates if not u.skipped]
     metrics: dict[str, float] = {
@@ -44,51 +42,52 @@ def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, float]:
             "policy/ratio_max": most.ratio_max,
             "policy/ratio_min": -most.minus_ratio_min,
         }
-    # Only the first mini-batch meets the very parameters that drew its tokens.
+    # Only the first mini-batch is updated at the parameters that sampled its tokens.
     first = updates[0]
-    if not first.skipped and first.sums.gap_tokens > 0:
-        metrics["rollout/log_prob_gap_mean"] = float(first.sums.gap / first.sums.gap_tokens)
-        metrics["rollout/log_prob_gap_max"] = float(first.extremes.gap_max)
+    sums = first.sums
+    if not first.skipped and sums.mismatch_tokens > 0:
+        metrics["rollout/log_prob_gap_mean"] = float(sums.mismatch / sums.mismatch_tokens)
+        metrics["rollout/log_prob_gap_max"] = float(first.extremes.mismatch_max)
     return metrics
 
 
 def made_an_update(numbers: Mapping[str, float]) -> bool:
-    """Whether policy or critic were updated in the step of these numbers."""
+    """Returns whether the step with these numbers updated the policy or the critic."""
     return numbers.get("optimizer/updates", 0) > 0 or "critic/loss" in numbers
 
 
 def advantage_metrics(columns: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Advantages of trained tokens, and with a critic how well it foresees the returns.
+    """Returns statistics of the advantages of trained tokens, and of the critic's values.
 
     Args:
-        columns: of tokens [N], by the names of `Rows`.
+        columns: of tokens [M], by the names of `Rows`.
     """
-    mask_N = columns["mask_BT"]
-    if not mask_N.any():
+    mask_M = columns["mask_BT"]
+    if not mask_M.any():
         return {}
-    advantage_N = columns["advantage_BT"][mask_N]
+    advantage_M = columns["advantage_BT"][mask_M]
     numbers = {
-        "advantage/mean": float(advantage_N.mean()),
-        "advantage/max": float(advantage_N.max()),
-        "advantage/min": float(advantage_N.min()),
+        "advantage/mean": float(advantage_M.mean()),
+        "advantage/max": float(advantage_M.max()),
+        "advantage/min": float(advantage_M.min()),
     }
     if "return_BT" in columns:
-        return_N = columns["return_BT"][mask_N].astype(np.float64)
-        value_N = columns["value_old_BT"][mask_N].astype(np.float64)
-        numbers["critic/value_mean"] = float(value_N.mean())
-        numbers["critic/return_mean"] = float(return_N.mean())
-        numbers["critic/explained_variance"] = explained_variance(value_N, return_N)
+        return_M = columns["return_BT"][mask_M].astype(np.float64)
+        value_M = columns["value_old_BT"][mask_M].astype(np.float64)
+        numbers["critic/value_mean"] = float(value_M.mean())
+        numbers["critic/return_mean"] = float(return_M.mean())
+        numbers["critic/explained_variance"] = explained_variance(value_M, return_M)
     return numbers
 
 
-def explained_variance(value_N: np.ndarray, return_N: np.ndarray) -> float:
-    """1 - var(return - value) / var(return); 0 where returns do not vary."""
-    variance = float(np.var(return_N, ddof=1)) if len(return_N) > 1 else 0.0
-    return 1.0 - float(np.var(return_N - value_N, ddof=1)) / variance if variance > 0 else 0.0
+def explained_variance(value_M: np.ndarray, return_M: np.ndarray) -> float:
+    """Returns 1 - var(return - value) / var(return); 0 where returns do not vary."""
+    variance = float(np.var(return_M, ddof=1)) if len(return_M) > 1 else 0.0
+    return 1.0 - float(np.var(return_M - value_M, ddof=1)) / variance if variance > 0 else 0.0
 
 
 def critic_metrics(updates: Sequence[CriticMetrics]) -> dict[str, float]:
-    """Statistics of the critic over the trained tokens of all mini-batches; {} without any."""
+    """Returns statistics of the critic over the trained tokens of all mini-batches, if any."""
     updates = jax.device_get(list(updates))
     taken = [u for u in updates if not u.skipped]
     if not taken:
@@ -102,26 +101,26 @@ def critic_metrics(updates: Sequence[CriticMetrics]) -> dict[str, float]:
 
 
 def staleness_metrics(samples: Samples) -> dict[str, float]:
-    """How much of what is trained an earlier step's policy sampled, and how long ago. These tokens
-    keep the log-probs of that policy, and are in none of `mismatch_metrics`."""
-    stale_N = samples.lag_N[np.repeat(samples.trained_R, samples.lengths_R)]
+    """Returns the share of trained tokens that an earlier step's policy sampled, and the oldest
+    staleness. Stale tokens keep the log-probs of that policy and are not in `mismatch_metrics`."""
+    stale_M = samples.staleness_M[np.repeat(samples.trained_R, samples.lengths_R)]
     return {
-        "batch/stale_share": float((stale_N > 0).mean()) if len(stale_N) else 0.0,
-        "batch/staleness_max": int(stale_N.max(initial=0)),
+        "batch/stale_share": float((stale_M > 0).mean()) if len(stale_M) else 0.0,
+        "batch/staleness_max": int(stale_M.max(initial=0)),
     }
 
 
-def mismatch_metrics(samples: Samples, log_prob_old_N: np.ndarray) -> dict[str, float]:
-    """How far the training program's log-probs are from the rollout's, for the same parameters:
-    trained tokens drawn in this very step."""
-    fresh_N = np.repeat(samples.trained_R, samples.lengths_R) & (samples.lag_N == 0)
-    if not fresh_N.any():
+def mismatch_metrics(samples: Samples, log_prob_old_M: np.ndarray) -> dict[str, float]:
+    """Returns the mismatch of the training program's log-probs and the rollout's, over the trained
+    tokens that the current parameters sampled."""
+    fresh_M = np.repeat(samples.trained_R, samples.lengths_R) & (samples.staleness_M == 0)
+    if not fresh_M.any():
         return {}
-    ours_N, theirs_N = log_prob_old_N[fresh_N], samples.log_prob_N[fresh_N]
-    gap_N = np.abs(ours_N - theirs_N)
-    fresh_R = np.bincount(samples.response_N[fresh_N], minlength=len(samples.lengths_R))
-    numbers = importance_correction.mismatch(ours_N, theirs_N, fresh_R)
+    ours_M, theirs_M = log_prob_old_M[fresh_M], samples.log_prob_M[fresh_M]
+    mismatch_M = np.abs(ours_M - theirs_M)
+    fresh_R = np.bincount(samples.response_M[fresh_M], minlength=len(samples.lengths_R))
+    numbers = importance_correction.mismatch(ours_M, theirs_M, fresh_R)
     return {
-        "rollout/log_prob_gap_mean": float(gap_N.mean()),
-        "rollout/log_prob_gap_max": float(gap_N.max()),
+        "rollout/log_prob_gap_mean": float(mismatch_M.mean()),
+        "rollout/log_prob_gap_max": float(mismatch_M.max()),
     } | {f"mismatch/{name}": value for name, value in numbers.items()}

@@ -15,7 +15,7 @@ from dapo_jax.config import OptimizerConfig
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """AdamW with global-norm clipping at a learning rate of 1; the update scales by the rate.
+    """Returns AdamW with global-norm clipping at a learning rate of 1; `step` scales by the rate.
 
     Weight decay applies to every parameter, as torch's AdamW does in the reference.
     """
@@ -30,11 +30,10 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
-    """The rate of rollout step `step` (from 1 to num_steps): linear warm-up from 1/n, then constant
-    or a half cosine down to `final_rate_share`."""
-    if step <= config.warmup_steps or config.decay == "constant":
+    """Returns the rate of rollout step `step`, from 1 to num_steps: linear warm-up from 1/n, then
+    constant, or a half cosine down to `final_rate_share`."""
+    if step <= config.warmup_steps or config.final_rate_share is None:
         return config.learning_rate * min(1.0, step / max(1, config.warmup_steps))
-    assert config.final_rate_share is not None
     done = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
     cosine = 0.5 * (1.0 + math.cos(math.pi * done))
     share = config.final_rate_share + (1.0 - config.final_rate_share) * cosine
@@ -42,12 +41,11 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
 
 
 def keep_moments_as(adam: optax.GradientTransformation, dtype: str) -> optax.GradientTransformation:
-    """`adam` with both moments kept in `dtype` between its steps, whatever the parameters are in.
+    """Returns `adam` with both moments kept in `dtype` between its steps.
 
     A step computes in float32 and moves the parameters by moments that are not yet rounded.
-    bfloat16 is rounded to at random (`round_at_random`): with beta2 = 0.999 a second moment moves
-    by a thousandth of itself a step, less than half of what bfloat16 can tell apart, so that
-    rounding to the nearest would leave it where it is for ever.
+    Rounding to bfloat16 is stochastic: with beta2 = 0.999 a second moment changes by a thousandth
+    of itself in a step, and rounding to nearest would never change it (docs/update.md).
     """
 
     def init(params: Any) -> Any:
@@ -56,10 +54,10 @@ def keep_moments_as(adam: optax.GradientTransformation, dtype: str) -> optax.Gra
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         changes, new = cast(Any, adam.update(updates, _cast(state, "float32"), params))
         if dtype == "bfloat16":
-            # By the count of steps: a run that was stopped and goes on draws the same numbers.
+            # The key is the number of steps, so a resumed run rounds as one that never stopped.
             leaves, structure = jax.tree.flatten((new.mu, new.nu))
             keys = jax.random.split(jax.random.fold_in(jax.random.key(0), new.count), len(leaves))
-            rounded = [round_at_random(x, key) for x, key in zip(leaves, keys, strict=True)]
+            rounded = [round_stochastically(x, key) for x, key in zip(leaves, keys, strict=True)]
             mu, nu = jax.tree.unflatten(structure, rounded)
             new = new._replace(mu=mu, nu=nu)
         return changes, new
@@ -67,11 +65,11 @@ def keep_moments_as(adam: optax.GradientTransformation, dtype: str) -> optax.Gra
     return optax.GradientTransformation(init, update)
 
 
-def round_at_random(x: jax.Array, key: jax.Array) -> jax.Array:
-    """float32 as bfloat16: one of the two neighbours, so that the mean over keys is x.
+def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
+    """Rounds float32 to bfloat16 stochastically: to a neighbour, so that the mean over keys is x.
 
-    A bfloat16 is the upper half of a float32. A random number is added to the lower half, and what
-    it does not carry into the upper one is cut off.
+    A bfloat16 is the upper half of a float32: a random number is added to the lower half, and the
+    lower half is cut off.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     random = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
@@ -82,7 +80,7 @@ def round_at_random(x: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def _cast(state: Any, dtype: str) -> Any:
-    """A state of Adam with its moments in this dtype."""
+    """Returns a state of Adam with its moments in this dtype."""
     converted = lambda tree: jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), tree)
     return state._replace(mu=converted(state.mu), nu=converted(state.nu))
 
@@ -90,12 +88,11 @@ def _cast(state: Any, dtype: str) -> Any:
 def moment_shardings(
     config: OptimizerConfig, param_shapes: Any, params_at: Any, everywhere: NamedSharding
 ) -> Any:
-    """Shardings of the optimiser's state: moments as their parameters, counters everywhere.
+    """Returns shardings of the optimiser's state: moments as their parameters, counters replicated.
 
     Args:
-        param_shapes: of the parameters.
-        params_at: their shardings.
-        everywhere: the sharding of what is not split.
+        param_shapes, params_at: shapes and shardings of the parameters.
+        everywhere: the replicated sharding.
     """
     optimizer = make_optimizer(config)
     return optax.tree_map_params(
@@ -110,7 +107,7 @@ def moment_shardings(
 def step(
     config: OptimizerConfig, params: Any, moments: Any, grads: Any, learning_rate: Any, finite: Any
 ) -> tuple[Any, Any]:
-    """(parameters, moments) after a step, or as they were where not `finite`."""
+    """Returns (parameters, moments) after a step; unchanged where not `finite`."""
     changes, new = make_optimizer(config).update(grads, moments, params)
     moved = jax.tree.map(lambda p, u: (p + learning_rate * u).astype(p.dtype), params, changes)
     keep = lambda new, old: jnp.where(finite, new, old)

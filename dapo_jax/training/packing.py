@@ -1,7 +1,7 @@
 """Packing: sequences of any length become rows of one fixed shape.
 
-Several sequences share a row. Segment ids keep their attention apart and positions restart, so that
-packing changes nothing but speed (a test says so).
+Several sequences share a row. Segment ids separate their attention and positions restart, so
+packing changes nothing but speed.
 """
 
 from collections.abc import Sequence
@@ -15,23 +15,22 @@ from dapo_jax.types import Rows
 
 
 class Packed(NamedTuple):
-    """Rows [rows, row_tokens] and where in them the response tokens lie."""
+    """Packed rows [rows, row_tokens], and where the response tokens are."""
 
-    rows: Rows  # NumPy arrays; tokens, positions, segments, lag, and a mask of all response tokens
-    where_N: np.ndarray  # index of each response token in a flattened row array
+    rows: Rows  # NumPy; tokens, positions, segments, and a mask of all response tokens
+    where_M: np.ndarray  # index of each response token in a flattened row array
 
 
 def first_fit_decreasing(
     lengths: Sequence[int], row_tokens: int, prefixes: Sequence[tuple[int, ...]] | None = None
 ) -> list[list[int]]:
-    """Rows as lists of indices into `lengths`: longest first, each into the first row with room.
-
-    Deterministic: equal lengths keep their order.
+    """Returns rows as lists of indices into `lengths`: longest first, each into the first row with
+    room. Equal lengths keep their order.
 
     Args:
-        prefixes: the tokens that each begins with and has in common with others of its row, so that
-            they are there once. Sequences with one prefix then come one after another, longest
-            first, and rows that have it before others. None: nothing is shared.
+        prefixes: tokens at the beginning of each sequence that a row holds once for all sequences
+            that have them. Sequences of one prefix are placed together, first into rows that hold
+            it. None: nothing is shared.
 
     Raises:
         ValueError: a length exceeds `row_tokens`.
@@ -40,33 +39,27 @@ def first_fit_decreasing(
     turns = {prefix: turn for turn, prefix in enumerate(dict.fromkeys(prefixes))}
     rows: list[list[int]] = []
     room: list[int] = []
-    having: dict[tuple[int, ...], list[int]] = {prefix: [] for prefix in turns if prefix}  # rows
+    holders: dict[tuple[int, ...], list[int]] = {prefix: [] for prefix in turns}  # rows
     for i in sorted(range(len(lengths)), key=lambda i: (turns[prefixes[i]], -lengths[i], i)):
         if lengths[i] > row_tokens:
             raise ValueError(f"sequence {i} has {lengths[i]} tokens, a row holds {row_tokens}")
-        having_it = having.get(prefixes[i], [])
-        alone = lengths[i] - len(prefixes[i])
-        row = next((row for row in having_it if alone <= room[row]), None)
-        if row is not None:
-            rows[row].append(i)
-            room[row] -= alone
-            continue
-        row = next((row for row, left in enumerate(room) if lengths[i] <= left), None)
+        added = lengths[i] - len(prefixes[i])
+        having = holders[prefixes[i]] if prefixes[i] else []
+        row = next((row for row in having if added <= room[row]), None)
         if row is None:
-            row = len(rows)
+            added = lengths[i]
+            row = next((row for row, left in enumerate(room) if added <= left), len(rows))
+            having.append(row)
+        if row == len(rows):
             rows.append([])
             room.append(row_tokens)
         rows[row].append(i)
-        room[row] -= lengths[i]
-        having_it.append(row)
+        room[row] -= added
     return rows
 
 
 def attention_costs(layout: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[int]:
-    """What attention costs in each row, up to a factor: sum of len^2 over its segments.
-
-    All else costs as much in any row as in any other, as rows are of one length.
-    """
+    """Returns the attention cost of each row up to a factor: sum of len^2 over its segments."""
     return [sum(lengths[i] ** 2 for i in members) for members in layout]
 
 
@@ -77,18 +70,19 @@ def balanced(
     rows_per_micro_batch: int,
     shards: int,
 ) -> list[list[int]]:
-    """The rows in an order in which the shards of each micro-batch have equal attention to do.
+    """Returns the rows ordered so that the shards of a micro-batch have equal attention cost.
 
     Devices wait for each other in every layer, so a micro-batch takes as long as its costliest
-    shard. Rows of like cost share a micro-batch, and within it each row, the costliest first, goes
-    to the shard that has the least so far. Deterministic.
+    shard. Rows of similar cost share a micro-batch; in it each row, costliest first, goes to the
+    shard with the lowest cost so far.
 
     Args:
-        layout, lengths: of and for `first_fit_decreasing`.
-        shards: parts of `rows_per_micro_batch / shards` rows that a micro-batch is cut into.
+        layout: rows of `first_fit_decreasing`.
+        lengths: of the sequences.
+        shards: parts that a micro-batch is cut into.
 
     Returns:
-        The rows of shard 0 of the first micro-batch, of its shard 1, and so on; empty ones where
+        Rows of shard 0 of the first micro-batch, of its shard 1, and so on, with empty rows where
         the last micro-batch has too few.
     """
     if shards == 1:
@@ -117,20 +111,20 @@ def imbalance(
     rows_per_micro_batch: int,
     shards: int,
 ) -> float:
-    """Attention of the costliest shard of each micro-batch, over the mean of its shards, both added
-    up over micro-batches: 1 is perfect, `shards` is one shard working alone."""
+    """Returns the attention cost of the costliest shard over the mean shard, each summed over
+    micro-batches: 1 is balanced, `shards` is one shard working alone."""
     size = rows_per_micro_batch // shards
     costs = attention_costs(layout, lengths)
     costs += [0] * (-len(costs) % rows_per_micro_batch)
-    cost_MSR = np.array(costs, np.float64).reshape(-1, shards, size)
-    cost_MS = cost_MSR.sum(axis=2)
-    return float(cost_MS.max(axis=1).sum() / cost_MS.mean(axis=1).sum())
+    cost_ASB = np.array(costs, np.float64).reshape(-1, shards, size)
+    cost_AS = cost_ASB.sum(axis=2)
+    return float(cost_AS.max(axis=1).sum() / cost_AS.mean(axis=1).sum())
 
 
 def empty_rows(num_rows: int, row_tokens: int) -> Rows:
-    """Rows of nothing but padding, as NumPy arrays."""
+    """Returns rows of padding, as NumPy arrays."""
     dtypes = dict(mask_BT=bool, selected_BT=bool)
-    names = "tokens_BT", "positions_BT", "segments_BT", "prefixes_BT", "lag_BT"
+    names = "tokens_BT", "positions_BT", "segments_BT", "prefixes_BT", "staleness_BT"
     dtypes |= dict.fromkeys(names, np.int32)
     shape = (num_rows, row_tokens)
     return Rows(**{name: np.zeros(shape, dtypes.get(name, np.float32)) for name in Rows._fields})
@@ -138,7 +132,7 @@ def empty_rows(num_rows: int, row_tokens: int) -> Rows:
 
 def pack(
     prompts: Sequence[Sequence[int]],
-    tokens_N: np.ndarray,
+    tokens_M: np.ndarray,
     lengths_R: np.ndarray,
     row_tokens: int,
     *,
@@ -146,16 +140,16 @@ def pack(
     shards: int = 1,
     share_prompts: bool = False,
 ) -> Packed:
-    """As few rows as first-fit-decreasing needs for R prompts with their responses.
+    """Packs R prompts with their responses, first-fit-decreasing.
 
     Args:
         prompts: R prompts in tokens.
-        tokens_N: int32, the tokens of all responses, one after the other.
+        tokens_M: int32, the tokens of all responses, one after the other.
         lengths_R: of each response.
-        rows_per_micro_batch, shards: what the rows are put in order for, see `balanced`.
-        share_prompts: prompts stand once in a row, as segments of their own that those of their
-            responses see. A prompt's last token, whose state predicts the first of a response,
-            begins each response's segment.
+        rows_per_micro_batch, shards: see `balanced`.
+        share_prompts: a row holds a prompt once, as a segment that the segments of its responses
+            attend to. The prompt's last token, which predicts the first of a response, begins the
+            segment of each response.
 
     Raises:
         ValueError: a prompt with its response exceeds `row_tokens`.
@@ -170,7 +164,7 @@ def pack(
     )
     rows = empty_rows(len(layout), row_tokens)
     offsets_R = np.cumsum(lengths_R) - lengths_R
-    where_N = np.zeros(len(tokens_N), np.int64)
+    where_M = np.zeros(len(tokens_M), np.int64)
     for row, members in enumerate(layout):
         start = segment = 0
         shared: dict[tuple[int, ...], int] = {}  # the segments of prefixes
@@ -189,31 +183,30 @@ def pack(
                 rows.segments_BT[row, whole] = segment
                 rows.prefixes_BT[row, whole] = shared.get(prefix, segment)
                 start = whole.stop
-            where_N[offsets_R[i] : offsets_R[i] + n] = row * row_tokens + start - n + np.arange(n)
-    packed = Packed(rows, where_N)
-    return Packed(fill(packed, tokens_BT=tokens_N, mask_BT=np.ones(len(tokens_N), bool)), where_N)
+            where_M[offsets_R[i] : offsets_R[i] + n] = row * row_tokens + start - n + np.arange(n)
+    packed = Packed(rows, where_M)
+    return Packed(fill(packed, tokens_BT=tokens_M, mask_BT=np.ones(len(tokens_M), bool)), where_M)
 
 
-def fill(packed: Packed, **columns_N: np.ndarray) -> Rows:
-    """The rows with columns of response tokens put in their places.
+def fill(packed: Packed, **columns_M: np.ndarray) -> Rows:
+    """Returns the rows with these columns written at the response tokens.
 
     Args:
-        columns_N: by the names of fields of `Rows`; prompts and padding keep what they have.
+        columns_M: by the names of fields of `Rows`; prompts and padding keep their values.
     """
     replaced = {}
-    for name, column_N in columns_N.items():
+    for name, column_M in columns_M.items():
         filled_BT = getattr(packed.rows, name).copy()
-        filled_BT.reshape(-1)[packed.where_N] = column_N
+        filled_BT.reshape(-1)[packed.where_M] = column_M
         replaced[name] = filled_BT
     return packed.rows._replace(**replaced)
 
 
 def to_micro_batches(rows: Rows, *, rows_per_micro_batch: int, num_micro_batches: int) -> Rows:
-    """The same rows as [micro-batches, rows, tokens], padded with empty rows.
+    """Returns the rows as micro-batches [A, B, T], padded with empty rows.
 
     Args:
-        num_micro_batches: the fixed leading size, so that nothing recompiles; those beyond the
-            ones that hold data are never computed.
+        num_micro_batches: the fixed leading size, so that nothing recompiles.
 
     Raises:
         ValueError: the rows do not fit.
@@ -225,21 +218,22 @@ def to_micro_batches(rows: Rows, *, rows_per_micro_batch: int, num_micro_batches
     return Rows(*(np.pad(x, ((0, missing), (0, 0))).reshape(*shape, x.shape[1]) for x in rows))
 
 
-def take_columns(packed: Packed, x_MBT: ArrayLike) -> np.ndarray:
-    """The inverse of `fill` after `to_micro_batches`: values of the response tokens [N]."""
-    return np.asarray(x_MBT).reshape(-1)[packed.where_N]
+def take_columns(packed: Packed, x_ABT: ArrayLike) -> np.ndarray:
+    """Returns the values of the response tokens [M]: the inverse of `fill`, `to_micro_batches`."""
+    return np.asarray(x_ABT).reshape(-1)[packed.where_M]
 
 
 def used_micro_batches(num_rows: int, rows_per_micro_batch: int) -> int:
-    """How many micro-batches hold data."""
+    """Returns how many micro-batches hold data."""
     return -(-num_rows // rows_per_micro_batch)
 
 
 def max_micro_batches(config: Config) -> int:
-    """Micro-batches that the longest possible mini-batch needs: the fixed shape of an update.
+    """Returns the micro-batches that the longest possible mini-batch needs: the fixed shape of an
+    update.
 
-    Of the longest sequences, k = row_tokens // longest fit in a row, and first-fit leaves at most
-    one row with fewer than k, as it opens a row only where none has room for the longest.
+    k = row_tokens // longest of the longest sequences fit in a row. First-fit opens a row only if
+    none has room, so at most one row has fewer than k sequences.
     """
     t = config.train
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens

@@ -24,45 +24,54 @@ from dapo_jax.models.sharding import (
 from dapo_jax.training import packing
 from dapo_jax.types import Rows
 
+LEARNING_RATE = 3e-3
+
+
+def levels(config: Config) -> tuple[int, ...]:
+    """Returns the numbers of terms of the training sources' sums."""
+    sources = config.data.train.values()
+    return tuple(dict.fromkeys(n for source in sources for n in source.num_terms or ()))
+
 
 def text_rows(config: Config, tokenizer: Any) -> Iterator[Rows]:
-    """Endless batches of packed rows [rows_per_step, row_tokens] of prompts with written responses.
+    """Yields batches of packed rows [rows_per_step, row_tokens], prompts with written responses.
 
-    Deterministic in `config.seed`. Held-out problems are never shown.
+    Deterministic in `config.seed`, and without the held-out problems.
     """
-    p = config.pretrain
+    p, row_tokens = config.pretrain, config.train.row_tokens
     assert p is not None
+    num_terms = levels(config)
     rng = np.random.default_rng([config.seed, 1])
     waiting: list[tuple[list[int], np.ndarray]] = []  # prompts with their responses
     length = lambda text: len(text[0]) + len(text[1])
     while True:
         tokens = sum(map(length, waiting))
-        while tokens < p.rows_per_step * p.row_tokens:
-            terms = tuple(rng.integers(1, 10, rng.choice(p.num_terms)).tolist())
+        while tokens < p.rows_per_step * row_tokens:
+            terms = tuple(rng.integers(1, 10, rng.choice(num_terms)).tolist())
             if arithmetic.is_heldout(terms):
                 continue
             text, complete = arithmetic.write_response(
-                terms, rng, p, config.rollout.max_response_tokens
+                terms, rng, config.rollout.max_response_tokens
             )
             prompt = tokenizer.encode(arithmetic.prompt_text(terms))
             response = tokenizer.encode(text) + ([tokenizer.eos_token_id] if complete else [])
             response = np.asarray(response[: config.rollout.max_response_tokens], np.int32)
             waiting.append((prompt, response))
             tokens += length(waiting[-1])
-        layout = packing.first_fit_decreasing([length(text) for text in waiting], p.row_tokens)
+        layout = packing.first_fit_decreasing([length(text) for text in waiting], row_tokens)
         used = sorted(i for row in layout[: p.rows_per_step] for i in row)
         prompts, responses = zip(*(waiting[i] for i in used))
         lengths_R = np.array([len(response) for response in responses])
-        yield packing.pack(prompts, np.concatenate(responses), lengths_R, p.row_tokens).rows
+        yield packing.pack(prompts, np.concatenate(responses), lengths_R, row_tokens).rows
         taken = set(used)
         waiting = [text for i, text in enumerate(waiting) if i not in taken]
 
 
 def schedule(config: PretrainConfig) -> optax.Schedule:
-    """Linear warm-up over a twelfth of the steps, then cosine to a tenth of the rate."""
+    """Returns linear warm-up over a twelfth of the steps, then cosine to a tenth of the rate."""
     warmup_steps = max(1, config.num_steps // 12)
     return optax.warmup_cosine_decay_schedule(
-        0.0, config.learning_rate, warmup_steps, config.num_steps, config.learning_rate / 10
+        0.0, LEARNING_RATE, warmup_steps, config.num_steps, LEARNING_RATE / 10
     )
 
 
@@ -72,7 +81,7 @@ def make_base(
     tokenizer: Any,
     report: Callable[[int, float], None],
 ) -> decoder.Params:
-    """Parameters of the base model, laid out for the mesh.
+    """Returns the parameters of the base model, laid out for the mesh.
 
     Args:
         report: called with (step, loss in nats per token) after every step.

@@ -1,8 +1,8 @@
-"""The update: a pure function of state and rows, compiled once.
+"""The update: a pure function of state and packed rows, compiled once.
 
 Gradients of all micro-batches of a mini-batch are summed, then divided once by the denominator of
 the whole mini-batch (`algorithms.aggregation`), so the gradient does not depend on how the batch
-was cut into micro-batches, packed into rows or laid over devices.
+is cut into micro-batches, packed into rows or laid over devices. `training.critic` uses the same.
 """
 
 import functools
@@ -30,16 +30,16 @@ from dapo_jax.utils.precision import sum_dtype
 
 
 class TrainState(NamedTuple):
-    """What an update changes."""
+    """Parameters with their optimiser, policy or critic."""
 
-    params: Any  # model.Params, or a critic's
+    params: Any  # decoder.Params or CriticParams
     moments: Any  # optax state
     updates: Array  # int32, optimiser steps taken
     skipped: Array  # int32, updates in a row that were skipped for a non-finite gradient
 
 
 class Sums(NamedTuple):
-    """Statistics of trained tokens, added up over micro-batches; the host divides."""
+    """Sums over trained tokens and micro-batches; the host divides."""
 
     tokens: jax.Array
     loss: jax.Array  # weighted numerator of the mini-batch's loss
@@ -48,10 +48,10 @@ class Sums(NamedTuple):
     clip_high: jax.Array
     clip_low: jax.Array
     clip_dual: jax.Array
-    kl_old: jax.Array  # k3 estimate of KL(old || current), old the policy that anchors the ratio
+    kl_old: jax.Array  # k3 estimate of KL(old || current); old is the denominator of the ratio
     kl_ref: jax.Array
-    gap: jax.Array  # |log-prob here - log-prob from the rollout| where lag is 0
-    gap_tokens: jax.Array
+    mismatch: jax.Array  # |log-prob - old log-prob| of tokens that are not stale
+    mismatch_tokens: jax.Array
 
 
 class Extremes(NamedTuple):
@@ -59,7 +59,7 @@ class Extremes(NamedTuple):
 
     ratio_max: jax.Array
     minus_ratio_min: jax.Array
-    gap_max: jax.Array
+    mismatch_max: jax.Array
 
 
 class UpdateMetrics(NamedTuple):
@@ -69,37 +69,41 @@ class UpdateMetrics(NamedTuple):
     skipped: jax.Array  # int32, see TrainState
 
 
-def init_state(config: Config, params: decoder.Params) -> TrainState:
-    """The state before the first update; jittable."""
+def new_state(optimizer: OptimizerConfig, params: Any) -> TrainState:
+    """Returns the state of these parameters before their first update; jittable."""
     # Two arrays, not one twice: the state is donated, and a buffer can be donated once.
     zero = lambda: jnp.zeros((), jnp.int32)
-    return TrainState(params, make_optimizer(config.optimizer).init(params), zero(), zero())
+    return TrainState(params, make_optimizer(optimizer).init(params), zero(), zero())
+
+
+def init_state(config: Config, params: decoder.Params) -> TrainState:
+    """Returns the state of the policy before its first update; jittable."""
+    return new_state(config.optimizer, params)
 
 
 def state_shardings(config: Config, mesh: Mesh) -> TrainState:
-    """Where the state lies: see `optimizer.moment_shardings`."""
-    params = param_shardings(config.model, config.mesh, mesh)
-    shapes, everywhere = decoder.param_shapes(config.model), replicated(mesh)
-    moments = moment_shardings(config.optimizer, shapes, params, everywhere)
-    return TrainState(params, moments, everywhere, everywhere)
+    """Returns the shardings of the policy's state: moments as their parameters."""
+    params_at, everywhere = param_shardings(config.model, config.mesh, mesh), replicated(mesh)
+    shapes = decoder.param_shapes(config.model)
+    moments_at = moment_shardings(config.optimizer, shapes, params_at, everywhere)
+    return TrainState(params_at, moments_at, everywhere, everywhere)
 
 
 def loss_and_sums(
     config: Config,
     params: decoder.Params,
     rows: Rows,
-    reference: decoder.Params | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, tuple[Sums, Extremes]]:
-    """Numerator of the loss of one micro-batch.
+    """Returns the numerator of the loss of one micro-batch, with statistics.
 
         sum_t w_t (-c_t J_t + kl_coefficient KL_t - entropy_coefficient H_t)
 
-    with c the correction of the rollout.
+    J is the objective of `algorithms.losses`, c the importance correction, w the weight of the
+    aggregation.
 
     Args:
-        reference: parameters of the reference, where the KL is over the whole vocabulary.
-        mesh: that the parameters and rows lie on; None: one device.
+        mesh: of the parameters and rows; None: one device.
     """
     o, mask_BT = config.objective, rows.mask_BT
     statistics = log_probs.row_statistics(
@@ -107,7 +111,6 @@ def loss_and_sums(
         params,
         rows,
         temperature=config.rollout.temperature,
-        reference=reference,
         layout=_head_layout(config, mesh),
         share_prompts=config.train.share_prompts,
     )
@@ -125,9 +128,7 @@ def loss_and_sums(
     )
     loss_BT = -rows.correction_BT * terms.objective_BT
     kl_ref_BT = jnp.zeros_like(loss_BT)
-    if o.kl_estimator == "full":
-        kl_ref_BT = jnp.where(mask_BT, statistics.kl_BT, 0.0)
-    elif o.kl_estimator is not None:
+    if o.kl_estimator is not None:
         kl_ref_BT = surrogate.kl_estimate(
             log_prob_BT, rows.log_prob_ref_BT, mask_BT, estimator=o.kl_estimator
         )
@@ -137,8 +138,8 @@ def loss_and_sums(
     loss = jnp.sum(rows.weight_BT * loss_BT)
 
     no_BT = jnp.zeros_like(mask_BT)
-    fresh_BT = mask_BT & (rows.lag_BT == 0)
-    gap_BT = jnp.where(fresh_BT, jnp.abs(log_prob_BT - rows.log_prob_old_BT), 0.0)
+    fresh_BT = mask_BT & (rows.staleness_BT == 0)
+    mismatch_BT = jnp.where(fresh_BT, jnp.abs(log_prob_BT - rows.log_prob_old_BT), 0.0)
     count = lambda x_BT: jnp.sum(jnp.where(mask_BT, x_BT.astype(jnp.float32), 0.0))
     sums = Sums(
         tokens=count(mask_BT),
@@ -148,18 +149,18 @@ def loss_and_sums(
         clip_high=count(terms.clipped_high_BT),
         clip_low=count(terms.clipped_low_BT),
         clip_dual=count(no_BT if terms.clipped_dual_BT is None else terms.clipped_dual_BT),
-        # In this order: the tokens are the old policy's.
+        # In this order: the old policy sampled the tokens.
         kl_old=count(
             surrogate.kl_estimate(rows.log_prob_old_BT, log_prob_BT, mask_BT, estimator="k3")
         ),
         kl_ref=count(kl_ref_BT),
-        gap=jnp.sum(gap_BT),
-        gap_tokens=jnp.sum(fresh_BT, dtype=jnp.float32),
+        mismatch=jnp.sum(mismatch_BT),
+        mismatch_tokens=jnp.sum(fresh_BT, dtype=jnp.float32),
     )
     extremes = Extremes(
         ratio_max=jnp.max(jnp.where(mask_BT, terms.ratio_BT, -jnp.inf)),
         minus_ratio_min=jnp.max(jnp.where(mask_BT, -terms.ratio_BT, -jnp.inf)),
-        gap_max=jnp.max(gap_BT),
+        mismatch_max=jnp.max(mismatch_BT),
     )
     statistics = jax.tree.map(lambda x: x.astype(jnp.float32), (sums, extremes))
     return loss, jax.lax.stop_gradient(statistics)
@@ -174,24 +175,23 @@ def summed_gradient(
     zero: Any,
     join: Callable[[Any, Any], Any],
     params: Any,
-    rows_MBT: Rows,
+    rows_ABT: Rows,
     num_micro_batches: Array,
 ) -> tuple[Any, Any]:
-    """(gradient, joined statistics) of a loss summed over micro-batches, one at a time.
+    """Returns (gradient, joined statistics) of a loss summed over micro-batches.
 
     Args:
         loss: (params, rows [B, T]) -> (scalar, statistics).
-        zero: the statistics of nothing.
+        zero: the statistics of no micro-batch.
         join: adds the statistics of a micro-batch to those before it.
-        rows_MBT: micro-batches [M, B, T]; those from `num_micro_batches` on are not computed, so
-            that one program serves every amount of data.
+        rows_ABT: micro-batches [A, B, T]; only the first `num_micro_batches` are computed, so one
+            program serves every amount of data.
     """
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
 
-    def add(m: jax.Array, carry: Any) -> Any:
+    def add(a: jax.Array, carry: Any) -> Any:
         grads, statistics = carry
-        rows = Rows(*(jax.lax.dynamic_index_in_dim(x, m, keepdims=False) for x in rows_MBT))
-        (_, more), more_grads = value_and_grad(params, rows)
+        (_, more), more_grads = value_and_grad(params, _micro_batch(rows_ABT, a))
         grads = jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, more_grads)
         return grads, join(statistics, more)
 
@@ -202,18 +202,17 @@ def summed_gradient(
 def gradient(
     config: Config,
     params: decoder.Params,
-    rows_MBT: Rows,
+    rows_ABT: Rows,
     num_micro_batches: Array,
     denominator: Array,
-    reference: decoder.Params | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[decoder.Params, Sums, Extremes]:
-    """Gradient of the mini-batch loss and its statistics.
+    """Returns the gradient of the mini-batch loss and its statistics.
 
     Args:
-        rows_MBT, num_micro_batches: see `summed_gradient`.
-        denominator: W of the mini-batch, see `aggregation`.
-        reference, mesh: see `loss_and_sums`.
+        rows_ABT, num_micro_batches: see `summed_gradient`.
+        denominator: of the mini-batch, see `algorithms.aggregation`.
+        mesh: see `loss_and_sums`.
     """
     zero = (
         Sums(*(jnp.zeros((), jnp.float32) for _ in Sums._fields)),
@@ -224,11 +223,11 @@ def gradient(
         return jax.tree.map(jnp.add, a[0], b[0]), jax.tree.map(jnp.maximum, a[1], b[1])
 
     grads, (sums, extremes) = summed_gradient(
-        lambda params, rows: loss_and_sums(config, params, rows, reference, mesh),
+        lambda params, rows: loss_and_sums(config, params, rows, mesh),
         zero,
         join,
         params,
-        rows_MBT,
+        rows_ABT,
         num_micro_batches,
     )
     grads = jax.tree.map(lambda g: g / denominator, grads)
@@ -238,8 +237,8 @@ def gradient(
 def optimizer_step(
     config: OptimizerConfig, state: TrainState, grads: Any, loss: Array, learning_rate: Array
 ) -> tuple[TrainState, jax.Array]:
-    """(state after one AdamW step, gradient norm). A loss or gradient that is not finite only
-    counts itself."""
+    """Returns (state after one AdamW step, gradient norm). A step whose loss or gradient is not
+    finite is skipped and counted."""
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
     params, moments = step(config, state.params, state.moments, grads, learning_rate, finite)
@@ -251,31 +250,41 @@ def optimizer_step(
 def update(
     config: Config,
     state: TrainState,
-    rows_MBT: Rows,
+    rows_ABT: Rows,
     num_micro_batches: Array,
     denominator: Array,
     learning_rate: Array,
-    reference: decoder.Params | None = None,
     *,
     mesh: Mesh | None = None,
 ) -> tuple[TrainState, UpdateMetrics]:
-    """One optimiser step on one mini-batch: see `gradient`."""
+    """Returns the state after one optimiser step on one mini-batch; arguments as `gradient`."""
     grads, sums, extremes = gradient(
-        config, state.params, rows_MBT, num_micro_batches, denominator, reference, mesh
+        config, state.params, rows_ABT, num_micro_batches, denominator, mesh
     )
     state, grad_norm = optimizer_step(config.optimizer, state, grads, sums.loss, learning_rate)
     return state, UpdateMetrics(sums, extremes, grad_norm, state.skipped)
 
 
 def compile_update(config: Config, mesh: Mesh) -> Callable[..., tuple[TrainState, UpdateMetrics]]:
-    """`update` jitted for the mesh; the state is donated. `reference` is given where the KL is over
-    the whole vocabulary, and None elsewhere."""
-    state, rows = state_shardings(config, mesh), row_sharding(mesh, batch_dim=1)
-    reference = state.params if config.objective.kl_estimator == "full" else None
-    everywhere = replicated(mesh)
+    """Returns `update` jitted for the mesh; the state is donated."""
+    return jit_update(
+        functools.partial(update, config, mesh=mesh), state_shardings(config, mesh), mesh
+    )
+
+
+def jit_update(
+    function: Callable[..., tuple[TrainState, Any]], state: TrainState, mesh: Mesh
+) -> Callable[..., tuple[TrainState, Any]]:
+    """Returns an update jitted for the mesh, its state donated.
+
+    Args:
+        function: (state, rows, micro-batches used, denominator, learning rate) -> (state, metrics).
+        state: its shardings.
+    """
+    rows, everywhere = row_sharding(mesh, batch_dim=1), replicated(mesh)
     return jax.jit(
-        functools.partial(update, config, mesh=mesh),
-        in_shardings=(state, rows, everywhere, everywhere, everywhere, reference),
+        function,
+        in_shardings=(state, rows, everywhere, everywhere, everywhere),
         out_shardings=(state, everywhere),
         donate_argnums=0,
     )
@@ -284,10 +293,8 @@ def compile_update(config: Config, mesh: Mesh) -> Callable[..., tuple[TrainState
 def compile_scoring(
     config: Config, mesh: Mesh
 ) -> Callable[[decoder.Params, Rows, Array], jax.Array]:
-    """(params, rows [M, B, T], micro-batches used) -> log-probs [M, B, T], jitted for the mesh.
-
-    Serves whatever needs the log-probs of whole mini-batches before a gradient is taken.
-    """
+    """Returns (params, rows [A, B, T], micro-batches used) -> log-probs [A, B, T], jitted for the
+    mesh."""
 
     def log_prob(params: decoder.Params, rows: Rows) -> jax.Array:
         return log_probs.row_statistics(
@@ -299,22 +306,25 @@ def compile_scoring(
             share_prompts=config.train.share_prompts,
         ).log_prob_BT
 
-    params = param_shardings(config.model, config.mesh, mesh)
-    return compile_map(log_prob, params, mesh)
+    return compile_map(log_prob, param_shardings(config.model, config.mesh, mesh), mesh)
 
 
 def compile_map(
     function: Callable[[Any, Rows], jax.Array], param_at: Any, mesh: Mesh
 ) -> Callable[[Any, Rows, Array], jax.Array]:
-    """(params, rows [M, B, T], micro-batches used) -> function of each micro-batch [M, B, T]."""
+    """Returns (params, rows [A, B, T], micro-batches used) -> `function` of each micro-batch
+    [A, B, T], jitted for the mesh."""
 
-    def every(params: Any, rows_MBT: Rows, num_micro_batches: Array) -> jax.Array:
-        def one(m: jax.Array, out_MBT: jax.Array) -> jax.Array:
-            rows = Rows(*(jax.lax.dynamic_index_in_dim(x, m, keepdims=False) for x in rows_MBT))
-            return out_MBT.at[m].set(function(params, rows))
+    def every(params: Any, rows_ABT: Rows, num_micro_batches: Array) -> jax.Array:
+        def one(a: jax.Array, out_ABT: jax.Array) -> jax.Array:
+            return out_ABT.at[a].set(function(params, _micro_batch(rows_ABT, a)))
 
-        zeros_MBT = jnp.zeros(rows_MBT.tokens_BT.shape, jnp.float32)
-        return jax.lax.fori_loop(0, num_micro_batches, one, zeros_MBT)
+        zeros_ABT = jnp.zeros(rows_ABT.tokens_BT.shape, jnp.float32)
+        return jax.lax.fori_loop(0, num_micro_batches, one, zeros_ABT)
 
     rows = row_sharding(mesh, batch_dim=1)
     return jax.jit(every, in_shardings=(param_at, rows, replicated(mesh)), out_shardings=rows)
+
+
+def _micro_batch(rows_ABT: Rows, a: jax.Array) -> Rows:
+    return Rows(*(jax.lax.dynamic_index_in_dim(x, a, keepdims=False) for x in rows_ABT))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from dapo_jax.utils.progress import duration
 
+WATCHDOG_SECONDS = 120.0  # of silence before a run says what it waits for
 LOOKS_A_SILENCE = 8  # how often the thread looks before the first line
 LONGEST_LOOK_SECONDS = 5.0
 

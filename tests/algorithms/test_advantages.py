@@ -38,7 +38,7 @@ READS = {
     "gpg": ("rewards_R", "groups_R"),
     "lite-ppo": ("rewards_R", "groups_R"),
     "maxrl": ("rewards_R", "groups_R"),
-    "gdpo": ("components_RK", "groups_R", "lengths_R"),
+    "gdpo": ("components_RC", "groups_R", "lengths_R"),
     "reinforce++-baseline": ("rewards_R", "groups_R", "lengths_R"),
 }
 each_case = pytest.mark.parametrize("name, settings", CASES)
@@ -59,17 +59,17 @@ def make_outcomes(seed=0, sizes=(5, 2, 1, 3, 4)):
     N = lengths.sum()
     return Outcomes(
         rewards_R=rewards,
-        components_RK=components,
+        components_RC=components,
         groups_R=groups,
         lengths_R=lengths,
         drawn_R=drawn,
-        token_rewards_N=rng.standard_normal(N),
+        token_rewards_M=rng.standard_normal(N),
         steps=tuple(
             tuple((int(rng.integers(1, n + 3)), float(rng.standard_normal())) for _ in range(k))
             for n, k in zip(lengths, rng.integers(0, 4, R))
         ),
         baselines_R=rng.standard_normal(R),
-        values_N=rng.standard_normal(N),
+        values_M=rng.standard_normal(N),
     )
 
 
@@ -128,7 +128,7 @@ def outcome_by_hand(name, o, p):
         else:
             A = 0.0
             for k, weight in enumerate(p["component_weights"]):
-                column = [o.components_RK[j, k] for j in peers[i]]
+                column = [o.components_RC[j, k] for j in peers[i]]
                 A += weight * standardised(column, p)[peers[i].index(i)]
         out.append(A)
     return over_tokens(out) if name in ("gdpo", "reinforce++-baseline") else out
@@ -138,7 +138,7 @@ def gae_by_hand(o, p):
     """A_t = sum_l (gamma lambda)^l delta_{t+l} by two loops, and A + V."""
     advantages, returns, start = [], [], 0
     for n in o.lengths_R:
-        r, V = o.token_rewards_N[start : start + n], [*o.values_N[start : start + n], 0.0]
+        r, V = o.token_rewards_M[start : start + n], [*o.values_M[start : start + n], 0.0]
         for t in range(n):
             A = 0.0
             for s in range(t, n):
@@ -158,7 +158,7 @@ def token_by_hand(name, o, p):
     out, start = [], 0
     for i, n in enumerate(o.lengths_R):
         if name == "reinforce++":
-            r = o.token_rewards_N[start : start + n]
+            r = o.token_rewards_M[start : start + n]
             out += [sum(p["gamma"] ** (s - t) * r[s] for s in range(t, n)) for t in range(n)]
         else:
             of = [list(s) for s in o.steps]
@@ -192,11 +192,11 @@ def outcome(name, o, settings):
 def test_advantage_is_the_papers(name, settings, seed):
     o = make_outcomes(seed)
     got = estimate(name, o, settings)
-    assert got.advantage_N.dtype == np.float64 and got.advantage_N.shape == o.values_N.shape
-    assert_close(got.advantage_N, by_hand(name, o, settings))
+    assert got.advantage_M.dtype == np.float64 and got.advantage_M.shape == o.values_M.shape
+    assert_close(got.advantage_M, by_hand(name, o, settings))
     if not ADVANTAGES[name].per_token:  # also of responses that have no token to carry it
         assert_close(outcome(name, o, settings), outcome_by_hand(name, o, settings))
-    assert (got.return_N is None) == (name != "gae")
+    assert (got.return_M is None) == (name != "gae")
 
 
 @pytest.mark.parametrize("settings", SETTINGS["gae"])
@@ -204,12 +204,12 @@ def test_gae_and_its_returns(settings):
     """Only the advantages are whitened, and only by `estimate`: returns keep the reward's unit."""
     o = make_outcomes(3)
     advantages, returns = gae_by_hand(o, settings)
-    got = advantage.gae(o.token_rewards_N, o.values_N, o.lengths_R, **settings)
+    got = advantage.gae(o.token_rewards_M, o.values_M, o.lengths_R, **settings)
     assert_close(got[0], advantages)
     assert_close(got[1], returns)
     estimated = estimate("gae", o, settings)
-    assert_close(estimated.return_N, returns)
-    assert_close(estimated.advantage_N, whitened(advantages, advantages))
+    assert_close(estimated.return_M, returns)
+    assert_close(estimated.advantage_M, whitened(advantages, advantages))
 
 
 @pytest.mark.parametrize("ddof", [0, 1])
@@ -238,9 +238,9 @@ def test_equal_rewards_in_every_group_teach_nothing(name, settings):
         return  # their baseline is another one
     o = make_outcomes()
     r = o.groups_R / 40  # three times 0.1 has another mean than 0.1
-    o = o._replace(rewards_R=r, components_RK=np.stack([r, -r / 3], axis=1))
+    o = o._replace(rewards_R=r, components_RC=np.stack([r, -r / 3], axis=1))
     o = o._replace(steps=tuple(tuple((end, x) for end, _ in s) for s, x in zip(o.steps, r)))
-    got = estimate(name, o, settings).advantage_N
+    got = estimate(name, o, settings).advantage_M
     np.testing.assert_allclose(got, 0.0, atol=0 if name not in ("rloo", "opo") else 1e-15)
 
 
@@ -280,14 +280,14 @@ def test_process_supervision_is_that_of_the_paper():
     )
     settings = dict(normalise_std=True, std_ddof=1, outcome_as_step=False)
     paper = [1.0, 1.0, 0.5, 0.5, -1.0, -1.0, -1.5, -1.5]
-    got = estimate("grpo-process", o, settings).advantage_N
+    got = estimate("grpo-process", o, settings).advantage_M
     np.testing.assert_allclose(got, paper, rtol=2e-6)  # the 1e-6 beside the deviation
     # The outcome is not read: R holds the rewards of steps alone.
     other = o._replace(rewards_R=np.array([-7.0, 3.0]))
-    np.testing.assert_array_equal(estimate("grpo-process", other, settings).advantage_N, got)
+    np.testing.assert_array_equal(estimate("grpo-process", other, settings).advantage_M, got)
     # As a step it is in R = {{1, 1, 1}, {1, -1, -1}}, of mean 1/3 and variance 16/15.
     by_hand = np.array([2.0, 2.0, 4 / 3, 4 / 3, -2.0, -2.0, -8 / 3, -8 / 3]) / (16 / 15) ** 0.5
-    got = estimate("grpo-process", o, settings | {"outcome_as_step": True}).advantage_N
+    got = estimate("grpo-process", o, settings | {"outcome_as_step": True}).advantage_M
     np.testing.assert_allclose(got, by_hand, rtol=2e-6)
 
 
@@ -300,15 +300,15 @@ def test_tokens_after_the_last_step_and_responses_without_steps_are_not_moved():
         steps=(((1, 3.0), (3, 1.0)), ()),
     )
     settings = dict(normalise_std=False, std_ddof=1, outcome_as_step=False)
-    got = estimate("grpo-process", o, settings).advantage_N
+    got = estimate("grpo-process", o, settings).advantage_M
     assert_close(got, [0.0, -1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0])
 
 
 @pytest.mark.parametrize("settings", STD)
 def test_an_outcome_that_is_the_only_step_is_grpo(settings):
     o = make_outcomes()._replace(steps=((),) * 15)
-    got = estimate("grpo-process", o, settings | {"outcome_as_step": True}).advantage_N
-    np.testing.assert_array_equal(got, estimate("grpo", o, settings).advantage_N)
+    got = estimate("grpo-process", o, settings | {"outcome_as_step": True}).advantage_M
+    np.testing.assert_array_equal(got, estimate("grpo", o, settings).advantage_M)
 
 
 def test_a_step_counts_up_to_its_last_token():
@@ -320,29 +320,29 @@ def test_a_step_counts_up_to_its_last_token():
         steps=(((3, 2.0), (1, 4.0)), ()),
     )
     settings = dict(normalise_std=False, std_ddof=1, outcome_as_step=True)
-    got = estimate("grpo-process", o, settings).advantage_N
+    got = estimate("grpo-process", o, settings).advantage_M
     assert_close(got, [4.0, 0.0, 0.0, -2.0])
 
 
 def reordered(o, order):
     """The same responses in another order, each with its tokens."""
     tokens = np.split(np.arange(o.lengths_R.sum()), np.cumsum(o.lengths_R)[:-1])
-    order_N = np.concatenate([tokens[i] for i in order])
-    moved = {f: getattr(o, f)[order] for f in Outcomes._fields if f.endswith(("_R", "_RK"))}
-    moved |= {f: getattr(o, f)[order_N] for f in ("token_rewards_N", "values_N")}
-    return o._replace(**moved, steps=tuple(o.steps[i] for i in order)), order_N
+    order_M = np.concatenate([tokens[i] for i in order])
+    moved = {f: getattr(o, f)[order] for f in Outcomes._fields if f.endswith(("_R", "_RC"))}
+    moved |= {f: getattr(o, f)[order_M] for f in ("token_rewards_M", "values_M")}
+    return o._replace(**moved, steps=tuple(o.steps[i] for i in order)), order_M
 
 
 @each_case
 def test_order_of_responses_and_names_of_groups_do_not_matter(name, settings):
     o = make_outcomes()
     order = np.random.default_rng(1).permutation(len(o.rewards_R))
-    moved, order_N = reordered(o, order)
+    moved, order_M = reordered(o, order)
     moved = moved._replace(groups_R=100 - 3 * moved.groups_R)
     a, b = estimate(name, o, settings), estimate(name, moved, settings)
-    assert_close(b.advantage_N, a.advantage_N[order_N])
+    assert_close(b.advantage_M, a.advantage_M[order_M])
     if name == "gae":
-        assert_close(b.return_N, a.return_N[order_N])
+        assert_close(b.return_M, a.return_M[order_M])
     if not ADVANTAGES[name].per_token:
         assert_close(outcome(name, moved, settings), outcome(name, o, settings)[order])
 
@@ -354,11 +354,11 @@ def test_a_constant_added_to_all_rewards_changes_nothing(name, settings):
     o = make_outcomes()
     shifted = o._replace(
         rewards_R=o.rewards_R + 3.0,
-        components_RK=o.components_RK + np.array([[3.0, -1.0]]),
+        components_RC=o.components_RC + np.array([[3.0, -1.0]]),
         steps=tuple(tuple((end, x + 3.0) for end, x in s) for s in o.steps),
         baselines_R=o.baselines_R + 3.0,
     )
-    a, b = estimate(name, o, settings).advantage_N, estimate(name, shifted, settings).advantage_N
+    a, b = estimate(name, o, settings).advantage_M, estimate(name, shifted, settings).advantage_M
     assert_close(a, b)
 
 
@@ -382,19 +382,19 @@ def test_edges_stay_finite(name, settings, sizes, longest, scale):
     N = lengths.sum()
     o = Outcomes(
         rewards_R=scale * o.rewards_R[:R],
-        components_RK=scale * o.components_RK[:R],
+        components_RC=scale * o.components_RC[:R],
         groups_R=np.repeat(np.arange(5), sizes),
         lengths_R=lengths,
         drawn_R=lengths,
-        token_rewards_N=scale * o.token_rewards_N[:N],
+        token_rewards_M=scale * o.token_rewards_M[:N],
         steps=tuple(tuple((e, scale * x) for e, x in s) for s in o.steps[:R]),
         baselines_R=scale * o.baselines_R[:R],
-        values_N=scale * o.values_N[:N],
+        values_M=scale * o.values_M[:N],
     )
     got = estimate(name, o, settings)
-    assert got.advantage_N.shape == (N,) and np.isfinite(got.advantage_N).all()
+    assert got.advantage_M.shape == (N,) and np.isfinite(got.advantage_M).all()
     if name == "gae":
-        assert got.return_N.shape == (N,) and np.isfinite(got.return_N).all()
+        assert got.return_M.shape == (N,) and np.isfinite(got.return_M).all()
     if not ADVANTAGES[name].per_token:
         direct = outcome(name, o, settings)
         assert direct.shape == (R,) and np.isfinite(direct).all()

@@ -41,9 +41,9 @@ def make_log_probs(seed=0):
     return pi, mu, np.repeat(ADVANTAGE, LENGTHS)
 
 
-def by_response(x_N):
+def by_response(x_M):
     """Lists of the tokens of each response."""
-    x = iter(np.asarray(x_N, np.float64).tolist())
+    x = iter(np.asarray(x_M, np.float64).tolist())
     return [[next(x) for _ in range(n)] for n in LENGTHS]
 
 
@@ -113,11 +113,11 @@ def test_importance_weights(p, seed):
     pi, mu, _ = make_log_probs(seed)
     got = importance_correction.importance_weights(pi - mu, LENGTHS, **p)
     weights, kept = importance_by_hand(by_response(pi - mu), **p)
-    np.testing.assert_allclose(got.weight_N, weights, rtol=1e-12)
-    assert got.kept_N.dtype == bool and got.kept_N.tolist() == kept
+    np.testing.assert_allclose(got.weight_M, weights, rtol=1e-12)
+    assert got.kept_M.dtype == bool and got.kept_M.tolist() == kept
     if p["cap"] < 2:  # the tight bounds do act
         assert (p["cap"] in weights) if p["floor"] is None else {True, False} == set(kept)
-    normal = importance_correction.normalised(got.weight_N, LENGTHS, level=p["level"])
+    normal = importance_correction.normalised(got.weight_M, LENGTHS, level=p["level"])
     np.testing.assert_allclose(normal, normalised_by_hand(weights, p["level"]), rtol=1e-12)
 
 
@@ -189,9 +189,9 @@ def test_all_corrections_together(level, cap, floor, normalise, delta):
     )
     # float32 log-probs lose nothing on their way into the difference.
     expected = normalised_by_hand(weights, level) if normalise else weights
-    np.testing.assert_allclose(got.weight_N, expected, rtol=1e-12)
-    assert got.weight_N.dtype == np.float64
-    assert got.kept_N.tolist() == [all(of_token) for of_token in zip(*alone)]
+    np.testing.assert_allclose(got.weight_M, expected, rtol=1e-12)
+    assert got.weight_M.dtype == np.float64
+    assert got.kept_M.tolist() == [all(of_token) for of_token in zip(*alone)]
 
 
 def test_each_rule_is_enough_to_reject():
@@ -205,10 +205,10 @@ def test_each_rule_is_enough_to_reject():
         own = importance_correction.kept_by_divergence(
             pi - mu, LENGTHS, statistic=statistic, floor=floor, cap=1.0
         )
-        assert got.weight_N.tolist() == [1.0] * len(pi) and got.kept_N.tolist() == own.tolist()
+        assert got.weight_M.tolist() == [1.0] * len(pi) and got.kept_M.tolist() == own.tolist()
     got = importance_correction.correct(settings(sequence_mask_delta=0.0), pi, mu, A, LENGTHS)
     own = importance_correction.kept_by_sequence_masking(pi - mu, A, LENGTHS, delta=0.0)
-    assert got.kept_N.tolist() == own.tolist() and not own.all()
+    assert got.kept_M.tolist() == own.tolist() and not own.all()
 
 
 EVERYTHING = dict(
@@ -225,8 +225,8 @@ def test_on_policy_nothing_is_touched(level, cap, floor, normalise):
     pi, _, A = make_log_probs()
     chosen = dict(importance=level, importance_cap=cap, importance_floor=floor) | EVERYTHING
     got = importance_correction.correct(settings(normalise=normalise, **chosen), pi, pi, A, LENGTHS)
-    assert got.weight_N.tolist() == [1.0] * len(pi)
-    assert got.kept_N.tolist() == [True] * len(pi)
+    assert got.weight_M.tolist() == [1.0] * len(pi)
+    assert got.kept_M.tolist() == [True] * len(pi)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -242,7 +242,7 @@ def test_importance_at_its_bounds_stays_and_beyond_them_goes(level, log_ratio):
         got = importance_correction.importance_weights(
             np.array([log_ratio]), lengths, level=level, cap=cap, floor=floor
         )
-        assert got.kept_N.tolist() == [kept] and got.weight_N.tolist() == [rho if kept else 0.0]
+        assert got.kept_M.tolist() == [kept] and got.weight_M.tolist() == [rho if kept else 0.0]
 
 
 @pytest.mark.parametrize("statistic", STATISTICS)
@@ -280,7 +280,7 @@ def test_huge_log_ratios_stay_finite(log_ratio, level, floor):
         got = importance_correction.correct(
             settings(normalise=normalise, **chosen), pi, mu, A, LENGTHS
         )
-        assert np.isfinite(got.weight_N).all() and not got.kept_N.any()
+        assert np.isfinite(got.weight_M).all() and not got.kept_M.any()
 
 
 @pytest.mark.parametrize("log_ratio", [1e4, -1e4])
@@ -296,7 +296,7 @@ def test_log_ratios_are_bounded_by_20():
     """Importance: the product over a response. Divergence: every token by itself."""
     log_ratio, lengths = np.array([1e4, -5.0, -1e4, 0.5]), np.array([2, 1, 1])
     weight = lambda level: (
-        importance_correction.importance_weights(log_ratio, lengths, level=level, cap=1e12).weight_N
+        importance_correction.importance_weights(log_ratio, lengths, level=level, cap=1e12).weight_M
     )
     np.testing.assert_allclose(weight("token"), np.exp([20, -5, -20, 0.5]))
     np.testing.assert_allclose(weight("sequence"), np.exp([20, 20, -20, 0.5]))
@@ -329,7 +329,7 @@ def test_no_tokens(lengths, level, normalise):
     got = importance_correction.correct(
         settings(normalise=normalise, **chosen), none, none, none, lengths
     )
-    assert got.weight_N.shape == got.kept_N.shape == (0,) and got.kept_N.dtype == bool
+    assert got.weight_M.shape == got.kept_M.shape == (0,) and got.kept_M.dtype == bool
     assert importance_correction.mismatch(none, none, lengths) == {}
 
 
@@ -343,7 +343,7 @@ def test_mismatch(seed):
     pi, mu, _ = make_log_probs(seed)
     rho = [math.exp(a - b) for a, b in zip(pi, mu)]
     mean = lambda xs: sum(xs) / len(xs)
-    ppl = lambda x_N: mean([math.exp(-mean(x)) for x in by_response(x_N) if x])
+    ppl = lambda x_M: mean([math.exp(-mean(x)) for x in by_response(x_M) if x])
     gaps = [abs(math.exp(a) - math.exp(b)) for a, b in zip(pi, mu)]
     expected = {
         "kl": mean([b - a for a, b in zip(pi, mu)]),

@@ -42,13 +42,13 @@ class Tokens(NamedTuple):
     lengths_R: np.ndarray
 
     def take(self, x: np.ndarray) -> np.ndarray:
-        """[B, T] -> [N]."""
+        """[B, T] -> [M]."""
         return np.asarray(x, np.float64)[self.mask]
 
-    def put(self, x_N: np.ndarray) -> np.ndarray:
-        """[N] -> [B, T], 0 elsewhere."""
+    def put(self, x_M: np.ndarray) -> np.ndarray:
+        """[M] -> [B, T], 0 elsewhere."""
         out = np.zeros(self.mask.shape)
-        out[self.mask] = x_N
+        out[self.mask] = x_M
         return out
 
 

@@ -34,15 +34,15 @@ def advantages(
         rewards = a["token_level_rewards"].astype(np.float64)
         outcomes = advantage.Outcomes(
             rewards_R=rewards.sum(axis=1),
-            components_RK=np.stack([a[k].astype(np.float64) for k in p["gdpo_reward_keys"]], 1)
+            components_RC=np.stack([a[k].astype(np.float64) for k in p["gdpo_reward_keys"]], 1)
             if name == "gdpo"
             else rewards.sum(axis=1)[:, None],
             groups_R=groups_R,
             lengths_R=tokens.lengths_R,
             drawn_R=tokens.lengths_R,
-            token_rewards_N=tokens.take(rewards),
+            token_rewards_M=tokens.take(rewards),
             baselines_R=a.get("reward_baselines"),
-            values_N=tokens.take(a["values"]) if "values" in a else None,
+            values_M=tokens.take(a["values"]) if "values" in a else None,
         )
         ours = {mine: p[theirs] for mine, theirs in settings.items()}
         if name in ("grpo", "pass-at-k", "gdpo"):
@@ -56,13 +56,13 @@ def advantages(
         if lone_differs and lone_R.any():
             if name in WHITENED:
                 theirs = case.outputs["advantages"][tokens.mask]
-                return Differs(LONE + ", and whitening spreads it", result.advantage_N, theirs)
+                return Differs(LONE + ", and whitening spreads it", result.advantage_M, theirs)
             compared[lone_R] = False
             note = LONE
         take = lambda x: np.asarray(x)[compared]
-        pairs = [(take(tokens.put(result.advantage_N)), take(case.outputs["advantages"]))]
-        if result.return_N is not None:
-            pairs.append((take(tokens.put(result.return_N)), take(case.outputs["returns"])))
+        pairs = [(take(tokens.put(result.advantage_M)), take(case.outputs["advantages"]))]
+        if result.return_M is not None:
+            pairs.append((take(tokens.put(result.return_M)), take(case.outputs["returns"])))
         return Compared(pairs, note)
 
     return compare
@@ -80,29 +80,29 @@ def whiten(case: Case) -> Compared:
 def importance(case: Case) -> Compared:
     a, p = case.arrays, case.params
     tokens = tokens_of(a["response_mask"])
-    log_ratio_N = tokens.take(a["old_log_prob"]) - tokens.take(a["rollout_log_prob"])
+    log_ratio_M = tokens.take(a["old_log_prob"]) - tokens.take(a["rollout_log_prob"])
     low, _, high = str(p["rollout_is_threshold"]).rpartition("_")
-    weight_N, _ = importance_correction.importance_weights(
-        log_ratio_N, tokens.lengths_R, level=p["rollout_is"], cap=float(high),
+    weight_M, _ = importance_correction.importance_weights(
+        log_ratio_M, tokens.lengths_R, level=p["rollout_is"], cap=float(high),
         floor=float(low) if low else None,
     )  # fmt: skip
     if p["rollout_is_batch_normalize"]:
-        weight_N = importance_correction.normalised(
-            weight_N, tokens.lengths_R, level=p["rollout_is"]
+        weight_M = importance_correction.normalised(
+            weight_M, tokens.lengths_R, level=p["rollout_is"]
         )
-    return Compared([(tokens.put(weight_N), case.outputs["weights"])])
+    return Compared([(tokens.put(weight_M), case.outputs["weights"])])
 
 
 def rejection(case: Case) -> Compared:
     a, p = case.arrays, case.params
     tokens = tokens_of(a["response_mask"])
-    log_ratio_N = tokens.take(a["old_log_prob"]) - tokens.take(a["rollout_log_prob"])
-    kept_N = np.ones(len(log_ratio_N), bool)
+    log_ratio_M = tokens.take(a["old_log_prob"]) - tokens.take(a["rollout_log_prob"])
+    kept_M = np.ones(len(log_ratio_M), bool)
     for statistic, floor, cap in rejections(p["rollout_rs"], p["rollout_rs_threshold"]):
-        kept_N &= importance_correction.kept_by_divergence(
-            log_ratio_N, tokens.lengths_R, statistic=statistic, floor=floor, cap=cap
+        kept_M &= importance_correction.kept_by_divergence(
+            log_ratio_M, tokens.lengths_R, statistic=statistic, floor=floor, cap=cap
         )
-    return Compared([(tokens.put(kept_N), case.outputs["mask"])])
+    return Compared([(tokens.put(kept_M), case.outputs["mask"])])
 
 
 def mismatch(case: Case) -> Compared:
@@ -164,7 +164,6 @@ def learning_rate(case: Case) -> Compared:
         Config.from_dict(tiny_dapo.get_config().to_dict()).optimizer,
         learning_rate=1.0,
         warmup_steps=p["num_warmup_steps"],
-        decay="cosine" if cosine else "constant",
         final_rate_share=p["min_lr_ratio"] if cosine else None,
     )
     last = p.get("num_training_steps") or len(theirs)

@@ -120,7 +120,7 @@ def _corrected(case: Case, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     tokens = tokens_of(mask)
     columns = [tokens.take(case.arrays[k]) for k in ("log_prob", "old_log_prob", "advantages")]
     result = importance_correction.correct(config, *columns, tokens.lengths_R)
-    return tokens.put(result.weight_N), tokens.put(result.kept_N).astype(bool)
+    return tokens.put(result.weight_M), tokens.put(result.kept_M).astype(bool)
 
 
 def rejections(names: str | None, thresholds: str) -> tuple[tuple[str, float | None, float], ...]:

@@ -11,13 +11,13 @@ from tests.support.problems import CHAT_TEMPLATE, character_tokenizer, prepare_r
 @pytest.fixture
 def reads(monkeypatch):
     """The files that were read, in order."""
-    found, read_rows = [], dataset.records.read_rows
+    found, read_records = [], dataset.records.read_records
 
     def count(file, columns, field):
         found.append(file.name)
-        return read_rows(file, columns, field)
+        return read_records(file, columns, field)
 
-    monkeypatch.setattr(dataset.records, "read_rows", count)
+    monkeypatch.setattr(dataset.records, "read_records", count)
     return found
 
 
@@ -33,7 +33,7 @@ def test_what_was_prepared_is_not_made_again(tmp_path, monkeypatch):
     def fail(*_):
         raise AssertionError("read again")
 
-    monkeypatch.setattr(dataset.records, "read_rows", fail)
+    monkeypatch.setattr(dataset.records, "read_records", fail)
     assert prepare_rows(tmp_path, MESSY, max_prompt_tokens=20) == first
     # What the problems do not depend on: how often and how they are scored, where the file is.
     source = {"weight": 3.0, "scorer": "boxed"}
@@ -54,7 +54,6 @@ def test_what_was_prepared_is_not_made_again(tmp_path, monkeypatch):
         {"source": {"prompt_template": "{prompt}!"}},
         {"source": {"prompt_key": "prompt"}},
         {"source": {"answer_key": "answer"}},
-        {"source": {"answer_in": "text"}},
         {"source": {"num_problems": 2}},
         {"max_prompt_tokens": 100},
         {"overlong_prompts": "error"},
@@ -65,7 +64,7 @@ def test_what_was_prepared_is_not_made_again(tmp_path, monkeypatch):
         {"tokenizer": character_tokenizer(CHAT_TEMPLATE, eos="!", pad="~")},
     ],
 )
-def test_what_the_problems_depend_on_makes_them_anew(tmp_path, reads, changes):
+def test_what_the_problems_depend_on_makes_them_again(tmp_path, reads, changes):
     tokenizer = character_tokenizer(CHAT_TEMPLATE)
     settings = {"rows": ROWS, "tokenizer": tokenizer, "overlong_prompts": "drop"}
     if "system_prompt" in changes:
@@ -80,7 +79,7 @@ def test_what_the_problems_depend_on_makes_them_anew(tmp_path, reads, changes):
     assert len(reads) == 2, "each has its own"
 
 
-def test_changed_code_makes_problems_anew(tmp_path, reads, monkeypatch):
+def test_changed_code_makes_problems_again(tmp_path, reads, monkeypatch):
     prepare_rows(tmp_path, ROWS)
     (tmp_path / "code.py").write_text("")
     module = type(dataset)("other")
@@ -93,12 +92,12 @@ def test_changed_code_makes_problems_anew(tmp_path, reads, monkeypatch):
 
 
 def cache_file(tmp_path):
-    (file,) = (tmp_path / "cache").iterdir()
+    (file,) = (tmp_path / "cache/dapo_jax/problems").iterdir()
     return file
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "text", "other", "untold", "directory"])
-def test_a_damaged_cache_is_made_anew(tmp_path, reads, damage):
+def test_a_damaged_cache_is_made_again(tmp_path, reads, damage):
     first = prepare_rows(tmp_path, ROWS)
     file = cache_file(tmp_path)
     content = file.read_bytes()
@@ -116,13 +115,11 @@ def test_a_damaged_cache_is_made_anew(tmp_path, reads, damage):
         assert cache_file(tmp_path).read_bytes() == content, "whole, and no other file"
 
 
-def test_a_cache_that_cannot_be_written_is_none(tmp_path, reads):
+def test_a_cache_that_cannot_be_written_is_none(tmp_path, reads, monkeypatch):
     (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "below"))
     for _ in range(2):
-        assert (
-            len(prepare_rows(tmp_path, ROWS, cache_dir=str(tmp_path / "file" / "below")).problems)
-            == 3
-        )
+        assert len(prepare_rows(tmp_path, ROWS).problems) == 3
     assert len(reads) == 2 and sorted(p.name for p in tmp_path.iterdir()) == [
         "file",
         "problems.jsonl",
@@ -132,9 +129,8 @@ def test_a_cache_that_cannot_be_written_is_none(tmp_path, reads):
 def test_the_cache_is_the_users(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for place, cache_dir in (("xdg/dapo_jax/problems", ""), ("home/mine", "~/mine")):
-        prepare_rows(tmp_path, ROWS, cache_dir=cache_dir)
-        assert len(list((tmp_path / place).glob("*.parquet"))) == 1
+    prepare_rows(tmp_path, ROWS)
+    assert len(list((tmp_path / "xdg/dapo_jax/problems").glob("*.parquet"))) == 1
     monkeypatch.delenv("XDG_CACHE_HOME")
-    prepare_rows(tmp_path, ROWS, cache_dir="")
+    prepare_rows(tmp_path, ROWS)
     assert len(list((tmp_path / "home/.cache/dapo_jax/problems").glob("*.parquet"))) == 1

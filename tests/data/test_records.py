@@ -1,13 +1,14 @@
-"""Rows of data files: both shapes, where the answer stands, and what a faulty file is told."""
+"""Records of data files: both schemas, the place of the answer, errors of faulty files."""
 
 import datetime
 import json
+import re
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from dapo_jax.data.records import BATCH_ROWS, Columns, Row, Unusable, read_rows
+from dapo_jax.data.records import BATCH_RECORDS, Columns, Record, Unusable, read_records
 from dapo_jax.types import UserError
 
 FIELD = "config.data.train.sums"
@@ -28,7 +29,7 @@ def write_parquet(tmp_path, rows, schema=None):
 
 
 def read(file, prompt_key=None, answer_key=None, answer_in=None):
-    return list(read_rows(file, Columns(prompt_key, answer_key, answer_in), FIELD))
+    return list(read_records(file, Columns(prompt_key, answer_key, answer_in), FIELD))
 
 
 def line(question: object = "1+1?", answer: object = "2", **more: object):
@@ -44,9 +45,9 @@ def row_of(tmp_path, columns, **keys):
 def test_rows_in_order_without_blank_lines(tmp_path):
     content = "\n".join(["", line("a ü", "x"), "  ", line(" b\n", -7) + "\r", line("a ü", " 0 ")])
     assert read(write_jsonl(tmp_path, content)) == [
-        Row("a ü", "x", {}),
-        Row(" b\n", "-7", {}),  # the prompt as it is, the answer without the space around it
-        Row("a ü", "0", {}),
+        Record("a ü", "x", {}),
+        Record(" b\n", "-7", {}),  # the prompt as it is, the answer without the space around it
+        Record("a ü", "0", {}),
     ]
 
 
@@ -65,12 +66,15 @@ def test_both_kinds_of_file_hold_the_same_rows(tmp_path, write):
 
 
 def test_more_rows_than_are_read_at_once(tmp_path):
-    num = 2 * BATCH_ROWS + 1
+    num = 2 * BATCH_RECORDS + 1
     file = write_parquet(tmp_path, [{"prompt": f"p{i}", "answer": i} for i in range(num)])
     assert [row.prompt for row in read(file)] == [f"p{i}" for i in range(num)]
     rows = [{"prompt": f"p{i}", "answer": "1" if i != num - 2 else " "} for i in range(num)]
     found = read(write_parquet(tmp_path, rows))[num - 2]
     assert found == Unusable(f"{FIELD}: {file}, row {num - 1}: 'answer' is empty")
+
+
+ALL_ANSWERS = {"prompt": "t", "solution": "\\boxed{s}", "ground_truth": "g"}
 
 
 @pytest.mark.parametrize(
@@ -82,12 +86,8 @@ def test_more_rows_than_are_read_at_once(tmp_path):
         # The first of the names that are tried, wherever it stands in the row.
         ({"question": "q", "problem": "p", "prompt": "t", "answer": "a"}, "t", "a"),
         ({"question": "q", "problem": "p", "answer": "a"}, "p", "a"),
-        (
-            {"prompt": "t", "solution": "\\boxed{s}", "ground_truth": "g", "answer": "a"},
-            "t",
-            "a",
-        ),
-        ({"prompt": "t", "solution": "\\boxed{s}", "ground_truth": "g"}, "t", "g"),
+        (ALL_ANSWERS | {"answer": "a"}, "t", "a"),
+        (ALL_ANSWERS, "t", "g"),
         ({"prompt": "t", "answer": "a", "reward_model": {"ground_truth": "r"}}, "t", "r"),
         ({"prompt": "t", "answer": "a", "reward_model": {"style": "r"}}, "t", "a"),
         ({"prompt": "t", "answer": "a", "reward_model": "ground_truth"}, "t", "a"),
@@ -100,17 +100,14 @@ def test_columns_are_found_by_their_names(tmp_path, columns, prompt, answer):
     assert (row.prompt, row.answer) == (prompt, answer)
 
 
+NESTED = {"x": {"y": {"z": "1"}, "w": 0}}
+
+
 @pytest.mark.parametrize(
     "columns, keys, prompt, answer, metadata",
     [
         ({"q": "1", "a": "2", "prompt": "3"}, ("q", "a"), "1", "2", {"prompt": "3"}),
-        (
-            {"x": {"y": {"z": "1"}, "w": 0}, "a": "2"},
-            ("x.y.z", "a"),
-            "1",
-            "2",
-            {"x": {"y": {"z": "1"}, "w": 0}},  # whole, with what stands beside it
-        ),
+        (NESTED | {"a": "2"}, ("x.y.z", "a"), "1", "2", NESTED),  # the whole column
         # A column whose own name has a point in it comes first, and is left out of the metadata.
         ({"x.y": "1", "x": {"y": "2"}, "a": "3"}, ("x.y", "a"), "1", "3", {"x": {"y": "2"}}),
         ({"x": {"y.z": "1"}, "a": "3"}, ("x.y.z", "a"), "1", "3", {"x": {"y.z": "1"}}),
@@ -118,7 +115,7 @@ def test_columns_are_found_by_their_names(tmp_path, columns, prompt, answer):
 )
 def test_columns_by_key(tmp_path, columns, keys, prompt, answer, metadata):
     row = row_of(tmp_path, columns, prompt_key=keys[0], answer_key=keys[1])
-    assert row == Row(prompt, answer, metadata)
+    assert row == Record(prompt, answer, metadata)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +136,7 @@ def test_columns_by_key(tmp_path, columns, keys, prompt, answer, metadata):
 )
 def test_where_the_answer_stands(tmp_path, text, answer_in, answer):
     row = row_of(tmp_path, {"question": "q", "answer": text}, answer_in=answer_in)
-    assert isinstance(row, Row) and row.answer == answer
+    assert isinstance(row, Record) and row.answer == answer
 
 
 def test_the_answer_of_a_solution_is_in_its_box(tmp_path):
@@ -150,25 +147,22 @@ def test_the_answer_of_a_solution_is_in_its_box(tmp_path):
     assert isinstance(row_of(tmp_path, columns, answer_key="it.solution"), Unusable)
 
 
-@pytest.mark.parametrize(
-    "number, answer",
-    [(27.0, "27"), (27, "27"), (-0.5, "-0.5"), (-3.0, "-3"), (0, "0"), (1e16, "1" + 16 * "0")],
-)
+NUMBERS = [(27.0, "27"), (27, "27"), (-0.5, "-0.5"), (-3.0, "-3"), (0, "0"), (1e16, "1" + 16 * "0")]
+
+
+@pytest.mark.parametrize("number, answer", [*NUMBERS, (10**400, "1" + 400 * "0")])
 def test_numbers_as_answers(tmp_path, number, answer):
     assert row_of(tmp_path, {"question": "q", "answer": number}).answer == answer
-    (row,) = read(write_parquet(tmp_path, [{"question": "q", "answer": number}]))
-    assert isinstance(row, Row) and row.answer == answer
-
-
-def test_a_number_beyond_floats_as_answer(tmp_path):
-    assert row_of(tmp_path, {"question": "q", "answer": 10**400}).answer == "1" + 400 * "0"
+    if number < 2**63:
+        (row,) = read(write_parquet(tmp_path, [{"question": "q", "answer": number}]))
+        assert isinstance(row, Record) and row.answer == answer
 
 
 def test_metadata_are_the_other_columns_as_json_can_hold_them(tmp_path):
     when = datetime.datetime(2024, 2, 3)
     rows = [{"question": "q", "answer": "a", "when": when, "raw": b"x", "list": [1, 2], "no": None}]
     (row,) = read(write_parquet(tmp_path, rows))
-    assert isinstance(row, Row)
+    assert isinstance(row, Record)
     assert row.metadata == {"when": str(when), "raw": "b'x'", "list": [1, 2], "no": None}
     assert json.loads(json.dumps(row.metadata)) == row.metadata
 
@@ -184,15 +178,15 @@ def test_metadata_are_the_other_columns_as_json_can_hold_them(tmp_path):
         ({"question": "q", "solution": "\\boxed{ }"}, "'solution' is empty"),
         ({"question": "q", "solution": "it is 7"}, "'solution' holds no answer ('it is 7')"),
         ({"question": "q", "solution": "\\boxed{7"}, "'solution' holds no answer"),
-        ({"question": "a\ud800", "answer": "b"}, "'question' holds half of a surrogate pair"),
-        ({"question": "a", "answer": "\udfff"}, "'answer' holds half of a surrogate pair"),
+        ({"question": "a\ud800", "answer": "b"}, "'question' holds half of a"),
+        ({"question": "a", "answer": "\udfff"}, "'answer' holds half of a"),
         (
-            {"question": [{"role": "user", "content": "\ud800"}], "answer": "b"},
-            "'question' holds half of a surrogate pair",
+            {"question": [{"role": "u", "content": "\ud800"}], "answer": "b"},
+            "'question' holds half",
         ),
         (
             {"question": [{"role": "\ud800", "content": "a"}], "answer": "b"},
-            "'question' holds half of a surrogate pair",
+            "'question' holds half",
         ),
     ],
 )
@@ -201,8 +195,8 @@ def test_a_row_without_a_problem_is_passed_over(tmp_path, columns, reason):
     first, row, last = read(file)
     assert isinstance(row, Unusable)
     assert row.reason.startswith(f"{FIELD}: {file}, line 3: {reason}")
-    row.reason.encode()  # what is printed of a half pair is not a half pair
-    assert first == last == Row("1+1?", "2", {})
+    row.reason.encode()  # no half pair itself
+    assert first == last == Record("1+1?", "2", {})
 
 
 def test_a_box_that_is_asked_for_must_be_there(tmp_path):
@@ -246,8 +240,8 @@ def test_a_box_that_is_asked_for_must_be_there(tmp_path):
 def test_a_faulty_line_is_named(tmp_path, faulty, wanted):
     faulty = faulty if isinstance(faulty, bytes) else faulty.encode()
     file = write_jsonl(tmp_path, b"\n" + line().encode() + b"\n" + faulty + b"\n" + line().encode())
-    rows = read_rows(file, AS_THEY_SHOW, FIELD)
-    assert next(rows) == Row("1+1?", "2", {})
+    rows = read_records(file, AS_THEY_SHOW, FIELD)
+    assert next(rows) == Record("1+1?", "2", {})
     with pytest.raises(UserError) as error:
         next(rows)
     message = str(error.value)
@@ -270,54 +264,34 @@ def test_a_key_that_is_not_there(tmp_path, keys, wanted):
 
 
 @pytest.mark.parametrize(
-    "rows, wanted",
+    "row, wanted",
     [
-        ([{"prompt": "a", "answer": None}], "row 2: 'answer' must be text, not null"),
-        ([{"prompt": "a", "answer": "b"}, {"prompt": None}], "row 3: 'prompt' must be text or a"),
+        ({"prompt": "a", "answer": None}, "'answer' must be text, not null"),
+        ({"prompt": None, "answer": "b"}, "'prompt' must be text or a"),
+        ({"prompt": "a", "answer": b"b"}, "'answer' must be text, not bytes"),
+        ({"prompt": "a", "score": 1}, r"has no any of .*it has 'prompt', 'score'"),
     ],
 )
-def test_a_faulty_row_of_parquet_is_named(tmp_path, rows, wanted):
-    file = write_parquet(tmp_path, [{"prompt": "a", "answer": "b"}, *rows])
-    with pytest.raises(UserError) as error:
-        read(file)
-    assert str(error.value).startswith(f"{FIELD}: {file}, {wanted}")
-
-
-def test_a_parquet_file_without_the_column(tmp_path):
-    file = write_parquet(tmp_path, [{"prompt": "a", "score": 1}])
-    with pytest.raises(UserError, match=r"row 1 has no any of .*it has 'prompt', 'score'"):
+def test_a_faulty_row_of_parquet_is_named(tmp_path, row, wanted):
+    good = [] if "score" in row or row["answer"] == b"b" else [{"prompt": "a", "answer": "b"}]
+    file = write_parquet(tmp_path, [*good, row])
+    where = re.escape(f"{FIELD}: {file}, row {len(good) + 1}")
+    with pytest.raises(UserError, match=f"^{where}:? {wanted}"):
         read(file)
 
 
-def test_bytes_are_no_text(tmp_path):
-    file = write_parquet(tmp_path, [{"prompt": "a", "answer": b"b"}])
-    with pytest.raises(UserError, match="row 1: 'answer' must be text, not bytes"):
-        read(file)
-
-
-def damaged(file, how):
-    content = file.read_bytes()
-    if how == "cut":
-        content = content[: len(content) // 2]
-    elif how == "empty":
-        content = b""
-    elif how == "text":
-        content = b"prompt,answer\n1,2\n"
-    else:  # the pages of the data, which are checked only when they are read
-        content = content[:4] + b"\xff" * 200 + content[204:]
-    file.write_bytes(content)
-
-
-@pytest.mark.parametrize("how", ["cut", "empty", "text", "pages"])
-def test_a_damaged_parquet_file_is_named(tmp_path, how):
+@pytest.mark.parametrize("damage", ["cut", "empty", "text", "pages"])
+def test_a_damaged_parquet_file_is_named(tmp_path, damage):
     file = write_parquet(tmp_path, [{"prompt": f"prompt {i}", "answer": "b"} for i in range(500)])
-    damaged(file, how)
-    with pytest.raises(UserError) as error:
-        read(file)
+    content = file.read_bytes()
+    damaged = {"cut": content[: len(content) // 2], "empty": b"", "text": b"prompt,answer\n1,2\n"}
+    # The pages of the data are checked only when they are read, as an error of reading.
+    damaged["pages"] = content[:4] + b"\xff" * 200 + content[204:]
+    file.write_bytes(damaged[damage])
     sound = f"{FIELD}: {file} is not a sound parquet file: "
-    # What is found only on the way is an error of reading to pyarrow.
-    wanted = f"{FIELD}: cannot read {file}: " if how == "pages" else sound
-    assert str(error.value).startswith(wanted)
+    wanted = f"{FIELD}: cannot read {file}: " if damage == "pages" else sound
+    with pytest.raises(UserError, match="^" + re.escape(wanted)):
+        read(file)
 
 
 def test_parquet_that_python_cannot_hold_is_named(tmp_path):

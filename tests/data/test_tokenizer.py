@@ -1,4 +1,4 @@
-"""A tokenizer is what its tokenizer.json says, whatever model lies beside it."""
+"""A tokenizer is that of its tokenizer.json, whatever model is in its directory."""
 
 import json
 
@@ -27,7 +27,7 @@ def test_a_prompt_has_the_same_tokens_in_the_directory_of_every_family(tmp_path,
     assert found.chat_template == ours.chat_template
 
 
-def test_a_damaged_file_is_told(tmp_path):
+def test_a_damaged_file_is_reported(tmp_path):
     arithmetic_tokenizer().save_pretrained(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text('{"version": ')
     config = tiny_config(model__tokenizer=str(tmp_path), pretrain=None).model

@@ -9,33 +9,25 @@ import pytest
 
 from dapo_jax.models import decoder
 from dapo_jax.rollout.collector import RolloutCollector
-from dapo_jax.train import train
 from dapo_jax.training.learner import Learner
 from tests.conftest import ROOT
 from tests.support.helpers import tiny_config
-from tests.support.runs import metrics_of, run
+from tests.support.runs import metrics_of, run, run_here
 
 LEARNING = {
-    "model__width": 64,
-    "model__ff_width": 128,
+    "model__hidden_size": 64,
+    "model__intermediate_size": 128,
     "model__head_dim": 16,
     "data__train__sums__num_terms": (3,),
     "data__train__sums__num_problems": 200,
     "data__heldout__sums__num_terms": (3,),
     "data__heldout__sums__num_problems": 16,
-    "pretrain__num_terms": (3,),
     "pretrain__num_steps": 800,
     "pretrain__rows_per_step": 12,
-    "pretrain__row_tokens": 64,
-    "pretrain__learning_rate": 5e-3,
-    "pretrain__share_guess": 0.7,
-    "pretrain__share_ramble": 0.2,
-    "pretrain__share_slip": 0.0,
     "rollout__group_size": 8,
     "rollout__slots": 64,
     "rollout__max_response_tokens": 40,
-    "dynamic_sampling__max_round_prompts": 32,
-    "dynamic_sampling__max_rounds": 4,
+    "dynamic_sampling__max_prompts": 128,
     "train__prompts_per_step": 16,
     "train__prompts_per_update": 4,
     "train__num_steps": 24,
@@ -45,10 +37,25 @@ LEARNING = {
     "checkpoint__every_steps": 24,
 }
 
+# launch/train.py with a base model from texts that are shorter, and right where they derive.
+PROGRAM = f"""
+import runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
+from dapo_jax.data import arithmetic
+from dapo_jax.training import pretrain
+
+if __name__ == "__main__":
+    arithmetic.SHARE_GUESS, arithmetic.SHARE_RAMBLE, arithmetic.SHARE_SLIP = 0.7, 0.2, 0.0
+    pretrain.LEARNING_RATE = 5e-3
+    runpy.run_path({str(ROOT / "launch" / "train.py")!r}, run_name="__main__")
+"""
+
 
 @pytest.mark.slow
 def test_reward_and_accuracy_rise(tmp_path):
-    run(tmp_path / "run", tmp_path, optimise=True, **LEARNING)
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAM)
+    run(tmp_path / "run", tmp_path, optimise=True, program=program, **LEARNING)
     steps = metrics_of(tmp_path / "run")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     early = np.mean([numbers["accuracy/sampled"] for numbers in steps[1:4]])
@@ -60,15 +67,13 @@ def test_reward_and_accuracy_rise(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("standard_promotion")
-def test_the_update_does_not_hold_the_rollouts_copy(tmp_path, cache_home, monkeypatch):
+def test_the_update_does_not_hold_the_rollouts_copy(tmp_path, home, monkeypatch):
     """The copy is the only thing in bfloat16 that is as large as the embedding."""
     config = tiny_config(
         model__compute_dtype="bfloat16",
         pretrain__num_steps=2,
         train__num_steps=1,
-        reward__scorer=f"{ROOT / 'tests' / 'scorers.py'}:even",
-        mesh__data=8,
+        reward__scorer=f"{ROOT / 'tests' / 'support' / 'scorers.py'}:even",
     )
     shape = decoder.param_shapes(config.model)["embed"].shape
     copies = lambda: sum((x.shape, x.dtype) == (shape, jnp.bfloat16) for x in jax.live_arrays())
@@ -85,5 +90,5 @@ def test_the_update_does_not_hold_the_rollouts_copy(tmp_path, cache_home, monkey
 
     monkeypatch.setattr(RolloutCollector, "groups", generating)
     monkeypatch.setattr(Learner, "train_on", training)
-    assert train(config, tmp_path / "run") is None
+    run_here(tmp_path / "run", home, config=config)
     assert seen == [1, 0]

@@ -1,11 +1,11 @@
-"""A process of a run that dies, freezes or hangs ends the others."""
+"""A process that dies, freezes or hangs ends the others."""
 
 import signal
 import time
 
 import pytest
 
-from dapo_jax.distributed.process_group import EXIT_RESTART
+from dapo_jax.distributed import EXIT_RESTART
 from tests.conftest import ROOT
 from tests.support.processes import RUN, begin, finish_all
 from tests.support.runs import finish
@@ -30,24 +30,20 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.parametrize("lost, number", [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
 def test_a_process_that_is_lost_ends_the_others(home, tmp_path, lost, number):
-    workdir = tmp_path / "run"
-    started = begin(workdir, home, 1, **RUN | {"train__num_steps": 1000})
+    """JAX aborts them, a status that launch/restart.sh starts again."""
+    started = begin(tmp_path / "run", home, 1, **RUN | {"train__num_steps": 1000})
     started[lost].send_signal(number)
-    begun = time.monotonic()
+    sent = time.monotonic()
     code, _, err = finish(started[1 - lost])
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - sent < 60
     started[lost].kill()
     finish(started[lost])
-    # Where the store is lost, JAX may be faster than we are, and aborts.
-    assert code == EXIT_RESTART or (lost == 0 and code == -signal.SIGABRT), err
-    if code == EXIT_RESTART:
-        assert f"process {lost}" in err and "goes on from the last checkpoint" in err
+    assert code == -signal.SIGABRT and "another task died" in err, err
 
 
 @pytest.mark.slow
 def test_a_process_that_hangs_ends_all(home, tmp_path):
-    """Its signs of life go on, as they come from another thread. Both show where they are: one in a
-    call that does not come back, the other in what waits for it."""
+    """Both print their stacks: one hangs in a call, the other awaits it."""
     program = tmp_path / "hangs.py"
     program.write_text(HANGS)
     workdir = tmp_path / "run"
@@ -56,7 +52,7 @@ def test_a_process_that_hangs_ends_all(home, tmp_path):
     (code, _, err), (code_of_hung, _, err_of_hung) = finish_all(started)
     assert time.time() - program.with_suffix(".begun").stat().st_mtime < 60
     assert (code, code_of_hung) == (EXIT_RESTART, EXIT_RESTART)
-    told = "nothing has moved for 3"  # 30 s, and at most a look of 4 s more
-    assert told in err and told in err_of_hung
+    message = "nothing has moved for 3"  # 30 s, and at most a look of 4 s more
+    assert message in err and message in err_of_hung
     assert "hangs.py" in err_of_hung and "in hang" in err_of_hung
     assert "hangs.py" in err and "in hang" not in err and "in one_step" in err

@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 
 from dapo_jax.config import Config
-from dapo_jax.setup import RunComponents
 from dapo_jax.training import packing
 from dapo_jax.training.batch import make_samples
-from dapo_jax.types import Group, Response, UserError, Verdict
-from dapo_jax.utils.progress import Progress
+from dapo_jax.training.learner import Learner
+from dapo_jax.types import Group, Problem, Response, UserError, Verdict
 from tests.algorithms.test_policy_losses import configured
 from tests.end_to_end.test_runs import RUN, assert_documented
-from tests.support.helpers import make_params, tiny_config, tiny_dict
-from tests.support.runs import metrics_of, run
+from tests.support.helpers import make_mesh, make_params, tiny_config, tiny_dict
+from tests.support.runs import metrics_of, run_here
 
 SHORT = RUN | {
     "dynamic_sampling__enabled": False,
@@ -37,7 +36,17 @@ PPO = {
     "train__prompts_per_step": 8,
     "train__prompts_per_update": 4,
 }
-CORRECTION = dict(policy="old")
+
+
+def correction(policy="current", **fields):
+    return {"correction": {"policy": policy} | fields}
+
+
+def advantage(name, **arguments):
+    return {"objective__advantage": name, "objective__advantage_args": arguments}
+
+
+CAPPED = {"importance": "token", "importance_cap": 2.0}
 WAYS = {
     "process": NO_OVERLONG
     | {
@@ -46,68 +55,67 @@ WAYS = {
     },
     "clip-cov": configured("clip-cov"),
     "kl-cov": configured("kl-cov"),
-    "full-kl": {
+    "kl": {
         "objective__kl_coefficient": 0.1,
-        "objective__kl_estimator": "full",
+        "objective__kl_estimator": "k3+",
         "objective__entropy_coefficient": 0.01,
     },
-    "truncated-importance": {
-        "rollout__log_prob_source": "recompute",
-        "correction": CORRECTION | dict(importance="token", importance_cap=2.0, normalise=True),
-    },
+    "truncated-importance": correction("old", **CAPPED, normalise=True)
+    | {"rollout__log_prob_source": "recompute"},
     "rejection": configured("policy-gradient")
-    | {
-        "correction": CORRECTION
-        | dict(
-            policy="current", importance="sequence", importance_cap=1.001, importance_floor=0.999,
-            reject=(("seq-mean-k1", 0.999, 1.001),), sequence_mask_delta=0.001,
-        ),
-        "optimizer__learning_rate": 1e-3,
-    },
-}  # fmt: skip
+    | correction(
+        importance="sequence",
+        importance_cap=1.001,
+        importance_floor=0.999,
+        reject=(("seq-mean-k1", 0.999, 1.001),),
+        sequence_mask_delta=0.001,
+    )
+    | {"optimizer__learning_rate": 1e-3},
+}
 
 
-def on_policy_groups(trainer, params, rng):
+def make_learner(config):
+    return Learner(config, make_mesh(config, 1), lambda sequences: [""] * len(sequences), print)
+
+
+def on_policy_groups(learner, params, rng, step):
     """Groups of random responses with their true log-probs, half of them right."""
-    config = trainer.config
-    problems = trainer.stream.take(config.train.prompts_per_step)
+    config = learner.config
     G, groups = config.rollout.group_size, []
-    for problem in problems:
+    for i in range(config.train.prompts_per_step):
+        problem = Problem(i, "", tuple(rng.integers(3, 20, 14).tolist()), "", "sums")
         lengths = rng.integers(2, 30, G)
         tokens = [rng.integers(3, config.model.vocab_size, n).astype(np.int32) for n in lengths]
         packed = packing.pack(
             [problem.prompt_tokens] * G, np.concatenate(tokens), lengths, config.train.row_tokens
         )
-        rows, n = trainer.learner._micro_batches(packed.rows)
-        log_probs = packing.take_columns(packed, trainer.learner.score(params, rows, n))
+        rows, n = learner._micro_batches(packed.rows)
+        log_probs = packing.take_columns(packed, learner.score(params, rows, n))
         responses = tuple(
             Response(t, logp, "stop", "")
             for t, logp in zip(tokens, np.split(log_probs, np.cumsum(lengths)[:-1]))
         )
         verdicts = tuple(Verdict(i % 2 == 0, 1.0 - 2.0 * (i % 2)) for i in range(G))
-        groups.append(Group(problem, responses, verdicts, 1))
+        groups.append(Group(problem, responses, verdicts, step))
     return groups
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_a_run_that_shares_prompts_learns_the_same(tmp_path):
-    """With all that is read off packed rows: old log-probs made anew, reference and critic. Policy
-    and critic agree, and so do the step's numbers."""
+def test_a_step_that_shares_prompts_learns_the_same():
+    """With all that is read off packed rows: recomputed log-probs, reference and critic."""
     ways = PPO | {
         "rollout__log_prob_source": "recompute",
         "rollout__group_size": 4,
-        "correction": CORRECTION | dict(importance="token", importance_cap=2.0),
+        "correction": {"policy": "old"} | CAPPED,
         "objective__kl_coefficient": 0.1,
         "objective__kl_estimator": "k3",
     }
     found = []
     for share in (False, True):
         config = tiny_config(**SHORT | ways, train__share_prompts=share)
-        trainer = RunComponents(config, tmp_path / str(share), Progress(1, 0))
-        params, learner = make_params(config), trainer.learner
+        params, learner = make_params(config), make_learner(config)
         learner.reference = params
-        groups = on_policy_groups(trainer, params, np.random.default_rng(0))
-        groups = [group._replace(step=2) for group in groups]
+        groups = on_policy_groups(learner, params, np.random.default_rng(0), 2)
         state, numbers = learner.train_on(
             learner.init_state(params), groups, 2, updated_steps=1, kl_coefficient=0.01
         )
@@ -126,17 +134,14 @@ def test_a_run_that_shares_prompts_learns_the_same(tmp_path):
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("way", WAYS)
-def test_two_steps_of_updates(way, tmp_path):
+def test_two_steps_of_updates(way):
     config = tiny_config(**SHORT | WAYS[way])
-    trainer = RunComponents(config, tmp_path, Progress(2, 0))
-    params = make_params(config)
-    learner = trainer.learner
+    params, learner = make_params(config), make_learner(config)
     learner.reference = params if learner.needs_reference else None
     state, rng, steps = learner.init_state(params), np.random.default_rng(0), []
     before = jax.device_get(state.policy.params)
     for step in (1, 2):
-        groups = on_policy_groups(trainer, state.policy.params, rng)
-        groups = [group._replace(step=step) for group in groups]
+        groups = on_policy_groups(learner, state.policy.params, rng, step)
         if way == "process":
             steps_of = lambda v: v._replace(steps=((1, 1.0), (2, -1.0)))
             groups = [g._replace(verdicts=tuple(map(steps_of, g.verdicts))) for g in groups]
@@ -144,7 +149,7 @@ def test_two_steps_of_updates(way, tmp_path):
             state, groups, step, updated_steps=step - 1, kl_coefficient=0.0
         )
         steps.append(numbers)
-    for numbers in steps:  # a mini-batch of which all is rejected makes no update
+    for numbers in steps:  # a mini-batch whose tokens are all rejected makes no update
         empty = numbers["optimizer/empty_updates"]
         assert numbers["optimizer/updates"] == 2 - empty and empty <= (way == "rejection")
     assert_documented(steps)
@@ -165,7 +170,7 @@ def test_two_steps_of_updates(way, tmp_path):
 @pytest.mark.slow
 def test_remax_runs_with_its_greedy_baselines(tmp_path, home):
     changes = {"objective__advantage": "remax"}
-    run(tmp_path / "run", home, **SHORT | changes | {"train__num_steps": 1})
+    run_here(tmp_path / "run", home, **SHORT | changes | {"train__num_steps": 1})
     (numbers,) = metrics_of(tmp_path / "run")[1:]
     assert numbers["optimizer/updates"] == 2
     # Differences of two rewards between -2 and 1.
@@ -178,7 +183,7 @@ PPO_RUN = SHORT | PPO | {"train__num_steps": 3, "checkpoint__every_steps": 1}
 @pytest.fixture(scope="module")
 def ppo(tmp_path_factory, home):
     workdir = tmp_path_factory.mktemp("runs") / "ppo"
-    run(workdir, home, **PPO_RUN)
+    run_here(workdir, home, **PPO_RUN)
     return workdir
 
 
@@ -205,49 +210,45 @@ def test_ppo_resumes_bit_for_bit(ppo, home, tmp_path):
     (workdir / "summary.json").unlink()
     for step in (2, 3):
         shutil.rmtree(workdir / "checkpoints" / str(step))
-    assert "resuming after step 1 of 3" in run(workdir, home, **PPO_RUN)
+    assert "resuming after step 1 of 3" in run_here(workdir, home, **PPO_RUN)[1]
     assert metrics_of(workdir) == metrics_of(ppo)
+
+
+RECOMPUTED = {"rollout__log_prob_source": "recompute"}
+BFLOAT16 = {"model__compute_dtype": "bfloat16"}
+REWARD_KL = advantage("grpo-process") | {
+    "objective__reward_kl_coefficient": 0.1,
+    "objective__reward_kl_estimator": "k1",
+}
 
 
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"objective__advantage": "rloo", "objective__advantage_args": {"std_ddof": 1}},
-         r"advantage_args\.std_ddof is not a field\. config\.objective\.advantage_args has: none"),
-        ({"objective__advantage_args": {"gamma": 0.9}}, r"gamma is not a field.* has: normalise_"),
-        ({"objective__advantage_args": {"std_ddof": 2}}, r"std_ddof must be one of 0, 1; got 2"),
-        ({"objective__advantage": "gae"}, "config.critic is needed"),
-        ({"objective__advantage": "nosuch"}, r"objective\.advantage must be one of grpo, rloo"),
-        ({"objective__advantage": "maxrl"}, "incorrect must be 0 or more"),
-        ({"objective__advantage": "maxrl", "reward__incorrect": 0.0},
-         "overlong_penalty must be 0"),
+        (advantage("rloo", std_ddof=1), r"advantage_args\.std_ddof is not a field.* has: none"),
+        (advantage("grpo", gamma=0.9), r"gamma is not a field.* has: normalise_"),
+        (advantage("grpo", std_ddof=2), r"std_ddof must be one of 0, 1; got 2"),
+        (advantage("gae"), "config.critic is needed"),
+        (advantage("nosuch"), r"objective\.advantage must be one of grpo, rloo"),
+        (advantage("maxrl"), "incorrect must be 0 or more"),
+        (advantage("maxrl") | {"reward__incorrect": 0.0}, "overlong_penalty must be 0"),
+        (advantage("gdpo"), r"component_weights is missing and has no default"),
+        (advantage("gdpo", component_weights=(1.0,)), "2 numbers"),
+        (advantage("grpo-process"), "overlong_penalty must be 0 for .*outcome_as_step to True"),
+        (NO_OVERLONG | REWARD_KL, "reward_kl_coefficient must be 0 for .*outcome_as_step to True"),
         ({"objective__kl_coefficient": 0.1}, "kl_estimator is needed"),
         ({"objective__reward_kl_target": 0.1}, "give both, or set both to None"),
-        ({"correction": CORRECTION | {"sequence_mask_delta": 0.1}}, "'recompute', or policy"),
-        ({"correction": CORRECTION, "rollout__log_prob_source": "recompute"}, "corrects nothing"),
-        ({"correction": CORRECTION | {"policy": "current", "importance": "token",
-                                      "importance_cap": 2.0}}, "would count it twice"),
-        ({"correction": CORRECTION | {"policy": "current", "reject": (("seq-k9", None, 1.0),)}},
-         r"reject\[0\]\[0\] must be one of 'token-k1'.*got 'seq-k9'"),
-        ({"correction": CORRECTION | {"policy": "current", "reject": (("seq-sum-k1", None, 2.0),)}},
-         "bounds of a ratio"),
-        ({"optimizer__decay": "cosine"}, "final_rate_share is needed"),
-        ({"objective__advantage": "gdpo"}, r"component_weights is missing and has no default"),
-        ({"objective__advantage": "gdpo",
-          "objective__advantage_args": {"component_weights": (1.0,)}}, "2 numbers"),
+        (correction("old", sequence_mask_delta=0.1), "'recompute', or policy"),
+        (correction("old") | RECOMPUTED, "corrects nothing"),
+        (correction(**CAPPED), "would count it twice"),
+        (correction(reject=(("seq-k9", None, 1.0),)), r"reject\[0\]\[0\] must be .*got 'seq-k9'"),
+        (correction(reject=(("seq-sum-k1", None, 2.0),)), "bounds of a ratio"),
         (configured("policy-gradient"), "2 updates of a step .*prompts_per_update to 4 "),
-        (configured("gspo") | {"model__compute_dtype": "bfloat16"},
-         "compute_dtype 'bfloat16' makes .*to 'recompute', or compute_dtype to 'float32'"),
-        (configured("gspo-token") | {"model__compute_dtype": "bfloat16"}, "bounds of .*gspo-token"),
-        ({"objective__advantage": "grpo-process"},
-         "overlong_penalty must be 0 for .*outcome_as_step to True"),
-        (NO_OVERLONG | {"objective__advantage": "grpo-process",
-                        "objective__reward_kl_coefficient": 0.1,
-                        "objective__reward_kl_estimator": "k1"},
-         "reward_kl_coefficient must be 0 for .*outcome_as_step to True"),
+        (configured("gspo") | BFLOAT16, "compute_dtype 'bfloat16' makes .* to 'float32'"),
+        (configured("gspo-token") | BFLOAT16, "bounds of .*gspo-token"),
     ],
-)  # fmt: skip
-def test_contradictions_are_told(changes, message):
+)
+def test_contradictions_are_errors(changes, message):
     with pytest.raises(UserError, match=message):
         Config.from_dict(tiny_dict(**changes))
 
@@ -258,8 +259,7 @@ def test_contradictions_are_told(changes, message):
         configured("policy-gradient") | {"train__prompts_per_update": 4},
         WAYS["rejection"],  # several updates, held to the sampling policy by importance weights
         configured("gspo"),
-        configured("gspo")
-        | {"model__compute_dtype": "bfloat16", "rollout__log_prob_source": "recompute"},
+        configured("gspo") | BFLOAT16 | RECOMPUTED,
     ],
 )
 def test_losses_with_the_ratio_that_they_need_are_accepted(changes):

@@ -1,7 +1,8 @@
-"""How a run starts: what it compiles and reads, in which order, and how much memory it holds."""
+"""The start of a run: what it compiles and reads, in which order, and how much memory it holds."""
 
 import gc
 import json
+from unittest import mock
 
 import jax
 import pytest
@@ -11,20 +12,20 @@ from dapo_jax.config import Config, hf_config
 from dapo_jax.data.tokenizer import load_tokenizer, stop_tokens
 from dapo_jax.models import hf_weights
 from dapo_jax.runs.checkpoint import Checkpoints
-from dapo_jax.training import base_model
+from dapo_jax.training import base_model, step
 from dapo_jax.training.learner import Learner
 from dapo_jax.types import RunError
 from tests.support.helpers import make_params, tiny_config, tiny_dict
-from tests.support.runs import metrics_of
+from tests.support.runs import metrics_of, run_here
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
 SETTINGS = {
     "train__num_steps": 1,
     "evaluation__every_steps": 100,
     "reward__workers": 1,
-    # Parameters are to be most of what lies on the device.
-    "model__width": 128,
-    "model__ff_width": 512,
+    # Large enough that the device holds little besides parameters.
+    "model__num_layers": 1,
+    "model__hidden_size": 128,
+    "model__intermediate_size": 512,
     "rollout__slots": 8,
     "rollout__prefill_prompts": 8,
 }
@@ -52,18 +53,18 @@ def config_of(directory, **changes):
 
 
 def held():
-    """Bytes of all arrays there are."""
+    """Bytes of all live arrays."""
     gc.collect()
     return sum(x.nbytes for x in jax.live_arrays())
 
 
 @pytest.fixture
 def events(monkeypatch):
-    """What starts of runs did: (name, copies of the parameters that lay on the device then)."""
+    """Calls of starting runs: (name, copies of the parameters that the device held then)."""
     found, before = [], held()
     num_bytes = sum(x.nbytes for x in jax.tree.leaves(make_params(tiny_config(**SETTINGS))))
 
-    def told(place, name, label, after=False):
+    def recorded(place, name, label, after=False):
         real = getattr(place, name)
 
         def call(*args, **kwargs):
@@ -76,52 +77,43 @@ def events(monkeypatch):
 
         monkeypatch.setattr(place, name, call)
 
-    told(Learner, "compile", "compile")
-    told(base_model, "load_or_make", "read base", after=True)
-    told(Checkpoints, "restore", "restore", after=True)
-    told(Checkpoints, "save", "save")
-    told(train.TrainLoop, "_evaluate", "evaluate")
-    told(train.TrainLoop, "one_step", "step")
+    recorded(Learner, "compile", "compile")
+    recorded(base_model, "load_or_make", "read base", after=True)
+    recorded(Checkpoints, "restore", "restore", after=True)
+    recorded(Checkpoints, "save", "save")
+    recorded(train.TrainLoop, "_evaluate", "evaluate")
+    recorded(train.TrainLoop, "one_step", "step")
     return found
 
 
-def labels(events):
-    return [name for name, _ in events]
-
-
-def test_a_start_compiles_first_and_a_resumed_one_reads_no_base(
-    directory, tmp_path, events, monkeypatch
+@pytest.mark.parametrize(
+    "settings, reads, most",
+    [
+        ({}, [], 3.2),
+        ({"objective__kl_coefficient": 0.1, "objective__kl_estimator": "k3"}, ["read base"], 4.2),
+    ],
+)
+def test_a_start_compiles_first_and_a_resumed_one_reads_the_base_where_it_is_the_reference(
+    directory, home, tmp_path, events, monkeypatch, settings, reads, most
 ):
-    """In copies of the parameters: a state of Adam is three. Before, a resumed start held 7 (the
-    base, a fresh state and the restored one), and the first evaluation 4."""
+    """The most that is held, in copies of the parameters: a state of Adam is three."""
     progress = tmp_path / "progress"  # what launch/restart.sh reads
     monkeypatch.setenv("DAPO_PROGRESS", str(progress))
-    train.train(config_of(directory), tmp_path / "run")
+    run_here(tmp_path / "run", home, config=config_of(directory, **settings))
     assert progress.read_text() == "1\n"
-    assert labels(events) == [
-        "compile", "restore", "read base", "evaluate", "step", "evaluate", "save",
-    ]  # fmt: skip
+    names = ["compile", "restore", "read base", "evaluate", "step", "evaluate", "save"]
+    assert [name for name, _ in events] == names
     assert dict(events)["read base"] < 1.1
-    assert all(copies < 3.2 for _, copies in events), events
+    assert all(copies < most for _, copies in events), events
     assert not (tmp_path / "run" / "checkpoints" / "0").exists()
     events.clear()
-    train.train(config_of(directory, train__num_steps=2), tmp_path / "run")
-    assert labels(events)[:3] == ["compile", "restore", "step"]
-    assert all(copies < 3.2 for _, copies in events), events
+    run_here(tmp_path / "run", home, config=config_of(directory, train__num_steps=2, **settings))
+    assert [name for name, _ in events][: 3 + len(reads)] == ["compile", "restore", *reads, "step"]
+    assert all(copies < most for _, copies in events), events
     assert [numbers["step"] for numbers in metrics_of(tmp_path / "run")] == [0, 1, 2]
 
 
-def test_a_resumed_start_reads_the_base_where_it_is_the_reference(directory, tmp_path, events):
-    settings = {"objective__kl_coefficient": 0.1, "objective__kl_estimator": "k3"}
-    train.train(config_of(directory, **settings), tmp_path / "run")
-    events.clear()
-    train.train(config_of(directory, train__num_steps=2, **settings), tmp_path / "run")
-    assert labels(events)[:4] == ["compile", "restore", "read base", "step"]
-    assert all(copies < 4.2 for _, copies in events), events
-
-
-@pytest.mark.parametrize("settings", [{}, {"rollout__log_prob_source": "recompute"}])
-def test_the_first_update_compiles_no_program_of_the_updates(tmp_path, settings, monkeypatch):
+def test_the_first_update_compiles_no_program_of_the_updates(home, tmp_path, monkeypatch):
     """A refusal by the compiler comes at the start."""
     compiled = []
     listen = lambda event, seconds, **about: compiled.append(about.get("fun_name"))
@@ -129,6 +121,7 @@ def test_the_first_update_compiles_no_program_of_the_updates(tmp_path, settings,
     real = Learner.train_on
 
     def train_on(*args, **kwargs):
+        assert {"update", "every"} <= set(compiled), compiled
         del compiled[:]
         result = real(*args, **kwargs)
         assert not {"update", "every"} & set(compiled), compiled
@@ -136,21 +129,19 @@ def test_the_first_update_compiles_no_program_of_the_updates(tmp_path, settings,
         return result
 
     monkeypatch.setattr(Learner, "train_on", train_on)
-    short = {"pretrain__num_steps": 2, "train__num_steps": 1}
-    everything = {"dynamic_sampling__enabled": False, "reward__workers": 1}
-    train.train(tiny_config(**short, **everything, **settings), tmp_path / "run")
+    settings = {"pretrain__num_steps": 2, "rollout__log_prob_source": "recompute"}
+    everything = {"train__num_steps": 1, "dynamic_sampling__enabled": False, "reward__workers": 1}
+    run_here(tmp_path / "run", home, **settings, **everything)
     assert "seen" in compiled
 
 
-def test_a_refusal_by_the_compiler_comes_before_the_base_is_read(directory, tmp_path, monkeypatch):
-    def refuse(learner):
-        raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure")
-
-    def read(*args, **kwargs):
-        pytest.fail("the base was read")
-
-    monkeypatch.setattr(Learner, "compile", refuse)
-    monkeypatch.setattr(base_model, "load_or_make", read)
-    with pytest.raises(RunError, match="do not compile: .*RET_CHECK") as told:
-        train.train(config_of(directory), tmp_path / "run")
-    assert not told.value.restart
+def test_a_refusal_by_the_compiler_comes_before_the_base_is_read(directory, home, tmp_path):
+    program = mock.Mock()
+    program.lower.side_effect = jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure")
+    with (
+        mock.patch.object(step, "compile_update", return_value=program),
+        mock.patch.object(base_model, "load_or_make") as read,
+        pytest.raises(RunError, match="do not compile: .*RET_CHECK") as raised,
+    ):
+        run_here(tmp_path / "run", home, config=config_of(directory))
+    assert not raised.value.restart and not read.called

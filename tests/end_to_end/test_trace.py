@@ -3,17 +3,16 @@
 import re
 import sys
 
-from dapo_jax import train as train_module
-from dapo_jax.train import train
+from dapo_jax import train
 from dapo_jax.training.learner import Learner
 from tests.conftest import ROOT
-from tests.support.helpers import tiny_config
+from tests.support.runs import run_here
 
 
 def documented():
     """(file, function) of each row of README's table."""
     text = (ROOT / "README.md").read_text()
-    rows = re.findall(r"^\|[^|]*\|((?: ?`dapo_jax/[\w/]+\.py`,?)+) \| ([^|]*) \|", text, re.M)
+    rows = re.findall(r"^\|[^|]*\|((?: ?`[\w/]+\.py`,?)+) \| ([^|]*) \|", text, re.M)
     assert len(rows) == 8
     found = []
     for files, names in rows:
@@ -23,12 +22,10 @@ def documented():
     return found
 
 
-def test_a_rollout_step_calls_what_readme_says_in_that_order(
-    tmp_path, cache_home, monkeypatch, standard_promotion
-):
+def test_a_rollout_step_calls_what_readme_says_in_that_order(tmp_path, home, monkeypatch):
     calls = []
-    step = train_module.TrainLoop.one_step
-    here = f"{ROOT}/"
+    step = train.TrainLoop.one_step
+    here = f"{ROOT}/dapo_jax/"
 
     def record(frame, event, argument):
         if event == "call" and frame.f_code.co_filename.startswith(here):
@@ -36,20 +33,17 @@ def test_a_rollout_step_calls_what_readme_says_in_that_order(
             if call not in calls:
                 calls.append(call)
 
-    def recorded(run):
+    def recorded(loop, state):
         sys.setprofile(record)
         try:
-            step(run)
+            return step(loop, state)
         finally:
             sys.setprofile(None)
 
-    monkeypatch.setattr(train_module.TrainLoop, "one_step", recorded)
-    # Compiled at start, the update would be traced there.
+    monkeypatch.setattr(train.TrainLoop, "one_step", recorded)
+    # Without it the update is traced within the step.
     monkeypatch.setattr(Learner, "compile", lambda _: None)
-    config = tiny_config(
-        pretrain__num_steps=2,
-        train__num_steps=1,
-        reward__scorer=f"{ROOT / 'tests' / 'scorers.py'}:even",
-    )
-    assert train(config, tmp_path / "run") is None
+    scorer = f"{ROOT / 'tests' / 'support' / 'scorers.py'}:even"
+    settings = {"pretrain__num_steps": 2, "train__num_steps": 1, "reward__scorer": scorer}
+    assert run_here(tmp_path / "run", home, **settings)[0] is None
     assert [call for call in calls if call in documented()] == documented()

@@ -20,7 +20,7 @@ from dapo_jax.rewards.async_scoring import GroupScoring
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.types import Rubric
 from dapo_jax.rollout.admission import GenerationRequest
-from dapo_jax.rollout.collector import RolloutCollector, Turn
+from dapo_jax.rollout.collector import CollectorOutput, RolloutCollector
 from dapo_jax.types import Problem, Response, StopRequested, UserError
 from dapo_jax.utils.progress import Progress
 from dapo_jax.utils.telemetry import SILENT, Telemetry
@@ -55,7 +55,7 @@ class Policy(RolloutCollector):
         self.num_right, self.seed, self.most = num_right, seed, most
         self.telemetry, self.problems = SILENT, []
 
-    def turns(self, prompts, key, *, step=0):
+    def run(self, prompts, key, *, step=0):
         num = prompts.num_prompts
         self.problems = [prompts.problem(number) for number in range(num)]
         scoring = GroupScoring(
@@ -74,11 +74,11 @@ class Policy(RolloutCollector):
             scoring.submit([(number, problem, sample, response)])
             groups = list(scoring.completed())
             num_done += len(groups)
-            yield Turn(True, groups, [], False)
+            yield CollectorOutput(True, groups, [], False)
         while num_done < num:
             groups = list(scoring.completed())
             num_done += len(groups)
-            yield Turn(False, groups, [], True)
+            yield CollectorOutput(False, groups, [], True)
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +237,7 @@ def test_avg_at_32_on_the_official_file(run, tmp_path):
     found = dataset.load(
         config, {"stub": source}, arithmetic_tokenizer(), field="benchmark", say=said.append
     )
-    assert len(found) == 30 and "30 distinct prompts, 32 rows of each" in said[0]
+    assert len(found) == 30 and "30 distinct prompts, 32 records of each" in said[0]
     figures = run(tmp_path, Policy(32, lambda i: i), num=30, all_problems=found)
     assert figures["avg@32"]["value"] == pytest.approx(np.mean(np.arange(30) / 32))
     assert figures["pass@32"]["value"] == pytest.approx(29 / 30)

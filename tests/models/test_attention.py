@@ -206,8 +206,8 @@ def test_what_is_kept_of_attention_spares_the_kernel_a_second_pass_forward(array
 
     def passes(remat):
         """Forward kernels, each a loop where they are interpreted, in a gradient through layers
-        that are scanned as `model.hidden_states` does."""
-        kept = decoder._rematerialised(layer, remat)
+        that are scanned as the decoder does."""
+        kept = decoder.rematerialised(layer, remat)
         total = lambda q: jnp.sum(jax.lax.scan(kept, q, jnp.array([WINDOW, NO_WINDOW]))[0])
         lines = jax.jit(jax.grad(total)).lower(q).compile().as_text().splitlines()
         return sum(" while(" in line and "splash_mha_fwd" in line for line in lines)
@@ -341,9 +341,9 @@ def test_blocks_between_sequences_are_passed_over(monkeypatch, long_segments, ro
     choice = Choice("splash", window=window, every_layer=window is not None)
     (of_any_row,) = attention_kernels._splash_kernels(choice, LONG, 1)
     kernel = attention_kernels._within_segments(of_any_row, SegmentIds(segments, segments))
-    places = xla.Places(segments[None], jnp.arange(LONG)[None], None)
+    places = xla.TokenPositions(segments[None], jnp.arange(LONG)[None], None)
     of_blocks = lambda pairs: pairs.reshape(6, 128, 6, 128).any(axis=(1, 3))  # queries, keys
-    pairs = np.asarray(xla.seen(places, places, window)[0])
+    pairs = np.asarray(xla.attention_mask(places, places, window)[0])
     blocks = of_blocks(pairs & (long_segments[row] > 0))
     for name, turn in (("fwd", False), ("dq", False), ("dkv", True)):
         static, info = (getattr(of, f"{name}_mask_info") for of in (of_any_row, kernel))

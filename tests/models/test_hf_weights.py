@@ -1,7 +1,6 @@
 """Hugging Face checkpoints: what is read is what was written, and what does not fit is told."""
 
 import dataclasses
-import io
 import json
 import shutil
 
@@ -99,22 +98,26 @@ def test_a_tensor_is_read_in_small_pieces(tmp_path, monkeypatch):
     """A read releases Python's lock for as long as the storage takes, so that heartbeats go on."""
     tensors = checkpoint(tmp_path / "in", "qwen2-untied")
     monkeypatch.setattr(hf_weights, "READ_BYTES", 1000)
-    files, sizes = hf_weights._Files(tmp_path / "in"), []
-
-    class Counting(io.FileIO):
-        def readinto(self, buffer):
-            sizes.append(len(buffer))
-            return super().readinto(buffer)
-
-    files.tensors  # noqa: B018 (the headers are read)
-    monkeypatch.setattr(hf_weights, "open", lambda place, *_, **__: Counting(place), raising=False)
+    stored, sizes, read = hf_weights._stored_tensors(tmp_path / "in"), [], np.fromfile
+    count = lambda file, dtype, count: sizes.append(count * dtype.itemsize)
+    monkeypatch.setattr(np, "fromfile", lambda *args: count(*args) or read(*args))
     for name, value in tensors.items():
         for index in ((slice(None),) * value.ndim, (slice(1, 20), slice(3, 7))[: value.ndim]):
             del sizes[:]
-            found = files.read(name, index)
+            found = hf_weights._read(name, stored[name], index)
             np.testing.assert_array_equal(found, value[index], err_msg=name)
             assert max(sizes) <= 1000 and sum(sizes) <= value.nbytes
     assert any(value.nbytes > 3000 for value in tensors.values())
+
+
+def test_a_file_that_has_become_shorter_is_an_error(tmp_path):
+    checkpoint(tmp_path / "in", "qwen2")
+    stored = hf_weights._stored_tensors(tmp_path / "in")
+    file = tmp_path / "in" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:2000])
+    with pytest.raises(OSError, match="become shorter"):
+        for name, tensor in stored.items():
+            hf_weights._read(name, tensor, (slice(None),) * len(tensor.shape))
 
 
 def test_a_dtype_that_holds_no_weights_is_told(tmp_path):
@@ -382,13 +385,9 @@ def test_stories260k_writes_its_story():
     prompt, drawn = expected["prompt_ids"], expected["greedy_ids"]
     tokens = np.array(drawn if drawn[: len(prompt)] == prompt else prompt + drawn, np.int32)[None]
     T = tokens.shape[1]
-    hidden_BTD, _ = decoder.hidden_states(
-        config.model,
-        params,
-        jnp.asarray(tokens),
-        jnp.arange(T)[None],
-        xla.packed(jnp.ones((1, T), jnp.int32)),
-    )
+    attend = xla.packed(jnp.ones((1, T), jnp.int32))
+    model = decoder.bind(config.model, params)
+    hidden_BTD, _ = model(jnp.asarray(tokens), jnp.arange(T)[None], attend)
     logits_TV = chunked_softmax.logits(hidden_BTD[0], decoder.unembedding(params), temperature=1.0)
     found = np.argmax(np.asarray(logits_TV), axis=-1)[len(prompt) - 1 : -1]
     np.testing.assert_array_equal(found, tokens[0, len(prompt) :])

@@ -14,8 +14,8 @@ from dapo_jax.data.tokenizer import load_tokenizer
 from dapo_jax.models import chunked_softmax, decoder
 from dapo_jax.models.attention import xla
 from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.engine_config import EngineConfig
 from dapo_jax.rollout.sampling import SamplingParams
-from dapo_jax.rollout.spec import EngineSpec
 from tests.support import checkpoints
 from tests.support.helpers import make_mesh
 
@@ -46,15 +46,9 @@ def opened(tmp_path, family):
 def training_logits(c, params, tokens_T):
     """Of every position [T, V], by the forward pass of the update."""
     T = len(tokens_T)
-    hidden_BTD, _ = jax.jit(
-        lambda params, tokens_BT: decoder.hidden_states(
-            c,
-            params,
-            tokens_BT,
-            jnp.arange(T)[None],
-            xla.packed(jnp.ones((1, T), jnp.int32)),
-        )
-    )(params, tokens_T[None])
+    attend = xla.packed(jnp.ones((1, T), jnp.int32))
+    run = lambda params, tokens_BT: decoder.bind(c, params)(tokens_BT, jnp.arange(T)[None], attend)
+    hidden_BTD, _ = jax.jit(run)(params, tokens_T[None])
     return np.asarray(
         chunked_softmax.logits(hidden_BTD[0], decoder.unembedding(params), temperature=1.0)
     )
@@ -82,7 +76,7 @@ def test_the_engines_logits_are_those_of_transformers(tmp_path, family, prompt):
     the whole row of logits is that of the training forward, which is that of transformers."""
     golden, config, params = opened(tmp_path, family)
     T = len(golden.tokens_T)
-    spec = EngineSpec(
+    engine_config = EngineConfig(
         model=config.model,
         layout=config.mesh,
         slots=2,
@@ -92,19 +86,20 @@ def test_the_engines_logits_are_those_of_transformers(tmp_path, family, prompt):
         stop_tokens=(),
         params=SamplingParams(temperature_X=0.0),
         page_tokens=8,
+        decode_steps=1,
     )
-    engine = DecoderEngine(spec, make_mesh(config, 1))
+    engine = DecoderEngine(engine_config, make_mesh(config, 1))
     loaded = engine.load_params(params)
     tokens = golden.tokens_T[:prompt].tolist()
     prefix = engine.prefill(params=loaded, padded_tokens=np.array(tokens), true_length=prompt)
     state = engine.insert(prefix, engine.init_decode_state(), slot=1)
-    logits = lambda: np.asarray(state.hidden_BD[0, 1] @ decoder.unembedding(params).T)
-    found = [logits()]
+    logits = lambda hidden_D: np.asarray(hidden_D @ decoder.unembedding(params).T)
+    found = [logits(prefix.hidden_PD[0, 0])]
     while len(tokens) < T:
         state, results = engine.generate(loaded, state)
         tokens.append(int(results.convert_to_numpy().get_result_at_slot(1).tokens[0, 0]))
         assert tokens[-1] == np.argmax(found[-1])
-        found.append(logits())
+        found.append(logits(state.hidden_BD[0, 0]))  # its sample has the first free slot
     expected_TV = training_logits(config.model, params, np.array(tokens, np.int32))
     np.testing.assert_allclose(found, expected_TV[prompt - 1 :], rtol=0, atol=ATOL)
     at = [i for i, t in enumerate(golden.positions_X.tolist()) if t == prompt - 1]

@@ -1,6 +1,5 @@
 """docs/scorers.md states the agreement that tests/studies/agreement.py computes."""
 
-import collections
 import re
 
 import pytest
@@ -8,12 +7,11 @@ import pytest
 from dapo_jax.rewards.scorers import SCORERS
 from tests.conftest import ROOT
 from tests.studies import agreement
-from tests.studies.agreement_causes import Disagreement, cause
 from tests.support.helpers import SHARED
 
 CASES = SHARED / "data" / "grader_cases"
-# math_verify takes half a minute on these two: what is written of it there is not computed again.
-SLOW = ("math_train_equivalent_pairs.json", "math_verify_cases.json")
+# Files on which math_verify takes longer than a second; its figures there are not computed again.
+SLOW = ("math_train_equivalent_pairs", "math_verify_cases", "qwen_math_real_outputs")
 
 
 def cells(text):
@@ -32,45 +30,22 @@ def cells(text):
     return found
 
 
-@pytest.fixture(scope="module")
-def documented():
-    return cells((ROOT / "docs" / "scorers.md").read_text())
-
-
-def test_the_documented_agreement_is_what_the_command_computes(documented):
+def test_the_documented_agreement_is_what_the_command_computes():
+    documented = cells((ROOT / "docs" / "scorers.md").read_text())
     if not CASES.exists():
         pytest.skip(f"other graders' verdicts are not there: {CASES}")
     cases = [
         case
         for case in agreement.all_cases(CASES)
-        if case.scorer != "math_verify" or case.file not in SLOW
+        if case.scorer != "math_verify" or not case.file.startswith(SLOW)
     ]
     scores = [SCORERS[case.scorer](case.text, case.answer) for case in cases]
     lines, _ = agreement.report(cases, scores)
     computed = cells("\n".join(lines))
-    assert len(computed) > 200
+    assert len(computed) > 50
     assert computed == {place: documented.get(place) for place in computed}
-
-
-def test_the_documented_causes_add_up_to_the_disagreements(documented):
-    differences, causes, totals = (collections.Counter() for _ in range(3))
-    for (heading, row, column), cell in documented.items():
-        if agreed := re.fullmatch(r"\d+/\d+ \+(\d+) -(\d+)", cell):
-            differences[heading, row] += int(agreed[1]) + int(agreed[2])
-        elif row == "all" and cell:
-            totals[heading, column] = int(cell)
-        elif column.startswith("`") and cell:
-            causes[heading, column] += int(cell)
-    assert len(causes) > 15
-    assert causes == totals == +differences
-
-
-def test_a_disagreement_without_a_known_cause_is_said():
-    score = SCORERS["boxed"]("\\boxed{1}", "2")
-    with pytest.raises(ValueError, match="nobody has explained"):
-        cause(Disagreement("new.json", "boxed", "someone", "\\boxed{1}", "2", score))
 
 
 def test_every_scorer_is_in_the_list_of_scorers():
     text = (ROOT / "docs" / "scorers.md").read_text()
-    assert set(re.findall(r"^\| `(\w+)` \| [A-Z]", text, re.M)) == set(SCORERS)
+    assert set(re.findall(r"^- `(\w+)`: [A-Z]", text, re.M)) == set(SCORERS)

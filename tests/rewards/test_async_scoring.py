@@ -1,4 +1,4 @@
-"""Responses are scored while others are drawn, and their verdicts find their places."""
+"""Responses are scored while others are generated, and assembled to groups."""
 
 import numpy as np
 

@@ -106,7 +106,7 @@ def test_scorers_by_name_module_and_file(tmp_path):
         (":f", "not one of"),
     ],
 )
-def test_wrong_scorers_are_told(name, message):
+def test_wrong_scorers_are_reported(name, message):
     with pytest.raises(UserError, match=r"config\.reward\.scorer.*" + message):
         scorers.load_scorer(name)
 

@@ -104,82 +104,37 @@ def test_a_long_answer_is_normalised_in_linear_time():
     assert time.perf_counter() - start < 2.0  # minutes by the published expression
 
 
-def test_strict_box_agrees_with_the_reference():
-    for case in cases("verl_math_dapo_oracle.json"):
-        score = scorers.math_dapo_strict_box(case["solution_str"], case["ground_truth"])
-        assert score.correct is case["strict_box"]["acc"], case
-
-
-@pytest.mark.parametrize(
-    "name, column, misses",
-    [
-        ("math_dapo", "math_dapo_pre_0.9.1", 0),
-        ("math_dapo_boxed", "math_dapo_0.9.1", 0),
-        ("math_dapo_strict_box", "math_dapo_strict_box", 0),
-        # \boxed{50\%} for 0.5 and a \boxed whose brace does not close are right here, not there.
-        ("math_verify", "math_verify", 2),
-    ],
-)
-def test_the_matrix_of_scorers_is_matched(name, column, misses):
-    missed = 0
-    for case in cases("scorer_matrix.json")["cases"]:
-        expected = case["expected"][column]
-        if expected is None:
-            continue
-        prediction = case["prediction"]
-        if case["kind"] == "answer":
-            answers_in_a_box = name in ("math_verify", "math_dapo_strict_box")
-            prediction = f"\\boxed{{{prediction}}}" if answers_in_a_box else f"Answer: {prediction}"
-        missed += scorers.SCORERS[name](prediction, case["ground_truth"]).correct != bool(expected)
-    assert missed == misses
-
-
 def test_math_verify_agrees_with_upstreams_own_expectations():
-    """All but the two that set an option of the library: LaTeX only, and not strict."""
+    """Every fourth case, and the two that set an option: LaTeX only, and not strict. The study
+    `agreement` has all."""
+    latex = [{"match_types": ["latex"]}, {"match_types": ["latex", "expr"], "strict": False}]
+    found = cases("math_verify_cases.json")
     missed = [
         case["opts"]
-        for case in cases("math_verify_cases.json")
-        if scorers.math_verify(case["pred"], case["gold"]).correct != bool(case["expected"])
+        for i, case in enumerate(found)
+        if (i % 4 == 0 or case["opts"] in latex)
+        and scorers.math_verify(case["pred"], case["gold"]).correct != bool(case["expected"])
     ]
-    assert missed == [
-        {"match_types": ["latex"]},
-        {"match_types": ["latex", "expr"], "strict": False},
-    ]
+    assert missed == latex
 
 
-def test_real_outputs_are_judged_as_their_labels():
-    rows = cases("qwen_math_real_outputs.jsonl")
-    for row in rows:
-        given = row["response"], row["ground_truth"]
-        assert scorers.math_dapo(*given).correct is row["verl_math_dapo"]["acc"]
-        assert (
-            scorers.math_dapo_strict_box(*given).correct is row["verl_math_dapo_strict_box"]["acc"]
-        )
-    for row in rows[::10]:  # a few milliseconds each
+def test_math_verify_judges_real_outputs_as_their_labels():
+    """Every tenth, a few milliseconds each; test_agreement.py has the other scorers on all."""
+    for row in cases("qwen_math_real_outputs.jsonl")[::10]:
         score = scorers.math_verify(row["response"], row["ground_truth"])
         assert score.correct == bool(int(row["math_verify"]))
 
 
 def test_hostile_answers_cost_their_own_verdict():
     deep = "\\sqrt{" * 5000 + "2" + "}" * 5000
-    texts = [
-        "$9**9**9**9$", "$9^{9^{9^{9}}}$", deep, "\\boxed{" + deep + "}", "x" * 5_000_000,
-        "$" + "1" * 1_000_000 + "$", "\x00", "\u202e\\boxed{1}", "\ud800", "$\\frac{1}{0}$",
-        "$99999!!!$", "\\boxed{1}",
-    ]  # fmt: skip
-    with RewardPool(["math_verify"], workers=2, timeout_seconds=1.0) as pool:
+    texts = ["$9**9**9**9$", "$9^{9^{9^{9}}}$", deep, "\\boxed{" + deep + "}", "x" * 5_000_000]
+    texts += ["$" + "1" * 1_000_000 + "$", "\x00", "\u202e\\boxed{1}", "\ud800", "$\\frac{1}{0}$"]
+    texts += ["$99999!!!$", "\\boxed{1}"]
+    with RewardPool(["math_verify"], workers=2, timeout_seconds=0.5) as pool:
         scored = pool.score([Task(("math_verify",), text, "1") for text in texts])
     right = [not isinstance(s.scores, str) and s.scores[0].correct for s in scored]
     assert right == [t.endswith("\\boxed{1}") for t in texts]
     assert not any(s.scores == "worker died" for s in scored)
-
-
-def test_no_response_pays_for_the_import_of_math_verify():
-    """It takes longer than this limit, and once interrupted it found no answer ever after."""
-    tasks = [Task(("math_verify",), f"\\boxed{{{i}}}", str(i)) for i in range(10)]
-    with RewardPool(["math_verify"], workers=1, timeout_seconds=1.0) as pool:
-        scored = pool.score(tasks)
-    assert [s.scores for s in scored if isinstance(s.scores, str) or not s.scores[0].correct] == []
 
 
 def test_generated_strings_lose_no_worker_and_spoil_no_other_verdict(capsys):

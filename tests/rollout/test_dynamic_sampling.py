@@ -1,4 +1,4 @@
-"""Which groups make the batch, and in which order."""
+"""Dynamic sampling: which groups make the batch, and in which order."""
 
 import dataclasses
 import json
@@ -6,8 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from dapo_jax.distributed import work_queue
-from dapo_jax.distributed.process_group import ProcessGroup
+from dapo_jax.distributed import ProcessGroup, work_queue
 from dapo_jax.rollout.dynamic_sampling import (
     PRIOR_OUTCOMES,
     SamplingState,
@@ -21,43 +20,63 @@ from dapo_jax.types import Problem
 from tests.support.helpers import make_group, tiny_config
 from tests.support.processes import Store
 
-CONFIG = tiny_config(
-    dynamic_sampling__max_rounds=5,
-    dynamic_sampling__max_round_prompts=8,
-    train__prompts_per_step=4,
-)
+KINDS = {"r": [True] * 4, "w": [False] * 4, "m": [True, False, False, True]}
 
 
-def with_sampling(config=CONFIG, **changes):
-    sampling = dataclasses.replace(config.dynamic_sampling, **changes)
-    return dataclasses.replace(config, dynamic_sampling=sampling)
-
-
-def with_prompts(num, config=CONFIG):
-    return dataclasses.replace(
-        config, train=dataclasses.replace(config.train, prompts_per_step=num)
+def make_config(num_prompts=4, **sampling):
+    sampling = {"max_prompts": 40} | sampling
+    return tiny_config(
+        train__prompts_per_step=num_prompts,
+        **{f"dynamic_sampling__{name}": value for name, value in sampling.items()},
     )
 
 
-class World:
-    """Problems 0, 1, 2, ... whose groups are all right, all wrong or mixed by `kinds`."""
+CONFIG = make_config()
 
-    def __init__(self, kinds):
-        self.kinds, self.next = kinds, 0
+
+class Data:
+    """Problems 0, 1, 2, ...; after `num_problems` of them the next epoch."""
+
+    def __init__(self, position=0, num_problems=10**6):
+        self.position, self.num_problems = position, num_problems
 
     def take(self, n):
-        first, self.next = self.next, self.next + n
-        return [Problem(i, "", (1,), "", "") for i in range(first, self.next)]
+        first, self.position = self.position, self.position + n
+        divided = (divmod(i, self.num_problems) for i in range(first, self.position))
+        return [Problem(id, "", (1,), "", "", epoch=epoch) for epoch, id in divided]
 
     def get_state(self):
-        return self.next
+        return self.position
 
     def set_state(self, state):
-        self.next = state
+        self.position = state
 
-    def group(self, problem):
-        kinds = {"r": [True] * 4, "w": [False] * 4, "m": [True, False, False, True]}
-        return make_group(kinds[self.kinds[problem.id % len(self.kinds)]], id=problem.id)
+
+def outcomes_of(prompts, make, rng, claimed, most=6):
+    """A collector whose groups end in an order of their own, up to `most` at once."""
+    pending = []
+    while not prompts.done:
+        while len(pending) < most:
+            number = prompts.claim()
+            if number in (None, prompts.max_prompts):
+                break
+            claimed.append(number)
+            pending.append(number)
+        number = pending.pop(rng.integers(len(pending)))
+        prompts.report(number, make(prompts.problem(number)))
+        yield from prompts.resolved()
+
+
+def one_step(kinds, seed, rate=1.0, *, config=CONFIG):
+    """(batch, state after it, position in the data, numbers of the prompts claimed)."""
+    data, rng, claimed = Data(), np.random.default_rng(seed), []
+    state = SamplingState(rate)
+    make = lambda problem: make_group(KINDS[kinds[problem.id % len(kinds)]], id=problem.id)
+    prompts = open_queue(config, state, data, step=1)
+    outcomes = outcomes_of(prompts, make, rng, claimed)
+    taken = take_informative(outcomes, config.train.prompts_per_step)
+    batch, state = commit(config, state, prompts, taken, 1)
+    return batch, state, data.position, claimed
 
 
 def ids(groups):
@@ -78,66 +97,34 @@ def test_state_survives_json_bit_for_bit():
     assert state_from_json(json.loads(json.dumps(state_to_json(state)))) == state
 
 
-def outcomes_of(prompts, make_group, rng, claimed, most=6):
-    """A collector whose groups end in an order of their own, up to `most` at once."""
-    pending = []
-    while not prompts.done:
-        while len(pending) < most and (number := prompts.claim()) not in (
-            None, prompts.max_prompts,
-        ):  # fmt: skip
-            claimed.append(number)
-            pending.append(number)
-        number = pending.pop(rng.integers(len(pending)))
-        prompts.report(number, make_group(prompts.problem(number)))
-        yield from prompts.resolved()
-
-
-def one_step(kinds, seed, state=None, *, config=CONFIG):
-    """(batch, state after it, the world, numbers of the prompts claimed)."""
-    world, rng, claimed = World(kinds), np.random.default_rng(seed), []
-    state = state or SamplingState(1.0)
-    prompts = open_queue(config, state, world, step=1)
-    outcomes = outcomes_of(prompts, world.group, rng, claimed)
-    taken = take_informative(outcomes, config.train.prompts_per_step)
-    batch, state = commit(config, state, prompts, taken, 1)
-    return batch, state, world, claimed
-
-
-@pytest.mark.parametrize("share", [1.0, 0.3])
-def test_a_step_takes_the_first_informative_groups_whatever_ends_first(share):
-    expected = [2, 3, 4, 8]
+@pytest.mark.parametrize("rate", [1.0, 0.3])
+def test_a_step_takes_the_first_informative_groups_whatever_ends_first(rate):
     for seed in range(20):
-        batch, state, world, begun = one_step("rwmmmwwrmmmm", seed, SamplingState(share))
-        assert ids(batch.groups) == expected and ids(batch.sampled) == list(range(9))
-        assert world.next == 9, "the next step begins after the last prompt of this one"
-        assert begun == list(range(len(begun))) and batch.returned == len(begun) - 9
-        assert state == SamplingState(0.5 * 4 / 9 + 0.5 * share)
+        batch, state, position, claimed = one_step("rwmmmwwrmmmm", seed, rate)
+        assert ids(batch.groups) == [2, 3, 4, 8] and ids(batch.sampled) == list(range(9))
+        assert position == 9, "the next step begins after the last prompt of this one"
+        assert claimed == list(range(len(claimed))) and batch.num_returned == len(claimed) - 9
+        assert state == SamplingState(0.5 * 4 / 9 + 0.5 * rate)
 
 
 def test_a_step_claims_no_more_prompts_than_should_be_needed():
-    _, _, _, begun = one_step("m", 0)
-    assert begun == [0, 1, 2, 3]
-    _, _, _, begun = one_step("mw", 0, SamplingState(0.5))
-    assert len(begun) <= 10
+    assert one_step("m", 0)[3] == [0, 1, 2, 3]
+    assert len(one_step("mw", 0, 0.5)[3]) <= 10
 
 
 def test_a_step_without_informative_groups_ends():
-    batch, _, world, begun = one_step("wr", 0)
-    assert batch.groups == [] and len(batch.sampled) == world.next == len(begun) == 40
+    batch, _, position, claimed = one_step("wr", 0)
+    assert batch.groups == [] and len(batch.sampled) == position == len(claimed) == 40
 
 
-def test_switched_off_every_group_is_kept():
-    off = with_prompts(6, with_sampling(enabled=False))
+@pytest.mark.parametrize("limits", [{}, {"max_prompts": 1}])
+def test_switched_off_every_group_is_kept(limits):
+    """The batch may be larger than dynamic sampling's most prompts."""
+    config = make_config(6, enabled=False, **limits)
     for seed in range(10):
-        batch, _, world, begun = one_step("rwmw", seed, config=off)
-        assert ids(batch.groups) == ids(batch.sampled) == begun == list(range(6))
-        assert world.next == 6 and batch.returned == 0
-
-
-def test_switched_off_a_batch_may_be_larger_than_the_most_prompts_of_dynamic_sampling():
-    off = with_prompts(6, with_sampling(enabled=False, max_rounds=1, max_round_prompts=1))
-    batch, *_ = one_step("m", 0, config=off)
-    assert len(batch.groups) == 6
+        batch, _, position, claimed = one_step("rwmw", seed, config=config)
+        assert ids(batch.groups) == ids(batch.sampled) == claimed == list(range(6))
+        assert position == 6 and batch.num_returned == 0
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -145,20 +132,19 @@ def test_switched_off_a_batch_may_be_larger_than_the_most_prompts_of_dynamic_sam
 def test_the_end_of_a_first_batch_is_not_claimed_prompt_by_prompt(
     monkeypatch, processes, informative_share
 ):
-    """A new run knows nothing of the share. In each wave all prompts are begun that may be, and all
-    of them end: the waves are how often a whole response is waited for."""
+    """In each wave all prompts start that may, and all end: a wave lasts a whole response."""
     monkeypatch.setattr(work_queue, "POLL_SECONDS", 0.0)
-    config = with_prompts(64, with_sampling(max_rounds=100, max_round_prompts=100))
+    config = dataclasses.replace(
+        make_config(max_prompts=10_000),
+        train=dataclasses.replace(CONFIG.train, prompts_per_step=64),
+    )
     informative = np.random.default_rng(3).random(10_000) < informative_share
-    store = Store()
+    store = Store() if processes > 1 else None
     queues = [
-        open_queue(
-            config, SamplingState(), World("m"), step=1,
-            group=ProcessGroup(i, processes, store if processes > 1 else None),
-        )
+        open_queue(config, SamplingState(), Data(), step=1, group=ProcessGroup(i, processes, store))
         for i in range(processes)
-    ]  # fmt: skip
-    waves, begun = 0, 0
+    ]
+    waves = num_claimed = 0
     while not all(queue.done for queue in queues):
         claimed, i = [], 0
         while (number := queues[i % processes].claim()) is not None:
@@ -168,27 +154,25 @@ def test_the_end_of_a_first_batch_is_not_claimed_prompt_by_prompt(
             queues[i].work_queue.report(number, bool(informative[number]))
         for queue in queues:
             queue.resolved()
-        waves, begun = waves + 1, begun + len(claimed)
+        waves, num_claimed = waves + 1, num_claimed + len(claimed)
     needed = int(np.flatnonzero(informative)[63]) + 1
-    assert queues[0].num_resolved == needed <= begun
-    # The share as it is would need about as many: the last few are a matter of luck. Where it was
-    # held for 1 throughout, a tenth took 38 waves.
+    assert queues[0].num_resolved == needed <= num_claimed
+    # A known share needs about as many waves. With a share held at 1, a tenth took 38.
     assert waves <= 8, waves
-    assert begun <= needed + max(64, 0.5 * needed)
+    assert num_claimed <= needed + max(64, 0.5 * needed)
 
 
 def test_the_rate_is_that_of_earlier_steps_until_there_are_outcomes():
     """(2 + 16 x 0.5) / (2 + 16) after two that are informative."""
-    queue = open_queue(CONFIG, SamplingState(0.5), World("m"), step=1)
+    queue = open_queue(CONFIG, SamplingState(0.5), Data(), step=1)
     assert queue.expected_rate == 0.5 and PRIOR_OUTCOMES == 16
     for number in range(2):
         queue.work_queue.report(number, True)
     assert queue.expected_rate == pytest.approx(10 / 18)
 
 
-def test_a_step_whose_prompts_are_all_useless_claims_on():
-    """However low the rate is, the last prompts are claimed."""
-    queue = open_queue(CONFIG, SamplingState(0.0), World("w"), step=1)
+def test_a_step_whose_prompts_are_all_useless_claims_them_all():
+    queue = open_queue(CONFIG, SamplingState(0.0), Data(), step=1)
     for _ in range(queue.max_prompts):
         number = queue.claim()
         assert number is not None and number < queue.max_prompts

@@ -1,4 +1,4 @@
-"""Rollouts: what a sample is, that nothing but itself decides it, and JetStream's contract."""
+"""Rollouts: what a sample is, what it depends on, and JetStream's contract."""
 
 import functools
 from dataclasses import replace
@@ -27,6 +27,9 @@ from tests.support.engines import (
 )
 from tests.support.helpers import Sample, make_params, replace_model, rows_of
 
+MOST = CONFIG.rollout.max_response_tokens
+GREEDY = SamplingParams(0.0)
+
 
 @pytest.fixture(scope="module")
 def params():
@@ -38,17 +41,36 @@ def problems():
     return make_problems(20)
 
 
-def draw(engine, params, problems, num_samples=4, key=KEY):
-    return generate(engine, params, problems, num_samples=num_samples, key=key)
+@pytest.fixture(scope="module")
+def engine():
+    """Each sample is a request of its own, and a prompt one page."""
+    return make_engine()
+
+
+@pytest.fixture(scope="module")
+def small_pages():
+    """The samples of a prompt share its pages, of which a prompt has up to six."""
+    return make_engine(slots=13, page_tokens=4, samples=4, decode_steps=5)
+
+
+@pytest.fixture(scope="module")
+def responses(engine, params, problems):
+    return generate(engine, params, problems)[0]
+
+
+@pytest.fixture(scope="module")
+def expected(responses):
+    """Their tokens, which no engine, order or company may change."""
+    return tokens_of(responses)
 
 
 @pytest.mark.parametrize(
     "length, changes, message",
     [
-        (0, {}, r"problem 7: its prompt has 0 tokens; the engine takes 1 to 24 "),
-        (25, {}, r"problem 7: its prompt has 25 tokens; the engine takes 1 to 24 "),
-        (5, dict(limits_QG=np.full((1, 2), 33)), r"limits_QG\[0, 0\] is 33 tokens; .* 1 to 32 "),
-        (5, dict(limits_QG=np.array([[1, 0]])), r"limits_QG\[0, 1\] is 0 tokens"),
+        (0, {}, r"problem 7: its prompt has 0 tokens; .* 1 to 24 "),
+        (25, {}, r"problem 7: its prompt has 25 tokens; .* 1 to 24 "),
+        (5, dict(limits_QG=np.full((1, 4), 33)), r"limits_QG\[0, 0\] is 33 tokens; .* 1 to 32 "),
+        (5, dict(limits_QG=np.array([[1, 0, 1, 1]])), r"limits_QG\[0, 1\] is 0 tokens"),
         (5, dict(sampling=SamplingParams(-1.0)), r"temperature \(-1.0\) must be 0 \(greedy\) or"),
         (5, dict(sampling=SamplingParams(1e-39)), r"temperature \(1e-39\) must .* from 1.2e-38"),
         (5, dict(sampling=SamplingParams(1.0, 0.0)), r"top_p \(0.0\) must be in \(0, 1\]"),
@@ -56,35 +78,20 @@ def draw(engine, params, problems, num_samples=4, key=KEY):
         (5, dict(sampling=SamplingParams(min_p_X=1.5)), r"min_p \(1.5\) must be from 0 to 1"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(params, length, changes, message):
-    problem = Problem(7, "", (3,) * length, "", "test")
-    engine = make_engine()
+def test_impossible_requests_are_refused(engine, params, length, changes, message):
     with pytest.raises(UserError, match=message):
-        generate(engine, params, [problem], num_samples=2, **changes)
-
-
-def test_what_jetstreams_calls_cannot_do_is_refused(params):
-    engine = make_engine(page_tokens=4, num_pages=225)  # 16 slots of 14 pages, and page 0
-    loaded = engine.load_params(params)
-    for tokens, length in ((25, 25), (5, 0), (5, 6)):
-        with pytest.raises(UserError, match=rf"true_length \({length}\) .* max_prefill_length"):
-            engine.prefill(params=loaded, padded_tokens=np.full(tokens, 3), true_length=length)
-    prefix = engine.prefill(params=loaded, padded_tokens=np.full(5, 3), true_length=5)
-    state = engine.insert(prefix, engine.init_decode_state(), slot=15)
-    for slot in (-1, 16):
-        with pytest.raises(UserError, match=rf"slot \({slot}\) must be from 0 to 15"):
-            engine.insert(prefix, state, slot=slot)
-    short = make_engine(page_tokens=4, num_pages=224)
-    with pytest.raises(UserError, match=r"num_pages \(224\) must be 225 for 16 slots of 56"):
-        short.insert(prefix, state, slot=0)
+        generate(engine, params, [Problem(7, "", (3,) * length, "", "test")], **changes)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_log_probs_are_the_trainers(params, problems, temperature):
-    """Every token, EOS included, under the tempered distribution and under the model itself, to
-    1e-5."""
-    responses, _ = draw(make_engine(temperature=temperature), params, problems)
-    for name, under in (("log_probs", temperature), ("model_log_probs", 1.0)):
+def test_log_probs_are_the_trainers(small_pages, params, problems, temperature):
+    """Every token, EOS included, under the tempered distribution and under the model itself."""
+    request = SamplingParams(temperature)
+    responses, _ = generate(small_pages, params, problems, sampling=request)
+    if temperature == 1.0:
+        for r in (r for row in responses for r in row):
+            np.testing.assert_array_equal(r.log_probs, r.model_log_probs)
+    for under, name in {1.0: "model_log_probs", temperature: "log_probs"}.items():
         samples = [
             Sample(list(p.prompt_tokens), r.tokens, 1.0, getattr(r, name), 0.0)
             for p, row in zip(problems, responses, strict=True)
@@ -100,43 +107,57 @@ def test_log_probs_are_the_trainers(params, problems, temperature):
     assert ended and all((tokens[:-1] != EOS).all() for tokens in ended)
 
 
-def test_responses_are_told_of_as_they_end(params, problems):
-    """Each once, while others are still being drawn, and the same as what comes back."""
+def test_responses_are_reported_as_they_end(engine, params, problems):
+    """Each once, while others are still being generated, and the same as at the end."""
     spell = lambda sequences: [" ".join(map(str, sequence)) for sequence in sequences]
-    loop = make_loop(make_engine(), params, problems, detokenize=spell, num_samples=3)
-    calls = [turn.ended for turn in loop.turns() if turn.ended]
+    loop = make_loop(engine, params, problems, detokenize=spell, num_samples=3)
+    calls = [output.finished for output in loop.run() if output.finished]
     responses = loop.responses()
-    told = {(problem, sample): response for call in calls for problem, sample, response in call}
-    assert len(told) == sum(len(call) for call in calls) == 3 * len(problems)
+    ended = {(problem, sample): response for call in calls for problem, sample, response in call}
+    assert len(ended) == sum(len(call) for call in calls) == 3 * len(problems)
     assert len(calls) > 3
-    for (problem, number), response in told.items():
+    for (problem, number), response in ended.items():
         same = responses[problem][number]
         np.testing.assert_array_equal(response.tokens, same.tokens)
         assert response.text == same.text == spell([response.tokens])[0]
 
 
-def test_temperature_zero_takes_the_most_probable_token(params, problems):
-    engine = make_engine(temperature=0.0)
-    first, again = (draw(engine, params, problems, key=jax.random.key(k))[0] for k in (0, 1))
+def test_a_loop_can_be_left(engine, params, problems, expected):
+    ended = []
+    loop = make_loop(engine, params, problems)
+    for output in loop.run():
+        ended += output.finished
+        if len(ended) > 20:
+            break
+    assert 20 < len(ended) < 80
+    responses = tokens_of(loop.responses())
+    whole = [q for q, row in enumerate(responses) if row]
+    assert 0 < len(whole) < 20 and all(responses[q] == expected[q] for q in whole)
+
+
+def test_temperature_zero_takes_the_most_probable_token(engine, params, problems):
+    first, again = (
+        generate(engine, params, problems, sampling=GREEDY, key=jax.random.key(k))[0]
+        for k in (0, 1)
+    )
     assert tokens_of(first) == tokens_of(again), "no key is used"
     assert all(len({tuple(tokens) for tokens in row}) == 1 for row in tokens_of(first))
     logits = jnp.asarray([[0.0, 2.0, 2.0, -1.0]])
-    params = SamplingParams(temperature_X=0.0)
-    drawn = sample(
-        logits, jnp.zeros((1, 2), jnp.uint32), jnp.zeros(1, jnp.int32), params, params.mode
+    sampled = sample(
+        logits, jnp.zeros((1, 2), jnp.uint32), jnp.zeros(1, jnp.int32), GREEDY, GREEDY.mode
     )
-    assert drawn.token_B.tolist() == [1]
-    np.testing.assert_allclose(drawn.log_prob_B, jax.nn.log_softmax(logits)[0, 1], rtol=1e-6)
+    assert sampled.token_B.tolist() == [1]
+    np.testing.assert_allclose(sampled.log_prob_B, jax.nn.log_softmax(logits)[0, 1], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
     "dtype, mesh",
     [("float32", dict(fsdp=2)), ("bfloat16", dict(fsdp=2)), ("float32", dict(data=2))],
 )
-def test_weights_stay_where_they_are_or_come_by_one_program(monkeypatch, dtype, mesh):
+def test_weights_stay_where_they_are_or_move_by_one_program(monkeypatch, dtype, mesh):
     """`device_put` takes what is to lie otherwise through the host: it is given none."""
     engine = make_engine(num_devices=2, model=dict(compute_dtype=dtype), **mesh)
-    params = initial_params(engine.spec.model, engine.spec.layout, engine.mesh, seed=0)
+    params = initial_params(engine.config.model, engine.config.layout, engine.mesh, seed=0)
     put = jax.device_put
 
     def checked(tree, at):
@@ -163,227 +184,215 @@ def test_weights_stay_where_they_are_or_come_by_one_program(monkeypatch, dtype, 
 
 
 def test_a_call_copies_no_weights():
-    """Layers written out are taken out of the stacked ones when parameters are loaded, not at every
-    call of decode: with a batch of 1 that would be most of what it reads."""
+    """Decoding reads layers of their own. Slices of the stacked ones would be copied at every call:
+    with a batch of 1 that would be most of what it reads."""
     engine = make_engine(model=dict(intermediate_size=4096), slots=1, prefill=1)
-    shapes = decoder.param_shapes(engine.spec.model)
-    compiled = engine.lower(shapes, "decode", engine.spec.params.mode).compile()
-    matrix = shapes["layers"]["gate"].size * 4 // engine.spec.model.num_layers
+    shapes = decoder.param_shapes(engine.config.model)
+    compiled = engine.lower(shapes, "decode", engine.config.params.mode).compile()
+    matrix = shapes["layers"]["gate"].size * 4 // engine.config.model.num_layers
     assert compiled.memory_analysis().temp_size_in_bytes < matrix
 
 
-def test_finish_reasons(params, problems):
-    responses, _ = draw(make_engine(), params, problems)
+def test_finish_reasons(responses):
     reasons = {"stop": 0, "length": 0}
     for r in (r for row in responses for r in row):
         reasons[r.finish_reason] += 1
         if r.truncated:
-            assert len(r.tokens) == CONFIG.rollout.max_response_tokens and r.tokens[-1] != EOS
+            assert len(r.tokens) == MOST and r.tokens[-1] != EOS
         else:
             assert r.tokens[-1] == EOS
     assert min(reasons.values()) > 0
 
 
-def test_a_sample_depends_on_nothing_but_itself(params, problems):
-    """Slots, prefill batches, neighbours, order and devices do not change a response."""
-    expected = tokens_of(draw(make_engine(), params, problems)[0])
-    assert tokens_of(draw(make_engine(slots=5, prefill=3), params, problems)[0]) == expected
-    backwards = tokens_of(draw(make_engine(), params, problems[::-1])[0])
-    assert backwards[::-1] == expected
-    assert tokens_of(draw(make_engine(), params, problems[7:9])[0]) == expected[7:9]
-    fewer = tokens_of(draw(make_engine(), params, problems, num_samples=2)[0])
-    assert fewer == [row[:2] for row in expected]
-    for mesh in (dict(data=8), dict(data=2, fsdp=2, tensor=2)):
-        engine = make_engine(num_devices=8, **mesh)
-        assert tokens_of(draw(engine, params, problems)[0]) == expected
+def test_a_sample_depends_on_nothing_else(engine, small_pages, params, problems, expected):
+    """Slots, pages, prefill batches, neighbours, order and devices do not change a response."""
+    sampled = lambda engine, problems: tokens_of(generate(engine, params, problems)[0])
+    assert sampled(small_pages, problems) == expected
+    assert sampled(engine, problems[::-1])[::-1] == expected
+    assert sampled(engine, problems[7:9]) == expected[7:9]
+    fewer = generate(engine, params, problems, num_samples=2)[0]
+    assert tokens_of(fewer) == [row[:2] for row in expected]
+    several = make_engine(num_devices=4, data=2, tensor=2)
+    assert sampled(several, problems[:10]) == expected[:10]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_drawn_beside_a_sample_does_not_change_a_bit(params, problems, dtype):
-    """Responses alone, in another order, and among longer ones: also their log-probs are equal, of
-    prompts that are padded to 12 and to 24 tokens, in pages of 4."""
-    assert {len(p.prompt_tokens) <= 12 for p in problems} == {True, False}
-    engine = make_engine(slots=13, page_tokens=4, model=dict(compute_dtype=dtype))
-    whole, _ = draw(engine, params, problems)
+def test_neighbours_do_not_change_a_bit(small_pages, params, problems, dtype):
+    """Responses alone and in another order: their log-probs are equal too, of prompts that are
+    padded to 12 and to 24 tokens."""
+    assert {len(p.prompt_tokens) <= 12 for p in problems[:8]} == {True, False}
+    engine = small_pages
+    if dtype != "float32":
+        engine = make_engine(slots=13, page_tokens=4, model=dict(compute_dtype=dtype))
+    whole, _ = generate(engine, params, problems)
     assert len({len(r.tokens) for row in whole for r in row}) > 5
-    backwards = draw(engine, params, problems[::-1])[0][::-1]
-    alone = [draw(engine, params, [p])[0][0] for p in problems[:4]]
-    for expected, got in ((whole, backwards), (whole[:4], alone)):
-        for one, other in zip(expected, got, strict=True):
-            for a, b in zip(one, other, strict=True):
-                np.testing.assert_array_equal(a.tokens, b.tokens)
-                np.testing.assert_array_equal(a.log_probs, b.log_probs)
+    backwards = generate(engine, params, problems[::-1])[0][::-1]
+    alone = [generate(engine, params, [p])[0][0] for p in problems[:4]]
+    for one, other in (*zip(whole, backwards, strict=True), *zip(whole[:4], alone, strict=True)):
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_array_equal(a.tokens, b.tokens)
+            np.testing.assert_array_equal(a.log_probs, b.log_probs)
 
 
-def test_samples_problems_epochs_and_steps_draw_differently(params, problems):
+def test_samples_problems_epochs_and_steps_differ(engine, params, problems):
     prompt = problems[3].prompt_tokens
-    same = [Problem(0, "", prompt, "", ""), Problem(1, "", prompt, "", ""),
-            Problem(0, "", prompt, "", "", epoch=1)]  # fmt: skip
-    first = tokens_of(draw(make_engine(), params, same)[0])
-    other = tokens_of(draw(make_engine(), params, same, key=jax.random.key(8))[0])
-    drawn = [tuple(tokens) for row in first + other for tokens in row]
-    assert len(drawn) == 24
-    long = [tokens for tokens in drawn if len(tokens) > 2]  # an end at once may come twice
+    same = [Problem(id, "", prompt, "", "", epoch=epoch) for id, epoch in ((0, 0), (1, 0), (0, 1))]
+    first, other = (
+        tokens_of(generate(engine, params, same, key=key)[0]) for key in (KEY, jax.random.key(8))
+    )
+    sampled = [tuple(tokens) for row in first + other for tokens in row]
+    assert len(sampled) == 24
+    long = [tokens for tokens in sampled if len(tokens) > 2]  # an end at once may come twice
     assert len(set(long)) == len(long) > 15
     # Not only whole responses: first tokens must not be shared by all samples of a prompt either.
     assert all(len({tokens[0] for tokens in row}) > 1 for row in first)
 
 
-def test_jetstreams_own_calls_give_the_same_tokens(params, problems):
-    """prefill, insert, generate and get_result_at_slot alone, as JetStream's drivers use them."""
-    engine, problem = make_engine(), problems[5]
-    expected = tokens_of(draw(engine, params, [problem])[0])[0]
-    key = jax.random.fold_in(jax.random.fold_in(KEY, problem.id), problem.epoch)
-    weights = engine.load_params(params)
-    state = engine.init_decode_state()
+def test_jetstreams_own_calls_give_the_same_tokens(engine, params, problems, expected):
+    """prefill, insert, generate and get_result_at_slot alone, as JetStream's drivers use them; a
+    prompt inserted where another is generated takes its place."""
+    key = jax.random.fold_in(jax.random.fold_in(KEY, problems[5].id), problems[5].epoch)
+    weights, state = engine.load_params(params), engine.init_decode_state()
     padded = np.zeros(engine.max_prefill_length, np.int32)
-    padded[: len(problem.prompt_tokens)] = problem.prompt_tokens
+    padded[: len(problems[5].prompt_tokens)] = problems[5].prompt_tokens
+    other = engine.prefill(params=weights, padded_tokens=padded + 3, true_length=24)
     prefix = engine.prefill(
         params=weights,
         padded_tokens=padded,
-        true_length=len(problem.prompt_tokens),
+        true_length=len(problems[5].prompt_tokens),
         key_2=jax.random.key_data(key),
     )
+    for slot in (15, 3, 0):
+        state = engine.insert(other, state, slot=slot)
+    state, results = engine.generate(weights, state)
+    assert results.convert_to_numpy().get_result_at_slot(3).valid.all()
     for slot in range(4):
         state = engine.insert(prefix, state, slot=slot)
     got = [[] for _ in range(4)]
-    for _ in range(CONFIG.rollout.max_response_tokens):
+    for _ in range(MOST // engine.config.decode_steps):
         state, results = engine.generate(weights, state)
+        results.copy_to_host_async()
         results = results.convert_to_numpy()
         for slot in range(4):
             data = results.get_result_at_slot(slot)
-            if data.valid[0, 0]:
-                got[slot].append(int(data.tokens[0, 0]))
+            assert data.tokens.shape == data.valid.shape == (1, 8)
+            got[slot] += data.tokens[data.valid > 0].tolist()
+            if data.valid.any():
                 assert data.lengths[0] == len(got[slot])
         assert not results.get_result_at_slot(9).valid.any()
-    assert got == expected
+    assert got == expected[5]
     assert engine.max_concurrent_decodes == 16 and engine.samples_per_slot == 1
+    free = np.asarray(engine.insert(prefix, state, slot=15).num_free)
+    assert free == engine.config.shard_pages - 2, "replaced and ended prompts gave up their pages"
 
 
-def test_slots_stay_busy_and_nothing_recompiles(params, problems):
-    engine = make_engine()
+def test_what_jetstreams_calls_cannot_do_is_refused(engine, params):
+    loaded = engine.load_params(params)
+    for tokens, length in ((25, 25), (5, 0), (5, 6)):
+        with pytest.raises(UserError, match=rf"true_length \({length}\) .* max_prefill_length"):
+            engine.prefill(params=loaded, padded_tokens=np.full(tokens, 3), true_length=length)
+    state = engine.init_decode_state()
+    for slot in (-1, 16):
+        with pytest.raises(UserError, match=rf"slot \({slot}\) must be from 0 to 15"):
+            engine.insert(None, state, slot=slot)
+    with pytest.raises(UserError, match="num_pages must be None.* got 224"):
+        make_engine(num_pages=224).insert(None, state, slot=0)
+
+
+def test_slots_stay_busy_and_nothing_recompiles(engine, params, problems):
     many = [p._replace(id=i) for i, p in enumerate(problems * 4)]
-    draw(engine, params, problems)
+    generate(engine, params, problems)
     counter = CompilationCounter()
-    _, stats = draw(engine, params, many, num_samples=3)
+    responses, stats = generate(engine, params, many, num_samples=3)
     assert counter.count == 0
     assert stats.busy_slots / stats.slots_offered > 0.85
-    assert stats.drawn == stats.tokens and 0.5 < stats.drawn / stats.could_draw <= 1.0
-    assert stats.tokens == sum(len(t) for row in tokens_of(draw(engine, params, many, 3)[0])
-                               for t in row)  # fmt: skip
+    assert stats.sampled == stats.tokens and 0.5 < stats.sampled / stats.could_sample <= 1.0
+    assert stats.tokens == sum(len(tokens) for row in tokens_of(responses) for tokens in row)
 
 
-def test_sampling_frequencies_and_log_probs():
-    logits = jnp.log(jnp.array([0.5, 0.25, 0.15, 0.1]))
-    B = 4000
-    keys = jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(KEY, i)))(jnp.arange(B))
-    for top_p, expected in ((1.0, [0.5, 0.25, 0.15, 0.1]), (0.7, [2 / 3, 1 / 3, 0, 0])):
-        logits_BV = jnp.broadcast_to(logits, (B, 4))
-        params = SamplingParams(top_p_X=top_p)
-        drawn = sample(logits_BV, keys, jnp.zeros(B, jnp.int32), params, params.mode)
-        tokens = np.asarray(drawn.token_B)
-        np.testing.assert_allclose(np.bincount(tokens, minlength=4) / B, expected, atol=0.03)
-        np.testing.assert_allclose(np.exp(drawn.log_prob_B), np.array(expected)[tokens], rtol=1e-5)
-        model_probs = np.array([0.5, 0.25, 0.15, 0.1])[tokens]
-        np.testing.assert_allclose(np.exp(drawn.model_log_prob_B), model_probs, rtol=1e-5)
-
-
-@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.75, 0.9, 0.999])
-def test_nucleus_is_the_smallest_set(top_p):
-    rng = np.random.default_rng(0)
-    logits = rng.standard_normal((50, 11)).astype(np.float32) * 2
-    kept = np.isfinite(truncate(jnp.asarray(logits), SamplingParams(top_p_X=top_p)))
-    for row, keep in zip(logits, kept, strict=True):
-        p = np.exp(row.astype(np.float64)) / np.exp(row.astype(np.float64)).sum()
-        order = np.argsort(-p)
-        n = int(np.searchsorted(np.cumsum(p[order]), top_p)) + 1
-        assert set(np.flatnonzero(keep)) == set(order[:n])
-
-
-@pytest.mark.parametrize("mesh", [{}, dict(data=2)])
-def test_where_pages_are_short_sequences_wait_and_go_on_with_the_same_tokens(
-    params, problems, mesh
-):
-    """And every page comes back."""
-    roomy = make_engine(page_tokens=4, samples=4)
-    expected = tokens_of(draw(roomy, params, problems)[0])
-    shards = mesh.get("data", 1)
-    least = 1 + 6 + roomy.spec.table_pages + 2
-    engine = make_engine(
-        page_tokens=4, samples=4, num_pages=(least + 6) * shards, num_devices=shards, **mesh
-    )
-    assert engine.spec.shard_pages == least + 6 < roomy.spec.shard_pages / 3
-    run = make_loop(engine, params, problems)
-    assert complete(run) == expected
+def test_short_pages_change_no_token(params, problems, expected):
+    """Sequences wait for pages, are preempted and resumed; then every page is free again."""
+    pages = 1 + 3 + 7 + 2 + 2  # a prompt, a sequence, and a few more
+    assert pages < make_engine(page_tokens=8, samples=4).config.shard_pages / 3
+    engine = make_engine(page_tokens=8, samples=4, num_pages=2 * pages, num_devices=2, data=2)
+    run = make_loop(engine, params, problems[:5])
+    assert complete(run) == expected[:5]
     assert run.stats.preempted > 0
-    assert np.asarray(run.state.num_free).tolist() == [engine.spec.shard_pages - 1] * shards
-    pages = np.sort(np.asarray(run.state.free_N)[:, : engine.spec.shard_pages - 1], axis=1)
-    assert (pages == np.arange(1, engine.spec.shard_pages)).all(), "each of them once"
+    assert np.asarray(run.state.num_free).tolist() == [pages - 1] * 2
+    free = np.sort(np.asarray(run.state.free_N)[:, : pages - 1], axis=1)
+    assert (free == np.arange(1, pages)).all(), "each of them once"
 
 
-def test_no_prompt_is_claimed_before_it_can_be_handed_over(params):
-    """Another process could draw it."""
-    engine = make_engine(prefill=4, samples=4, slots=16)
-    run = make_loop(engine, params, make_problems(30))
-    for _ in run.turns():
-        if run.table.waiting.sum() >= 16 and not run.admission.exhausted:
+def test_no_prompt_is_claimed_before_it_can_be_handed_over(small_pages, params):
+    """Another process could generate it."""
+    padded_alike = [p for p in make_problems(60) if len(p.prompt_tokens) <= 12]
+    run = make_loop(small_pages, params, padded_alike)
+    for _ in run.run():
+        if run.table.waiting.sum() >= 13 and not run.admission.exhausted:
             assert not run.admission.queue
 
 
-@pytest.mark.parametrize("samples", [1, 4])
-@pytest.mark.parametrize("tokens", [21, 24])
-def test_the_pool_is_as_good_as_one_without_bounds(params, samples, tokens):
+@pytest.mark.parametrize("samples, tokens", [(1, 24), (4, 21)])
+def test_an_unbounded_pool_is_large_enough(monkeypatch, samples, tokens):
     """Prompts and responses at their longest, of prompts of which one sample each is left, or all:
-    not a slot waits for a page."""
-    most = CONFIG.rollout.max_response_tokens
+    no slot is empty, or waits for a page, while samples wait."""
     rng = np.random.default_rng(1)
     problems = [
         Problem(i, "", tuple(rng.integers(3, 32, tokens).tolist()), "", "test") for i in range(40)
     ]
     # Every prompt has one sample that goes on to the end.
-    limits = np.where((np.arange(samples) == 0) | (np.arange(40)[:, None] >= 30), most, 1)
+    limits = np.where((np.arange(samples) == 0) | (np.arange(40)[:, None] >= 30), MOST, 1)
+    config = replace(CONFIG, model=replace_model(CONFIG, num_layers=1))
+    engine = make_engine(
+        model=dict(num_layers=1), page_tokens=4, samples=samples, prefill=4, stop_tokens=()
+    )
+    outputs, call = [], engine.generate
 
-    def drawn(num_pages):
-        engine = make_engine(
-            page_tokens=4, samples=samples, num_pages=num_pages, prefill=4, stop_tokens=()
-        )
-        _, stats = generate(engine, params, problems, num_samples=samples, limits_QG=limits)
-        return engine.spec, stats
+    def recorded(*arguments):
+        state, output = call(*arguments)
+        outputs.append(output)
+        return state, output
 
-    spec, found = drawn(None)
-    assert found == drawn(10 * spec.shard_pages)[1]
-    assert found.preempted == 0 and found.busy_slots >= 0.95 * found.slots_offered
-
-
-def test_long_prompts_in_chunks_are_the_same(params, problems):
-    expected = tokens_of(draw(make_engine(), params, problems)[0])
-    chunked = make_engine(page_tokens=8, prefill_chunk_tokens=8)
-    assert tokens_of(draw(chunked, params, problems)[0]) == expected
+    monkeypatch.setattr(engine, "generate", recorded)
+    _, stats = generate(
+        engine, make_params(config), problems, num_samples=samples, limits_QG=limits
+    )
+    assert stats.preempted == 0 and stats.busy_slots >= 0.95 * stats.slots_offered
+    busy_k = np.concatenate([(np.asarray(o.flags_RkB[0]) > 0).sum(axis=1) for o in outputs])
+    waiting_k = np.concatenate([np.asarray(o.waiting_Rk[0]) for o in outputs])
+    assert (busy_k[waiting_k > 0] == 16).all() and (waiting_k > 0).sum() > 30
+    assert min(int(o.free_R[0]) for o in outputs) > 0
 
 
-@pytest.mark.parametrize("chunk_pages, wanted", [(2, {2}), (4, {3})])
-def test_chunks_are_no_smaller_where_they_do_not_divide_the_prompt(
-    params, problems, monkeypatch, chunk_pages, wanted
-):
-    """Prompts of 3 pages and 5; the last chunk reaches beyond."""
+@pytest.mark.parametrize("chunk_pages, wanted", [(1, {1}), (2, {2}), (4, {3})])
+def test_long_prompts_in_chunks_are_the_same(engine, params, monkeypatch, chunk_pages, wanted):
+    """Prompts of 3 pages and of 5. Chunks are no smaller where they do not divide the prompt: the
+    last one reaches beyond."""
     sizes, prefilling = set(), xla.prefilling
 
-    def told(start, num):
-        sizes.add(num // 5)
+    def recorded(start, num):
+        sizes.add(num)
         return prefilling(start, num)
 
-    monkeypatch.setattr(xla, "prefilling", told)
+    monkeypatch.setattr(xla, "prefilling", recorded)
     chunked = make_engine(page_tokens=5, prefill_chunk_tokens=5 * chunk_pages, slots=12)
     assert chunked.prompt_pages == (3, 5)
-    expected = tokens_of(draw(make_engine(), params, problems)[0])
-    sizes.clear()
-    assert tokens_of(draw(chunked, params, problems)[0]) == expected
-    assert sizes == wanted
+    for tokens in (11, 24):
+        prompt = np.random.default_rng(tokens).integers(3, 32, tokens)
+        whole, parts = (
+            e.prefill(params=e.load_params(params), padded_tokens=prompt, true_length=tokens)
+            for e in (engine, chunked)
+        )
+        np.testing.assert_allclose(parts.hidden_PD, whole.hidden_PD, rtol=0, atol=1e-5)
+        for a, b in zip(parts.pages, whole.pages, strict=True):
+            # [1, L, pages, K, page, H]: tokens side by side.
+            a, b = (np.moveaxis(np.asarray(x)[0], 2, 1) for x in (a, b))
+            a, b = (x.reshape(*x.shape[:2], -1, x.shape[-1])[:, :, :tokens] for x in (a, b))
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+    assert sizes - {32} == {5 * pages for pages in wanted}
 
 
-def test_limits_and_problems_that_come_later(params, problems):
-    engine = make_engine(samples=2, decode_steps=3)
-    expected = tokens_of(draw(make_engine(), params, problems)[0])
+def test_limits_and_problems_that_come_later(engine, params, problems, expected):
     source = (p for problem in problems for p in (None, problem, None))
     limits = 1 + (np.arange(len(problems))[:, None] + np.arange(4)) % 9
     responses, stats = generate(engine, params, source, limits_QG=limits)
@@ -393,62 +402,68 @@ def test_limits_and_problems_that_come_later(params, problems):
     assert stats.tokens == sum(len(t) for row in tokens_of(responses) for t in row)
 
 
-def test_when_it_is_enough_the_rest_is_left(params, problems):
-    engine, told = make_engine(), []
-    loop = make_loop(engine, params, problems)
-    for turn in loop.turns():
-        told += turn.ended
-        if len(told) > 20:
-            break
-    responses = loop.responses()
-    expected = tokens_of(draw(engine, params, problems)[0])
-    assert 20 < len(told) < 80
-    complete = [q for q, row in enumerate(responses) if row]
-    assert 0 < len(complete) < 20
-    for q in complete:
-        assert tokens_of(responses)[q] == expected[q]
-
-
-def test_logits_that_are_not_numbers_end_the_response(params, problems):
+def test_logits_that_are_not_numbers_end_the_response(engine, params, problems):
     broken = params | {"embed": params["embed"].at[31].set(jnp.nan)}
-    responses, stats = draw(make_engine(), broken, problems[:3])
+    responses, stats = generate(engine, broken, problems[:3])
     every = [response for row in responses for response in row]
     assert [r.finish_reason for r in every] == ["invalid"] * 12 and stats.invalid == 12
     assert all(len(r.tokens) == 1 and r.log_probs[0] == 0 for r in every)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [dict(page_tokens=4, prefill_chunk_tokens=8), dict(slots=4, samples=4, page_tokens=4)],
-)
-def test_logits_that_are_not_numbers_end_no_other_response(problems, changes):
-    """A token whose embedding is not finite, in a prompt or drawn: what else is drawn beside it,
-    in idle slots' company or on pages that were its own, stays as it is."""
+def test_logits_that_are_not_numbers_end_no_other_response(problems):
+    """The embedding of one token is not finite. Where it is in a prompt or sampled, neighbours,
+    idle slots and later owners of its pages stay as they are."""
     broken = make_params(replace(CONFIG, model=replace_model(CONFIG, tie_embeddings=False)))
     broken = broken | {"embed": broken["embed"].at[31].set(jnp.nan)}
     innocent = [p for p in problems if 31 not in p.prompt_tokens][:8]
     prompts = [(31,), (3, 4, 31, 5), (3, 31, *range(3, 23))]
     faulty = [Problem(90 + i, "", tokens, "", "test") for i, tokens in enumerate(prompts)]
-    engine = make_engine(model=dict(tie_embeddings=False), temperature=0.0, **changes)
-    alone, before = draw(engine, broken, innocent)
-    beside, after = draw(engine, broken, [*faulty, *innocent])
-    assert tokens_of(beside[3:]) == tokens_of(alone)
-    assert {r.finish_reason for row in beside[:3] for r in row} == {"invalid"}
-    assert all(len(r.tokens) == 1 for row in beside[:3] for r in row)
+    engine = make_engine(
+        model=dict(tie_embeddings=False),
+        slots=4,
+        samples=4,
+        page_tokens=4,
+        prefill_chunk_tokens=8,
+        params=GREEDY,
+    )
+    alone, before = generate(engine, broken, innocent)
+    together, after = generate(engine, broken, [*faulty, *innocent])
+    assert tokens_of(together[3:]) == tokens_of(alone)
+    assert {r.finish_reason for row in together[:3] for r in row} == {"invalid"}
+    assert all(len(r.tokens) == 1 for row in together[:3] for r in row)
     assert after.invalid == before.invalid + 12
     for response in (r for row in alone for r in row):
         assert (response.finish_reason == "invalid") == (31 in response.tokens[:-1])
-    assert 0 < before.invalid < 32, "some draw the token themselves, at once or later"
+    assert 0 < before.invalid < 32, "some sample the token themselves, at once or later"
 
 
-@pytest.mark.parametrize("top_k, top_p, min_p", [(3, 1.0, 0.0), (1, 1.0, 0.0), (0, 1.0, 0.2),
-                                                (5, 0.8, 0.0), (4, 0.9, 0.3)])  # fmt: skip
-def test_what_is_left_out(top_k, top_p, min_p):
+def test_sampling_frequencies_and_log_probs():
+    logits = jnp.log(jnp.array([0.5, 0.25, 0.15, 0.1]))
+    B = 4000
+    keys = jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(KEY, i)))(jnp.arange(B))
+    for top_p, expected in ((1.0, [0.5, 0.25, 0.15, 0.1]), (0.7, [2 / 3, 1 / 3, 0, 0])):
+        logits_BV = jnp.broadcast_to(logits, (B, 4))
+        params = SamplingParams(top_p_X=top_p)
+        sampled = sample(logits_BV, keys, jnp.zeros(B, jnp.int32), params, params.mode)
+        tokens = np.asarray(sampled.token_B)
+        np.testing.assert_allclose(np.bincount(tokens, minlength=4) / B, expected, atol=0.03)
+        np.testing.assert_allclose(
+            np.exp(sampled.log_prob_B), np.array(expected)[tokens], rtol=1e-5
+        )
+        model_probs = np.array([0.5, 0.25, 0.15, 0.1])[tokens]
+        np.testing.assert_allclose(np.exp(sampled.model_log_prob_B), model_probs, rtol=1e-5)
+
+
+invert, truncated = jax.jit(_invert), jax.jit(truncate)
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.75, 0.9, 0.999, 1.0])
+@pytest.mark.parametrize("top_k, min_p", [(0, 0.0), (3, 0.0), (1, 0.0), (0, 0.2), (4, 0.3)])
+def test_truncation(top_k, top_p, min_p):
     """Written from the definitions: top-k, of the rest the nucleus, of that min-p."""
     logits = np.random.default_rng(0).standard_normal((50, 11)).astype(np.float32) * 2
-    column = lambda x: jnp.full(50, x)
-    params = SamplingParams(1.0, column(top_p), column(top_k), column(min_p))
-    kept = np.isfinite(truncate(jnp.asarray(logits), params))
+    params = SamplingParams(1.0, top_p, top_k, min_p).full(50)
+    kept = np.isfinite(truncated(jnp.asarray(logits), params))
     for row, keep in zip(logits.astype(np.float64), kept, strict=True):
         order = np.argsort(-row)[: top_k or None]
         p = np.exp(row[order]) / np.exp(row[order]).sum()
@@ -457,32 +472,32 @@ def test_what_is_left_out(top_k, top_p, min_p):
         assert set(np.flatnonzero(keep)) == expected
 
 
-def test_a_token_without_probability_is_never_drawn():
+def test_a_token_without_probability_is_never_sampled():
     """Whatever the random number: at both ends of its range, and where sums round."""
     logits = np.full((6, 300), -np.inf, np.float32)
     logits[0, 299] = logits[1, 0] = logits[2, 128] = logits[3, 127] = 0
     logits[4, [5, 140, 299]] = [0, -20, -40]
     logits[5] = np.where(np.arange(300) % 7 == 3, np.arange(300) * 0.1, -np.inf)
     for uniform in (0.0, 1e-30, 0.3, 0.999999, 1 - 2.0**-24, 1.0):
-        tokens, lse = _invert(jnp.asarray(logits), jnp.full(6, uniform, jnp.float32))
+        tokens, lse = invert(jnp.asarray(logits), jnp.full(6, uniform, jnp.float32))
         assert np.isfinite(logits[np.arange(6), np.asarray(tokens)]).all(), uniform
     np.testing.assert_allclose(lse, np.log(np.exp(logits).sum(1)), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("at", [0.0, 1 - 2.0**-24])
-def test_a_random_number_at_the_end_of_its_range_draws_no_improbable_token(at):
-    """Of 300 tokens the first and the last have log-prob -60 and the 200th nearly all."""
+@pytest.mark.parametrize(
+    "likely, at, wanted",
+    [
+        ([200], 0.0, 200),  # at both ends of the range of the random number
+        ([200], 1 - 2.0**-24, 200),
+        ([3, 200], 0.0, 3),  # half each: 0.5 is the sum of the first chunk,
+        ([3, 200], 0.49, 3),  # and the next begins with improbable tokens
+        ([3, 200], 0.5, 200),
+        ([3, 200], 0.51, 200),
+    ],
+)
+def test_no_random_number_samples_an_improbable_token(likely, at, wanted):
+    """All but one or two of 300 tokens have a log-prob of -60."""
     logits = np.full((1, 300), -60.0, np.float32)
-    logits[0, 200] = 0.0
-    token, _ = _invert(jnp.asarray(logits), jnp.array([at], jnp.float32))
-    assert token.tolist() == [200]
-
-
-def test_a_random_number_between_two_chunks_draws_no_improbable_token():
-    """Tokens 3 and 200 have half each: 0.5 is what the first chunk sums to, and the next begins
-    with tokens of log-prob -60."""
-    logits = np.full((1, 300), -60.0, np.float32)
-    logits[0, [3, 200]] = 0.0
-    for at, wanted in ((0.0, 3), (0.49, 3), (0.5, 200), (0.51, 200)):
-        token, _ = _invert(jnp.asarray(logits), jnp.array([at], jnp.float32))
-        assert token.tolist() == [wanted]
+    logits[0, likely] = 0.0
+    token, _ = invert(jnp.asarray(logits), jnp.array([at], jnp.float32))
+    assert token.tolist() == [wanted]

@@ -1,4 +1,4 @@
-"""What a run holds, by arithmetic: against the arrays there are, and who draws together for it."""
+"""Memory by arithmetic: against the arrays there are, and the size of a replica chosen by it."""
 
 import dataclasses
 import re
@@ -19,7 +19,8 @@ from dapo_jax.models.sharding import (
 )
 from dapo_jax.rollout import memory_budget
 from dapo_jax.rollout.engine import DecoderEngine
-from dapo_jax.rollout.spec import engine_spec
+from dapo_jax.rollout.engine_config import make_engine_config
+from dapo_jax.rollout.memory_budget import GIB, held, with_replica_size
 from dapo_jax.setup import RunComponents
 from dapo_jax.tools.plan import chips, plan
 from dapo_jax.training import step
@@ -28,103 +29,97 @@ from dapo_jax.utils.progress import Progress
 from tests.support.helpers import tiny_config
 
 ONE = dict(mesh__data=1, mesh__fsdp=1, mesh__context=1, mesh__tensor=1)
+COPY = "rollout copy of the parameters"
 
 
 def bytes_of(tree):
-    """On one device."""
+    """Bytes on one device."""
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
-def buffers(arrays, of):
-    """The memory that is one's own, of what the other is of."""
-    places = lambda tree: {
+def own_buffers(arrays, others):
+    """The buffers of arrays that are not those of the others."""
+    buffers = lambda tree: {
         shard.data.unsafe_buffer_pointer()
         for x in jax.tree.leaves(tree)
         for shard in x.addressable_shards
     }
-    return places(arrays) - places(of)
+    return buffers(arrays) - buffers(others)
 
 
-def test_a_process_of_several_draws_from_the_trainers_own_arrays():
-    """Process 0 of two with four devices each, as far as it goes in one: nothing is copied where
-    the parameters lie as they are drawn from."""
+def test_a_process_of_several_samples_from_the_trainers_own_arrays():
+    """Process 0 of two with four devices each, in one process: nothing is copied where the
+    parameters are laid out as in rollouts."""
     config = tiny_config(**ONE | {"mesh__data": 8})
     mesh = make_mesh(config.mesh)
     own = Mesh(mesh.devices[:4], AXES, axis_types=AXIS_TYPES)
-    spec = engine_spec(
+    engine_config = make_engine_config(
         config, own.shape, config.data.max_prompt_tokens, (1,), platform="cpu", run_sizes=mesh.shape
     )
     params = initial_params(config.model, config.mesh, mesh, seed=0)
-    loaded = DecoderEngine(spec, own, mesh).load_params(params).prefill
-    assert buffers(loaded, params) == set() and copied_bytes(loaded, params) == 0
+    loaded = DecoderEngine(engine_config, own, mesh).load_params(params).prefill
+    assert own_buffers(loaded, params) == set() and copied_bytes(loaded, params) == 0
     assert jax.tree.leaves(loaded)[0].sharding.mesh.size == 4
     halved = tiny_config(**ONE | {"mesh__data": 8, "model__compute_dtype": "bfloat16"})
-    spec = dataclasses.replace(spec, model=halved.model)
-    loaded = DecoderEngine(spec, own, mesh).load_params(params).prefill
-    assert copied_bytes(loaded, params) > 0 and buffers(loaded, params)
+    engine_config = dataclasses.replace(engine_config, model=halved.model)
+    loaded = DecoderEngine(engine_config, own, mesh).load_params(params).prefill
+    assert copied_bytes(loaded, params) > 0 and own_buffers(loaded, params)
 
 
-def test_what_a_run_holds_besides():
-    """A critic has all that the policy has, a reference its parameters."""
+def test_a_critic_holds_what_the_policy_does_and_a_reference_its_parameters():
     sizes = dict(data=2, fsdp=2, context=1, tensor=2)
-    of = lambda name: memory_budget.held(
-        parse(["program", f"--config=configs/{name}"], "")[0], sizes
-    )
-    plain, critic, reference = of("tiny_dapo.py"), of("tiny.py:ppo"), of("tiny.py:grpo")
-    parameters = plain.always["parameters"]
-    assert plain.always == {"parameters": parameters, "optimiser state": 2 * parameters}
-    assert critic.always["critic with optimiser"] == 3 * parameters
-    assert reference.always["reference"] == parameters
+    of = lambda name: held(parse(["program", f"--config=configs/{name}"], "")[0], sizes).always
+    plain = of("tiny_dapo.py")
+    parameters = plain["parameters"]
+    assert plain == {"parameters": parameters, "optimiser state": 2 * parameters}
+    assert of("tiny.py:ppo")["critic with optimiser"] == 3 * parameters
+    assert of("tiny.py:grpo")["reference"] == parameters
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(mesh__data=8),
         dict(mesh__fsdp=4, mesh__tensor=2),
         dict(mesh__fsdp=8, mesh__rollout_tensor=2),
         dict(mesh__fsdp=2, mesh__context=2, mesh__tensor=2, rollout__cache_gib=0.001),
         dict(mesh__data=8, model__compute_dtype="bfloat16", optimizer__moments_dtype="bfloat16"),
-        dict(mesh__data=4, mesh__tensor=2),
-        dict(mesh__data=4, mesh__fsdp=2, dynamic_sampling__partial_rollouts=True),
+        dict(mesh__data=4, mesh__tensor=2, dynamic_sampling__partial_rollouts=True),
     ],
-)  # fmt: skip
-def test_what_is_held_is_what_there_is(changes):
+)
+def test_held_bytes_are_those_of_the_arrays(changes):
     config = tiny_config(**ONE | {"model__num_kv_heads": 4} | changes)
     mesh = make_mesh(config.mesh)
-    found = memory_budget.held(config, mesh.shape)
+    found = held(config, mesh.shape)
     params = initial_params(config.model, config.mesh, mesh, seed=0)
     at = step.state_shardings(config, mesh)
     state = jax.jit(lambda p: step.init_state(config, p), out_shardings=at)(params)
     counters = 64  # bytes of step counts and the like, at most
     assert 0 <= bytes_of(state) - sum(found.always.values()) <= counters
-    drawn_on = rollout_mesh(mesh, config.mesh.rollout_tensor)
-    spec = engine_spec(config, drawn_on.shape, config.data.max_prompt_tokens, (1,), platform="cpu")
-    engine = DecoderEngine(spec, drawn_on, mesh)
-    assert found.drawing["KV cache"] == bytes_of(engine.init_decode_state().pool)
+    rollout_on = rollout_mesh(mesh, config.mesh.rollout_tensor)
+    prompt = config.data.max_prompt_tokens
+    engine_config = make_engine_config(config, rollout_on.shape, prompt, (1,), platform="cpu")
+    engine = DecoderEngine(engine_config, rollout_on, mesh)
+    assert found.rollout["KV cache"] == bytes_of(engine.init_decode_state().pool)
     loaded = engine.load_params(params).prefill
-    assert found.drawing.get("parameters as drawn from", 0) == copied_bytes(loaded, params) / 8
-    assert buffers(loaded, params) == set() or "parameters as drawn from" in found.drawing
-    assert found.updating["gradients"] == bytes_of(params), "both are float32"
+    assert found.rollout.get(COPY, 0) == copied_bytes(loaded, params) / 8
+    assert own_buffers(loaded, params) == set() or COPY in found.rollout
+    assert found.update["gradients"] == bytes_of(params), "both are float32"
 
 
-def devices(number, of_a_process):
-    return [SimpleNamespace(process_index=i // of_a_process) for i in range(number)]
+def devices(number, per_process):
+    return [SimpleNamespace(process_index=i // per_process) for i in range(number)]
+
+
+SPREAD = """--config.mesh.tensor=1 --config.mesh.fsdp=-1 --config.train.rows_per_micro_batch=128
+--config.rollout.slots=32 --config.rollout.prefill_prompts=32""".split()
 
 
 def published(*changes):
-    return parse(["program", "--config=configs/qwen32b_dapo.py", *changes], "")[0]
-
-
-SPREAD = [
-    f"--config.{field}"
-    for field in ("mesh.tensor=1", "mesh.fsdp=-1", "train.rows_per_micro_batch=128",
-                  "rollout.slots=32", "rollout.prefill_prompts=32")
-]  # fmt: skip
+    return parse(["program", "--config=configs/qwen32b_dapo.py", *SPREAD, *changes], "")[0]
 
 
 @pytest.mark.parametrize(
-    "number, of_a_process, gib, together",
+    "number, per_process, gib, size",
     [
         (64, 4, 95.73, 1),  # v5p: 65.5 GB whole
         (128, 4, 31.24, 4),  # v6e: a host's
@@ -132,96 +127,76 @@ SPREAD = [
         (128, 1, 31.24, 4),  # a process for each
     ],
 )
-def test_the_fewest_devices_that_hold_it_draw_together(number, of_a_process, gib, together):
-    said = []
-    config = published(*SPREAD)
-    memory_bytes = int(gib * memory_budget.GIB)
-    found = memory_budget.with_teams(
-        config, devices(number, of_a_process), memory_bytes, said.append
-    )
-    assert (found.mesh.rollout_tensor or 1) == together
-    if together == 1:
+def test_the_smallest_replica_that_holds_it(number, per_process, gib, size):
+    config, there, said = published(), devices(number, per_process), []
+    found = with_replica_size(config, there, int(gib * GIB), said.append)
+    assert (found.mesh.rollout_tensor or 1) == size
+    if size == 1:
         assert found is config and not said
-    else:
-        assert re.search(
-            rf"{together} devices draw responses together: .* of {gib:.2f} GiB", said[0]
-        )
-        assert dataclasses.replace(found, mesh=config.mesh) == config
-        given = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, rollout_tensor=2))
-        again = memory_budget.with_teams(
-            given, devices(number, of_a_process), memory_bytes, said.append
-        )
-        assert again is given, "who says how many is not asked"
-
-
-def test_where_no_number_holds_it_the_arithmetic_is_told():
-    with pytest.raises(
-        UserError, match=r"by 8 device\(s\) together, each holds parameters 7.63 Gi"
-    ) as told:
-        memory_budget.with_teams(
-            published(*SPREAD, "--config.rollout.slots=64"),
-            devices(16, 4),
-            15 * memory_budget.GIB,
-            print,
-        )
-    assert "of the 15.00 GiB that it has. Set config.rollout.cache_gib" in str(told.value)
-    config = published(*SPREAD)
-    assert memory_budget.with_teams(config, devices(16, 4), None, print) is config, (
-        "memory not known"
+        return
+    assert re.search(
+        rf"{size} devices form an inference replica, .* of {gib:.2f} GiB; with 1 ", said[0]
     )
+    assert dataclasses.replace(found, mesh=config.mesh) == config
+    given = published("--config.mesh.rollout_tensor=2")
+    assert with_replica_size(given, there, int(gib * GIB), said.append) is given
+    assert with_replica_size(config, there, None, said.append) is config, "memory not known"
 
 
-def test_a_run_and_its_plan_take_as_many(monkeypatch, tmp_path):
-    """On eight devices with so little memory that two have to draw together."""
-    changes = ONE | {"mesh__fsdp": 8, "model__num_kv_heads": 4, "model__path": None}
-    config = tiny_config(**changes)
-    sizes = dict(data=1, fsdp=8, context=1, tensor=1)
-    alone = memory_budget.held(config, sizes).drawing_bytes
-    assert memory_budget.device_bytes(jax.devices()) is None, "a CPU does not say"
-    monkeypatch.setattr(memory_budget, "device_bytes", lambda _: alone)
-    trainer = RunComponents(config, tmp_path, Progress(0, 0, quiet=True))
-    assert dict(trainer.engine.mesh.shape) == dict(data=4, fsdp=1, context=1, tensor=2)
-    said, target = [], chips.target("local")
-    there = [SimpleNamespace(platform="tpu", process_index=0)] * 8
-    for_teams = target._replace(devices=there, hbm_bytes=alone)
-    assert plan.with_teams(config, for_teams, said.append) == trainer.config
-    assert "2 devices draw responses together: each of 1 (config.mesh.tensor) would" in said[0]
-    assert plan.with_teams(config, target, said.append) is config, "of CPUs a run does not know it"
-    least = for_teams._replace(hbm_bytes=1)
-    assert plan.with_teams(config, least, said.append).mesh.rollout_tensor == 4, "and is told"
-    found = plan.plan(
-        trainer.config, target, ("decode",), said.append, response_tokens=8, prompt_tokens=8
+def test_where_no_size_holds_it_the_error_shows_the_arithmetic():
+    message = (
+        r"inference replica of 8 would hold parameters 7.63 GiB, .*: .* of 15.00 GiB\. Set "
+        r"config\.rollout\.cache_gib"
     )
-    assert found["rollout_tensor"] == 2
-    held = memory_budget.held(trainer.config, sizes)
-    n = found["programs"]["decode"]
-    rolled = held.drawing["parameters as drawn from"] + held.drawing["KV cache"]
-    assert rolled <= n["argument_bytes"] <= 1.1 * rolled
+    with pytest.raises(UserError, match=message):
+        config = published("--config.rollout.slots=64")
+        with_replica_size(config, devices(16, 4), 15 * GIB, print)
 
 
-def test_a_cache_that_only_a_team_can_have():
+def test_a_cache_that_only_a_replica_of_several_can_have():
     """4 GiB do not hold the pages of one sequence with all its heads."""
-    said = []
-    config = published(*SPREAD, "--config.rollout.cache_gib=4")
-    found = memory_budget.with_teams(
-        config, devices(128, 4), int(15.75 * memory_budget.GIB), said.append
+    there, memory_bytes, said = devices(128, 4), int(15.75 * GIB), []
+    found = with_replica_size(
+        published("--config.rollout.cache_gib=4"), there, memory_bytes, said.append
     )
-    assert found.mesh.rollout_tensor == 8 and "cache_gib does not hold one sequence" in said[0]
+    assert found.mesh.rollout_tensor == 8 and said
     with pytest.raises(UserError, match=r"config.rollout.cache_gib \(0.01\) holds 2 pages"):
-        small = published(*SPREAD, "--config.rollout.cache_gib=0.01")
-        memory_budget.with_teams(small, devices(128, 4), int(15.75 * memory_budget.GIB), print)
+        with_replica_size(published("--config.rollout.cache_gib=0.01"), there, memory_bytes, print)
 
 
-def test_slots_divide_among_those_that_draw():
+def test_slots_divide_among_replicas():
     """3 of 6 devices would hold it, but 9 slots are not for two."""
     config = tiny_config(
-        **ONE | {"mesh__fsdp": 3, "mesh__tensor": 2, "model__num_heads": 6},
-        model__num_kv_heads=6, model__width=24, model__ff_width=48, model__vocab_size=36,
-        rollout__slots=9, rollout__prefill_prompts=3, train__rows_per_micro_batch=3,
-    )  # fmt: skip
-    sizes = dict(data=1, fsdp=3, context=1, tensor=2)
-    need = memory_budget.held(config, sizes).drawing_bytes
-    assert memory_budget.with_teams(config, devices(6, 6), int(need / 0.95), print) in (
-        config,
-        memory_budget._together(config, 6),
+        **ONE | {"mesh__fsdp": 3, "mesh__tensor": 2},
+        **{"model__num_heads": 6, "model__num_kv_heads": 6, "model__hidden_size": 24},
+        **{"model__intermediate_size": 48, "model__vocab_size": 36},
+        **{"rollout__slots": 9, "rollout__prefill_prompts": 3, "train__rows_per_micro_batch": 3},
     )
+    need = held(config, dict(data=1, fsdp=3, context=1, tensor=2)).rollout_bytes
+    found = with_replica_size(config, devices(6, 6), int(need / 0.95), print)
+    assert found.mesh.rollout_tensor in (None, 6)
+
+
+def test_a_run_and_its_plan_choose_the_same_size(monkeypatch, tmp_path):
+    """On eight devices with so little memory that a replica needs two."""
+    config = tiny_config(**ONE | {"mesh__fsdp": 8, "model__num_kv_heads": 4, "model__path": None})
+    sizes = dict(data=1, fsdp=8, context=1, tensor=1)
+    alone = held(config, sizes).rollout_bytes
+    assert memory_budget.device_bytes(jax.devices()) is None, "a CPU does not report it"
+    monkeypatch.setattr(memory_budget, "device_bytes", lambda _: alone)
+    run = RunComponents(config, tmp_path, Progress(0, 0, quiet=True))
+    assert dict(run.engine.mesh.shape) == dict(data=4, fsdp=1, context=1, tensor=2)
+    said, target = [], chips.target("local")
+    there = [SimpleNamespace(platform="tpu", process_index=0)] * 8
+    tpu = target._replace(devices=there, hbm_bytes=alone)
+    assert plan.with_teams(config, tpu, said.append) == run.config
+    assert "2 devices form an inference replica" in said[0]
+    assert plan.with_teams(config, target, said.append) is config, "nor does the run know it"
+    least = plan.with_teams(config, tpu._replace(hbm_bytes=1), said.append)
+    assert least.mesh.rollout_tensor == 4, "a plan takes the closest"
+    found = plan.plan(
+        run.config, target, ("decode",), said.append, response_tokens=8, prompt_tokens=8
+    )
+    assert found["rollout_tensor"] == 2
+    rolled = sum(held(run.config, sizes).rollout.values())
+    assert rolled <= found["programs"]["decode"]["argument_bytes"] <= 1.1 * rolled

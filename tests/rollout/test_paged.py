@@ -18,34 +18,32 @@ from dapo_jax.models import decoder
 from dapo_jax.models.attention import kernels as attention_kernels
 from dapo_jax.models.attention import xla
 from dapo_jax.rollout import kernels, paged
-from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.engine_config import make_engine_config
 from dapo_jax.rollout.programs import Programs, rollout_dtypes
-from dapo_jax.rollout.sampling import SamplingParams
-from dapo_jax.rollout.spec import EngineSpec, engine_spec
 from dapo_jax.rollout.tiles import Tile
 from dapo_jax.setup import attention_line
 from dapo_jax.tools.bench.gap import bench_gap
 from dapo_jax.tools.bench.shapes import Shape
 from dapo_jax.types import Problem, RunError, UserError
-from tests.support.engines import generate
-from tests.support.helpers import make_mesh, make_params, replace_model, tiny_config
+from tests.support import engines
+from tests.support.engines import CONFIG, generate, make_engine
+from tests.support.helpers import make_params
 from tests.support.tpu_interpreter import interpreted
 
-# H: the TPU's kernel takes no other; N: pages, of which the first is nobody's
+# H: the TPU's kernel takes no other; N: pages, the first of them scratch
 B, K, G, H, A, P, N = 3, 2, 3, 128, 4, 5, 16
 LENGTHS = np.array([0, 9, 18], np.int32)
 TILE = Tile(2, 2 * A)  # three sequences make two groups, five pages three tiles
 KERNELS = ("xla", "tpu", "gpu")
-CONFIG = tiny_config()
 
 
 @pytest.fixture
 def problem():
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
     table = rng.permutation(np.arange(1, N))[: B * P].reshape(B, P).astype(np.int32)
-    k, v = draw(2, 1, (N - 1) * A, K, H), draw(2, 1, (N - 1) * A, K, H)
-    return k, v, jnp.asarray(table), draw(B, 1, K * G, H), draw(B, 1, K, H), draw(B, 1, K, H)
+    k, v = normal(2, 1, (N - 1) * A, K, H), normal(2, 1, (N - 1) * A, K, H)
+    return k, v, jnp.asarray(table), normal(B, 1, K * G, H), normal(B, 1, K, H), normal(B, 1, K, H)
 
 
 def pages_of(layout, k, v):
@@ -89,8 +87,7 @@ def test_pages_are_put_and_copied_one_by_one(problem, kernel):
     "kernel, window", [*((kernel, None) for kernel in KERNELS), ("xla", 6), ("tpu", 6)]
 )
 def test_a_token_attends_to_its_own_pages_and_is_kept_there(problem, kernel, window):
-    """Against attention over each sequence laid out whole, of what is kept. Kernels are
-    interpreted."""
+    """Against attention over each whole sequence. Kernels are interpreted."""
     k, v, table, q, k_new, v_new = problem
     layout = paged.Layout(kernel, A, "float32")
     goes = jnp.array([True, True, False])
@@ -112,7 +109,7 @@ def test_a_token_attends_to_its_own_pages_and_is_kept_there(problem, kernel, win
             jnp.asarray(seen)[None, None],
         )
         np.testing.assert_allclose(out[b], expected[0], rtol=0, atol=2e-6)
-    # Of what is in the pages only the new tokens of those that go on have changed, in their layer.
+    # Only the new tokens of active slots have changed the pages, in their layer.
     owners = {int(table[b, LENGTHS[b] // A]) for b in (0, 1)}
     for old, new in zip(before, after, strict=True):
         changed = np.asarray(old != new).any(axis=tuple(range(2, old.ndim)))
@@ -137,8 +134,8 @@ def test_a_kernel_does_not_read_what_was_last_in_an_empty_slot(monkeypatch, prob
 
 
 @pytest.mark.parametrize("kernel", ["xla", "gpu"])
-def test_what_is_not_a_number_is_cached_nowhere(problem, kernel):
-    """What comes out for that token is NaN, and nothing else is."""
+def test_non_finite_keys_and_values_are_not_cached(problem, kernel):
+    """The output for that token is NaN, and no other."""
     k, v, table, q, k_new, v_new = problem
     layout = paged.Layout(kernel, A, "float32")
     goes, lengths = jnp.array([True, True, False]), jnp.asarray(LENGTHS)
@@ -167,34 +164,22 @@ def test_at_the_last_page_of_a_pool_a_kernel_attends_as_xla_does(problem, kernel
         np.testing.assert_array_equal(np.argwhere(changed[:, 1:]), [[1, N - 2]])
 
 
-def small_engine(**changes):
-    """Of one device, or of four with heads over two."""
-    spec = EngineSpec(
-        model=CONFIG.model,
-        layout=dataclasses.replace(CONFIG.mesh, **changes),
-        slots=12,
-        prefill_prompts=4,
-        max_prompt_tokens=16,
-        max_response_tokens=16,
-        stop_tokens=(1,),
-        params=SamplingParams(),
-        page_tokens=16,
-        kernel="gpu",
+def small_engine(num_devices=1, **axes):
+    return make_engine(
+        num_devices=num_devices, prefill=4, slots=12, page_tokens=16, kernel="gpu", **axes
     )
-    config = dataclasses.replace(CONFIG, mesh=spec.layout)
-    return DecoderEngine(spec, make_mesh(config, 4 if changes else 1))
 
 
-@pytest.mark.parametrize("mesh", [{}, dict(fsdp=2, tensor=2)])
-def test_an_engine_on_an_accelerator_looks_at_the_last_page_when_it_starts(mesh):
-    engine, lines = small_engine(**mesh), []
+def test_an_engine_on_an_accelerator_checks_the_last_page_at_its_start():
+    """On four devices with the heads over two."""
+    engine, lines = small_engine(4, fsdp=2, tensor=2), []
     params = engine.load_params(make_params(CONFIG))
     engine.warm_up(params, (), say=lines.append)
     assert not lines, "on CPU"
     engine._mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform="cuda")]))
     engine.warm_up(params, (), say=lines.append)
     (line,) = lines
-    assert re.match(r"paged attention \(gpu\) is that of XLA at the last page of the KV pool", line)
+    assert re.match(r"paged attention \(gpu\) agrees with XLA's at the last page of the KV", line)
 
 
 @pytest.mark.parametrize(
@@ -232,47 +217,33 @@ def test_the_memory_of_a_page():
     assert of("gpu", "bfloat16") == 2 * values
 
 
-def tokens_of(num_devices=1, mesh=None, problems=20, config=CONFIG, **changes):
-    layout = dataclasses.replace(CONFIG.mesh, **(mesh or {}))
-    spec = EngineSpec(
-        model=config.model,
-        layout=layout,
-        slots=16,
-        prefill_prompts=8,
-        max_prompt_tokens=CONFIG.data.max_prompt_tokens,
-        max_response_tokens=CONFIG.rollout.max_response_tokens,
-        stop_tokens=(1,),
-        params=SamplingParams(),
-        samples=4,
+def tokens(num_devices=1, **changes):
+    """Of one prompt with two samples, over two pages and a half."""
+    model = dict(head_dim=H, num_layers=1)
+    engine = make_engine(
+        num_devices=num_devices,
+        prefill=1,
+        model=model,
+        slots=2,
+        samples=2,
+        page_tokens=16,
+        max_response_tokens=10,
+        decode_steps=5,
+        stop_tokens=(),
+        **changes,
     )
-    engine = DecoderEngine(
-        dataclasses.replace(spec, **changes),
-        make_mesh(dataclasses.replace(CONFIG, mesh=layout), num_devices),
-    )
-    rng = np.random.default_rng(0)
-    asked = [
-        Problem(i, "", tuple(rng.integers(3, 32, rng.integers(1, 25)).tolist()), "", "test")
-        for i in range(problems)
-    ]
-    drawn, stats = generate(engine, make_params(config), asked, key=jax.random.key(7))
-    return [[r.tokens.tolist() for r in row] for row in drawn], stats
+    params = make_params(dataclasses.replace(CONFIG, model=engine.config.model))
+    problem = Problem(0, "", tuple(range(3, 27)), "", "test")
+    return engines.tokens_of(generate(engine, params, [problem], num_samples=2)[0])
 
 
-@pytest.mark.parametrize("num_devices, mesh", [(1, {}), (2, dict(tensor=2))])
-def test_the_gpus_kernel_draws_the_same_tokens(num_devices, mesh):
-    expected, _ = tokens_of(problems=3)
-    assert tokens_of(num_devices, mesh, problems=3, kernel="gpu", page_tokens=16)[0] == expected
-
-
-@pytest.mark.parametrize("num_devices, mesh", [(1, {}), (2, dict(tensor=2))])
-def test_the_tpus_kernel_draws_the_same_tokens(num_devices, mesh):
-    if num_devices > 1 and jax.__version_info__ > (0, 11):
-        pytest.skip("jax 0.12 partitions no interpreted kernel that is local to one axis of a mesh")
-    config = dataclasses.replace(CONFIG, model=replace_model(CONFIG, head_dim=128))
-    drawn = functools.partial(tokens_of, problems=1, config=config, slots=4, page_tokens=16)
-    expected, _ = drawn()
-    with interpreted():
-        assert drawn(num_devices, mesh, kernel="tpu")[0] == expected
+@pytest.mark.parametrize("kernel", ["tpu", "gpu"])
+def test_a_kernel_generates_the_same_tokens(kernel):
+    """With the heads over two devices, except where jax 0.12 partitions no interpreted kernel that
+    is local to one axis of a mesh."""
+    devices = 1 if kernel == "tpu" and jax.__version_info__ > (0, 11) else 2
+    with interpreted() if kernel == "tpu" else contextlib.nullcontext():
+        assert tokens(devices, tensor=devices, kernel=kernel) == tokens()
 
 
 SHAPE = Shape(2, 32, 4, 2, 48, 64, "float32", 3, 4, 12, 20, "uniform", 0, 8, 8, 1.0, 1.0, 1)
@@ -295,35 +266,32 @@ def choose(wanted, platform, page_tokens=32, heads_parts=1, **model):
 def test_the_kernel_is_the_platforms_where_it_takes_the_model():
     own = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "cpu": "xla"}
     for platform, kernel in own.items():
-        assert choose("auto", platform) == kernel
-        assert choose("xla", platform) == "xla"
-        assert choose("auto", platform, sliding_layers=(0,), sliding_window=4) == "xla"
-    assert choose("auto", "gpu", compute_dtype="float32") == "xla"
-    assert choose("auto", "gpu", head_dim=96) == choose("auto", "gpu", page_tokens=24) == "xla"
+        assert choose("auto", platform) == (kernel, None)
+        assert choose("xla", platform, head_dim=64) == ("xla", None), "asked for"
+        sliding = choose("auto", platform, sliding_layers=(0,), sliding_window=4)
+        assert sliding[0] == "xla" and (sliding[1] is None) == (platform == "cpu")
+    assert (
+        choose("auto", "gpu", page_tokens=24)[0] == choose("auto", "gpu", head_dim=96)[0] == "xla"
+    )
 
 
 @pytest.mark.parametrize(
-    "platform, wanted, model, why",
+    "platform, model, why",
     [
-        ("tpu", "auto", {}, None),
-        ("cpu", "auto", {"head_dim": 64}, None),  # has no kernel to fall back from
-        ("tpu", "xla", {"head_dim": 64}, None),  # asked for
-        ("tpu", "auto", {"head_dim": 64}, "the tpu kernel takes a config.model.head_dim of 128"),
-        ("cuda", "auto", {"compute_dtype": "float32"}, "the gpu kernel takes config.model.compute"),
+        ("tpu", {"head_dim": 64}, "the tpu kernel takes a config.model.head_dim of 128"),
+        ("cuda", {"compute_dtype": "float32"}, "the gpu kernel takes config.model.compute"),
     ],
 )
-def test_a_fall_back_to_xla_has_a_reason(platform, wanted, model, why):
-    fields = {"compute_dtype": "bfloat16", "head_dim": 128} | model
-    c = dataclasses.replace(CONFIG.model, **fields)
-    said = kernels.fallback(wanted, platform, c, page_tokens=32)
-    assert (said or "").startswith(why or "") and (said is None) == (why is None)
-    if said is not None:
-        rollout = dataclasses.replace(CONFIG.rollout, kernel=wanted, page_tokens=32)
-        config = dataclasses.replace(CONFIG, model=c, rollout=rollout)
-        one = dict.fromkeys(("data", "fsdp", "context", "tensor"), 1)
-        spec = engine_spec(config, one, 16, (1,), platform=platform)
-        line = attention_line(attention_kernels.Choice("splash", platform), spec)
-        assert line == f"attention on {platform}: training splash, rollouts xla ({said})"
+def test_a_fall_back_to_xla_has_a_reason(platform, model, why):
+    kernel, refused = choose("auto", platform, **model)
+    assert kernel == "xla" and refused is not None and refused.startswith(why)
+    c = dataclasses.replace(CONFIG.model, **{"compute_dtype": "bfloat16", "head_dim": 128} | model)
+    rollout = dataclasses.replace(CONFIG.rollout, kernel="auto", page_tokens=32)
+    config = dataclasses.replace(CONFIG, model=c, rollout=rollout)
+    one = dict.fromkeys(("data", "fsdp", "context", "tensor"), 1)
+    engine_config = make_engine_config(config, one, 16, (1,), platform=platform)
+    line = attention_line(attention_kernels.Choice("splash", platform), engine_config)
+    assert line == f"attention on {platform}: training splash, rollouts xla ({refused})"
 
 
 @pytest.mark.parametrize(
@@ -349,7 +317,7 @@ def test_a_fall_back_to_xla_has_a_reason(platform, wanted, model, why):
 )
 def test_the_tpus_kernel_takes_the_heads_that_it_was_compiled_with(kernel, model):
     """As libtpu compiled it, or not, for v4, v5e, v5p and v6e."""
-    assert choose("auto", "tpu", **model) == kernel
+    assert choose("auto", "tpu", **model)[0] == kernel
 
 
 @pytest.mark.parametrize(
@@ -370,7 +338,7 @@ def test_the_tpus_kernel_takes_the_heads_that_it_was_compiled_with(kernel, model
         (("tpu", "tpu"), {"page_tokens": 2048}, r"rollout\.page_tokens of 1024 at most; got 2048"),
     ],
 )
-def test_a_kernel_that_cannot_be_is_refused(arguments, fields, message):
+def test_impossible_kernels_are_refused(arguments, fields, message):
     with pytest.raises(UserError, match=message):
         choose(*arguments, **fields)
 
@@ -381,23 +349,11 @@ def test_decoding_with_the_tpus_kernel_is_lowered_on_every_mesh(mesh, monkeypatc
     is compiled: that takes libtpu, see `launch/plan.py`."""
     v5p = functools.partial(pltpu.get_tpu_info_for_chip, pltpu.ChipVersion.TPU_V5P, 1)
     monkeypatch.setitem(tpu_info.registry, "cpu", v5p)
-    wide = dict(head_dim=128, hidden_size=256, intermediate_size=256, compute_dtype="bfloat16")
-    c = dataclasses.replace(CONFIG.model, **wide)
-    layout = dataclasses.replace(CONFIG.mesh, **mesh)
-    spec = EngineSpec(
-        model=c,
-        layout=layout,
-        slots=8,
-        prefill_prompts=4,
-        max_prompt_tokens=128,
-        max_response_tokens=128,
-        stop_tokens=(1,),
-        params=SamplingParams(),
-        page_tokens=64,
-        kernel="tpu",
+    wide = dict(head_dim=H, hidden_size=256, intermediate_size=256, compute_dtype="bfloat16")
+    engine = make_engine(
+        num_devices=math.prod(mesh.values()), model=wide, page_tokens=64, kernel="tpu", **mesh
     )
-    config = dataclasses.replace(CONFIG, mesh=layout)
-    programs = DecoderEngine(spec, make_mesh(config, math.prod(mesh.values())))._programs
+    programs, c = engine._programs, engine.config.model
     params = jax.eval_shape(lambda p: rollout_dtypes(p, jnp.bfloat16), decoder.param_shapes(c))
     params = programs.for_decoding(params, lambda x: jax.eval_shape(decoder.unstacked, x))
     params, state = (
@@ -407,5 +363,5 @@ def test_decoding_with_the_tpus_kernel_is_lowered_on_every_mesh(mesh, monkeypatc
             (jax.eval_shape(programs.init), programs.state_at),
         )
     )
-    traced = programs.decode(spec.params.mode, 2).trace(params, state)
+    traced = programs.decode(engine.config.params.mode).trace(params, state)
     assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()

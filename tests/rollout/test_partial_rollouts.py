@@ -1,5 +1,5 @@
-"""Responses that go on in the next step: what is kept is as it was, what follows is the new
-policy's, and every token knows which policy drew it."""
+"""Resumed responses: stored tokens stay, new ones are the new policy's, every token has its
+version."""
 
 import functools
 import json
@@ -10,7 +10,7 @@ import pytest
 
 from dapo_jax.models import log_probs
 from dapo_jax.rollout.dynamic_sampling import SamplingState, state_from_json, state_to_json
-from dapo_jax.rollout.partial_rollouts import Begun, by_visit, next_begun, not_stale
+from dapo_jax.rollout.partial_rollouts import PartialGroup, by_visit, next_partial, without_stale
 from dapo_jax.types import Problem, Response
 from tests.support.engines import CONFIG, KEY, generate, make_engine, make_loop, make_problems
 from tests.support.helpers import Sample, make_params, rows_of
@@ -20,7 +20,7 @@ NEXT_KEY = jax.random.key(8)
 
 @pytest.fixture(scope="module")
 def policies():
-    """Those of two steps."""
+    """The parameters of two steps."""
     return make_params(CONFIG), make_params(CONFIG, seed=1)
 
 
@@ -31,207 +31,179 @@ def problems():
 
 @pytest.fixture(scope="module")
 def engine():
-    return make_engine(page_tokens=16, samples=4, num_pages=400, decode_steps=4, continued=True)
+    return make_engine(page_tokens=16, samples=4, num_pages=400, decode_steps=4, resumes=True)
 
 
 def spell(sequences):
     return [" ".join(map(str, sequence)) for sequence in sequences]
 
 
-def draw(engine, params, problems, key, **more):
-    return generate(engine, params, problems, detokenize=spell, key=key, **more)
-
-
-def left_after(engine, params, problems, key, num_ended, **more):
-    """What is left of each problem taken when the loop is abandoned."""
+def unfinished_after(engine, params, problems, key, num_finished, **more):
+    """(problems taken, their responses so far) when the loop is abandoned."""
     loop = make_loop(engine, params, problems, detokenize=spell, key=key, **more)
-    ended = 0
-    for turn in loop.turns():
-        ended += len(turn.ended)
-        if ended > num_ended:
+    finished = 0
+    for output in loop.run():
+        finished += len(output.finished)
+        if finished > num_finished:
             break
-    return loop.unfinished()
+    found = loop.unfinished()
+    return problems[: len(found)], dict(enumerate(found))
 
 
 @pytest.fixture(scope="module")
-def begun(engine, policies, problems):
-    """What step 5 leaves of all problems when it is stopped in the middle."""
-    left = left_after(engine, policies[0], problems, KEY, 5, step=5)
-    return next_begun((), problems[: len(left)], left, decided=0, step=5)
+def partial(engine, policies, problems):
+    """The responses that step 5 leaves when it is stopped in the middle."""
+    left = unfinished_after(engine, policies[0], problems, KEY, 5, step=5)
+    return next_partial((), *left, num_tried=0, step=5)
 
 
-def test_what_is_left_is_what_would_have_been_drawn(engine, policies, problems, begun):
-    whole, _ = draw(engine, policies[0], problems, KEY)
-    ended = unfinished = 0
-    for (id, _), responses in begun:
+def step_6(partial):
+    return dict(detokenize=spell, key=NEXT_KEY, step=6, partial=by_visit(partial))
+
+
+def assert_begins_with(response, before):
+    n = len(before.tokens)
+    for name in ("tokens", "log_probs", "model_log_probs"):
+        assert getattr(response, name)[:n].tobytes() == getattr(before, name).tobytes()
+
+
+def test_unfinished_responses_are_beginnings_of_whole_ones(engine, policies, problems, partial):
+    whole, _ = generate(engine, policies[0], problems, detokenize=spell)
+    finished = unfinished = 0
+    for (id, _), responses in partial:
         for sample, response in responses:
             full, n = whole[id][sample], len(response.tokens)
-            assert response.tokens.tolist() == full.tokens[:n].tolist()
-            assert response.log_probs.tobytes() == full.log_probs[:n].tobytes()
-            assert response.model_log_probs.tobytes() == full.model_log_probs[:n].tobytes()
+            assert_begins_with(full, response)
             assert response.versions.tolist() == [5] * n
             over = response.finish_reason != "unfinished"
             assert over == (n == len(full.tokens)) and (response.text == full.text) == over
-            ended, unfinished = ended + over, unfinished + (not over)
-    assert ended > 5 and unfinished > 5
+            finished, unfinished = finished + over, unfinished + (not over)
+    assert finished > 5 and unfinished > 5
 
 
 @pytest.fixture(scope="module")
-def continued(engine, policies, problems, begun):
-    """What step 6 makes of it."""
-    loop = make_loop(
-        engine, policies[1], problems, detokenize=spell, key=NEXT_KEY, step=6,
-        begun=by_visit(begun),
-    )  # fmt: skip
-    told = [ended for turn in loop.turns() for ended in turn.ended]
-    return loop.responses(), loop.stats, told
+def resumed(engine, policies, problems, partial):
+    """(responses, stats, reported ones) of step 6."""
+    loop = make_loop(engine, policies[1], problems, **step_6(partial))
+    reported = [finished for output in loop.run() for finished in output.finished]
+    return loop.responses(), loop.stats, reported
 
 
-def test_tokens_are_kept_and_those_that_follow_have_their_own_version(continued, begun):
-    responses, stats, told = continued
-    before = by_visit(begun)
-    kept, longer = 0, 0
-    for q, row in enumerate(responses):
-        assert len(row) == 4
-        for s, response in enumerate(row):
+def test_stored_tokens_stay_and_new_ones_have_their_own_version(resumed, partial):
+    responses, stats, reported = resumed
+    before = by_visit(partial)
+    kept = longer = 0
+    for q, group in enumerate(responses):
+        assert len(group) == 4
+        for s, response in enumerate(group):
             old = before.get((q, 0), {}).get(s)
             if old is None:
                 assert response.versions is None
                 continue
-            n = len(old.tokens)
-            kept += n
-            assert response.tokens[:n].tobytes() == old.tokens.tobytes()
-            assert response.log_probs[:n].tobytes() == old.log_probs.tobytes()
-            assert response.model_log_probs[:n].tobytes() == old.model_log_probs.tobytes()
-            new = len(response.tokens) - n
+            n, new = len(old.tokens), len(response.tokens) - len(old.tokens)
+            assert_begins_with(response, old)
             assert response.versions.tolist() == [5] * n + [6] * new
             assert (new > 0) == (old.finish_reason == "unfinished")
             assert response.finish_reason in ("stop", "length")
             assert response.text == spell([response.tokens])[0]
-            longer += new > 0
+            kept, longer = kept + n, longer + (new > 0)
     assert longer > 5
-    total = sum(len(r.tokens) for row in responses for r in row)
-    assert stats.tokens == total - kept, "only what is drawn now counts"
-    places = [(problem, sample) for problem, sample, _ in told]
+    total = sum(len(r.tokens) for group in responses for r in group)
+    assert stats.tokens == total - kept, "only new tokens count"
+    places = [(problem, sample) for problem, sample, _ in reported]
     assert sorted(places) == [(q, s) for q in range(len(responses)) for s in range(4)]
 
 
-def test_log_probs_are_those_of_the_policy_that_drew_the_token(continued, policies, problems):
-    rows = rows_of(
-        [
-            Sample(list(p.prompt_tokens), r.tokens, 1.0, r.log_probs, 0.0)
-            for p, row in zip(problems, continued[0], strict=True) for r in row
-        ], 64,
-    )  # fmt: skip
-    version = rows_of(
-        [
-            Sample(
-                list(p.prompt_tokens), r.tokens, 1.0,
-                np.full(len(r.tokens), 6.0) if r.versions is None else r.versions, 0.0,
-            )
-            for p, row in zip(problems, continued[0], strict=True) for r in row
-        ], 64,
-    ).log_prob_old_BT  # fmt: skip
+def test_log_probs_are_those_of_the_policy_that_sampled_the_token(resumed, policies, problems):
+    pairs = [(p, r) for p, group in zip(problems, resumed[0], strict=True) for r in group]
+
+    def packed(column):
+        return rows_of(
+            [Sample(list(p.prompt_tokens), r.tokens, 1.0, column(r), 0.0) for p, r in pairs], 64
+        )
+
+    rows = packed(lambda r: r.log_probs)
+    all_new = lambda r: np.full(len(r.tokens), 6.0)
+    versions = packed(lambda r: all_new(r) if r.versions is None else r.versions).log_prob_old_BT
     score = jax.jit(functools.partial(log_probs.row_statistics, CONFIG.model, temperature=1.0))
-    gap = [
+    of_5, of_6 = (
         np.abs(np.asarray(score(params, rows).log_prob_BT) - rows.log_prob_old_BT)
         for params in policies
-    ]
-    for own, other, step in ((gap[0], gap[1], 5), (gap[1], gap[0], 6)):
-        mine = rows.mask_BT & (version == step)
+    )
+    for own, other, step in ((of_5, of_6, 5), (of_6, of_5, 6)):
+        mine = rows.mask_BT & (versions == step)
         assert mine.sum() > 100 and own[mine].max() < 1e-5 < 0.1 < other[mine].max()
 
 
-def test_how_they_go_on_depends_on_what_there_is_and_on_nothing_else(
-    continued, policies, problems, begun
-):
-    """Not on slots, devices, or on pages running short meanwhile."""
-    expected = [[(r.tokens.tolist(), r.finish_reason) for r in row] for row in continued[0]]
-    versions = lambda rows: [
-        None if r.versions is None else r.versions.tolist() for row in rows for r in row
-    ]
-    preempted = 0
-    for settings in (
-        dict(slots=5, prefill=3, num_pages=400),
-        dict(num_pages=14 * 2, num_devices=2, data=2),
-    ):
-        other = make_engine(page_tokens=16, samples=4, continued=True, **settings)
-        responses, stats = draw(
-            other, policies[1], problems, NEXT_KEY, step=6, begun=by_visit(begun)
-        )
-        assert [[(r.tokens.tolist(), r.finish_reason) for r in row] for row in responses] == (
-            expected
-        )
-        assert versions(responses) == versions(continued[0])
-        preempted += stats.preempted
-    assert preempted > 0
+def test_slots_devices_and_preemption_do_not_matter(resumed, policies, problems, partial):
+    shards = dict(num_devices=2, data=2, num_pages=12 * 2, slots=10, prefill=2)
+    other = make_engine(page_tokens=16, samples=4, resumes=True, **shards)
+    responses, stats = generate(other, policies[1], problems, **step_6(partial))
+    assert stats.preempted > 0
+    for ours, theirs in zip(resumed[0], responses, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.tokens.tolist() == b.tokens.tolist() and a.finish_reason == b.finish_reason
+            assert str(a.versions) == str(b.versions)
 
 
-def test_a_response_may_go_on_more_than_once(engine, policies, problems, begun):
-    """Stopped again at once, what is left has all its versions."""
-    left = left_after(engine, policies[1], problems, NEXT_KEY, 14, step=6, begun=by_visit(begun))
-    again = next_begun(begun, problems[: len(left)], left, decided=1, step=6)
-    assert (0, 0) not in by_visit(again), "its turn has come"
-    seen = {tuple(sorted(set(r.versions.tolist()))) for b in again for _, r in b.responses}
+def test_a_response_is_resumed_more_than_once(engine, policies, problems, partial):
+    old = by_visit(partial)
+    left = unfinished_after(engine, policies[1], problems, NEXT_KEY, 14, step=6, partial=old)
+    again = next_partial(partial, *left, num_tried=1, step=6)
+    assert (0, 0) not in by_visit(again), "its prompt is used up"
+    seen = {tuple(sorted(set(r.versions.tolist()))) for group in again for _, r in group.responses}
     assert seen >= {(5,), (5, 6)}
-    old = by_visit(begun)
     for visit, responses in again:
         for sample, response in responses:
             assert (np.diff(response.versions) >= 0).all()
             assert len(response.versions) == len(response.tokens) == len(response.log_probs)
-            before = old.get(visit, {}).get(sample)
-            if before is not None:
-                assert response.tokens[: len(before.tokens)].tolist() == before.tokens.tolist()
+            if sample in old.get(visit, {}):
+                assert_begins_with(response, old[visit][sample])
 
 
 def response(versions, reason="unfinished"):
     n = len(versions)
-    return Response(
-        np.arange(n, dtype=np.int32), np.full(n, -1 / 3, np.float32), reason, "",
-        np.array(versions, np.int32),
-    )  # fmt: skip
+    tokens, log_probs = np.arange(n, dtype=np.int32), np.full(n, -1 / 3, np.float32)
+    return Response(tokens, log_probs, reason, "", np.array(versions, np.int32))
 
 
-def test_what_is_too_old_is_drawn_afresh():
+def test_stale_responses_are_discarded():
     old = (
-        Begun((1, 0), ((0, response([3, 4])), (2, response([4])))),
-        Begun((2, 0), ((1, response([3], "stop")),)),
+        PartialGroup((1, 0), ((0, response([3, 4])), (2, response([4])))),
+        PartialGroup((2, 0), ((1, response([3], "stop")),)),
     )
-    same, none = not_stale(old, step=4, max_staleness=1)
+    same, none = without_stale(old, step=4, max_staleness=1)
     assert same == old and none == 0
-    young, dropped = not_stale(old, step=5, max_staleness=1)
-    assert dropped == 2 and [(b.visit, [s for s, _ in b.responses]) for b in young] == [
-        ((1, 0), [2])
-    ]
-    assert not_stale(old, step=5, max_staleness=2) == (old, 0)
+    fresh, num_stale = without_stale(old, step=5, max_staleness=1)
+    assert num_stale == 2
+    assert [(visit, [s for s, _ in rs]) for visit, rs in fresh] == [((1, 0), [2])]
+    assert without_stale(old, step=5, max_staleness=2) == (old, 0)
 
 
-def test_what_the_next_step_finds():
-    """Of prompts beyond the batch and of those whose turn has not come; never one invalid."""
-    before = (Begun((7, 0), ((0, response([1])),)), Begun((9, 1), ((0, response([1])),)))
-    taken = [Problem(i, "", (1,), "", "") for i in (6, 7, 8)]
+def test_the_next_step_finds_responses_beyond_the_batch_and_those_not_reached():
+    before = (
+        PartialGroup((7, 0), ((0, response([1])),)),
+        PartialGroup((9, 1), ((0, response([1])),)),
+    )
+    problems = [Problem(i, "", (1,), "", "") for i in (6, 7, 8)]
     fresh = response([0, 0], "stop")._replace(versions=None)
-    drawn = [{0: fresh}, {1: response([1, 2]), 0: fresh}, {0: fresh._replace(
-        finish_reason="invalid")}]  # fmt: skip
-    found = next_begun(before, taken, drawn, decided=1, step=2)
-    assert [(b.visit, [s for s, _ in b.responses]) for b in found] == [
-        ((7, 0), [0, 1]),
-        ((9, 1), [0]),
-    ]
-    assert found[0].responses[0][1].versions.tolist() == [2, 2]
-    assert found[0].responses[1][1].versions.tolist() == [1, 2]
+    invalid = fresh._replace(finish_reason="invalid")
+    left = {0: {0: fresh}, 1: {1: response([1, 2]), 0: fresh}, 2: {0: invalid}}
+    found = next_partial(before, problems, left, num_tried=1, step=2)
+    samples = [(visit, [s for s, _ in responses]) for visit, responses in found]
+    assert samples == [((7, 0), [0, 1]), ((9, 1), [0])]
+    versions = [r.versions.tolist() for _, r in found[0].responses]
+    assert versions == [[2, 2], [1, 2]]
 
 
-def test_the_state_survives_json_bit_for_bit(begun):
-    state = SamplingState(informative_rate=0.1 + 0.2, begun=begun)
+def test_the_state_survives_json_bit_for_bit(partial):
+    state = SamplingState(informative_rate=0.1 + 0.2, partial=partial)
     back = state_from_json(json.loads(json.dumps(state_to_json(state))))
-    assert [b.visit for b in back.begun] == [b.visit for b in begun]
-    for (_, ours), (_, theirs) in zip(begun, back.begun, strict=True):
+    assert back.informative_rate == state.informative_rate
+    for (visit, ours), (same_visit, theirs) in zip(partial, back.partial, strict=True):
+        assert visit == same_visit
         for (sample, a), (same, b) in zip(ours, theirs, strict=True):
             assert sample == same and a.finish_reason == b.finish_reason and a.text == b.text
-            for x, y in (
-                (a.tokens, b.tokens),
-                (a.log_probs, b.log_probs),
-                (a.versions, b.versions),
-            ):
+            for name in ("tokens", "log_probs", "model_log_probs", "versions"):
+                x, y = getattr(a, name), getattr(b, name)
                 assert x.dtype == y.dtype and x.tobytes() == y.tobytes()

@@ -135,7 +135,7 @@ def test_processes_share_nothing_but_the_bucket(storage, home, tmp_path, monkeyp
     """Where the base model is not made by the run: each has a directory of its own."""
     for name, value in storage.items():
         monkeypatch.setenv(name, value)
-    scorer = {"reward__scorer": f"{ROOT / 'tests' / 'scorers.py'}:even"}
+    scorer = {"reward__scorer": f"{ROOT / 'tests' / 'support' / 'scorers.py'}:even"}
     first = scorer | {"pretrain__num_steps": 2}
     run(tmp_path / "made", home, **first | {"train__num_steps": 1})
     settings = scorer | {
@@ -167,7 +167,7 @@ def test_a_run_goes_on_from_a_bucket_in_a_new_directory(storage, home, tmp_path,
     for name, value in storage.items():
         monkeypatch.setenv(name, value)
     here = {"pretrain__num_steps": 2}
-    here["reward__scorer"] = f"{ROOT / 'tests' / 'scorers.py'}:even"
+    here["reward__scorer"] = f"{ROOT / 'tests' / 'support' / 'scorers.py'}:even"
     there = here | {"checkpoint__directory": "gs://bucket/run"}
     run(tmp_path / "whole", home, **here)
 

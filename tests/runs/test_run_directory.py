@@ -9,7 +9,7 @@ from dapo_jax.runs.run_directory import RunDirectory, read_config
 from dapo_jax.types import UserError
 from tests.support.helpers import tiny_config
 
-COSINE = {"optimizer__decay": "cosine", "optimizer__final_rate_share": 0.1}
+COSINE = {"optimizer__final_rate_share": 0.1}
 
 
 def begun(path, *, steps=(0, 1, 2, 3), **overrides):
@@ -47,11 +47,6 @@ def test_a_directory_in_which_something_ran_keeps_its_config(tmp_path, left):
     assert files_of(path) == before
 
 
-def test_the_place_of_the_cache_may_change(tmp_path):
-    begun(tmp_path)
-    RunDirectory(tmp_path, tiny_config(data__cache_dir=str(tmp_path / "cache")))
-
-
 def test_the_frozen_config_is_complete_and_gives_the_same_config_again(tmp_path):
     """Method arguments that were left out among them."""
     config = tiny_config(objective__loss="dppo-tv", objective__clip_dual=None)
@@ -68,7 +63,7 @@ def test_more_steps_are_another_schedule_where_the_rate_decays(tmp_path):
     RunDirectory(tmp_path / "constant", tiny_config(train__num_steps=9))
     begun(tmp_path / "cosine", **COSINE)
     RunDirectory(tmp_path / "cosine", tiny_config(**COSINE))
-    with pytest.raises(UserError, match=r"num_steps: 3 there, 9 now, .*decay 'cosine'"):
+    with pytest.raises(UserError, match=r"num_steps: 3 there, 9 now, .*final_rate_share"):
         RunDirectory(tmp_path / "cosine", tiny_config(train__num_steps=9, **COSINE))
 
 

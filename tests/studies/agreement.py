@@ -2,10 +2,9 @@
 
 Command: python -m tests.studies.agreement --cases=FOLDER [--list]
 
-For each file of cases, a table of scorer by grader and one of the causes of the disagreements. A
-cell `345/400 +2 -53` is 345 agreements on 400 cases, 2 that are right by the scorer and wrong by
-the grader, and 53 the other way round; it is empty where the file has no verdict to compare with.
-docs/scorers.md holds what this prints on the cases of shared/data/grader_cases and explains it.
+Prints a table of scorer by grader for each file of cases. A cell `345/400 +2 -53` is 345
+agreements on 400 cases, 2 right by the scorer and wrong by the grader, and 53 the other way round;
+it is empty where the file has no such verdict. docs/scorers.md has these tables and explains them.
 """
 
 import argparse
@@ -20,18 +19,25 @@ from typing import NamedTuple
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.scorers import last_boxed
 from dapo_jax.rewards.types import Score, Task
-from tests.studies.agreement_causes import CAUSES, Disagreement, cause
 
-SCORERS = (
-    "exact_match", "math_dapo", "math_dapo_boxed", "math_dapo_strict_box", "boxed", "gsm8k",
-    "math_verify",
-)  # fmt: skip
+SCORERS = ("exact_match", "math_dapo", "math_dapo_boxed", "math_dapo_strict_box", "boxed")
+SCORERS += ("gsm8k", "math_verify")
 NUMBER = r"-?(\d+|\d{1,3}(,\d{3})+)(\.\d+)?"
 TIMEOUT_SECONDS = 60.0  # none of these cases takes a second; a busy machine should not matter
 
 
+class Disagreement(NamedTuple):
+    """A response on which a scorer and a grader differ; the grader says the opposite of `score`."""
+
+    scorer: str
+    grader: str
+    text: str
+    answer: str
+    score: Score
+
+
 class Case(NamedTuple):
-    """A response for one scorer, and what graders say of it."""
+    """A response for one scorer, and the verdicts of graders."""
 
     file: str
     scorer: str
@@ -41,7 +47,7 @@ class Case(NamedTuple):
 
 
 def in_its_form(scorer: str, answer: str) -> str:
-    """A response that gives the answer as the scorer reads it."""
+    """Returns a response with the answer in the form that the scorer reads."""
     if scorer == "gsm8k":
         return f"#### {answer}"
     if scorer in ("exact_match", "math_dapo", "math_dapo_boxed"):
@@ -50,14 +56,12 @@ def in_its_form(scorer: str, answer: str) -> str:
 
 
 def real_outputs(folder: Path) -> Iterator[Case]:
-    """Whole responses of a model, which all end in a box; then their answers alone, in the form of
-    the scorers that read no box."""
+    """Yields whole responses of a model, which all end in a box, and their answers alone in the
+    form of the scorers that read no box."""
     name = "qwen_math_real_outputs.jsonl"
     rows = [json.loads(line) for line in (folder / name).read_text().splitlines()]
     for row in rows:
-        dapo = {
-            grader: row[grader]["acc"] for grader in ("verl_math_dapo", "verl_math_dapo_strict_box")
-        }
+        dapo = {g: row[g]["acc"] for g in ("verl_math_dapo", "verl_math_dapo_strict_box")}
         about_the_answer = {
             grader: bool(int(row[grader])) for grader in ("qwen_score", "prm800k", "math_verify")
         }
@@ -107,7 +111,7 @@ def math_verify_cases(folder: Path) -> Iterator[Case]:
 
 
 def areal_cases(folder: Path) -> Iterator[Case]:
-    """Both of AReaL's functions are math-verify; our `gsm8k` beside the one of that name."""
+    """Both of AReaL's functions are math-verify; our `gsm8k` is compared with its namesake."""
     name = "areal_reward_cases.json"
     for row in json.loads((folder / name).read_text()):
         for scorer in ("gsm8k", "math_verify"):
@@ -118,7 +122,7 @@ def areal_cases(folder: Path) -> Iterator[Case]:
 
 def equivalent_pairs(folder: Path) -> Iterator[Case]:
     """MATH's answer as the response, Qwen's normal form of it as the reference: all pairs should
-    be right. `gsm8k` on those that are numbers."""
+    be right. `gsm8k` is run on numbers only."""
     name = "math_train_equivalent_pairs.json"
     for row in json.loads((folder / name).read_text()):
         for scorer in SCORERS:
@@ -127,13 +131,11 @@ def equivalent_pairs(folder: Path) -> Iterator[Case]:
                 yield Case(name, scorer, text, row["normalised"], {"equivalent": True})
 
 
-FILES = (
-    real_outputs, dapo_oracle, scorer_matrix, math_verify_cases, areal_cases, equivalent_pairs,
-)  # fmt: skip
+FILES = (real_outputs, dapo_oracle, scorer_matrix, math_verify_cases, areal_cases, equivalent_pairs)
 
 
 def scores(cases: Sequence[Case]) -> list[Score]:
-    """What each case's scorer says of it.
+    """Returns the score of each case.
 
     Raises:
         RuntimeError: a scorer reached no verdict.
@@ -150,7 +152,7 @@ def scores(cases: Sequence[Case]) -> list[Score]:
 
 def disagreements(cases: Sequence[Case], found: Sequence[Score]) -> list[Disagreement]:
     return [
-        Disagreement(case.file, case.scorer, grader, case.text, case.answer, score)
+        Disagreement(case.scorer, grader, case.text, case.answer, score)
         for case, score in zip(cases, found)
         for grader, verdict in case.verdicts.items()
         if verdict != score.correct
@@ -158,7 +160,7 @@ def disagreements(cases: Sequence[Case], found: Sequence[Score]) -> list[Disagre
 
 
 def agreement_table(cases: Sequence[Case], differing: Sequence[Disagreement]) -> list[str]:
-    """Markdown: a row for each scorer, a column for each grader."""
+    """Returns a Markdown table of scorer by grader; the columns are the fewer of the two."""
     numbers = collections.Counter((case.scorer, g) for case in cases for g in case.verdicts)
     ours = collections.Counter((d.scorer, d.grader) for d in differing if d.score.correct)
     theirs = collections.Counter((d.scorer, d.grader) for d in differing if not d.score.correct)
@@ -170,22 +172,11 @@ def agreement_table(cases: Sequence[Case], differing: Sequence[Disagreement]) ->
         return f"{agreed}/{numbers[at]} +{ours[at]} -{theirs[at]}" if numbers[at] else ""
 
     scorers = [s for s in SCORERS if any(s == case.scorer for case in cases)]
-    return _markdown(["", *graders], [[f"`{s}`", *(cell(s, g) for g in graders)] for s in scorers])
-
-
-def cause_table(differing: Sequence[Disagreement]) -> list[str]:
-    """Markdown: a row for each cause, a column for each scorer; it adds up to the disagreements of
-    the other table, all graders together."""
-    counts = collections.Counter((cause(d).name, d.scorer) for d in differing)
-    totals = collections.Counter(d.scorer for d in differing)
-    scorers = [scorer for scorer in SCORERS if totals[scorer]]
-    rows = [
-        [name, due, *(str(counts[name, scorer] or "") for scorer in scorers)]
-        for name, due, _ in CAUSES
-        if any(counts[name, scorer] for scorer in scorers)
-    ]
-    header = ["cause", "due to", *(f"`{scorer}`" for scorer in scorers)]
-    return _markdown(header, [*rows, ["all", "", *(str(totals[scorer]) for scorer in scorers)]])
+    if len(graders) <= len(scorers):
+        table = [[f"`{s}`", *(cell(s, g) for g in graders)] for s in scorers]
+        return _markdown(["", *graders], table)
+    table = [[g, *(cell(s, g) for s in scorers)] for g in graders]
+    return _markdown(["", *(f"`{s}`" for s in scorers)], table)
 
 
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -197,7 +188,7 @@ def all_cases(folder: Path) -> list[Case]:
 
 
 def report(cases: Sequence[Case], found: Sequence[Score]) -> tuple[list[str], list[Disagreement]]:
-    """The lines of all tables, and the disagreements behind them."""
+    """Returns the lines of all tables, and the disagreements behind them."""
     of_file: dict[str, list[tuple[Case, Score]]] = collections.defaultdict(list)
     for case, score in zip(cases, found):
         of_file[case.file].append((case, score))
@@ -208,21 +199,20 @@ def report(cases: Sequence[Case], found: Sequence[Score]) -> tuple[list[str], li
         differing = disagreements(its_cases, [score for _, score in pairs])
         everything += differing
         lines += [f"### {file}", "", *agreement_table(its_cases, differing), ""]
-        lines += [*cause_table(differing), ""] if differing else []
     return lines[:-1], everything
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description="the scorers against other graders' verdicts")
     parser.add_argument("--cases", type=Path, required=True, help="folder of the cases")
-    parser.add_argument("--list", action="store_true", help="every disagreement, too")
+    parser.add_argument("--list", action="store_true", help="print every disagreement, too")
     arguments = parser.parse_args(argv)
     cases = all_cases(arguments.cases)
     lines, differing = report(cases, scores(cases))
     print("\n".join(lines))
     for d in differing if arguments.list else ():
         verdicts = "right, wrong" if d.score.correct else "wrong, right"
-        print(f"\n{d.scorer}, {d.grader}: {verdicts} ({cause(d).name})")
+        print(f"\n{d.scorer}, {d.grader}: {verdicts}")
         print(f"    {d.text[-70:]!r}\n    read {d.score.extracted!r}, reference {d.answer!r}")
     return 0
 

@@ -15,14 +15,11 @@ from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.scorers import SCORERS
 from dapo_jax.rewards.types import Task
 
-PIECES = [
-    "Answer:", "answer :", "####", "\\boxed{", "}", "{", "$", "\\(", "\\)", "\\[", "\\frac{",
-    "\\sqrt", "\\text{", "\\left(", "\\right)", "^", "_", "9**9**9**9", "9^{9^{9^{9}}}", "\\infty",
-    "1/0", "0.1", "1,000", "1{,}000", "-", "+", "\\pi", "x", "=", "\\le", "\n", " ", "\t", "\x00",
-    "\u202e", "\ud800", "\U0001f600", "\u0663", "\uff05", "\\\\", "\\begin{pmatrix}",
-    "\\end{pmatrix}", "\\cup", "[1, 2)", "{1,2}", "\\int_0^1", "\\sum_{n=1}^{\\infty}", "!",
-    "99999999999999999999!", "\\%", "\\$", "\\mathrm{", "#",
-]  # fmt: skip
+WORDS = r"""Answer: #### \boxed{ } { $ \( \) \[ \frac{ \sqrt \text{ \left( \right) ^ _ 9**9**9**9
+    9^{9^{9^{9}}} \infty 1/0 0.1 1,000 1{,}000 - + \pi x = \le \\ \begin{pmatrix} \end{pmatrix} \cup
+    {1,2} \int_0^1 \sum_{n=1}^{\infty} ! 99999999999999999999! \% \$ \mathrm{ #"""
+PIECES = [*WORDS.split(), "answer :", "[1, 2)", "\n", " ", "\t", "\x00", "\u202e", "\ud800"]
+PIECES += ["\U0001f600", "\u0663", "\uff05"]
 
 
 def string(rng: random.Random) -> str:
@@ -52,28 +49,28 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--timeout_seconds", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
-    failures = 0
-    for name in arguments.scorers.split(","):
-        rng, start = random.Random(arguments.seed), time.monotonic()
-        texts = [string(rng) for _ in range(arguments.strings)]
-        answers = [string(rng) for _ in range(arguments.strings)]
-        # What a worker is left with after a string shows in the verdicts on the next ones.
-        probes = range(0, arguments.strings, 20)
-        for i in probes:
-            texts[i], answers[i] = right(i), str(i)
-        with RewardPool([name], workers=2, timeout_seconds=arguments.timeout_seconds) as pool:
+    names, failures = arguments.scorers.split(","), 0
+    with RewardPool(names, workers=2, timeout_seconds=arguments.timeout_seconds) as pool:
+        for name in names:
+            rng, start = random.Random(arguments.seed), time.monotonic()
+            texts = [string(rng) for _ in range(arguments.strings)]
+            answers = [string(rng) for _ in range(arguments.strings)]
+            # The state in which a string leaves a worker shows in the verdicts on the next ones.
+            probes = range(0, arguments.strings, 20)
+            for i in probes:
+                texts[i], answers[i] = right(i), str(i)
             found = [s.scores for s in pool.score([Task((name,), *x) for x in zip(texts, answers)])]
-        notes = collections.Counter(s.partition(":")[0] for s in found if isinstance(s, str))
-        wrong = [i for i in probes if isinstance(found[i], str) or not found[i][0].correct]
-        failures += notes["worker died"] + len(wrong)
-        print(
-            f"{name:22s} {len(found):,} strings in {time.monotonic() - start:.0f} s, "
-            f"without a verdict: {dict(notes) or 'none'}, "
-            f"right ones found wrong: {len(wrong)} of {len(probes)}",
-            flush=True,
-        )
-        for i in wrong[:5]:
-            print(f"    {texts[i]!r}: {found[i]}", flush=True)
+            notes = collections.Counter(s.partition(":")[0] for s in found if isinstance(s, str))
+            wrong = [i for i in probes if isinstance(found[i], str) or not found[i][0].correct]
+            failures += notes["worker died"] + len(wrong)
+            print(
+                f"{name:22s} {len(found):,} strings in {time.monotonic() - start:.0f} s, "
+                f"without a verdict: {dict(notes) or 'none'}, "
+                f"right ones found wrong: {len(wrong)} of {len(probes)}",
+                flush=True,
+            )
+            for i in wrong[:5]:
+                print(f"    {texts[i]!r}: {found[i]}", flush=True)
     return 1 if failures else 0
 
 

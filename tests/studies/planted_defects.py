@@ -2,9 +2,8 @@
 
 Command: python tests/studies/planted_defects.py [--passed]
 
-Each defect is one of those that other trainers shipped. The tests named with it must pass on the
-copy as it is and fail on the copy with the defect. --passed: they are known to pass as it is,
-because the whole suite has just been run.
+Other trainers shipped each of these defects. Its tests must pass on the copy without it and fail on
+the copy with it. --passed: skip the former, because the whole suite has just passed.
 """
 
 import concurrent.futures
@@ -53,10 +52,10 @@ DEFECTS = (
     Defect(
         "end of sequence left out of the response",
         "dapo_jax/rollout/scheduler.py",
-        "        tokens = [response.tokens for response in drawn]\n",
-        "        n = [len(r.tokens) - (r.tokens[-1] in stops) for r in drawn]\n"
-        "        drawn = [r._replace(tokens=r.tokens[:end]) for r, end in zip(drawn, n)]\n"
-        "        tokens = [response.tokens for response in drawn]\n",
+        "        texts = self.detokenize([response.tokens for response in responses])\n",
+        "        n = [len(r.tokens) - (r.tokens[-1] in stops) for r in responses]\n"
+        "        responses = [r._replace(tokens=r.tokens[:i]) for r, i in zip(responses, n)]\n"
+        "        texts = self.detokenize([response.tokens for response in responses])\n",
         "tests/rollout/test_engine.py::test_finish_reasons",
     ),
     Defect(
@@ -64,7 +63,7 @@ DEFECTS = (
         "dapo_jax/training/step.py",
         "loss = jnp.sum(rows.weight_BT * loss_BT)",
         "loss = jnp.sum(rows.weight_BT * loss_BT) / jnp.maximum(jnp.sum(mask_BT), 1)",
-        "tests/training/test_step.py -k micro_batches_add_up",
+        "tests/training/test_exact_gradient.py -k alone",
     ),
     Defect(
         "one clip bound for both sides",
@@ -92,7 +91,7 @@ DEFECTS = (
         "dapo_jax/rollout/slots.py",
         "jax.random.fold_in(jax.random.wrap_key_data(key_2), sample)",
         "jax.random.fold_in(jax.random.wrap_key_data(key_2), 0 * sample)",
-        "tests/rollout/test_engine.py -k draw_differently",
+        "tests/rollout/test_engine.py::test_samples_problems_epochs_and_steps_differ",
     ),
     Defect(
         "samples of a prompt write into one page",
@@ -111,31 +110,31 @@ DEFECTS = (
     Defect(
         "untempered log-probs stored by the rollout",
         "dapo_jax/rollout/programs.py",
-        "drawn.token_B, drawn.log_prob_B, drawn.model_log_prob_B, flags_B, entry_B,",
-        "drawn.token_B, drawn.model_log_prob_B, drawn.model_log_prob_B, flags_B, entry_B,",
+        "                sampled.log_prob_B,\n                sampled.model_log_prob_B,",
+        "                sampled.model_log_prob_B,\n                sampled.model_log_prob_B,",
         "tests/rollout/test_engine.py -k log_probs_are_the_trainers",
     ),
     Defect(
         "rejected tokens stay in the denominator",
         "dapo_jax/training/batch.py",
-        'out["mask_BT"][mask_N] = correction.kept_N',
-        'out["correction_BT"][mask_N] *= correction.kept_N',
+        'out["mask_BT"][mask_M] = correction.kept_M',
+        'out["correction_BT"][mask_M] *= correction.kept_M',
         "tests/training/test_batch.py",
     ),
     Defect(
         "whitening over a mini-batch instead of the batch",
         "dapo_jax/algorithms/advantages.py",
-        "return Advantages(whiten(advantage_N), return_N)",
-        "half = len(advantage_N) // 2\n"
-        "        halves = [whiten(advantage_N[:half]), whiten(advantage_N[half:])]\n"
-        "        return Advantages(np.concatenate(halves), return_N)",
+        "return Advantages(whiten(advantage_M), return_M)",
+        "half = len(advantage_M) // 2\n"
+        "        halves = [whiten(advantage_M[:half]), whiten(advantage_M[half:])]\n"
+        "        return Advantages(np.concatenate(halves), return_M)",
         "tests/algorithms/test_advantages.py",
     ),
     Defect(
         "the value of the next response bootstraps the last token",
         "dapo_jax/algorithms/advantages.py",
-        "next_N[np.cumsum(lengths_R) - 1] = 0.0",
-        "next_N[-1] = 0.0",
+        "next_M[np.cumsum(lengths_R) - 1] = 0.0",
+        "next_M[-1] = 0.0",
         "tests/algorithms/test_advantages.py",
     ),
     Defect(

@@ -1,15 +1,17 @@
-"""A small engine, and what tests ask of it."""
+"""A small engine, and what tests generate with it."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
 
+from dapo_jax.models.sharding import AXES
 from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.engine_config import EngineConfig
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.rollout.scheduler import GenerationLoop
-from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.types import Problem
 from tests.support.helpers import make_mesh, replace_model, tiny_config
 
@@ -18,29 +20,26 @@ EOS = 1
 KEY = jax.random.key(7)
 
 
-def make_engine(
-    *, slots=16, prefill=8, temperature=1.0, top_p=1.0, num_devices=1, samples=1, page_tokens=32,
-    num_pages=None, decode_steps=8, prefill_chunk_tokens=512, continued=False,
-    stop_tokens=(EOS,), model=None, **mesh,
-):  # fmt: skip
-    layout = dataclasses.replace(CONFIG.mesh, **mesh)
-    spec = EngineSpec(
-        model=replace_model(CONFIG, **(model or {})),
-        layout=layout,
-        slots=slots,
-        prefill_prompts=prefill,
-        max_prompt_tokens=CONFIG.data.max_prompt_tokens,
-        max_response_tokens=CONFIG.rollout.max_response_tokens,
-        stop_tokens=stop_tokens,
-        params=SamplingParams(temperature, top_p),
-        samples=samples,
-        page_tokens=page_tokens,
-        num_pages=num_pages,
-        decode_steps=decode_steps,
-        prefill_chunk_tokens=prefill_chunk_tokens,
-        continued=continued,
-    )
-    return DecoderEngine(spec, make_mesh(dataclasses.replace(CONFIG, mesh=layout), num_devices))
+def make_engine(*, num_devices=1, prefill=8, model=None, **changes):
+    """An engine of the test model.
+
+    Args:
+        changes: sizes of mesh axes, and other fields of the engine config.
+    """
+    axes = {axis: changes.pop(axis) for axis in AXES if axis in changes}
+    fields: dict[str, Any] = {
+        "model": replace_model(CONFIG, **(model or {})),
+        "layout": dataclasses.replace(CONFIG.mesh, **axes),
+        "slots": 16,
+        "prefill_prompts": prefill,
+        "max_prompt_tokens": CONFIG.data.max_prompt_tokens,
+        "max_response_tokens": CONFIG.rollout.max_response_tokens,
+        "stop_tokens": (EOS,),
+        "params": SamplingParams(),
+    }
+    engine_config = EngineConfig(**(fields | changes))
+    config = dataclasses.replace(CONFIG, mesh=engine_config.layout)
+    return DecoderEngine(engine_config, make_mesh(config, num_devices))
 
 
 def make_problems(number):
@@ -61,26 +60,25 @@ def no_text(sequences):
 
 
 def make_loop(
-    engine, params, problems, *, detokenize=no_text, num_samples=4, key=KEY, step=0, begun=None,
-    **request,
-):  # fmt: skip
-    """A generation loop over the problems; it holds the parameters."""
-    request = GenerationRequest(num_samples, **request)
+    engine, params, problems, *, detokenize=no_text, key=KEY, step=0, partial=None, **request
+):
+    """A generation loop over the problems, 4 samples each unless the request says otherwise."""
+    asked = GenerationRequest(**({"num_samples": 4} | request))
     with engine.weights(params):
         return GenerationLoop(
-            engine, iter(problems), detokenize, key, request, step=step, begun=begun
+            engine, iter(problems), detokenize, key, asked, step=step, partial=partial
         )
 
 
 def generate(engine, params, problems, **more):
     """(responses to each problem, stats)."""
     loop = make_loop(engine, params, problems, **more)
-    for _ in loop.turns():
+    for _ in loop.run():
         pass
     return loop.responses(), loop.stats
 
 
 def complete(loop):
-    for _ in loop.turns():
+    for _ in loop.run():
         pass
     return tokens_of(loop.responses())

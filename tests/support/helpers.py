@@ -28,7 +28,6 @@ SMALL: dict[str, Any] = {
     "data.train.sums.num_terms": (3, 4),
     "data.heldout.sums.num_problems": 8,
     "data.heldout.sums.num_terms": (3, 4),
-    "pretrain.num_terms": (3, 4),
     "pretrain.num_steps": 100,
     "pretrain.rows_per_step": 8,
     "rollout.group_size": 4,
@@ -36,8 +35,7 @@ SMALL: dict[str, Any] = {
     "rollout.prefill_prompts": 8,
     "rollout.max_response_tokens": 32,
     "reward.overlong_buffer_tokens": 8,
-    "dynamic_sampling.max_round_prompts": 16,
-    "dynamic_sampling.max_rounds": 2,
+    "dynamic_sampling.max_prompts": 32,
     "train.num_steps": 3,
     "train.prompts_per_step": 4,
     "train.prompts_per_update": 2,
@@ -102,7 +100,7 @@ class Sample(NamedTuple):
     advantage: float
     correction: float = 1.0
     trained: bool = True
-    lag: int = 0
+    staleness: int = 0
 
     @property
     def length(self) -> int:
@@ -159,7 +157,7 @@ def rows_of(samples: Sequence[Sample], row_tokens: int, *, share_prompts: bool =
         log_prob_old_BT=np.concatenate([sample.log_prob_old for sample in samples]),
         advantage_BT=trained * of_tokens([sample.advantage for sample in samples]),
         correction_BT=trained * of_tokens([sample.correction for sample in samples]),
-        lag_BT=of_tokens([sample.lag for sample in samples]),
+        staleness_BT=of_tokens([sample.staleness for sample in samples]),
     )
 
 

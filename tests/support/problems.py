@@ -61,11 +61,11 @@ def prepare_rows(
     """The problems of a file with these rows.
 
     Args:
-        directory: where the file is written, and the cache.
+        directory: where the file is written.
         source: fields of its config.
         settings: fields of `config.data`.
     """
-    settings = {"max_prompt_tokens": 200, "cache_dir": str(directory / "cache")} | settings
+    settings = {"max_prompt_tokens": 200} | settings
     config = tiny_config()
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, **settings))
     path = write_rows(directory / file, rows)

@@ -1,4 +1,4 @@
-"""One run in several processes, for the tests."""
+"""Whole runs in several processes, and a key-value store in memory."""
 
 import concurrent.futures
 import time
@@ -18,14 +18,14 @@ RUN = {
     "data__train__sums__num_problems": 40,
     "mesh__data": 2,
     "mesh__fsdp": 2,
-    # A model that knows nothing, and a scorer that finds something right in what it writes.
+    # An untrained model, and a scorer that finds something right in what it writes.
     "pretrain__num_steps": 2,
-    "reward__scorer": f"{ROOT / 'tests' / 'scorers.py'}:even",
+    "reward__scorer": f"{ROOT / 'tests' / 'support' / 'scorers.py'}:even",
 }
 DEVICES = 4
 
 # Two processes whose devices are numbered the other way round than jax.distributed numbers them, as
-# on some TPU slices: what creates the backend is shown another id.
+# on some TPU slices: the backend is created with another id.
 PERMUTED = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -45,7 +45,7 @@ def permute():
 
 
 class Store:
-    """The store of keys and values, in memory: a place is a directory, not a key."""
+    """The key-value store of `jax.distributed`, in memory: a place is a directory, not a key."""
 
     def __init__(self):
         self.values = {}
@@ -55,7 +55,7 @@ class Store:
         self.values[key] = value
 
     def key_value_dir_get(self, place):
-        return [(k, v) for k, v in self.values.items() if k.startswith(f"{place}/")]
+        return [(k, v) for k, v in list(self.values.items()) if k.startswith(f"{place}/")]
 
     def key_value_increment(self, key, by):
         self.values[key] = str(int(self.values.get(key, 0)) + by)
@@ -78,18 +78,31 @@ def finish_all(started):
         return list(threads.map(finish, started))
 
 
-def said(text):
-    """Without what the library of collectives says of its connections, in pieces."""
+def lines_of(text):
+    """Lines of an output, without those of gloo about its connections, which come in pieces."""
     return [line for line in text.splitlines() if "peer ranks" not in line and line.strip()]
 
 
 def run_all(workdir, home, number, **settings):
-    ended = finish_all(
-        start_all(workdir, home, processes=number, devices=DEVICES // number, **settings)
-    )
+    """Runs several processes to their end; returns the lines that each printed."""
+    devices = DEVICES // number
+    ended = finish_all(start_all(workdir, home, processes=number, devices=devices, **settings))
     for code, out, err in ended:
         assert code == 0 and err == "", (out, err)
-    return [said(out) for _, out, _ in ended]
+    return [lines_of(out) for _, out, _ in ended]
+
+
+def begin(workdir, home, steps, **settings):
+    """Starts a run in two processes; returns them after so many steps."""
+    started = start_all(workdir, home, processes=2, devices=2, **settings)
+    lines = workdir / "metrics.jsonl"
+    limit = time.monotonic() + 240
+    while not (lines.exists() and len(lines.read_text().splitlines()) > steps):
+        for process in started:
+            assert process.poll() is None, finish(process)
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    return started
 
 
 def assert_same_run(one, other):
@@ -102,16 +115,3 @@ def assert_same_run(one, other):
             assert value == (theirs[name] if exact else pytest.approx(theirs[name], abs=1e-4)), name
     a, b = params_at(one, 3, **RUN), params_at(other, 3, **RUN)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), a, b)
-
-
-def begin(workdir, home, steps, **settings):
-    """A run in two processes that has taken so many steps."""
-    started = start_all(workdir, home, processes=2, devices=2, **settings)
-    lines = workdir / "metrics.jsonl"
-    limit = time.monotonic() + 240
-    while not (lines.exists() and len(lines.read_text().splitlines()) > steps):
-        for process in started:
-            assert process.poll() is None, finish(process)
-        assert time.monotonic() < limit
-        time.sleep(0.01)
-    return started

@@ -1,20 +1,24 @@
-"""Whole runs in processes of their own, for the end-to-end tests."""
+"""Whole runs for the end-to-end tests: in this process, or in processes of their own."""
 
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 
+from dapo_jax import setup, train
 from dapo_jax.models import decoder
 from dapo_jax.models.sharding import AXES, make_mesh
 from dapo_jax.runs.checkpoint import Checkpoints
 from dapo_jax.training import step as train_step
-from dapo_jax.training.learner import RunState
+from dapo_jax.training.learner import LearnerState
 from tests.conftest import FAST_COMPILATION, ROOT
 from tests.support.helpers import tiny_config, tiny_dict
 
@@ -37,11 +41,36 @@ def write_config(directory, **overrides):
     return file
 
 
+def programs(home):
+    """The directory of compiled programs, one for all processes of a test session."""
+    # pytest-xdist gives each worker a directory popen-gwN of its own.
+    shared = home.parent.parent if home.parent.name.startswith("popen-") else home.parent
+    return os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(shared / "programs")
+
+
+def run_here(workdir, home, *, devices=1, config=None, **overrides):
+    """Trains in this process, on so many of its devices. Returns the signal that stopped the run,
+    if one did, and what the run printed."""
+    config = config or tiny_config(**overrides)
+    mesh_of = lambda config: make_mesh(config, jax.devices()[:devices])
+    jax.config.update("jax_compilation_cache_dir", programs(home))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    out = io.StringIO()
+    with (
+        mock.patch.dict(os.environ, XDG_CACHE_HOME=str(home)),
+        mock.patch.object(setup, "make_mesh", mesh_of),
+        jax.numpy_dtype_promotion("standard"),
+        contextlib.redirect_stdout(out),
+    ):
+        stopped_by = train.train(config, workdir)
+    return stopped_by, out.getvalue()
+
+
 TRAIN = ROOT / "launch" / "train.py"
 
 
 def start(workdir, home, *, devices=1, optimise=False, flags=(), program=TRAIN, **overrides):
-    """launch/train.py, or what is to run in its place, in a process of its own."""
+    """Starts launch/train.py, or another program, in a process of its own."""
     command = [
         sys.executable,
         str(program),
@@ -70,14 +99,14 @@ def start_all(workdir, home, *, processes, devices, **settings):
 
 
 def environment(home, *, devices=1, optimise=False):
-    """Of a process that keeps its caches in `home`."""
+    """The environment of a process that keeps its caches in `home`."""
     flags = f"--xla_force_host_platform_device_count={devices}"
     if not optimise:
         flags += f" {FAST_COMPILATION}"
     return os.environ | {
         "XDG_CACHE_HOME": str(home),
         "XLA_FLAGS": flags,
-        "JAX_COMPILATION_CACHE_DIR": str(home / "programs"),
+        "JAX_COMPILATION_CACHE_DIR": programs(home),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
 
@@ -95,7 +124,7 @@ def run(workdir, home, **settings):
 
 
 def metrics_of(workdir):
-    """metrics.jsonl without what may vary."""
+    """metrics.jsonl without times and other values that vary."""
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     varies = ("time/", "perf/")
     return [
@@ -112,9 +141,9 @@ def params_at(workdir, step, **overrides):
     """The parameters of a checkpoint, on one device."""
     config = tiny_config(**overrides | {f"mesh__{axis}": 1 for axis in AXES})
     mesh = make_mesh(config.mesh, jax.devices()[:1])
-    state = RunState(train_step.state_shardings(config, mesh), None)
+    state = LearnerState(train_step.state_shardings(config, mesh), None)
     shapes = jax.eval_shape(
-        lambda key: RunState(
+        lambda key: LearnerState(
             train_step.init_state(config, decoder.init_params(config.model, key)), None
         ),
         jax.random.key(0),

@@ -60,16 +60,6 @@ def which_modules(response: str, answer: str) -> Score:
     return Score(False, str("jax" in sys.modules))
 
 
-_calls = 0
-
-
-def counting(response: str, answer: str) -> Score:
-    """The answer it read: how often this process was asked."""
-    global _calls
-    _calls += 1
-    return Score(False, str(_calls))
-
-
 def which_process(response: str, answer: str) -> Score:
     """The answer it read: the process; hangs when the response says so."""
     while response == "hang":
@@ -78,7 +68,7 @@ def which_process(response: str, answer: str) -> Score:
 
 
 def of_lists(texts, token_ids, answers, metadata):
-    """Correct if the text is the answer, and what it was given in `extra`, but for some texts."""
+    """Correct if the text is the answer, with its arguments in `extra`; some texts are faults."""
     (text,), (answer,) = texts, answers
     if text == "nan":
         return [float("nan")]

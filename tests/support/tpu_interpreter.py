@@ -1,7 +1,7 @@
-"""JAX's interpreter of TPU kernels, with what JAX's own kernel for ragged pages needs besides.
+"""JAX's interpreter of TPU kernels, extended for JAX's own kernel for ragged pages.
 
 It runs a kernel's copies and semaphores too, on this machine. In jax 0.10.2 and 0.12.0 it reads no
-reference that is reshaped or seen as another dtype, which that kernel does: here it does.
+reference that is reshaped or viewed as another dtype, as that kernel does; here it does.
 """
 
 import contextlib
@@ -16,18 +16,16 @@ from jax.experimental.pallas import tpu as pltpu
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
-    """Pallas kernels for TPUs are interpreted within."""
+    """Interprets Pallas kernels for TPUs within the block."""
     plain = interpret_pallas_call.get
 
-    def get(
-        token: Any, device: Any, core: Any, space: Any, buffer: Any, transforms: Any, *more: Any,
-        **named: Any,
-    ) -> Any:  # fmt: skip
+    def get(*arguments: Any, **named: Any) -> Any:
+        *before, transforms = arguments[:6]
         views = [i for i, transform in enumerate(transforms) if not hasattr(transform, "indices")]
         first = views[0] if views else len(transforms)
-        token, x = plain(token, device, core, space, buffer, transforms[:first], *more, **named)
+        token, x = plain(*before, transforms[:first], *arguments[6:], **named)
         for transform in transforms[first:]:
-            x = seen(np.asarray(x), transform)
+            x = viewed(np.asarray(x), transform)
         return token, x
 
     get.__wrapped__ = plain.__wrapped__  # what copies call
@@ -36,13 +34,13 @@ def interpreted() -> Iterator[None]:
         yield
 
 
-def seen(x: np.ndarray, transform: Any) -> np.ndarray:
-    """What a reference to x shows through a transform of it."""
+def viewed(x: np.ndarray, transform: Any) -> np.ndarray:
+    """Returns what a reference to x shows through a transform."""
     if hasattr(transform, "indices"):
         return x[utils.to_range((transform,))]
     if hasattr(transform, "shape"):
         return x.reshape(transform.shape)
-    # Rows of narrower numbers lie packed on a TPU: as many of a column are one wider number.
+    # A TPU packs rows of narrower numbers: several of a column are one wider number.
     wider = np.dtype(transform.dtype)
     packed = wider.itemsize // x.itemsize
     rows = x.reshape(*x.shape[:-2], -1, packed, x.shape[-1])

@@ -31,7 +31,7 @@ def test_the_rollout_bench(capsys):
     assert found["peak_device_mb"] is None, "a CPU does not say"
     assert 20 <= found["tokens"] <= 20 * 12 and found["slots"] == 8
     phases = found["seconds_by_phase"]
-    assert set(phases) == {"prefill", "enqueue", "decode", "host"} and min(phases.values()) > 0
+    assert set(phases) == {"prefill", "insert", "decode", "host"} and min(phases.values()) > 0
 
 
 def test_the_limit_by_memory_counts_weights_and_cache(monkeypatch):

@@ -23,8 +23,8 @@ POD = {"data": 1, "fsdp": 16, "context": 1, "tensor": 4}
 # By hand, of one layer: q and o are 4 x 2 x 2 = 16 each, k and v 4 x 1 x 2 = 8 each: 48. gate and
 # up are 4 x 3 = 12 each, down 12, the unembedding 5 x 4 = 20.
 HAND = dict(
-    hidden_size=4, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=2, intermediate_size=3, vocab_size=5,
-    tie_embeddings=False,
+    hidden_size=4, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=2,
+    intermediate_size=3, vocab_size=5, tie_embeddings=False,
 )  # fmt: skip
 
 
@@ -82,10 +82,10 @@ def test_training_needs_six_operations_a_parameter():
 def test_operations_are_those_that_xla_counts(remat):
     """Of programs in which nothing is looped over: one layer, micro-batch, chunk and token."""
     config = tiny_config(
-        model__width=256, model__num_layers=1, model__num_heads=4, model__num_kv_heads=2,
-        model__head_dim=32, model__ff_width=512, model__vocab_size=512, model__remat=remat,
+        model__hidden_size=256, model__num_layers=1, model__num_heads=4, model__num_kv_heads=2,
+        model__head_dim=32, model__intermediate_size=512, model__vocab_size=512, model__remat=remat,
         train__prompts_per_update=1, train__prompts_per_step=2, rollout__group_size=2,
-        train__row_tokens=256, pretrain__row_tokens=256, train__rows_per_micro_batch=2,
+        train__row_tokens=256, train__rows_per_micro_batch=2,
         rollout__decode_steps=1, rollout__slots=8, rollout__prefill_prompts=2,
         data__max_prompt_tokens=64, rollout__max_response_tokens=64,
         model__log_prob_chunk_tokens=4096,

@@ -209,15 +209,15 @@ def test_a_file_of_prompts_goes_on_where_it_was_stopped(capsys, place, tmp_path,
     assert found[1]["prompt_token_ids"] == [65, 66]
 
     out.write_text(whole[: int(len(whole) * 0.4)])  # killed in the middle of a line
-    turns = scheduler.GenerationLoop.turns
+    run = scheduler.GenerationLoop.run
 
     def interrupted(loop):
-        for turn in turns(loop):
-            if turn.ended:
+        for output in run(loop):
+            if output.finished:
                 signal.raise_signal(signal.SIGTERM)
-            yield turn
+            yield output
 
-    monkeypatch.setattr(scheduler.GenerationLoop, "turns", interrupted)
+    monkeypatch.setattr(scheduler.GenerationLoop, "run", interrupted)
     status, _, err = call(capsys, place, *flags)
     assert status == 128 + signal.SIGTERM and "of 12 prompts were done before" in err
     monkeypatch.undo()

@@ -202,7 +202,7 @@ def test_search_tries_context_where_it_cuts_rows():
     }  # fmt: skip
     assert len(refused) == 2, "tensor 4 and 8, once each"
     for group, changes in (
-        ("pretrain", {"row_tokens": 98}),
+        ("train", {"row_tokens": 98}),
         ("mesh", {"rules": tuple((k, None if k == "kv_heads" else v) for k, v in RULES)}),
         ("model", {"attention": "flash"}),
     ):

@@ -22,8 +22,7 @@ CONFIG = tiny_config(
     rollout__decode_steps=4,
     train__prompts_per_step=6,
     train__prompts_per_update=2,
-    dynamic_sampling__max_rounds=10,
-    dynamic_sampling__max_round_prompts=8,
+    dynamic_sampling__max_prompts=80,
 )
 SECOND = Costs(lambda live, cached: 1.0, prefill=0.0)  # a token a second
 
@@ -131,7 +130,7 @@ def test_a_batch_that_cannot_be_filled_ends():
 def test_units_of_tokens_change_little():
     long = tiny_config(
         rollout__group_size=G, rollout__max_response_tokens=512, rollout__decode_steps=4,
-        train__row_tokens=536, pretrain__row_tokens=536,
+        train__row_tokens=536,
         train__prompts_per_step=6, train__prompts_per_update=2,
     )  # fmt: skip
     lengths = np.random.default_rng(0).integers(100, 512, (400, G))

@@ -30,7 +30,7 @@ def advantages_of(config, groups, **inputs):
     """Advantage of every token, one array per response."""
     samples = samples_of(config, groups)
     result = estimate_advantages(config, samples, **inputs)
-    return np.split(result.advantage_N, np.cumsum(samples.lengths_R)[:-1])
+    return np.split(result.advantage_M, np.cumsum(samples.lengths_R)[:-1])
 
 
 def test_shaped_reward_is_the_scorers_plus_the_punishment_in_tokens():
@@ -53,12 +53,12 @@ def test_samples_hold_whole_responses_and_their_lag():
     group = make_group([True, False])
     samples = samples_of(tiny_config(), [group], step=4)
     np.testing.assert_array_equal(
-        samples.tokens_N, np.concatenate([r.tokens for r in group.responses])
+        samples.tokens_M, np.concatenate([r.tokens for r in group.responses])
     )
     np.testing.assert_array_equal(
-        samples.log_prob_N, np.concatenate([r.log_probs for r in group.responses])
+        samples.log_prob_M, np.concatenate([r.log_probs for r in group.responses])
     )
-    assert samples.prompts == ((1, 2, 3), (1, 2, 3)) and samples.lag_N.tolist() == [3] * 7
+    assert samples.prompts == ((1, 2, 3), (1, 2, 3)) and samples.staleness_M.tolist() == [3] * 7
     assert samples.lengths_R.tolist() == [3, 4] and samples.groups_R.tolist() == [0, 0]
 
 
@@ -68,9 +68,9 @@ def test_tokens_of_several_policies_have_their_own_lag():
     versions = np.array([2, 3, 4, 4], np.int32)
     responses = (group.responses[0], group.responses[1]._replace(versions=versions))
     samples = samples_of(tiny_config(), [group._replace(responses=responses)], step=4)
-    assert samples.lag_N.tolist() == [0, 0, 0, 2, 1, 0, 0]
+    assert samples.staleness_M.tolist() == [0, 0, 0, 2, 1, 0, 0]
     off = np.array([0.0, 0.0, 0.25, 8.0, 8.0, 0.5, 0.0])
-    numbers = metrics.mismatch_metrics(samples, samples.log_prob_N + off)
+    numbers = metrics.mismatch_metrics(samples, samples.log_prob_M + off)
     assert numbers["rollout/log_prob_gap_max"] == 0.5
     assert numbers["rollout/log_prob_gap_mean"] == pytest.approx(0.75 / 5)
     assert numbers["mismatch/kl"] == pytest.approx(-0.75 / 5)
@@ -206,15 +206,15 @@ def test_the_kl_is_taken_from_the_reward_of_its_token():
         critic=dict(learning_rate=1e-3, warmup_steps=1, value_clip=0.5, head_start_steps=0),
     )
     samples = samples_of(config, [make_group([True, False], lengths=[2, 3])])
-    kl_penalty_N = np.array([0.1, 0.2, 0.3, 0.4, 0.5])
+    kl_penalty_M = np.array([0.1, 0.2, 0.3, 0.4, 0.5])
     got = estimate_advantages(
-        config, samples, kl_penalty_N=kl_penalty_N, values_N=np.zeros(5, np.float32)
+        config, samples, kl_penalty_M=kl_penalty_M, values_M=np.zeros(5, np.float32)
     )
     by_hand = [1 - 0.1 - 0.2, 1 - 0.2, -1 - 0.3 - 0.4 - 0.5, -1 - 0.4 - 0.5, -1 - 0.5]
-    np.testing.assert_allclose(got.return_N, by_hand)
+    np.testing.assert_allclose(got.return_M, by_hand)
     # An outcome advantage takes the sum of its response.
     grpo = tiny_config(objective__advantage_args={"normalise_std": False})
-    a = estimate_advantages(grpo, samples, kl_penalty_N=kl_penalty_N).advantage_N
+    a = estimate_advantages(grpo, samples, kl_penalty_M=kl_penalty_M).advantage_M
     half = ((1 - 0.3) - (-1 - 1.2)) / 2
     np.testing.assert_allclose(a, [half, half, -half, -half, -half])
 
@@ -312,15 +312,13 @@ CORRECTION = CorrectionConfig(
 
 def test_a_rejected_response_leaves_the_mask_and_the_others_get_weights():
     config = dataclasses.replace(tiny_config(), correction=CORRECTION)
-    rollout_N = np.full(5, -1.0, np.float32)
-    current_N = np.array([-1.0, 0.0, -3.0, -3.0, -3.0], np.float32)  # the second far below
-    mask_N = np.array([True, True, True, True, False])
-    columns = {
-        "mask_BT": mask_N, "log_prob_old_BT": rollout_N, "advantage_BT": np.ones(5),
-    }  # fmt: skip
+    rollout_M = np.full(5, -1.0, np.float32)
+    current_M = np.array([-1.0, 0.0, -3.0, -3.0, -3.0], np.float32)  # the second far below
+    mask_M = np.array([True, True, True, True, False])
+    columns = dict(mask_BT=mask_M, log_prob_old_BT=rollout_M, advantage_BT=np.ones(5))
     got = finished_columns(
-        config, columns, np.array([2, 3]), rollout_N, current_N=current_N, priority_N=np.zeros(5)
+        config, columns, np.array([2, 3]), rollout_M, current_M=current_M, priority_M=np.zeros(5)
     )
     assert got["mask_BT"].tolist() == [True, True, False, False, False]
     np.testing.assert_allclose(got["correction_BT"][:2], [1.0, 2.0])  # e truncated at 2
-    assert columns["mask_BT"].tolist() == mask_N.tolist(), "the columns given are left alone"
+    assert columns["mask_BT"].tolist() == mask_M.tolist(), "the columns given are left alone"

@@ -124,9 +124,9 @@ def params():
 def sequences():
     """(prompt, response) of several lengths; one response is empty."""
     rng = np.random.default_rng(0)
-    draw = lambda n: rng.integers(3, CONFIG.model.vocab_size, n).astype(np.int32)
+    tokens = lambda n: rng.integers(3, CONFIG.model.vocab_size, n).astype(np.int32)
     lengths = ((3, 9), (1, 20), (6, 1), (2, 0), (4, 13), (1, 7), (5, 27))
-    return [(draw(p).tolist(), draw(n)) for p, n in lengths]
+    return [(tokens(p).tolist(), tokens(n)) for p, n in lengths]
 
 
 def packed_rows(sequences, row_tokens=40, *, share_prompts=False):
@@ -146,7 +146,7 @@ row_values = jax.jit(critic.row_values, static_argnums=0)
 def hidden_states(config, decoder, tokens_BT):
     positions_BT = jnp.arange(tokens_BT.shape[1])[None]
     attend = xla.packed(jnp.ones_like(tokens_BT))
-    return model.hidden_states(config, decoder, tokens_BT, positions_BT, attend)[0]
+    return model.bind(config, decoder)(tokens_BT, positions_BT, attend)[0]
 
 
 def states_before(decoder, prompt, response):
@@ -206,7 +206,7 @@ def test_first_update_by_hand(params, sequences):
     only the weight decay is left. The old values are further off than the clip: V = 0 is beyond it.
     """
     rng, packed, rate, W = np.random.default_rng(1), packed_rows(sequences), 1e-3, 3.0
-    N = len(packed.where_N)
+    N = len(packed.where_M)
     target, old, weight = rng.standard_normal(N), 0.7 * rng.standard_normal(N), rng.random(N)
     rows = packing.fill(packed, weight_BT=weight, value_old_BT=old, return_BT=target)
     stacked = packing.to_micro_batches(rows, rows_per_micro_batch=1, num_micro_batches=8)

@@ -137,9 +137,12 @@ def gradient(way, dtype, params, samples, monkeypatch):
         monkeypatch.setattr(xla, "LONG_ROW", way.query_chunk)
         monkeypatch.setattr(xla, "QUERY_CHUNK", way.query_chunk)
     changed = replace_model(
-        CONFIG, param_dtype=dtype, compute_dtype=dtype, remat=way.remat,
+        CONFIG,
+        param_dtype=dtype,
+        compute_dtype=dtype,
+        remat=way.remat,
         log_prob_chunk_tokens=way.chunk_tokens,
-    )  # fmt: skip
+    )
     rules = (("vocab", way.vocab), *CONFIG.mesh.rules[1:])
     sizes = dict(zip(sharding.AXES, way.mesh, strict=True))
     config = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""One pass of training over a batch: what is recomputed, charged, skipped, and at which rate."""
+"""One pass of training over a batch: log-probs, KL in the reward, skipped updates, rates."""
 
 import dataclasses
 import math
@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from dapo_jax.train import HostState
+from dapo_jax.setup import HostState
 from dapo_jax.training import metrics
 from dapo_jax.training.batch import make_samples, reward_kl
 from dapo_jax.training.learner import Learner
@@ -68,6 +68,18 @@ def test_a_head_start_of_the_critic_uses_up_none_of_the_policys_warm_up():
     assert state.policy.updates == 6
 
 
+def test_every_scored_mini_batch_and_update_is_reported():
+    """However long they take together: the watchdog waits for the next."""
+    learner, state = make_learner(rollout__log_prob_source="recompute")
+    shown = []
+    learner.doing = shown.append
+    train_on(learner, state, make_groups())
+    assert [text.removeprefix("step 1: ") for text in shown] == [
+        *(f"{i} of 2 mini-batches scored" for i in (1, 2)),
+        *(f"{i} of 2 updates made" for i in (1, 2)),
+    ]
+
+
 def test_where_the_schedules_are_is_saved_with_the_run():
     from dapo_jax.rollout.dynamic_sampling import SamplingState
 
@@ -99,15 +111,15 @@ def test_recomputed_log_probs_are_those_of_tokens_that_the_policy_itself_sampled
     groups.append(others[2]._replace(step=1))  # carried from an earlier step
     samples = make_samples(learner.config, groups, 3, learner.detokenize)
     columns, numbers = learner._score(state, samples, learner._cut(samples))
-    stale_N = samples.lag_N > 0
-    old_N = columns["log_prob_old_BT"]
-    assert 0 < stale_N[: len(versions)].sum() < len(versions) and stale_N[-1]
-    assert (old_N[stale_N] == -1.0).all(), "what the rollout stored"
-    assert not (old_N[~stale_N] == -1.0).any()
-    gap = np.abs(old_N[~stale_N] + 1.0)
-    assert numbers["rollout/log_prob_gap_mean"] == pytest.approx(gap.mean(), rel=1e-5)
+    stale_M = samples.staleness_M > 0
+    old_M = columns["log_prob_old_BT"]
+    assert 0 < stale_M[: len(versions)].sum() < len(versions) and stale_M[-1]
+    assert (old_M[stale_M] == -1.0).all(), "what the rollout stored"
+    assert not (old_M[~stale_M] == -1.0).any()
+    mismatch = np.abs(old_M[~stale_M] + 1.0)
+    assert numbers["rollout/log_prob_gap_mean"] == pytest.approx(mismatch.mean(), rel=1e-5)
     found = metrics.staleness_metrics(samples)
-    assert found == {"batch/stale_share": stale_N.mean(), "batch/staleness_max": 2}
+    assert found == {"batch/stale_share": stale_M.mean(), "batch/staleness_max": 2}
 
 
 @pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3"])

@@ -35,19 +35,19 @@ def with_faults(number, of):
     return [group._replace(verdicts=(*failed, *group.verdicts[number:]))]
 
 
-def test_a_scorer_that_fails_is_told_and_one_that_always_does_ends_the_run():
+def test_a_scorer_that_fails_is_a_warning_and_one_that_always_does_ends_the_run():
     assert (
         rollout_metrics.scorer_faults(with_faults(0, 8)) == rollout_metrics.scorer_faults([]) == ""
     )
     assert rollout_metrics.scorer_faults(with_faults(1, 40)) == ""
-    told = rollout_metrics.scorer_faults(with_faults(2, 8))
-    assert told == "2 of 8 responses could not be scored, such as: error: TypeError: None"
+    warning = rollout_metrics.scorer_faults(with_faults(2, 8))
+    assert warning == "2 of 8 responses could not be scored, such as: error: TypeError: None"
     with pytest.raises(RunError, match=r"8 of 8 .*TypeError.*config\.reward\.scorer"):
         rollout_metrics.scorer_faults(with_faults(8, 8))
 
 
 def test_a_step_whose_responses_are_all_invalid_ends_the_run():
-    """Each is left out of the loss: a run would go on with parameters that are not numbers."""
+    """Each is excluded from the loss: the run would continue with non-finite parameters."""
     group = make_group([True, False])
     invalid = tuple(r._replace(finish_reason="invalid") for r in group.responses)
     rollout_metrics.check_finite([group, group._replace(responses=invalid)])

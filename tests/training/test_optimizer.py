@@ -15,7 +15,7 @@ from dapo_jax.training.optimizer import (
     keep_moments_as,
     learning_rate,
     make_optimizer,
-    round_at_random,
+    round_stochastically,
 )
 from tests.support.helpers import make_mesh, make_params, random_samples, tiny_config
 from tests.training.test_step import stack
@@ -32,37 +32,39 @@ def test_warm_up_starts_at_one_nth():
 def test_rounding_at_random_is_right_on_average():
     x = jnp.asarray([1.0, -1.0, 1.001, -3.1415926, 1e-20, 0.0, 6e4], jnp.float32)
     keys = jax.random.split(jax.random.key(0), 4000)
-    rounded = jax.vmap(lambda key: round_at_random(x, key))(keys)
+    rounded = jax.vmap(lambda key: round_stochastically(x, key))(keys)
     assert rounded.dtype == jnp.bfloat16
-    drawn = np.asarray(rounded.astype(jnp.float32), np.float64)
+    samples_KN = np.asarray(rounded.astype(jnp.float32), np.float64)
     for i, value in enumerate(np.asarray(x, np.float64)):
         # What bfloat16 can hold stays; the rest becomes one of its two neighbours.
         exact = value == np.float64(np.asarray(x[i].astype(jnp.bfloat16), np.float32))
-        assert len(set(drawn[:, i])) == (1 if exact else 2), value
-        step = np.ptp(drawn[:, i])
-        np.testing.assert_allclose(drawn[:, i].mean(), value, atol=4 * step / 4000**0.5, rtol=1e-7)
+        assert len(set(samples_KN[:, i])) == (1 if exact else 2), value
+        step = np.ptp(samples_KN[:, i])
+        np.testing.assert_allclose(
+            samples_KN[:, i].mean(), value, atol=4 * step / 4000**0.5, rtol=1e-7
+        )
 
 
 def test_rounding_at_random_leaves_what_is_not_finite():
     nan = jax.lax.bitcast_convert_type(jnp.uint32(0x7FFFFFFF), jnp.float32)  # a carry would undo it
     x = jnp.stack([nan, jnp.float32(jnp.inf), jnp.float32(-jnp.inf)])
     for seed in range(20):
-        got = np.asarray(round_at_random(x, jax.random.key(seed)).astype(jnp.float32))
+        got = np.asarray(round_stochastically(x, jax.random.key(seed)).astype(jnp.float32))
         assert np.isnan(got[0]) and got[1] == np.inf and got[2] == -np.inf
 
 
 def second_moments(adam, gradients_SN):
     """The second moments after each step."""
 
-    def step(state, gradient_N):
-        _, state = adam.update(gradient_N, state)
+    def step(state, gradient_M):
+        _, state = adam.update(gradient_M, state)
         return state, state.nu.astype(jnp.float32)
 
     return jax.lax.scan(step, adam.init(gradients_SN[0]), gradients_SN)[1]
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_plain_bfloat16_second_moments_stall_and_rounded_at_random_do_not():
+def test_bfloat16_second_moments_stall_when_rounded_to_nearest_and_not_stochastically():
     """Gradients fall from 1 to 0.1, beta2 = 0.999: after 3,000 steps nu is near 0.06 in float32."""
     gradients_SN = jnp.concatenate([jnp.ones((3000, 256)), jnp.full((3000, 256), 0.1)])
     adam = optax.scale_by_adam(0.9, 0.999, 1e-8)
@@ -76,10 +78,8 @@ def test_plain_bfloat16_second_moments_stall_and_rounded_at_random_do_not():
             adam.update(g, s._replace(nu=s.nu.astype(jnp.float32)), p)
         ),
     )
-    run = jax.jit(lambda: [
-        second_moments(kind, gradients_SN)
-        for kind in (adam, nearest, keep_moments_as(adam, "bfloat16"))
-    ])  # fmt: skip
+    kinds = adam, nearest, keep_moments_as(adam, "bfloat16")
+    run = jax.jit(lambda: [second_moments(kind, gradients_SN) for kind in kinds])
     wide_SN, nearest_SN, random_SN = map(np.asarray, run())
     before, after = 2999, 5999
     np.testing.assert_allclose(wide_SN[before], 1 - 0.999**3000, rtol=1e-3)
@@ -87,9 +87,9 @@ def test_plain_bfloat16_second_moments_stall_and_rounded_at_random_do_not():
     assert (nearest_SN[before:] == nearest_SN[before]).all(), "and then never moves again"
     for at in (before, after):
         # One of them wanders by some 10 %, from rounding alone; the mean of 256 does not.
-        relative_N = random_SN[at] / wide_SN[at]
-        assert relative_N.std() < 0.15
-        np.testing.assert_allclose(relative_N.mean(), 1, atol=0.02)
+        relative_M = random_SN[at] / wide_SN[at]
+        assert relative_M.std() < 0.15
+        np.testing.assert_allclose(relative_M.mean(), 1, atol=0.02)
 
 
 def test_moments_have_their_own_dtype():
@@ -111,7 +111,7 @@ class Run:
         self.at = train_step.state_shardings(self.config, mesh)
         samples = random_samples(np.random.default_rng(0), 12)
         rows, n, W = stack(samples, rows_per_micro_batch=8, num_micro_batches=2)
-        self.rest = (rows, n, W, np.float32(1e-3), None)
+        self.rest = (rows, n, W, np.float32(1e-3))
         self.program = train_step.compile_update(self.config, mesh)
 
     def start(self):

@@ -29,7 +29,7 @@ def test_every_sample_comes_back_whole():
         np.testing.assert_allclose(got.advantage_BT[P:], sample.advantage, rtol=1e-6)
         np.testing.assert_allclose(got.weight_BT[P:], sample.weight, rtol=1e-6)
         assert not got.weight_BT[:P].any() and not got.advantage_BT[:P].any()
-        assert not got.log_prob_ref_BT.any() and not got.lag_BT.any()
+        assert not got.log_prob_ref_BT.any() and not got.staleness_BT.any()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -57,13 +57,13 @@ def test_responses_of_a_row_share_their_prompt(seed):
         prefixes += in_row
     whole = [[*sample.prompt_tokens, *sample.response_tokens] for sample in samples]
     assert sorted(found) == sorted(whole)
-    tokens_N = rows.tokens_BT.reshape(-1)[packed.where_N]
-    assert tokens_N.tolist() == [t for sample in samples for t in sample.response_tokens]
-    assert rows.mask_BT.sum() == len(tokens_N)
+    tokens_M = rows.tokens_BT.reshape(-1)[packed.where_M]
+    assert tokens_M.tolist() == [t for sample in samples for t in sample.response_tokens]
+    assert rows.mask_BT.sum() == len(tokens_M)
     padding = rows.segments_BT == 0
     assert not rows.prefixes_BT[padding].any() and not rows.positions_BT[padding].any()
     # All that is there: prefixes once a row, the last token of each prompt, and responses.
-    assert (~padding).sum() == sum(map(len, prefixes)) + len(samples) + len(tokens_N)
+    assert (~padding).sum() == sum(map(len, prefixes)) + len(samples) + len(tokens_M)
     alone = rows_of(samples, 64).segments_BT
     assert (~padding).sum() < (alone > 0).sum() and len(padding) <= len(alone)
 
@@ -85,7 +85,7 @@ def test_shared_prompts_need_no_more_rows_than_are_compiled_for(seed):
 
 def test_columns_come_back_in_the_order_of_their_tokens():
     packed = pack_samples(random_samples(np.random.default_rng(3), 20), 64)
-    column = np.arange(1, len(packed.where_N) + 1)
+    column = np.arange(1, len(packed.where_M) + 1)
     rows = packing.fill(packed, log_prob_old_BT=column)
     micro = packing.to_micro_batches(rows, rows_per_micro_batch=4, num_micro_batches=5)
     assert packing.take_columns(packed, micro.log_prob_old_BT).tolist() == column.tolist()
@@ -187,6 +187,6 @@ def test_columns_find_their_tokens_between_empty_rows():
     )
     assert len(packed.rows.tokens_BT) % 8 == 0
     assert (packed.rows.segments_BT == 0).all(axis=1).any(), "there are empty rows"
-    tokens_N = packed.rows.tokens_BT.reshape(-1)[packed.where_N]
-    assert tokens_N.tolist() == [t for sample in samples for t in sample.response_tokens]
-    assert packed.rows.mask_BT.sum() == len(tokens_N)
+    tokens_M = packed.rows.tokens_BT.reshape(-1)[packed.where_M]
+    assert tokens_M.tolist() == [t for sample in samples for t in sample.response_tokens]
+    assert packed.rows.mask_BT.sum() == len(tokens_M)

@@ -18,10 +18,15 @@ from tests.support.helpers import make_mesh, make_params, pack_samples, random_s
 GROUPS = [0, 0, 0, 1, 1, 1, 1, 2, 2, 2]  # of ten responses
 FILTERED, EQUAL_REWARDS = 4, 2  # a response left out of the loss; a group that teaches nothing
 MICRO = {
-    "model__width": 16, "model__num_layers": 1, "model__num_heads": 2, "model__num_kv_heads": 1,
-    "model__ff_width": 16, "objective__kl_coefficient": 0.1, "objective__kl_estimator": "k3",
+    "model__hidden_size": 16,
+    "model__num_layers": 1,
+    "model__num_heads": 2,
+    "model__num_kv_heads": 1,
+    "model__intermediate_size": 16,
+    "objective__kl_coefficient": 0.1,
+    "objective__kl_estimator": "k3",
     "objective__entropy_coefficient": 0.01,
-}  # fmt: skip
+}
 gradient = jax.jit(step.gradient, static_argnums=0, static_argnames="mesh")
 
 
@@ -34,18 +39,18 @@ def make_batch(seed=0):
     )
     lengths_R = np.array([len(s.response_tokens) for s in samples])
     n = lengths_R.sum()
-    trained_N = np.repeat(np.arange(10) != FILTERED, lengths_R)
-    old_N = np.concatenate([s.log_prob_old for s in samples])
-    old_N[lengths_R[0] + rng.choice(lengths_R[1], 2, replace=False)] = -1e4  # of response 1
-    old_N[~trained_N] = -np.inf  # whatever stands under the mask
-    teaches_N = np.repeat(np.array(GROUPS) != EQUAL_REWARDS, lengths_R)
+    trained_M = np.repeat(np.arange(10) != FILTERED, lengths_R)
+    old_M = np.concatenate([s.log_prob_old for s in samples])
+    old_M[lengths_R[0] + rng.choice(lengths_R[1], 2, replace=False)] = -1e4  # of response 1
+    old_M[~trained_M] = -np.inf  # whatever stands under the mask
+    teaches_M = np.repeat(np.array(GROUPS) != EQUAL_REWARDS, lengths_R)
     columns = {
-        "mask_BT": trained_N,
-        "log_prob_old_BT": old_N,
-        "log_prob_ref_BT": np.where(trained_N, -3.4 + 0.3 * rng.standard_normal(n), -np.inf),
-        "advantage_BT": np.repeat(rng.standard_normal(10), lengths_R) * teaches_N,
-        "correction_BT": trained_N * rng.uniform(0.5, 1.5, n),
-        "selected_BT": trained_N & (rng.random(n) < 0.2),
+        "mask_BT": trained_M,
+        "log_prob_old_BT": old_M,
+        "log_prob_ref_BT": np.where(trained_M, -3.4 + 0.3 * rng.standard_normal(n), -np.inf),
+        "advantage_BT": np.repeat(rng.standard_normal(10), lengths_R) * teaches_M,
+        "correction_BT": trained_M * rng.uniform(0.5, 1.5, n),
+        "selected_BT": trained_M & (rng.random(n) < 0.2),
     }
     return samples, lengths_R, columns
 
@@ -80,11 +85,11 @@ def assert_same(a, b):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=3e-6 * largest)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in ("ppo-clip", "gspo", "kl-cov") else pytest.param(name, marks=pytest.mark.slow)
-     for name in LOSSES],
-)  # fmt: skip
+NOT_SLOW = "ppo-clip", "gspo", "kl-cov"
+slow = lambda name: () if name in NOT_SLOW else pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slow(name)) for name in LOSSES])
 def test_no_way_of_cutting_the_batch_matters(name):
     """Packing, padding, order and micro-batches; eight devices as one."""
     sizes = {"mesh__data": 2, "mesh__fsdp": 2, "mesh__context": 2}
@@ -132,7 +137,7 @@ def segments_of(rows):
 
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - {"dro", "kl-cov"}))
 def test_a_group_of_equal_rewards_has_no_gradient(name):
-    """All but the two whose objective has a term beside the advantage. Where the old log-probs of a
+    """Not of the two losses that have a term without the advantage. Where the old log-probs of a
     response make no difference, its policy term has no gradient."""
     # All of a step in one update, as a loss without a ratio asks for.
     config = tiny_config(**configured(name), **MICRO, train__prompts_per_update=4)
@@ -143,15 +148,15 @@ def test_a_group_of_equal_rewards_has_no_gradient(name):
     def gradient_with(groups, aggregation):
         """The gradient with other old log-probs for the responses of these groups."""
         spoilt = np.repeat(np.isin(GROUPS, groups), lengths_R) & columns["mask_BT"]
-        old_N = columns["log_prob_old_BT"] + np.where(spoilt, -0.5, 0.0)
-        batch = (samples, lengths_R, columns | {"log_prob_old_BT": old_N})
+        old_M = columns["log_prob_old_BT"] + np.where(spoilt, -0.5, 0.0)
+        batch = (samples, lengths_R, columns | {"log_prob_old_BT": old_M})
         rows, W = rows_of_batch(batch, np.arange(10), aggregation)
         return jax.tree.leaves(gradient(config, params, *cut(rows, 8, 1), W)[0])
 
     for aggregation in MEANS + SUMS:
-        nobody, equal, teaching = (
+        none, equal, teaching = (
             gradient_with(groups, aggregation) for groups in ([], [EQUAL_REWARDS], [0, 1])
         )
-        assert all((x == y).all() for x, y in zip(nobody, equal, strict=True))
+        assert all((x == y).all() for x, y in zip(none, equal, strict=True))
         if name != "policy-gradient":  # which has no ratio
-            assert any((x != y).any() for x, y in zip(nobody, teaching, strict=True))
+            assert any((x != y).any() for x, y in zip(none, teaching, strict=True))

@@ -18,12 +18,12 @@ from tests.support.helpers import make_mesh, replace_model, tiny_config
 
 # Sizes that no two axes share, so that a shape says what it is.
 CONFIG = tiny_config(
-    model__width=32,
+    model__hidden_size=32,
     model__num_layers=3,
     model__num_heads=8,
     model__num_kv_heads=2,
     model__head_dim=10,
-    model__ff_width=96,
+    model__intermediate_size=96,
     model__vocab_size=56,
     mesh__data=1,
     mesh__fsdp=4,
@@ -55,7 +55,7 @@ def compiled_update(config, mesh, tokens=22):
             packing.empty_rows(16, tokens), rows_per_micro_batch=8, num_micro_batches=2
         )
         program = step.compile_update(config, mesh)
-        return program.lower(state, rows, np.int32(2), np.float32(1), np.float32(1), None).compile()
+        return program.lower(state, rows, np.int32(2), np.float32(1), np.float32(1)).compile()
 
 
 def test_state_comes_and_goes_where_the_rules_put_it(compiled, mesh):
@@ -151,11 +151,9 @@ def test_what_rows_over_devices_exchange_besides():
 
 
 def with_shapes(layout, rows, row_tokens, slots):
-    assert CONFIG.pretrain is not None
     return dataclasses.replace(
         CONFIG,
         mesh=layout,
-        pretrain=dataclasses.replace(CONFIG.pretrain, row_tokens=row_tokens),
         train=dataclasses.replace(CONFIG.train, rows_per_micro_batch=rows, row_tokens=row_tokens),
         rollout=dataclasses.replace(CONFIG.rollout, slots=slots, prefill_prompts=slots),
     )

@@ -88,8 +88,8 @@ def test_a_process_that_hangs_ends_with_the_status_that_starts_it_again():
     assert ended.returncode == EXIT_RESTART and ended.stdout == ""
     stacks, error = ended.stderr.split("error: ")
     assert error == (
-        "nothing has moved for 0 s; waiting for a pipe; this process ends. The same command goes "
-        "on from the last checkpoint.\n"
+        "nothing has moved for 0 s; waiting for a pipe; this process ends. The same command "
+        "resumes from the last checkpoint.\n"
     )
     assert "most recent call first" in stacks and 'File "<string>", line 9 in <module>' in stacks
 

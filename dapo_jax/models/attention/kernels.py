@@ -1,12 +1,10 @@
-"""Which program attends in training, and JAX's own kernels for packed rows.
+"""The choice of the program that attends in training, and JAX's own kernels for packed rows.
 
-On TPU: splash attention (Pallas); it passes over blocks of keys that no query sees, be it for their
-places or for their segments. On GPU: flash attention (Pallas, Triton), because it takes segment
-ids: cuDNN's, as `jax.nn` offers it, takes lengths only, and so one sequence a row. It has not been
-run on one. Elsewhere XLA, see `dapo_jax.models.attention.xla`.
+TPU: splash attention (Pallas), which skips blocks of keys that no query sees. GPU: flash attention
+(Pallas, Triton), which takes segment ids; it has not been run on a GPU. Elsewhere: XLA, see `xla`.
 
-A kernel is a program of one device: on a mesh each device attends with its own rows and heads, and
-to keys and values of whole rows where it has only part of their tokens.
+A kernel is a program of one device: on a mesh each device attends with its own rows and heads, to
+keys and values of whole rows.
 """
 
 import functools
@@ -19,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int, Shaped
 
 from dapo_jax.config import ModelConfig
 from dapo_jax.models.attention import zigzag
@@ -34,7 +33,7 @@ KEPT = "attention"  # the name of what `ModelConfig.remat` may keep of attention
 
 
 class Choice(NamedTuple):
-    """Who attends, and to what."""
+    """The program that attends, and its settings."""
 
     kernel: Literal["xla", "splash", "flash"]
     platform: str = "cpu"  # of the devices; on "cpu" a kernel is interpreted
@@ -45,37 +44,57 @@ class Choice(NamedTuple):
 
     @property
     def context(self) -> int:
-        """In how many parts the tokens of a row lie."""
+        """The number of devices that the tokens of a row lie over."""
         return 1 if self.layout is None else self.layout.context
 
 
 def choose(
     config: ModelConfig, layout: HeadLayout | None, *, share_prompts: bool = False
 ) -> Choice:
-    """What `config.model.attention` means: "auto" is the kernel of the platform where that takes
-    the model, else XLA.
+    """Resolves `config.model.attention`: "auto" is the platform's kernel if it takes the model.
 
     Args:
-        layout: where rows and heads lie; None: on the one device of the default platform.
+        layout: of rows and heads; None: on the one device of the default platform.
         share_prompts: `config.train.share_prompts`.
 
     Raises:
-        UserError: the kernel that is asked for is another platform's, or does not take the model;
-            query and kv heads lie apart where the tokens of a row lie over devices.
+        UserError: the named kernel is another platform's or does not take the model, or
+            config.mesh.context needs heads and kv_heads on one axis.
     """
     platform = jax.default_backend() if layout is None else layout.mesh.devices.flat[0].platform
     if layout is not None and layout.mesh.size == 1:
         layout = None
-    if layout is not None and layout.context > 1 and layout.heads != layout.kv_heads:
-        raise UserError(f"config.mesh.context ({layout.context}) {_unaligned(layout)}.")
+    context = 1 if layout is None else layout.context
+    unaligned = None
+    if layout is not None and layout.heads != layout.kv_heads:
+        unaligned = (
+            "needs config.mesh.rules to send heads and kv_heads to one mesh axis; they go to "
+            f"{layout.heads!r} and {layout.kv_heads!r}"
+        )
+    if context > 1 and unaligned:
+        raise UserError(f"config.mesh.context ({context}) {unaligned}.")
     wanted, of_platform = config.attention, KERNELS.get(platform, "xla")
-    kernel = of_platform if wanted == "auto" else wanted
+    kernel: Any = of_platform if wanted == "auto" else wanted
     if kernel not in ("xla", of_platform):
         raise UserError(
             f"config.model.attention {wanted!r} is a kernel for another platform; the devices are "
             f"{platform!r}. Set it to 'auto'."
         )
-    refused = _refusal(kernel, config, layout, share_prompts)
+    reasons = {  # why the kernel does not take the model
+        "knows a token by one segment, which config.train.share_prompts needs two of": (
+            kernel != "xla" and share_prompts
+        ),
+        unaligned: kernel != "xla" and unaligned,
+        f"needs whole rows; got config.mesh.context {context}": kernel == "flash" and context > 1,
+        "does not take config.model.sliding_layers": kernel == "flash" and config.sliding_layers,
+        f"takes config.model.compute_dtype 'bfloat16' only; got {config.compute_dtype!r}": (
+            kernel == "flash" and config.compute_dtype != "bfloat16"
+        ),
+        f"takes a config.model.head_dim from 16 to 256; got {config.head_dim}": (
+            kernel == "flash" and not 16 <= config.head_dim <= 256
+        ),
+    }
+    refused = next((f"{reason}" for reason, holds in reasons.items() if holds), None)
     if refused is not None and wanted != "auto":
         raise UserError(
             f"config.model.attention {wanted!r} {refused}. Set it to 'auto' or 'xla', which "
@@ -83,74 +102,43 @@ def choose(
         )
     every_layer = len(config.sliding_layers) == config.num_layers
     window = config.sliding_window if config.sliding_layers else None
-    taken: Any = "xla" if refused else kernel
     if refused is not None:
-        refused = f"{kernel} {refused}"
-    return Choice(taken, platform, window, every_layer, layout, refused)
-
-
-def _refusal(
-    kernel: str, config: ModelConfig, layout: HeadLayout | None, share_prompts: bool
-) -> str | None:
-    """Why a kernel does not take a model, or None."""
-    if kernel == "xla":
-        return None
-    if share_prompts:
-        return "knows a token by one segment, which config.train.share_prompts needs two of"
-    if layout is not None and layout.heads != layout.kv_heads:
-        return _unaligned(layout)
-    if kernel == "flash":
-        if layout is not None and layout.context > 1:
-            return f"needs whole rows; got config.mesh.context {layout.context}"
-        if config.sliding_layers:
-            return "does not take config.model.sliding_layers"
-        if config.compute_dtype != "bfloat16":
-            return f"takes config.model.compute_dtype 'bfloat16' only; got {config.compute_dtype!r}"
-        if not 16 <= config.head_dim <= 256:
-            return f"takes a config.model.head_dim from 16 to 256; got {config.head_dim}"
-    return None
-
-
-def _unaligned(layout: HeadLayout) -> str:
-    return (
-        "needs config.mesh.rules to send heads and kv_heads to one mesh axis; they go to "
-        f"{layout.heads!r} and {layout.kv_heads!r}"
-    )
+        return Choice("xla", platform, window, every_layer, layout, f"{kernel} {refused}")
+    return Choice(kernel, platform, window, every_layer, layout)
 
 
 def attend(
     choice: Choice,
-    segments_BT: jax.Array,
-    q_BTNH: jax.Array,
-    k_BTKH: jax.Array,
-    v_BTKH: jax.Array,
-    window: jax.Array | int | None,
-) -> jax.Array:
-    """Causal attention within segments by the kernel of `choice`, as [B, T, N, H].
+    segments_BT: Int[Array, "B T"],
+    q_BTNH: Float[Array, "B T N H"],
+    k_BTKH: Float[Array, "B T K H"],
+    v_BTKH: Float[Array, "B T K H"],
+    window: Array | int | None,
+) -> Float[Array, "B T N H"]:
+    """Returns causal attention within segments by the kernel of `choice`.
 
     Args:
-        window: of this layer: that of `choice` or NO_WINDOW; None: no layer slides.
+        window: of this layer: `choice.window` or NO_WINDOW; None: no layer slides.
     """
     window = jnp.asarray(NO_WINDOW if window is None else window, jnp.int32)
     layout, of_heads = choice.layout, 1
     if layout is not None and layout.heads is not None:
         of_heads = layout.mesh.shape[layout.heads]
     T, N = q_BTNH.shape[1], q_BTNH.shape[2] // of_heads
-    # What a kernel is made of is data too: of queries, each device has the part that it attends.
+    # The arrays of a kernel are data too: each device has those of its own queries.
     kernels = _splash_kernels(choice, T, N) if choice.kernel == "splash" else ()
     local = functools.partial({"splash": _splash, "flash": _flash}[choice.kernel], choice)
     if layout is not None:
         by_queries = NamedSharding(layout.mesh, PartitionSpec(None, "context"))
         parts = tuple(kernel.manual_sharding_spec(by_queries) for kernel in kernels)
-        local = of_each_device(local, layout, parts)
+        local = on_each_device(local, layout, parts)
     return local(kernels, window, segments_BT, q_BTNH, k_BTKH, v_BTKH)
 
 
-def of_each_device(
+def on_each_device(
     local: Callable[..., jax.Array], layout: HeadLayout, kernels_at: Any
 ) -> Callable[..., jax.Array]:
-    """(kernels, window, arrays of rows [B, T], q, k, v) -> attended values, computed by each device
-    from what it has: its rows and heads, and its part of their tokens."""
+    """Maps (kernels, window, arrays of rows [B, T], q, k, v) -> attended values over devices."""
     at = PartitionSpec(*layout.rows, layout.heads)
     return jax.shard_map(
         local,
@@ -161,29 +149,29 @@ def of_each_device(
     )
 
 
-def _filled(x: jax.Array, axis: int, multiple: int) -> jax.Array:
-    """x with zeros at the end of an axis, up to a multiple."""
+def _padded(x: jax.Array, axis: int, multiple: int) -> jax.Array:
+    """Pads an axis with zeros to a multiple."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, -x.shape[axis] % multiple)
     return jnp.pad(x, widths)
 
 
-def whole_rows(x_BT: jax.Array, parts: int) -> jax.Array:
-    """Whole rows in their own order, from the part that this device has of their tokens."""
+def whole_rows(x_BTX: Shaped[Array, "B T *X"], parts: int) -> jax.Array:
+    """Gathers whole rows in their own order from this device's part of their tokens."""
     if parts == 1:
-        return x_BT
-    return zigzag.to_rows(jax.lax.all_gather(x_BT, "context", axis=1, tiled=True), parts)
+        return x_BTX
+    return zigzag.to_rows(jax.lax.all_gather(x_BTX, "context", axis=1, tiled=True), parts)
 
 
 def splash_size(tokens: int) -> tuple[int, int]:
-    """(tokens, filled up to whole blocks; tokens of a block)."""
+    """Returns (tokens padded to whole blocks, tokens of a block)."""
     whole = SPLASH_BLOCK if tokens >= SPLASH_BLOCK else LANES
     full = tokens + -tokens % whole
     return full, min(SPLASH_BLOCK, full)
 
 
 def _splash_kernels(choice: Choice, T: int, heads: int) -> tuple[Any, ...]:
-    """Splash attention to what layers see that do not slide, and that do; of those that there are.
+    """Returns the kernels of layers that do not slide and of layers that do, if there are any.
 
     Args:
         T: tokens of a row.
@@ -196,7 +184,7 @@ def _splash_kernels(choice: Choice, T: int, heads: int) -> tuple[Any, ...]:
     blocks: dict[str, Any] = {f"block_{name}": block for name in ("q", "q_dkv", "q_dq")}
     of_kv = ("kv", "kv_compute", "kv_dkv", "kv_dkv_compute", "kv_dq")
     blocks |= {f"block_{name}": block_kv for name in of_kv}
-    # Where in the row the queries of each device are; those that fill up are where its last is.
+    # The position in the row of each device's queries; padding is where its last query is.
     order_CX = zigzag.order(T, C).reshape(C, -1)
     order_CX = np.pad(order_CX, ((0, 0), (0, full - T // C)), mode="edge")
 
@@ -232,13 +220,9 @@ def _splash(
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
 ) -> jax.Array:
-    """Splash attention over the rows and heads of one device, and the queries of its part of them.
+    """Splash attention over the rows, heads and queries of one device.
 
-    Tokens are filled up with padding to whole blocks; heads with zeros, which change neither scores
-    nor values.
-
-    Args:
-        kernels: from `_splash_kernels`.
+    Tokens are padded to whole blocks, heads with zeros, which change neither scores nor values.
     """
     from jax.experimental.pallas.ops.tpu import splash_attention as library
 
@@ -246,8 +230,8 @@ def _splash(
     arrays = segments_BT, k_BTKH, v_BTKH
     segments_BS, k_BSKH, v_BSKH = (whole_rows(x, choice.context) for x in arrays)
     (full, _), (full_kv, _) = splash_size(T), splash_size(segments_BS.shape[1])
-    segments = library.SegmentIds(_filled(segments_BT, 1, full), _filled(segments_BS, 1, full_kv))
-    fill = lambda x, full: _filled(_filled(x, 1, full), 3, LANES).swapaxes(1, 2)
+    segments = library.SegmentIds(_padded(segments_BT, 1, full), _padded(segments_BS, 1, full_kv))
+    fill = lambda x, full: _padded(_padded(x, 1, full), 3, LANES).swapaxes(1, 2)
     q_BNTH = fill((q_BTNH * H**-0.5).astype(q_BTNH.dtype), full)
     k_BKSH, v_BKSH = fill(k_BSKH, full_kv), fill(v_BSKH, full_kv)
 
@@ -264,15 +248,13 @@ def _splash(
 
 
 def _within_segments(kernel: Any, segments: Any) -> Any:
-    """The kernel of one row, without the blocks in which no query has a key of its segment.
+    """Returns the kernel of one row, without blocks where no query has a key of its segment.
 
-    Which blocks are computed, and which is fetched meanwhile, are arrays to splash attention. It
-    fills them in from the mask alone, which is the same for every row; what lies between sequences
-    and padding are most of what is below the diagonal of a row of many. A block is taken to hold
-    all segments from its least to its largest: as they rise along a row no more than it holds.
+    Two arrays say which blocks splash attention computes and which it fetches meanwhile. The
+    library makes them from the mask, the same for every row; here each row has its own.
 
     Args:
-        segments: of queries [T] and of keys [S], the part of this device and the whole row.
+        segments: of queries [T] (the part of this device) and of keys [S] (the whole row).
     """
     sizes = kernel.kwargs["block_sizes"]
     if len(segments.q) == sizes.block_q and len(segments.kv) == sizes.block_kv:
@@ -290,7 +272,7 @@ def _within_segments(kernel: Any, segments: Any) -> Any:
     def fewer(
         info: Any, near: jax.Array, turned: Callable[[jax.Array], jax.Array], *, forward: bool
     ) -> Any:
-        """Args: turned: to where the kernel goes along the second axis for each of the first."""
+        # `turned`: the kernel goes along the second axis for each index of the first.
         mask, blocks = turned(info.block_mask[0]), turned(info.data_next[0]).astype(jnp.int32)
         could, n = mask > 0, near.shape[1]
         if (mask.size + 1) * n > jnp.iinfo(jnp.int32).max:
@@ -301,10 +283,10 @@ def _within_segments(kernel: Any, segments: Any) -> Any:
         # No gathers here: libtpu 0.0.50 offloads them to SparseCore, and fails to lower them.
         is_block = blocks[:, :, None] == jnp.arange(n, dtype=jnp.int32)[None, None]
         runs = could & (near[:, None] & is_block).any(axis=2)
-        if forward:  # who attends to nothing would divide by zero: padding has its first block
+        if forward:  # a query without a block would divide by zero: padding has its first
             runs |= could & ~runs.any(axis=1, keepdims=True) & (jnp.cumsum(could, axis=1) == 1)
-        # A block that does not run names the next that does, which is fetched meanwhile. Place and
-        # name are one number, so that the least place brings its name along.
+        # A skipped block names the next that runs, which is fetched meanwhile. Place and name are
+        # one number, so that the least place brings its name along.
         place = jnp.arange(mask.size, dtype=jnp.int32).reshape(mask.shape)
         none = mask.size * n + blocks[0, 0]
         packed = jnp.where(runs, place * n + blocks, none).reshape(-1)
@@ -323,14 +305,13 @@ def _within_segments(kernel: Any, segments: Any) -> Any:
     )
 
 
-def splash_blocks(segments_BT: jax.Array) -> tuple[int, int]:
-    """(blocks that splash attention computes forward for a head of these rows on one device, those
-    at or below the diagonal), where no layer slides."""
+def splash_blocks(segments_BT: Int[Array, "B T"]) -> tuple[int, int]:
+    """Counts (blocks that a head computes forward, blocks at or below the diagonal)."""
     from jax.experimental.pallas.ops.tpu import splash_attention as library
 
     B, T = segments_BT.shape
     (kernel,) = _splash_kernels(Choice("splash"), T, 1)
-    segments_BS = _filled(segments_BT, 1, splash_size(T)[0])
+    segments_BS = _padded(segments_BT, 1, splash_size(T)[0])
     own = jax.vmap(lambda x: _within_segments(kernel, library.SegmentIds(x, x)))(segments_BS)
     count = lambda kernel: int(jnp.sum(kernel.fwd_mask_info.block_mask > 0))
     return count(own), B * count(kernel)
@@ -345,16 +326,13 @@ def _flash(
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
 ) -> jax.Array:
-    """Flash attention over the rows and heads of one device; no layer slides.
-
-    The kernel has no grouped queries: keys and values are repeated for each query head.
-    """
+    """Flash attention over the rows and heads of one device; keys repeat for each query head."""
     with warnings.catch_warnings():  # jax 0.12 says that the kernel is deprecated
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.experimental.pallas.ops.gpu.attention import mha
 
     _, T, N, H = q_BTNH.shape
-    fill = lambda x: _filled(x, 1, FLASH_BLOCK)
+    fill = lambda x: _padded(x, 1, FLASH_BLOCK)
     each = lambda x: fill(jnp.repeat(x, N // x.shape[2], axis=2))
     out_BTNH: Any = mha(
         fill(q_BTNH),

@@ -12,7 +12,7 @@ from dapo_jax.models.sharding import fitting, initial_params, make_mesh
 from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.engine import DecoderEngine
-from dapo_jax.tools.bench.shapes import Shape, bench_model, bench_spec, random_problems
+from dapo_jax.tools.bench.shapes import Shape, bench_engine_config, bench_model, random_problems
 from dapo_jax.training import packing
 from dapo_jax.types import UserError
 
@@ -39,8 +39,8 @@ def bench_gap(shape: Shape) -> dict[str, Any]:
     layout = fitting(c, jax.device_count())
     mesh = make_mesh(layout)
     params = initial_params(c, layout, mesh, seed=0)
-    spec = bench_spec(shape, layout, kernel="xla")
-    engine = DecoderEngine(spec, mesh)
+    engine_config = bench_engine_config(shape, layout, kernel="xla")
+    engine = DecoderEngine(engine_config, mesh)
     problems = random_problems(shape)
     with engine.weights(params):
         responses, _ = scheduler.generate(
@@ -59,23 +59,23 @@ def bench_gap(shape: Shape) -> dict[str, Any]:
     )
     score = jax.jit(functools.partial(log_probs.row_statistics, c, temperature=shape.temperature))
     scored = lambda params: packing.take_columns(packed, score(params, packed.rows).log_prob_BT)
-    trainers_N = scored(params)
-    unmoved_N, moved_N = (scored(_with_norms(params, relative)) for relative in (0.0, 1e-7))
-    rollouts_N = np.concatenate([r.log_probs for r in flat])
-    gap_N = np.abs(rollouts_N - trainers_N)
+    trainers_M = scored(params)
+    unmoved_M, moved_M = (scored(_with_norms(params, relative)) for relative in (0.0, 1e-7))
+    rollouts_M = np.concatenate([r.log_probs for r in flat])
+    gap_M = np.abs(rollouts_M - trainers_M)
     # GSPO's ratio at the parameters that sampled, which in one program would be 1.
     ends = np.cumsum([len(r.tokens) for r in flat])[:-1]
-    means_R = np.array([x.mean() for x in np.split(trainers_N - rollouts_N, ends)])
+    means_R = np.array([x.mean() for x in np.split(trainers_M - rollouts_M, ends)])
     outside_R = (np.exp(means_R) < 1 - GSPO_LOW) | (np.exp(means_R) > 1 + GSPO_HIGH)
     return {
-        "gap_mean": float(gap_N.mean()),
-        "gap_p99": float(np.quantile(gap_N, 0.99)),
-        "gap_max": float(gap_N.max()),
+        "gap_mean": float(gap_M.mean()),
+        "gap_p99": float(np.quantile(gap_M, 0.99)),
+        "gap_max": float(gap_M.max()),
         "gspo_outside_share": float(outside_R.mean()),
-        "difference_mean": float((rollouts_N - trainers_N).mean()),
-        "sensitivity_mean": float(np.abs(moved_N - unmoved_N).mean()),
-        "log_prob_mean": float(rollouts_N.mean()),
-        "tokens": len(gap_N),
+        "difference_mean": float((rollouts_M - trainers_M).mean()),
+        "sensitivity_mean": float(np.abs(moved_M - unmoved_M).mean()),
+        "log_prob_mean": float(rollouts_M.mean()),
+        "tokens": len(gap_M),
         "device": jax.devices()[0].device_kind,
         "shape": shape._asdict(),
     }

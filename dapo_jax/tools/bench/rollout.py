@@ -1,5 +1,6 @@
 """How fast responses are drawn: tokens per second, occupancy of the slots, share of the limit."""
 
+import functools
 import time
 from typing import Any
 
@@ -12,13 +13,13 @@ from dapo_jax.models.sharding import fitting, initial_params, make_mesh
 from dapo_jax.rollout import kernels, scheduler
 from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.jetstream import VALID
 from dapo_jax.rollout.sampling import SamplingParams
-from dapo_jax.rollout.spec import VALID
 from dapo_jax.tools.bench.memory import peaks
 from dapo_jax.tools.bench.shapes import (
     Shape,
+    bench_engine_config,
     bench_model,
-    bench_spec,
     draw_lengths,
     random_problems,
 )
@@ -31,9 +32,9 @@ def bench_rollout(shape: Shape) -> dict[str, Any]:
     c = bench_model(shape)
     layout = fitting(c, jax.device_count())
     mesh = make_mesh(layout)
-    kernel = kernels.choose("auto", jax.default_backend(), c, page_tokens=shape.page_tokens)
-    spec = bench_spec(shape, layout, kernel=kernel)
-    engine = DecoderEngine(spec, mesh)
+    kernel, _ = kernels.choose("auto", jax.default_backend(), c, page_tokens=shape.page_tokens)
+    engine_config = bench_engine_config(shape, layout, kernel=kernel)
+    engine = DecoderEngine(engine_config, mesh)
     # Small, so that no token is much more probable than another.
     small = lambda x: x if x.ndim < 3 else 0.3 * x
     params = jax.tree.map(small, initial_params(c, layout, mesh, seed=0))
@@ -59,7 +60,7 @@ def bench_rollout(shape: Shape) -> dict[str, Any]:
     counter = CompilationCounter()
     timed = [run(number) for number in range(1, shape.runs + 1)]
     compilations = counter.count
-    waited = [_WaitingEngine(spec, mesh) for _ in range(shape.runs)]
+    waited = [_WaitingEngine(engine_config, mesh) for _ in range(shape.runs)]
     for number, one in enumerate(waited, shape.runs + 1):
         one.whole, _ = run(number, one)
     waiting = sorted(waited, key=lambda one: one.whole)[len(waited) // 2]
@@ -72,16 +73,16 @@ def bench_rollout(shape: Shape) -> dict[str, Any]:
     peak = peaks()  # before the limit is measured
     on_cpu = jax.default_backend() == "cpu"
     limit = (
-        matmul_tokens_per_second(c, shape, spec.slots)
+        matmul_tokens_per_second(c, shape, engine_config.slots)
         if on_cpu
         else memory_tokens_per_second(
             c,
             engine.load_params(params).decode,
             lengths,
             shape.prompt_len,
-            spec.slots,
+            engine_config.slots,
             devices=mesh.size,
-            shards=spec.shards,
+            shards=engine_config.shards,
         )
     )
     return {
@@ -98,12 +99,12 @@ def bench_rollout(shape: Shape) -> dict[str, Any]:
         "seconds_by_phase": {name: round(t, 4) for name, t in phases.items()},
         # Of decode: of one that draws all of its tokens; the last of a rollout draws fewer.
         "seconds_per_call": {
-            "prefill": round((phases["prefill"] + phases["enqueue"]) / waiting.calls["prefill"], 6),
-            "decode": round(phases["decode"] * spec.decode_steps / waiting.steps, 6),
+            "prefill": round((phases["prefill"] + phases["insert"]) / waiting.calls["prefill"], 6),
+            "decode": round(phases["decode"] * engine_config.decode_steps / waiting.steps, 6),
             "host": round(phases["host"] / waiting.calls["decode"], 6),
         },
         "tokens": tokens,
-        "slots": spec.slots,
+        "slots": engine_config.slots,
         "device": jax.devices()[0].device_kind,
         "shape": shape._asdict(),
     }  # fmt: skip
@@ -113,10 +114,10 @@ def matmul_tokens_per_second(c: ModelConfig, shape: Shape, slots: int) -> float:
     """What the matrix products of decoding alone would allow, all slots at work: measured with
     products of the very shapes, one after another, on this machine."""
     dtype = jnp.dtype(c.compute_dtype)
-    D, H = c.hidden_size, c.head_dim
+    D, H, F = c.hidden_size, c.head_dim, c.intermediate_size
     shapes = [
         (D, c.num_heads * H), (D, c.num_kv_heads * H), (D, c.num_kv_heads * H),
-        (c.num_heads * H, D), (D, c.intermediate_size), (D, c.intermediate_size), (c.intermediate_size, D),
+        (c.num_heads * H, D), (D, F), (D, F), (F, D),
     ] * c.num_layers + [(D, c.vocab_size)]  # fmt: skip
     key = jax.random.key(0)
     weights = [jax.random.normal(key, s, dtype) for s in shapes]
@@ -173,7 +174,7 @@ class _WaitingEngine(DecoderEngine):
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        self.seconds = {"prefill": 0.0, "enqueue": 0.0, "decode": 0.0}
+        self.seconds = {"prefill": 0.0, "insert": 0.0, "decode": 0.0}
         self.calls = dict.fromkeys(self.seconds, 0)
         self.steps = 0  # tokens drawn in a slot
         self.whole = 0.0  # seconds of a run
@@ -185,15 +186,14 @@ class _WaitingEngine(DecoderEngine):
         self.calls[phase] += 1
         return found
 
-    def prefill_many(self, params: Any, tokens_RPT: Any, length_RP: Any, key_RP2: Any) -> Any:
-        call = super().prefill_many
-        return self._timed("prefill", call, params, tokens_RPT, length_RP, key_RP2)
+    def prefill(self, **arguments: Any) -> Any:
+        return self._timed("prefill", functools.partial(super().prefill, **arguments))
 
-    def enqueue(self, state: Any, prefix: Any, arrivals: Any) -> Any:
-        return self._timed("enqueue", super().enqueue, state, prefix, arrivals)
+    def insert(self, prefix: Any, decode_state: Any, slot: Any) -> Any:
+        return self._timed("insert", super().insert, prefix, decode_state, slot)
 
-    def decode(self, params: Any, state: Any, mode: Any) -> Any:
-        call = super().decode
-        state, step = self._timed("decode", call, params, state, mode)
-        self.steps += int((np.asarray(step.flags_RkB) & VALID).any(axis=(0, 2)).sum())
-        return state, step
+    def generate(self, params: Any, decode_state: Any, mode: Any = None) -> Any:
+        call = super().generate
+        state, output = self._timed("decode", call, params, decode_state, mode)
+        self.steps += int((np.asarray(output.flags_RkB) & VALID).any(axis=(0, 2)).sum())
+        return state, output

@@ -7,8 +7,8 @@ import numpy as np
 
 from dapo_jax.config import MeshConfig, ModelConfig, model_config
 from dapo_jax.rollout import kernels
+from dapo_jax.rollout.engine_config import EngineConfig
 from dapo_jax.rollout.sampling import SamplingParams
-from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.types import Problem, UserError
 
 LENGTHS = ("uniform", "longtail")
@@ -123,10 +123,12 @@ def on_shards(shape: Shape, layout: MeshConfig) -> dict[str, int]:
     return {name: n + -n % shards for name, n in wanted.items()}
 
 
-def bench_spec(shape: Shape, layout: MeshConfig, *, kernel: kernels.Kernel) -> EngineSpec:
+def bench_engine_config(
+    shape: Shape, layout: MeshConfig, *, kernel: kernels.Kernel
+) -> EngineConfig:
     """An engine for the work, whose responses end at their limits alone."""
     sizes = on_shards(shape, layout)
-    return EngineSpec(
+    return EngineConfig(
         model=bench_model(shape),
         layout=layout,
         slots=sizes["slots"],

@@ -10,7 +10,7 @@ from dapo_jax.models.sharding import check_batch_shapes, fitting, initial_params
 from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.engine import DecoderEngine
-from dapo_jax.rollout.spec import engine_spec
+from dapo_jax.rollout.engine_config import make_engine_config
 from dapo_jax.tools.bench.memory import peaks
 from dapo_jax.tools.bench.shapes import (
     Shape,
@@ -59,8 +59,10 @@ def bench_step(shape: Shape, micro_batch: int, remat: str, base: dict[str, Any])
     mesh = make_mesh(config.mesh)
     check_batch_shapes(config, mesh.shape)
     platform = mesh.devices.flat[0].platform
-    spec = engine_spec(config, mesh.shape, shape.prompt_len, stop_tokens=(), platform=platform)
-    engine = DecoderEngine(spec, mesh)
+    engine_config = make_engine_config(
+        config, mesh.shape, shape.prompt_len, stop_tokens=(), platform=platform
+    )
+    engine = DecoderEngine(engine_config, mesh)
     detokenize = lambda sequences: [""] * len(sequences)
     learner = Learner(config, mesh, detokenize, print)
     state = learner.init_state(initial_params(c, config.mesh, mesh, seed=0))

@@ -94,7 +94,7 @@ def bench_train(shape: TrainShape, base: dict[str, Any]) -> dict[str, Any]:
     stacked = packing.to_micro_batches(rows, rows_per_micro_batch=B, num_micro_batches=used)
     on_mesh = jax.device_put(stacked, row_sharding(mesh, batch_dim=1))
     program: Any = learner.update
-    rest = (on_mesh, np.int32(used), np.float32(rows.mask_BT.sum()), np.float32(1e-6), None)
+    rest = (on_mesh, np.int32(used), np.float32(rows.mask_BT.sum()), np.float32(1e-6))
     begun = time.perf_counter()
     compiled = program.lower(state, *rest).compile()
     compile_seconds = time.perf_counter() - begun
@@ -155,7 +155,6 @@ def bench_config(
         "rollout": {
             "max_response_tokens": row_len - prompt_len, "group_size": group, **rollout
         },
-        "pretrain": {"row_tokens": row_len},
         "reward": {"overlong_buffer_tokens": 0, "overlong_penalty": 0.0},
         "train": {
             "row_tokens": row_len,
@@ -183,8 +182,8 @@ def make_rows(shape: TrainShape) -> Rows:
     for members in layout:
         prompts = rng.integers(1, shape.vocab, (len(members), shape.prompt_len)).tolist()
         lengths = lengths_R[members]
-        tokens_N = rng.integers(1, shape.vocab, lengths.sum()).astype(np.int32)
-        each.append(packing.pack(prompts, tokens_N, lengths, shape.row_len).rows)
+        tokens_M = rng.integers(1, shape.vocab, lengths.sum()).astype(np.int32)
+        each.append(packing.pack(prompts, tokens_M, lengths, shape.row_len).rows)
     empty = packing.empty_rows(shape.batch - len(layout), shape.row_len)
     rows = Rows(*(np.concatenate(columns) for columns in zip(*each, empty)))
     mask_BT = rows.mask_BT.astype(np.float32)

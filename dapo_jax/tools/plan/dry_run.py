@@ -17,8 +17,7 @@ from dapo_jax.models.sharding import (
 )
 from dapo_jax.rewards.scorers import load_scorer
 from dapo_jax.rewards.types import parse_scorers
-from dapo_jax.rollout import memory_budget
-from dapo_jax.rollout.prompt_filter import GRESO
+from dapo_jax.rollout import memory_budget, prompt_filter
 from dapo_jax.training.packing import max_micro_batches
 
 
@@ -99,8 +98,7 @@ def _batch_lines(config: Config) -> list[tuple[str, str]]:
     responses = t.prompts_per_step * r.group_size
     updates = t.prompts_per_step // t.prompts_per_update
     sampled = (
-        f"up to {d.max_rounds * d.max_round_prompts:,} prompts, until "
-        f"{t.prompts_per_step:,} are informative"
+        f"up to {d.max_prompts:,} prompts, until {t.prompts_per_step:,} are informative"
         if d.enabled
         else "off"
     )
@@ -115,8 +113,8 @@ def _batch_lines(config: Config) -> list[tuple[str, str]]:
         ("dynamic sampling", sampled),
         (
             "prefilter",
-            f"up to {GRESO.max_skips:,} prompts left out in a step, at first 1 - "
-            f"{GRESO.initial_probability:g}^z of those that taught nothing z times in a row"
+            f"up to {prompt_filter.MAX_SKIPS:,} prompts left out in a step, at first 1 - "
+            f"{prompt_filter.INITIAL_PROBABILITY:g}^z of those that taught nothing z times in a row"
             if d.prefilter
             else "off",
         ),
@@ -169,8 +167,12 @@ def _objective_lines(config: Config) -> list[tuple[str, str]]:
         ("rollout correction", _correction(config)),
         (
             "AdamW",
-            f"rate {p.learning_rate:g} after {p.warmup_steps} steps of warm-up, then {p.decay}"
-            + ("" if p.final_rate_share is None else f" to {p.final_rate_share:g} of it")
+            f"rate {p.learning_rate:g} after {p.warmup_steps} steps of warm-up, then "
+            + (
+                "constant"
+                if p.final_rate_share is None
+                else f"cosine to {p.final_rate_share:g} of it"
+            )
             + f", weight decay {p.weight_decay:g}, betas {p.beta1:g} {p.beta2:g}"
             + f", norm {p.max_grad_norm:g}, moments in {p.moments_dtype}",
         ),
@@ -203,11 +205,11 @@ def _memory_lines(config: Config, axis_sizes: dict[str, int]) -> list[tuple[str,
         notes["KV cache"] += f", config.rollout.cache_gib {r.cache_gib:g}"
     line = lambda name, size: (name, _size(size) + (f"   {notes[name]}" if name in notes else ""))
     lines = [line(*item) for item in held.always.items()]
-    lines += [line(*item) for item in held.drawing.items()]
-    lines.append(("together, drawing", _size(held.drawing_bytes)))
-    lines += [line(*item) for item in held.updating.items()]
+    lines += [line(*item) for item in held.rollout.items()]
+    lines.append(("together, drawing", _size(held.rollout_bytes)))
+    lines += [line(*item) for item in held.update.items()]
     note = "without what is drawn with; activations not counted"
-    lines.append(("together, updating", f"{_size(held.updating_bytes)}   {note}"))
+    lines.append(("together, updating", f"{_size(held.update_bytes)}   {note}"))
     return lines
 
 

@@ -23,8 +23,8 @@ from dapo_jax.models import decoder
 from dapo_jax.models.attention import kernels, xla
 from dapo_jax.models.sharding import rollout_shape
 from dapo_jax.rollout import paged
+from dapo_jax.rollout.engine_config import PREFILL_CHUNK_TOKENS
 from dapo_jax.rollout.programs import rollout_dtypes
-from dapo_jax.rollout.spec import PREFILL_CHUNK_TOKENS
 from dapo_jax.tools.plan.chips import Chip
 from dapo_jax.training.packing import max_micro_batches
 
@@ -231,8 +231,6 @@ def batch_work(
     products = 2 * ((3 if update else 1) * m.layers + remade + (4 if update else 1) * head)
     pairs = keys_per_query(config, platform, sequence_tokens)
     flops = tokens * (products + of_scores * attention_flops(c, pairs))
-    if update and config.objective.kl_estimator == "full":  # the reference, forward
-        flops += tokens * (2 * (m.layers + 2 * head) + attention_flops(c, pairs))
 
     passes = (3 if update else 1) + remade / m.layers
     heads, kv, ff = (n / tensor for n in (c.num_heads, c.num_kv_heads, c.intermediate_size))
@@ -329,7 +327,7 @@ def token_bytes(c: ModelConfig, r: RolloutConfig) -> float:
 def scoring_passes(config: Config) -> int:
     """How often a step computes log-probs of its batch outside the update, as `learner` does."""
     o, c = config.objective, config.correction
-    reference = o.reward_kl_coefficient > 0 or (o.kl_coefficient > 0 and o.kl_estimator != "full")
+    reference = o.reward_kl_coefficient > 0 or o.kl_coefficient > 0
     current = o.loss in COVARIANCE_LOSSES or (c is not None and c.policy == "current")
     return sum((config.rollout.log_prob_source == "recompute", reference, current))
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from dapo_jax.config import Config
 from dapo_jax.models.sharding import AXES
-from dapo_jax.rollout.spec import halvings
+from dapo_jax.rollout.engine_config import bucket_sizes
 from dapo_jax.tools.plan import chips, estimate, price, simulation, workload
 from dapo_jax.tools.plan.simulation import POLICIES, Rollout, Setting
 from dapo_jax.tools.plan.virtual import Costs
@@ -148,15 +148,15 @@ def simulate(config: Config, asked: Asked, say: Callable[[str], None]) -> dict[s
             rows.append({"hosts": hosts, "policy": policy, **_summary(found), "cache_gib": cached})
             if (hosts, policy) == (asked.simulate_hosts, "ours"):
                 ours = found
-    spec = setting.spec
-    waves = math.ceil((spec.ahead + r.group_size) / setting.slots)
-    units = spec.max_response_tokens
+    engine_config = setting.engine_config
+    waves = math.ceil((engine_config.max_in_flight + r.group_size) / setting.slots)
+    units = engine_config.max_response_tokens
     full = setting.slots * (setting.prompt_tokens / setting.unit_tokens + units / 2)
     longest = units * setting.costs.decode(setting.slots, full)
     result: dict[str, Any] = {
         "simulate_hosts": asked.simulate_hosts,
         "prompts_per_step": config.train.prompts_per_step,
-        "most_prompts": d.max_rounds * d.max_round_prompts,
+        "most_prompts": d.max_prompts,
         "longest_response_seconds": longest,
         "verdict_bound_seconds": waves * longest,
         "assumptions": assumptions,
@@ -187,7 +187,7 @@ def _setting(config: Config, asked: Asked) -> tuple[Setting, list[str]]:
     slots, prompts = max(1, r.slots // shards), max(1, r.prefill_prompts // shards)
     prompt_tokens = asked.prompt_tokens or max(1, config.data.max_prompt_tokens // 4)
     A = r.page_tokens
-    pages = halvings(-(-config.data.max_prompt_tokens // A))
+    pages = bucket_sizes(-(-config.data.max_prompt_tokens // A))
     padded = A * next((n for n in pages if n * A >= prompt_tokens), pages[-1])
     said = [
         f"a host is one shard of the rollout: {devices} devices with {slots} slots and "

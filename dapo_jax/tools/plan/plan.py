@@ -93,11 +93,11 @@ def plan(
 
 
 def with_teams(config: Config, target: chips.Target, say: Callable[[str], None]) -> Config:
-    """`memory.with_teams` for devices that need not be there. What does not fit is not refused: it
-    is compiled, and told."""
+    """`memory_budget.with_replica_size` for devices that need not be there. A config that does not
+    fit is compiled all the same."""
     # Of CPUs a run does not know the memory.
     known = None if target.devices[0].platform == "cpu" else target.hbm_bytes
-    return memory_budget.with_teams(config, target.devices, known, say, refuse=False)
+    return memory_budget.with_replica_size(config, target.devices, known, say, refuse=False)
 
 
 def need(numbers: Mapping[str, Any]) -> int:

@@ -17,8 +17,8 @@ from dapo_jax.config import Config
 from dapo_jax.models import decoder
 from dapo_jax.models.sharding import check_batch_shapes, param_shardings, rollout_mesh, row_sharding
 from dapo_jax.rollout.engine import DecoderEngine
+from dapo_jax.rollout.engine_config import EngineConfig, make_engine_config
 from dapo_jax.rollout.programs import rollout_dtypes, rollout_layout
-from dapo_jax.rollout.spec import EngineSpec, engine_spec
 from dapo_jax.training import critic, packing, step
 
 # Weights are shared, and have no program, where rollouts read them as they lie in training.
@@ -51,10 +51,10 @@ class Cache(NamedTuple):
 def cache(config: Config, mesh: Mesh) -> Cache:
     """The KV cache of the run's engine on a mesh."""
     drawn_on = rollout_mesh(mesh, config.mesh.rollout_tensor)
-    spec = _spec(config, drawn_on)
-    pool = spec.pages_bytes(spec.shard_pages)
-    slot = pool // spec.shard_pages * spec.table_pages
-    return Cache(pool, slot, spec.max_tokens, spec.shards)
+    engine_config = _engine_config(config, drawn_on)
+    pool = engine_config.pages_bytes(engine_config.shard_pages)
+    slot = pool // engine_config.shard_pages * engine_config.table_pages
+    return Cache(pool, slot, engine_config.max_tokens, engine_config.shards)
 
 
 def start_bytes(config: Config, mesh: Mesh) -> dict[str, int]:
@@ -113,18 +113,17 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
     params_at = param_shardings(c, config.mesh, mesh)
     state = jax.eval_shape(functools.partial(step.init_state, config), params)
     state_at = step.state_shardings(config, mesh)
-    reference = params if config.objective.kl_estimator == "full" else None
 
     drawn_on = rollout_mesh(mesh, config.mesh.rollout_tensor)
-    spec = _spec(config, drawn_on)
-    engine = DecoderEngine(spec, drawn_on, mesh)
+    engine_config = _engine_config(config, drawn_on)
+    engine = DecoderEngine(engine_config, drawn_on, mesh)
     rolled = jax.eval_shape(lambda p: rollout_dtypes(p, jnp.dtype(c.compute_dtype)), params)
-    rolled_at = param_shardings(c, rollout_layout(spec.layout), drawn_on)
+    rolled_at = param_shardings(c, rollout_layout(engine_config.layout), drawn_on)
 
     parameters = device_bytes(params, params_at)
     policy = device_bytes(state, state_at)
     copy = device_bytes(rolled, rolled_at)
-    pool = spec.pages_bytes(spec.shard_pages)
+    pool = engine_config.pages_bytes(engine_config.shard_pages)
     rows = device_bytes(rows_MBT, jax.tree.map(lambda _: row_sharding(mesh, 1), rows_MBT))
     # What a run holds throughout a step; the rollout's copy of the parameters is dropped before the
     # update, see `train.one_step`.
@@ -155,11 +154,11 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
 
     update: Any = step.compile_update(config, mesh)
     score: Any = step.compile_scoring(config, mesh)
-    given = policy + rows + (parameters if reference is not None else 0)
-    own = ("policy with optimiser", *(("reference",) if reference is not None else ()))
     found = {
         "train": program(
-            lambda: update.lower(state, rows_MBT, integer, real, real, reference), given, *own
+            lambda: update.lower(state, rows_MBT, integer, real, real),
+            policy + rows,
+            "policy with optimiser",
         ),
         "old_logprobs": program(
             lambda: score.lower(params, rows_MBT, integer),
@@ -168,14 +167,14 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
             optimiser=policy - parameters,
         ),
         "decode": program(
-            lambda: engine.lower(rolled, "decode", spec.params.mode),
+            lambda: engine.lower(rolled, "decode", engine_config.params.mode),
             copy + pool,
             *rolling,
             **moments,
             **layers_for("prefill"),
         ),
         "prefill": program(
-            lambda: engine.lower(rolled, "prefill", spec.params.mode),
+            lambda: engine.lower(rolled, "prefill", engine_config.params.mode),
             copy,
             *rolling,
             **moments,
@@ -183,17 +182,17 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
             cache=pool,
         ),
     }
-    if spec.num_pages is not None:
+    if engine_config.num_pages is not None:
         # A sequence whose pages were taken away: its prompt with all that it had sampled.
         found[PREEMPTED] = found["prefill"]._replace(
-            lower=lambda: engine.lower(rolled, PREEMPTED, spec.params.mode)
+            lower=lambda: engine.lower(rolled, PREEMPTED, engine_config.params.mode)
         )
     if not shared:
         here = jax.tree.map(
             lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), params, params_at
         )
         found["weights"] = program(
-            lambda: engine.lower(here, "weights", spec.params.mode),
+            lambda: engine.lower(here, "weights", engine_config.params.mode),
             parameters,
             "policy with optimiser",
             optimiser=policy - parameters,
@@ -230,8 +229,8 @@ def _needs_reference(config: Config) -> bool:
     return config.objective.kl_coefficient > 0 or config.objective.reward_kl_coefficient > 0
 
 
-def _spec(config: Config, mesh: Mesh) -> EngineSpec:
-    return engine_spec(
+def _engine_config(config: Config, mesh: Mesh) -> EngineConfig:
+    return make_engine_config(
         config,
         mesh.shape,
         config.data.max_prompt_tokens,

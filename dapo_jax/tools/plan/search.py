@@ -84,9 +84,7 @@ def _contexts(config: Config, devices: int) -> list[int]:
         return [1]
     doubled = [2**n for n in range(devices.bit_length())]
     sizes = sorted({*doubled, max(1, config.mesh.context)})
-    rows = [config.train.row_tokens]
-    rows += [] if config.pretrain is None else [config.pretrain.row_tokens]
-    cuts = lambda n: n == 1 or not any(row % (2 * n) for row in rows)
+    cuts = lambda n: n == 1 or config.train.row_tokens % (2 * n) == 0
     return [n for n in sizes if devices % n == 0 and cuts(n)]
 
 

@@ -21,9 +21,9 @@ from dapo_jax.rewards.types import Rubric
 from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.collector import IDLE_SECONDS, RolloutCollector
 from dapo_jax.rollout.dynamic_sampling import PRIOR_OUTCOMES, SamplingState, next_rate
+from dapo_jax.rollout.engine_config import EngineConfig
 from dapo_jax.rollout.prompt_queue import ProblemList, PromptQueue
 from dapo_jax.rollout.sampling import SamplingParams
-from dapo_jax.rollout.spec import EngineSpec
 from dapo_jax.tools.plan.virtual import Clock, Costs, VirtualEngine, VirtualPool, Work, detokenize
 from dapo_jax.tools.plan.workload import Workload
 from dapo_jax.types import Problem
@@ -48,11 +48,11 @@ class Setting(NamedTuple):
     costs: Costs
 
     @property
-    def spec(self) -> EngineSpec:
+    def engine_config(self) -> EngineConfig:
         """Of the engine of a host, in units of tokens. Prompts are of one token."""
         r = self.config.rollout
         most = math.ceil(r.max_response_tokens / self.unit_tokens)
-        return EngineSpec(
+        return EngineConfig(
             model=self.config.model,
             layout=dataclasses.replace(self.config.mesh, data=1, fsdp=1, tensor=1),
             slots=self.slots,
@@ -141,7 +141,7 @@ class Host:
         self.clock, self.prompts = Clock(), prompts
         units = lambda tokens: tokens / setting.unit_tokens
         self.engine = VirtualEngine(
-            setting.spec, self.clock, setting.costs, work, units(setting.prompt_tokens),
+            setting.engine_config, self.clock, setting.costs, work, units(setting.prompt_tokens),
             units(setting.config.rollout.page_tokens),
         )  # fmt: skip
         self.pool = VirtualPool(self.clock, setting.config.reward.workers, setting.costs.reward)
@@ -150,7 +150,7 @@ class Host:
         pool: Any = self.pool
         request = GenerationRequest(setting.config.rollout.group_size)
         collector = RolloutCollector(engine, pool, RUBRICS, detokenize, request)
-        self.turns = collector.turns(prompts, jax.random.key(0))
+        self.outputs = collector.run(prompts, jax.random.key(0))
 
     def wait(self) -> float:
         """Returns when it has something to do, as far as it knows itself."""
@@ -169,7 +169,7 @@ def play(hosts: list[Host], queue: OneWorkQueue) -> None:
             del idle[i]
         host = hosts[i]
         host.clock.wait(at)
-        turn = next(host.turns, None)
+        turn = next(host.outputs, None)
         if turn is not None and not turn.idle:
             heapq.heappush(ready, (host.clock.now, i))
         elif turn is not None:
@@ -197,14 +197,16 @@ def rollout(
     """
     config, queue = setting.config, OneWorkQueue()
     d, num_prompts = config.dynamic_sampling, config.train.prompts_per_step
-    spec, group_size = setting.spec, config.rollout.group_size
-    max_prompts = d.max_rounds * d.max_round_prompts
+    engine_config, group_size = setting.engine_config, config.rollout.group_size
+    max_prompts = d.max_prompts
     problems = [Problem(i, "", (i,), "", "") for i in range(max_prompts + hosts)]
 
     def work(number: int) -> Work:
         group = workload(step, number)
         units_G = np.rint(group.tokens_G / setting.unit_tokens)
-        return Work(np.clip(units_G, 1, spec.max_response_tokens).astype(int), group.right_G)
+        return Work(
+            np.clip(units_G, 1, engine_config.max_response_tokens).astype(int), group.right_G
+        )
 
     each = []
     for i in range(hosts):

@@ -15,9 +15,10 @@ import numpy as np
 
 from dapo_jax.rewards.pool import Scored
 from dapo_jax.rewards.types import Score, Task
-from dapo_jax.rollout.programs import Loaded
-from dapo_jax.rollout.slots import Arrivals
-from dapo_jax.rollout.spec import OVER, VALID, EngineSpec, Step
+from dapo_jax.rollout.engine_config import EngineConfig
+from dapo_jax.rollout.jetstream import OVER, VALID, DecodeOutput
+from dapo_jax.rollout.programs import RolloutParams
+from dapo_jax.rollout.slots import NewRequests
 
 RIGHT, WRONG = 2, 3  # tokens; a response is made of one of them
 
@@ -76,8 +77,10 @@ class Slots:
 
     def __init__(self, num: int):
         self.left_B = np.zeros(num, int)  # units that are still to come; 0: the slot is free
-        self.drawn_B = np.zeros(num, int)
-        self.entry_B, self.column_B, self.token_B = (np.zeros(num, np.int32) for _ in range(3))
+        self.sampled_B = np.zeros(num, int)
+        self.request_B, self.sample_index_B, self.token_B = (
+            np.zeros(num, np.int32) for _ in range(3)
+        )
         # (entry, column, units, token) of samples
         self.waiting: collections.deque[tuple[int, int, int, int]] = collections.deque()
 
@@ -85,8 +88,12 @@ class Slots:
         """Free slots given to samples that wait."""
         for slot in np.flatnonzero(self.left_B == 0)[: len(self.waiting)].tolist():
             entry, column, units, token = self.waiting.popleft()
-            self.entry_B[slot], self.column_B[slot], self.token_B[slot] = entry, column, token
-            self.left_B[slot], self.drawn_B[slot] = units, 0
+            self.request_B[slot], self.sample_index_B[slot], self.token_B[slot] = (
+                entry,
+                column,
+                token,
+            )
+            self.left_B[slot], self.sampled_B[slot] = units, 0
 
 
 class VirtualEngine:
@@ -101,49 +108,50 @@ class VirtualEngine:
 
     def __init__(
         self,
-        spec: EngineSpec,
+        config: EngineConfig,
         clock: Clock,
         costs: Costs,
         work: Callable[[int], Work],
         prompt_units: float,
         page_units: float,
     ):
-        assert spec.shards == 1 and spec.num_pages is None
-        self.spec, self.clock, self.costs, self.work = spec, clock, costs, work
+        assert config.shards == 1 and config.num_pages is None
+        self.config, self.clock, self.costs, self.work = config, clock, costs, work
         self.prompt_units, self.page_units = prompt_units, page_units
-        self.prompt_pages = (spec.table_pages,)
-        self.loaded = Loaded({}, {})
+        self.prompt_pages = (config.table_pages,)
+        self.loaded = RolloutParams({}, {})
         self.slot_seconds = 0.0  # that slots held a sequence
         self.units = 0  # drawn
         self.cached_units = 0.0  # in the cache at once, at most; prompts once for all samples
 
     def init_decode_state(self) -> Slots:
         """All slots empty."""
-        return Slots(self.spec.slots)
+        return Slots(self.config.slots)
 
-    def prefill_many(
-        self, params: Any, tokens_RPT: np.ndarray, length_RP: np.ndarray, key_RP2: Any
+    def prefill(
+        self, *, params: Any, padded_tokens: np.ndarray, true_length: np.ndarray, key_2: Any
     ) -> np.ndarray:
         """The numbers of the prompts."""
         self.clock.hand_over(self.costs.prefill)
-        return tokens_RPT[0, :, 0]
+        return padded_tokens[0, :, 0]
 
-    def enqueue(self, state: Slots, prefix: np.ndarray, arrivals: Arrivals) -> Slots:
+    def insert(self, prefix: np.ndarray, state: Slots, new: NewRequests) -> Slots:
         """The state with prompts whose samples wait for slots."""
-        arrived = (prefix, arrivals.entry_P[0], arrivals.samples_P[0], arrivals.first_P[0])
-        for number, entry, samples, first in zip(*(x.tolist() for x in arrived)):
-            if entry < self.spec.entries:
+        arrays = prefix, new.request_P[0], new.num_samples_P[0], new.first_sample_P[0]
+        for number, request, samples, first in zip(*(x.tolist() for x in arrays)):
+            if request < self.config.requests:
                 work = self.work(number)
-                for column in range(samples):
-                    units, right = work.units_G[first + column], work.right_G[first + column]
+                for index in range(samples):
+                    units, right = work.units_G[first + index], work.right_G[first + index]
                     token = RIGHT if right else WRONG
-                    state.waiting.append((entry, column, int(units), token))
+                    state.waiting.append((request, index, int(units), token))
         return state
 
-    def decode(self, params: Any, state: Slots, mode: Any) -> tuple[Slots, Step]:
-        """Up to `decode_steps` units in every slot; fewer where nothing is left to draw."""
-        k, B = self.spec.decode_steps, self.spec.slots
-        flags_kB, token_kB, entry_kB, column_kB = (np.zeros((k, B), np.int32) for _ in range(4))
+    def generate(self, params: Any, state: Slots, mode: Any) -> tuple[Slots, DecodeOutput]:
+        """Up to `decode_steps` units in every slot; fewer where nothing is left to generate."""
+        k, B = self.config.decode_steps, self.config.slots
+        data_kB3 = np.zeros((k, B, 3), np.int32)
+        request_kB, sample_index_kB = np.zeros((2, k, B), np.int32)
         waiting_k = np.zeros(k, np.int32)
         call = 0.0
         of_waiting = {entry for entry, *_ in state.waiting}
@@ -153,28 +161,27 @@ class VirtualEngine:
             live = int(goes_B.sum())
             if live == 0:
                 break
-            prompts = len(of_waiting.union(state.entry_B[goes_B].tolist()))
-            cached = float(state.drawn_B[goes_B].sum()) + live * (1 + self.page_units)
+            prompts = len(of_waiting.union(state.request_B[goes_B].tolist()))
+            cached = float(state.sampled_B[goes_B].sum()) + live * (1 + self.page_units)
             self.cached_units = max(self.cached_units, cached + prompts * self.prompt_units)
             seconds = self.costs.decode(
-                live, float(state.drawn_B[goes_B].sum()) + live * self.prompt_units
+                live, float(state.sampled_B[goes_B].sum()) + live * self.prompt_units
             )
             call += seconds
             self.slot_seconds += live * seconds
             self.units += live
             state.left_B[goes_B] -= 1
-            state.drawn_B[goes_B] += 1
-            flags_kB[i] = goes_B * VALID + (goes_B & (state.left_B == 0)) * OVER
-            token_kB[i], entry_kB[i], column_kB[i] = state.token_B, state.entry_B, state.column_B
+            state.sampled_B[goes_B] += 1
+            flags_B = goes_B * VALID + (goes_B & (state.left_B == 0)) * OVER
+            data_kB3[i] = np.stack([state.token_B, flags_B, state.sampled_B], axis=-1)
+            request_kB[i], sample_index_kB[i] = state.request_B, state.sample_index_B
             waiting_k[i] = len(state.waiting)
         self.clock.now += self.costs.host
         ready = self.clock.hand_over(call)
         log_prob_kB = np.zeros((k, B), np.float32)
-        rows = (
-            token_kB, log_prob_kB, log_prob_kB, flags_kB, entry_kB, column_kB, waiting_k,
-            np.zeros((), int),
-        )  # fmt: skip
-        return state, Step(*(Late(self.clock, ready, x[None]) for x in rows))
+        arrays = data_kB3, log_prob_kB, log_prob_kB, request_kB, sample_index_kB, waiting_k
+        late = (Late(self.clock, ready, x[None]) for x in (*arrays, np.zeros((), int)))
+        return state, DecodeOutput.of(*late)
 
 
 class Scores(NamedTuple):

@@ -1,0 +1,199 @@
+"""A wrong field, source or combination of fields is an error with its name and value."""
+
+import dataclasses
+import re
+import typing
+
+import pytest
+
+from dapo_jax.algorithms.losses import LOSSES
+from dapo_jax.config import Config, schema
+from dapo_jax.types import UserError
+from tests.conftest import ROOT
+from tests.support.helpers import source_dict, tiny_dict
+
+FILE = source_dict("problems.jsonl")
+WEIGHED = FILE | {"weight": 1.0}
+TEMPLATES = ["Q: ", "{prompt} \\boxed{}", "{prompt}{", "{prompt.a}", "{prompt[a]}", "{other}"]
+TEMPLATES += ["{{prompt}}", "{prompt[0]}", "{prompt!r}"]
+YARN = {"type": "yarn", "factor": 2.0}
+TOO_MANY = {"type": "linear", "factor": 2.0, "beta_fast": 32}
+
+
+def changed(*changes):
+    """The test config as nested dicts with fields replaced, each as ("group.field", value)."""
+    values = tiny_dict()
+    for field, value in changes:
+        *groups, last = field.split(".")
+        inner = values
+        for group in groups:
+            inner = inner.setdefault(group, {})
+        inner[last] = value
+    return values
+
+
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("seed", "0", "must be int; got '0'"),
+        ("seed", -1, "must be 0 or more; got -1"),
+        ("seed", None, "must be int; got None"),
+        ("model", None, "must be a group of fields, not None"),
+        ("model.path", "here", r"must be None with config\.pretrain.* got 'here'"),
+        ("model.tokenizer", "here", r"must be None with config\.pretrain.* got 'here'"),
+        ("model.stop_token_ids", (32,), "must be in the vocabulary: from 0 to 31; got 32"),
+        ("model.num_kv_heads", 3, r"\(3\) must divide config\.model\.num_heads \(4\).* 3 or 6"),
+        ("model.rope_scaling", {"rope_type": "dynamic"}, "its rope type must be default, lin"),
+        ("model.rope_scaling", {"rope_type": "linear"}, "its factor is needed"),
+        ("model.rope_scaling", {"type": "linear", "factor": "2"}, "its factor must be a num"),
+        ("model.rope_scaling", YARN, "its original_max_position_embeddings is needed"),
+        ("model.rope_scaling", TOO_MANY, "beta_fast is not known here"),
+        ("mesh.rules", (("embed", "row"),), "sends 'embed' to 'row'"),
+        ("mesh.fsdp", -1, "at most one axis may be -1"),
+        ("data.train", {"q": FILE | {"weight": 1.0}}, "add a source with path 'ar"),
+        ("data.train", {}, "names no source; give at least one"),
+        ("data.heldout", {}, "names no source"),
+        ("data.train", None, "must be a group of named fields, not None"),
+        ("data.train.sums", None, "must be a group of fields, not None"),
+        ("data.train.a/b", WEIGHED, "'a/b' cannot be the name of a source"),
+        ("data.train.", WEIGHED, "'' cannot be the name of a source"),
+        ("data.heldout", {3: FILE}, "3 cannot be the name of a source"),
+        ("data.train.sums.weight", None, "must be greater than 0.* got None"),
+        ("data.train.sums.weight", 0.0, r"must be greater than 0.* got 0\.0"),
+        ("data.train.sums.weight", float("inf"), "must be .* and finite; got inf"),
+        ("data.train.sums.weight", float("nan"), "must be .* and finite; got nan"),
+        ("data.heldout.sums.weight", 1.0, "must be None"),
+        ("data.train.sums.num_terms", None, "must be a non-empty tuple"),
+        ("data.train.sums.num_terms", (1,), "must be .* from 2 to 11"),
+        ("data.train.sums.num_problems", None, "must be given for arithmetic"),
+        ("data.train.sums.num_problems", 0, "must be greater than 0; got 0"),
+        ("data.train.sums.split", "test", "must be 'train' or 'heldout'; got 'test'"),
+        ("data.train.sums.prompt_key", "x", "is not read when .* 'arithmetic'"),
+        ("data.train.sums.answer_key", "x", "is not read when .* 'arithmetic'"),
+        ("data.train.sums.path", "gsm8k", r"num_terms is not read when .*path is 'gsm8k'"),
+        ("data.train.sums.prompt_template", "Q: ", r"must be .* template with \{prompt\}.*'Q: '"),
+        *(
+            ("data.prompt_template", text, r"must be .* template with \{prompt\}")
+            for text in TEMPLATES
+        ),
+        ("data.system_prompt", "Think.", r"is not read when config\.data\.chat is Fa"),
+        ("data.train.sums.scorer", "boxed + ", r"\('boxed \+ '\) must be a scor"),
+        ("data.heldout.sums.scorer", "0 * boxed", r"'0 \* boxed' is not"),
+        ("reward.scorer", "x * boxed", r"\('x \* boxed'\) must be a scorer"),
+        ("reward.scorer", (("exactly", 1.0),), "must be str"),
+        ("reward.incorrect", 1.0, "must be less than 1, the reward of a"),
+        ("reward.overlong_penalty", 0.0, "both 0 .* or both positive"),
+        ("reward.overlong_buffer_tokens", 32, r"must be less than .*\(32\); got 32"),
+        ("rollout.stop_strings", ("a", ""), "must be texts .* got"),
+        ("rollout.watchdog_limit_seconds", -1.0, "must be .* got -1"),
+        ("rollout.top_p", 1.5, r"must be in \(0, 1\]; got 1\.5"),
+        ("rollout.top_p", 0.9, "log_prob_source to 'recompute', or top_p to 1"),
+        ("rollout.top_k", 5, "log_prob_source to 'recompute', or top_k to 0"),
+        ("rollout.min_p", 0.1, "log_prob_source to 'recompute', or min_p to 0"),
+        ("rollout.group_size", 1, "must be at least 2 with .*enabled"),
+        ("dynamic_sampling.max_staleness", 0, "must be greater than 0; got 0"),
+        ("dynamic_sampling.prefilter", 1, r"must be bool; got 1 \(int\)"),
+        ("dynamic_sampling.exhausted", "error", "must be one of 'train', 'skip', 'stop'"),
+        ("train.prompts_per_update", 5, r"\(5\) must divide config\.train\.prompts_per_step"),
+        ("train.row_tokens", 50, r"\(50\) is shorter .* Set it to 56"),
+        ("train.num_steps.x", 1, "must be int"),
+        ("objective.clip_higher", 0.3, "is not a field"),
+        ("objective.clip_low", 1.5, r"must be in \(0, 1\]; got 1\.5"),
+        ("objective.clip_dual", 0.5, "must be above 1; got 0.5"),
+        ("objective.aggregation", "mean", "must be one of 'token-mean'.* got 'mean'"),
+        ("objective.advantage_args", {"normalise_std": 1}, r"must be bool; got 1 \(int\)"),
+        ("objective.overlong_in_baseline", False, "not read when .*overlong_filter is False"),
+        ("objective.kl_coefficient", 0.1, "kl_estimator is needed .* None and 0.1"),
+        ("objective.reward_kl_target", 0.1, "reward_kl_horizon .* 0.1 and None"),
+        ("objective.advantage", "gae", "critic is needed when .* 'gae' and critic None"),
+        ("objective.advantage", "maxrl", r"reward\.incorrect must be 0 or more for .*'maxrl'"),
+        ("critic", {"learning_rate": 1e-4}, "is needed when .*'gae'.* critic given"),
+        ("correction", {"policy": "current"}, "corrects nothing"),
+        ("correction", {"policy": "old"}, r"correction\.policy 'old' corrects the"),
+        ("correction", {"policy": "current", "normalise": True}, "normalise is not read when"),
+    ],
+)
+def test_a_wrong_field_is_named(field, value, message):
+    if field == "train.num_steps.x":
+        field, value = "train.num_steps", {"x": value}
+    with pytest.raises(UserError, match=message) as error:
+        Config.from_dict(changed((field, value)))
+    assert "config." in str(error.value) and field.split(".")[-1] in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["partial_rollouts", "prefilter"])
+def test_what_needs_dynamic_sampling(name):
+    on = (f"dynamic_sampling.{name}", True)
+    assert getattr(Config.from_dict(changed(on)).dynamic_sampling, name)
+    message = rf"{name} must be False without config\.dynamic_sampling\.enabled; got True"
+    with pytest.raises(UserError, match=message):
+        Config.from_dict(changed(on, ("dynamic_sampling.enabled", False)))
+
+
+def test_gspo_needs_log_probs_of_the_training_program():
+    gspo = [("objective", {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4})]
+    bfloat16 = ("model.compute_dtype", "bfloat16")
+    Config.from_dict(changed(*gspo))
+    Config.from_dict(changed(*gspo, bfloat16, ("rollout.log_prob_source", "recompute")))
+    with pytest.raises(UserError, match=r"model\.compute_dtype 'bfloat16' .* 'gspo'"):
+        Config.from_dict(changed(*gspo, bfloat16))
+
+
+def test_a_policy_gradient_makes_one_update_or_has_a_correction():
+    loss = ("objective", {"loss": "policy-gradient", "clip_low": None, "clip_high": None})
+    weights = {"policy": "current", "importance": "token", "importance_cap": 2.0}
+    Config.from_dict(changed(loss, ("train.prompts_per_update", 4)))
+    Config.from_dict(changed(loss, ("correction", weights)))
+    with pytest.raises(UserError, match=r"prompts_per_update to 4 .*got 2"):
+        Config.from_dict(changed(loss))
+    with pytest.raises(UserError, match="'ppo-clip' .* count it twice"):
+        Config.from_dict(changed(("correction", weights)))
+
+
+def test_sources_of_every_kind_are_right():
+    train = {
+        "a-1": WEIGHED | {"scorer": "boxed + 0.5 * gsm8k", "num_problems": 1},
+        "ü_2": FILE | {"weight": 1e-3, "prompt_template": "{prompt} = {{}}"},
+        "sums": tiny_dict()["data"]["train"]["sums"],  # pretraining is on sums as long
+    }
+    chat = [("data.chat", True), ("data.system_prompt", "Think.")]
+    config = Config.from_dict(
+        changed(("data.train", train), *chat, ("data.prompt_template", "Q: {prompt}"))
+    )
+    assert list(config.data.train) == ["a-1", "ü_2", "sums"]
+    assert config.data.train["a-1"].weight == 1.0
+
+
+@pytest.mark.parametrize("group, field", [("model", "vocab_size"), ("data", "heldout")])
+def test_a_missing_field_is_named(group, field):
+    values = tiny_dict()
+    del values[group][field]
+    with pytest.raises(UserError, match=rf"config\.{group}\.{field} is missing and has no default"):
+        Config.from_dict(values)
+
+
+def test_every_field_is_read():
+    """A field that no code reads is a promise that nothing keeps."""
+    files = (ROOT / "dapo_jax").rglob("*.py")
+    code = "".join(file.read_text() for file in files if file.name != "schema.py")
+    groups = [c for c in vars(schema).values() if dataclasses.is_dataclass(c) and c is not Config]
+    assert len(groups) > 15
+    by_name = {clip for loss in LOSSES.values() for clip in loss.clips}
+    for group in groups:
+        for field in dataclasses.fields(group):
+            read = re.search(rf"\.{field.name}\b", code)
+            assert field.name in by_name or read, f"{group.__name__}.{field.name}"
+
+
+def num_fields(section):
+    """Number of leaf fields; those of config.data.heldout count with config.data.train's."""
+    count = 0
+    for name, hint in typing.get_type_hints(section).items():
+        inner = [h for h in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(h)]
+        count += 0 if name == "heldout" else num_fields(inner[0]) if inner else 1
+    return count
+
+
+def test_the_config_has_few_fields():
+    """A new field takes the place of one that no recipe sets."""
+    assert 100 < num_fields(Config) <= 125

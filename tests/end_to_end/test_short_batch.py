@@ -1,0 +1,44 @@
+"""A step whose batch is short: dynamic_sampling.exhausted decides what is trained on."""
+
+import types
+
+import pytest
+
+from dapo_jax.train import TrainLoop
+from dapo_jax.types import RunError
+from tests.support.helpers import make_group, tiny_config
+
+
+def train_on(num_groups, exhausted):
+    """(groups trained on, lines said) by a step that found `num_groups` of the 4 groups wanted."""
+    said = []
+    config = tiny_config(dynamic_sampling__exhausted=exhausted, train__prompts_per_step=4)
+    shown = types.SimpleNamespace(say=said.append)
+    loop = types.SimpleNamespace(config=config, progress=shown, telemetry=shown)
+    groups = [make_group([True, False], id=i) for i in range(num_groups)]
+    return TrainLoop._groups_to_train(loop, groups, 7), said  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("exhausted, trained", [("train", 3), ("skip", 0)])
+def test_a_short_batch_is_trained_on_or_skipped(exhausted, trained):
+    groups, said = train_on(3, exhausted)
+    assert len(groups) == trained
+    assert said == [
+        "  warning: step 7: 3 of 4 groups from 32 prompts; "
+        + ("training on those" if trained else "no update")
+    ]
+
+
+def test_a_short_batch_stops_the_run():
+    with pytest.raises(RunError, match=r"step 7: 3 of 4 .*exhausted is 'stop'.*max_prompts"):
+        train_on(3, "stop")
+
+
+@pytest.mark.parametrize("exhausted", ["train", "skip", "stop"])
+def test_a_full_batch_is_trained_on(exhausted):
+    groups, said = train_on(4, exhausted)
+    assert len(groups) == 4 and not said
+
+
+def test_a_step_without_groups_makes_no_update():
+    assert train_on(0, "train")[0] == []
