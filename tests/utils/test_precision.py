@@ -32,7 +32,7 @@ def products_of_an_update(dtype):
         packing.empty_rows(16, 22), rows_per_micro_batch=8, num_micro_batches=2
     )
     lowered = step.compile_update(config, make_mesh(config, 1)).lower(
-        state, rows, np.int32(2), np.float32(1), np.float32(1), None
+        state, rows, np.int32(2), np.float32(1), np.float32(1)
     )
     return re.findall(r".* stablehlo.dot_general .*", lowered.as_text())
 
