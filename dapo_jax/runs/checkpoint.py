@@ -239,9 +239,7 @@ class Checkpoints:
             raise
         except Exception as failure:  # an OSError here, a ValueError of tensorstore's there
             error = failure
-        each = self.all_gather(
-            None if error is None else [_reason(error, -1), _is_disk_full(error)]
-        )
+        each = self.all_gather(None if error is None else [_reason(error, -1), _is_disk_full(error)])
         reasons = [told for told in each if told is not None]
         if not reasons:
             return True
