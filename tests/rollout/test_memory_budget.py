@@ -189,10 +189,10 @@ def test_a_run_and_its_plan_choose_the_same_size(monkeypatch, tmp_path):
     said, target = [], chips.target("local")
     there = [SimpleNamespace(platform="tpu", process_index=0)] * 8
     tpu = target._replace(devices=there, hbm_bytes=alone)
-    assert plan.with_teams(config, tpu, said.append) == run.config
+    assert plan.with_replicas(config, tpu, said.append) == run.config
     assert "2 devices form an inference replica" in said[0]
-    assert plan.with_teams(config, target, said.append) is config, "nor does the run know it"
-    least = plan.with_teams(config, tpu._replace(hbm_bytes=1), said.append)
+    assert plan.with_replicas(config, target, said.append) is config, "nor does the run know it"
+    least = plan.with_replicas(config, tpu._replace(hbm_bytes=1), said.append)
     assert least.mesh.rollout_tensor == 4, "a plan takes the closest"
     found = plan.plan(
         run.config, target, ("decode",), said.append, response_tokens=8, prompt_tokens=8
