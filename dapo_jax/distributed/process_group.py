@@ -12,7 +12,6 @@ import faulthandler
 import json
 import os
 import pickle
-import re
 import socket
 import sys
 import threading
@@ -277,7 +276,8 @@ def start(
             "--coordinator_address, --num_processes and --process_id go together; got "
             f"{', '.join(map(str, given))}."
         )
-    if not re.fullmatch(r".+:[0-9]{1,5}", coordinator_address or "HOST:0"):
+    host, _, port = (coordinator_address or "HOST:0").rpartition(":")
+    if not (host and port.isdecimal() and int(port) < 2**16):
         raise UserError(
             f"--coordinator_address must be HOST:PORT, of process 0; got {coordinator_address!r}."
         )
