@@ -94,7 +94,6 @@ def test_operations_are_those_that_xla_counts(remat):
         train__prompts_per_step=2,
         train__row_tokens=256,
         train__rows_per_micro_batch=2,
-        pretrain__row_tokens=256,
         rollout__group_size=2,
         rollout__decode_steps=1,
         rollout__slots=8,

@@ -21,8 +21,7 @@ CONFIG = tiny_config(
     rollout__decode_steps=4,
     train__prompts_per_step=6,
     train__prompts_per_update=2,
-    dynamic_sampling__max_rounds=10,
-    dynamic_sampling__max_round_prompts=8,
+    dynamic_sampling__max_prompts=80,
 )
 SECOND = Costs(lambda live, cached: 1.0, prefill=0.0)  # a token a second
 TINY = "--config=configs/tiny_dapo.py"
@@ -112,7 +111,6 @@ def test_units_of_tokens_change_little():
         rollout__max_response_tokens=512,
         rollout__decode_steps=4,
         train__row_tokens=536,
-        pretrain__row_tokens=536,
         train__prompts_per_step=3,
         train__prompts_per_update=1,
     )

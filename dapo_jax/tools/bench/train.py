@@ -86,7 +86,7 @@ def bench_train(shape: TrainShape, base: dict[str, Any]) -> dict[str, Any]:
     stacked = packing.to_micro_batches(rows, rows_per_micro_batch=B, num_micro_batches=used)
     on_mesh = jax.device_put(stacked, row_sharding(mesh, batch_dim=1))
     program: Any = learner.update
-    rest = (on_mesh, np.int32(used), np.float32(rows.mask_BT.sum()), np.float32(1e-6), None)
+    rest = (on_mesh, np.int32(used), np.float32(rows.mask_BT.sum()), np.float32(1e-6))
     start = time.perf_counter()
     compiled = program.lower(state, *rest).compile()
     compile_seconds = time.perf_counter() - start
@@ -145,7 +145,6 @@ def bench_config(
         "mesh": sizes,
         "data": {"max_prompt_tokens": prompt_len},
         "rollout": {"max_response_tokens": row_len - prompt_len, "group_size": group} | rollout,
-        "pretrain": {"row_tokens": row_len},
         "reward": {"overlong_buffer_tokens": 0, "overlong_penalty": 0.0},
         "train": {
             "row_tokens": row_len,
