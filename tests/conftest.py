@@ -74,6 +74,7 @@ def standard_promotion():
 
 
 LONGEST = (
+    "test_compiled_for_tpus",
     "test_lost_processes",
     "test_processes",
     "test_replicas",

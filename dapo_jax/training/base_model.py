@@ -40,7 +40,7 @@ def fingerprint(config: Config) -> str:
         "model": dataclasses.asdict(config.model),
         "pretrain": dataclasses.asdict(config.pretrain),
         "levels": pretrain.levels(config),
-        "row_tokens": config.train.row_tokens,
+        "row_tokens": pretrain.row_tokens(config),
         "max_response_tokens": config.rollout.max_response_tokens,
         "devices": [jax.device_count(), jax.default_backend(), jax.__version__],
     }

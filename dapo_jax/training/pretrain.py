@@ -25,6 +25,14 @@ from dapo_jax.training import packing
 from dapo_jax.types import Rows
 
 LEARNING_RATE = 3e-3
+ROW_MULTIPLE = 128  # tokens; whatever the mesh, its context axis divides a row
+
+
+def row_tokens(config: Config) -> int:
+    """Returns the length of the packed rows of text. `train.row_tokens` has no part in it: how the
+    updates are computed must not change the base model."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    return -(-longest // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def levels(config: Config) -> tuple[int, ...]:
@@ -38,7 +46,7 @@ def text_rows(config: Config, tokenizer: Any) -> Iterator[Rows]:
 
     Deterministic in `config.seed`, and without the held-out problems.
     """
-    p, row_tokens = config.pretrain, config.train.row_tokens
+    p, length_of_row = config.pretrain, row_tokens(config)
     assert p is not None
     num_terms = levels(config)
     rng = np.random.default_rng([config.seed, 1])
@@ -46,7 +54,7 @@ def text_rows(config: Config, tokenizer: Any) -> Iterator[Rows]:
     length = lambda text: len(text[0]) + len(text[1])
     while True:
         tokens = sum(map(length, waiting))
-        while tokens < p.rows_per_step * row_tokens:
+        while tokens < p.rows_per_step * length_of_row:
             terms = tuple(rng.integers(1, 10, rng.choice(num_terms)).tolist())
             if arithmetic.is_heldout(terms):
                 continue
@@ -58,11 +66,11 @@ def text_rows(config: Config, tokenizer: Any) -> Iterator[Rows]:
             response = np.asarray(response[: config.rollout.max_response_tokens], np.int32)
             waiting.append((prompt, response))
             tokens += length(waiting[-1])
-        layout = packing.first_fit_decreasing([length(text) for text in waiting], row_tokens)
+        layout = packing.first_fit_decreasing([length(text) for text in waiting], length_of_row)
         used = sorted(i for row in layout[: p.rows_per_step] for i in row)
         prompts, responses = zip(*(waiting[i] for i in used))
         lengths_R = np.array([len(response) for response in responses])
-        yield packing.pack(prompts, np.concatenate(responses), lengths_R, row_tokens).rows
+        yield packing.pack(prompts, np.concatenate(responses), lengths_R, length_of_row).rows
         taken = set(used)
         waiting = [text for i, text in enumerate(waiting) if i not in taken]
 
