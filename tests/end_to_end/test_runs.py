@@ -331,7 +331,7 @@ def test_recomputed_log_probs_reference_filter_and_stop_strings(tmp_path, home):
         "objective__kl_coefficient": 0.1,
         "objective__kl_estimator": "k3",
         "objective__overlong_filter": True,
-        "rollout__stop_strings": (" wait",),
+        "rollout__stop_strings": ("=",),
         "train__num_steps": 2,
     }
     run_here(tmp_path / "run", home, **RUN | WITHOUT_FILTERS | switches)
@@ -341,11 +341,9 @@ def test_recomputed_log_probs_reference_filter_and_stop_strings(tmp_path, home):
     assert all(numbers["optimizer/updates"] == 2 for numbers in steps)
     texts = rollouts_of(tmp_path / "run").values()
     written = [json.loads(line) for text in texts for line in text.splitlines()]
-    stopped = [record for record in written if " wait" in record["response"]]
+    stopped = [record for record in written if "=" in record["response"]]
     assert stopped and all(record["finish_reason"] == "stop" for record in stopped)
-    assert all(
-        record["response"].find(" wait") + 5 == len(record["response"]) for record in stopped
-    )
+    assert all(record["response"].find("=") + 1 == len(record["response"]) for record in stopped)
 
 
 @pytest.mark.slow
