@@ -151,9 +151,15 @@ class RunComponents:
     ) -> RolloutCollector:
         """Returns a collector of groups of `num_samples` responses."""
         request = GenerationRequest(num_samples, sampling, self.config.rollout.stop_strings)
-        collector = RolloutCollector(self.engine, pool, rubrics, self.detokenize, request)
-        collector.replica, collector.telemetry = self.replica, telemetry
-        return collector
+        return RolloutCollector(
+            self.engine,
+            pool,
+            rubrics,
+            self.detokenize,
+            request,
+            replica=self.replica,
+            telemetry=telemetry,
+        )
 
     def detokenize(self, sequences: Sequence[np.ndarray]) -> list[str]:
         return self.tokenizer.batch_decode(sequences, skip_special_tokens=True)

@@ -121,7 +121,7 @@ class TrainLoop:
         try:
             state = self.start()
         except StopRequested:
-            telemetry.say("stopped before the first step; the same command starts again")
+            telemetry.say("stopped while starting; the same command starts again")
             return
         try:
             self.signals.check_together(telemetry.waiting_for)

@@ -39,7 +39,7 @@ class UserError(ValueError):
 
 
 class RunError(RuntimeError):
-    """The run cannot go on. The message says what is wrong, what is safe, and the remedy.
+    """The run cannot continue. The message says what is wrong, what is safe, and the remedy.
 
     Args:
         restart: whether the same command may succeed, as after an error of the storage.
@@ -55,7 +55,7 @@ class StopRequested(Exception):
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, what it was raised from or while handling, and so on."""
+    """Yields the error, then the error it was raised from or while handling, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -70,7 +70,7 @@ class Problem(NamedTuple):
     answer: str
     source: str  # its name in config.data, under which accuracy is reported
     epoch: int = 0  # passes over its source before this visit; part of the random key of a sample
-    metadata: dict[str, Any] | None = None  # the other columns of its row, for scorers
+    metadata: dict[str, Any] | None = None  # the other columns of its record, for scorers
 
 
 class Response(NamedTuple):
@@ -79,15 +79,15 @@ class Response(NamedTuple):
 
     tokens: np.ndarray  # int32 [length]
     log_probs: np.ndarray  # float32 [length], under the distribution sampled from
-    # "stop": drew a stop token or completed a stop string; "length": cut at max_response_tokens;
-    # "invalid": the logits were not finite, never trained on; "unfinished": sampling stopped before
-    # its end, and it is in no group, see `dapo_jax.rollout.partial_rollouts`.
+    # "stop": sampled a stop token or completed a stop string; "length": cut at
+    # max_response_tokens; "invalid": its logits were not finite, never trained; "unfinished":
+    # sampling stopped before its end, and it is in no group (`dapo_jax.rollout.partial_rollouts`).
     finish_reason: str
     text: str  # decoded, special tokens left out; empty where unfinished
-    # int32 [length], the rollout step whose parameters drew each token; None: all that of its group
+    # int32 [length], rollout step whose parameters sampled each token; None: that of its group
     versions: np.ndarray | None = None
-    # float32 [length], under the model itself: untempered, nothing left out; None: not known, NaN:
-    # not known of that token, which an earlier version drew
+    # float32 [length], under the untempered model with the whole vocabulary. None: unknown. NaN:
+    # unknown for a token that an earlier version sampled.
     model_log_probs: np.ndarray | None = None
 
     @property
@@ -100,7 +100,7 @@ class Response(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What a scorer says of one response. Correctness and reward are separate on purpose."""
+    """A scorer's verdict on one response. Correctness and reward are separate on purpose."""
 
     correct: bool
     reward: float
@@ -108,22 +108,22 @@ class Verdict(NamedTuple):
     note: str = ""  # empty, or why no verdict was reached: "timeout", "worker died", "error: ..."
     # Process supervision: (characters of the text up to the end of the step, its reward) of each.
     steps: tuple[tuple[int, float], ...] = ()
-    extra: dict[str, Any] | None = None  # what else the scorers say, as JSON can hold it
+    extra: dict[str, Any] | None = None  # other values of the scorers, that JSON can hold
     rewards: tuple[float, ...] = ()  # weighted, of each scorer, where there are several
 
     @property
     def failed(self) -> bool:
-        """Whether the scorer reached no verdict, which says nothing of the response."""
+        """Whether the scorer reached no verdict: the response may be right or wrong."""
         return bool(self.note)
 
 
 def verdict_from_json(values: dict[str, Any]) -> Verdict:
-    """The inverse of `Verdict._asdict` with what JSON has no tuples for."""
+    """Returns the verdict whose `_asdict()` went through JSON, which turns tuples into lists."""
     tuples = {"steps": tuple(map(tuple, values["steps"])), "rewards": tuple(values["rewards"])}
     return Verdict(**values | tuples)
 
 
-# Of the arrays of a response.
+# Arrays of a response.
 _DTYPES = {
     "tokens": np.int32,
     "log_probs": np.float32,
@@ -133,7 +133,7 @@ _DTYPES = {
 
 
 def response_to_json(response: Response) -> dict[str, Any]:
-    """The response as JSON values; arrays as base64 of their bytes, so that nothing is rounded."""
+    """Returns the response as JSON values. Arrays are base64 of their bytes: nothing is rounded."""
 
     def encode(array: np.ndarray | None) -> str | None:
         return None if array is None else base64.b64encode(array.tobytes()).decode()
@@ -142,7 +142,7 @@ def response_to_json(response: Response) -> dict[str, Any]:
 
 
 def response_from_json(values: dict[str, Any]) -> Response:
-    """The inverse of `response_to_json`."""
+    """Returns the response of `response_to_json`."""
 
     def decode(text: str | None, dtype: type) -> np.ndarray | None:
         return None if text is None else np.frombuffer(base64.b64decode(text), dtype)
@@ -159,15 +159,15 @@ class Group(NamedTuple):
     problem: Problem
     responses: tuple[Response, ...]
     verdicts: tuple[Verdict, ...]
-    step: int  # rollout step whose parameters drew the tokens of responses without versions
+    step: int  # rollout step that sampled the responses without versions
 
     @property
     def num_correct(self) -> int:
         return sum(verdict.correct for verdict in self.verdicts)
 
     def trained_correct(self, *, overlong_filter: bool) -> list[bool]:
-        """Correctness of each response that is trained: without those that broke off, those that no
-        scorer judged and, with overlong filtering, those that were truncated."""
+        """Returns the correctness of each trained response. Invalid and unscored responses are not
+        trained, nor truncated ones with overlong filtering."""
         return [
             verdict.correct
             for response, verdict in zip(self.responses, self.verdicts)
@@ -175,8 +175,9 @@ class Group(NamedTuple):
         ]
 
     def is_informative(self, *, overlong_filter: bool) -> bool:
-        """0 < correct < G, the constraint of DAPO eq. 11, over the responses that are trained: with
-        one that is right and one that is wrong the group has a gradient.
+        """Returns whether 0 < correct < G over the trained responses: DAPO eq. 11.
+
+        A group with one right and one wrong response has a gradient.
 
         Args:
             overlong_filter: whether truncated responses are left out of the loss.
@@ -186,13 +187,13 @@ class Group(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """One response to a problem of a benchmark: what is kept of it."""
+    """One response to a problem of a benchmark, without its tokens."""
 
     text: str
     length: int  # in tokens, the end-of-sequence token included
     truncated: bool  # cut at max_response_tokens
     verdict: Verdict
-    invalid: bool = False  # broken off, as its logits were no numbers
+    invalid: bool = False  # its logits were not finite
 
 
 class Attempts(NamedTuple):
@@ -207,10 +208,10 @@ class Attempts(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """R responses with M tokens in all, as the host sees a batch: column by column.
+    """A batch on the host: columns of R responses with M tokens in all.
 
-    Columns of tokens hold the responses one after the other, cut by `lengths_R`. A group's
-    responses are neighbours.
+    Columns of tokens hold one response after the other, split by `lengths_R`. A group's responses
+    are neighbours.
     """
 
     prompts: tuple[tuple[int, ...], ...]  # R prompts in tokens
@@ -219,31 +220,33 @@ class Samples(NamedTuple):
     lengths_R: np.ndarray  # int
     groups_R: np.ndarray  # int, which prompt of the batch
     staleness_M: np.ndarray  # int, rollout steps since the token was sampled
-    # bool, False where it is left out of the loss: invalid, not scored, overlong filtering
+    # bool, False where the loss leaves it out: invalid, not scored, overlong filtering
     trained_R: np.ndarray
-    counted_R: np.ndarray  # bool, False where it is left out of its group's baseline too
-    rewards_RC: np.ndarray  # float64, components of the reward: of each scorer, the overlong one
+    counted_R: np.ndarray  # bool, False where its group's baseline leaves it out too
+    rewards_RC: (
+        np.ndarray
+    )  # float64, components of the reward: each scorer's, the overlong punishment
     # Process supervision: (tokens up to the end of the step, its reward), for each response.
     steps: tuple[tuple[tuple[int, float], ...], ...]
 
     @property
     def response_M(self) -> np.ndarray:
-        """Which response each token belongs to."""
+        """Index of the response of each token."""
         return np.repeat(np.arange(len(self.lengths_R)), self.lengths_R)
 
 
 class Rows(NamedTuple):
-    """Packed training rows. B rows of T tokens; several responses with their prompts per row.
+    """Packed training rows: B rows of T tokens, with several prompts and responses in each.
 
-    Every value at position t speaks of the token at position t: `log_prob_old_BT[b, t]` is the
+    Every value at position t belongs to the token at position t: `log_prob_old_BT[b, t]` is the
     log-probability of `tokens_BT[b, t]` given the tokens of its segment before it.
     """
 
     tokens_BT: Array  # int32
     positions_BT: Array  # int32, in the sequence: 0 for the first token of its prompt
     segments_BT: Array  # int32, 0 is padding, segments count from 1 in each row
-    # int32, the segment that a token sees beside its own: that of the prompt, but for its last
-    # token, where responses share it; its own where they do not.
+    # int32, a second segment that the token attends to: its prompt without the last token where
+    # responses share prompts, else its own segment.
     prefixes_BT: Array
     staleness_BT: Array  # int32, rollout steps since the token was sampled
     mask_BT: Array  # bool, the token is a response token that is trained
@@ -254,4 +257,4 @@ class Rows(NamedTuple):
     correction_BT: Array  # float32, importance weight of the policy term; 1 without a correction
     selected_BT: Array  # bool, the tokens that Clip-Cov or KL-Cov acts on
     value_old_BT: Array  # float32, the critic's value before the update; 0 without a critic
-    return_BT: Array  # float32, what the critic is fitted to; 0 without a critic
+    return_BT: Array  # float32, target of the critic; 0 without a critic

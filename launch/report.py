@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
         from dapo_jax.runs.report.paper_curves import load_paper
 
         paper = load_paper() if flags.paper else ()
-        print(write_report(flags.workdir, beside=flags.compare, paper=paper))
+        print(write_report(flags.workdir, others=flags.compare, paper=paper))
     except Exception as error:
         return fail(error)
     return 0

@@ -95,7 +95,7 @@ def _read_json(path: str, name: str) -> dict[str, Any]:
 
 
 def filled(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of `config.model`, those that are None read from its checkpoint.
+    """Returns the fields of `config.model`; missing ones are read from its checkpoint.
 
     The given fields must agree with the checkpoint. It is not read where no size is None.
 

@@ -13,7 +13,7 @@ class WorkQueue:
     """
 
     def __init__(self) -> None:
-        self.claimed = 0  # prompts claimed, as far as this process knows
+        self.claimed = 0  # prompts that this process knows to be claimed
         self.outcomes: dict[int, bool] = {}  # by number: whether the group is kept
 
     def claim(self) -> int:

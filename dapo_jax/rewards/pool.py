@@ -162,7 +162,7 @@ class RewardPool:
             self.fruitless = 0
         if isinstance(scores, list):
             pending.scored.update(zip(indices, scores))
-            rest = [indices[len(scores) :]]  # those that the worker had no time for
+            rest = [indices[len(scores) :]]  # the responses that the worker had no time for
         elif len(indices) == 1:
             limit = self.timeout_seconds + GRACE_SECONDS
             pending.scored[indices[0]] = Scored(scores, limit if scores == "timeout" else 0.0)

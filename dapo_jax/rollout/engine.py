@@ -241,11 +241,6 @@ class DecoderEngine(jetstream.Engine):
             f"{difference:.2g}; {time.monotonic() - begun:.0f} s"
         )
 
-    @property
-    def copies_layers(self) -> bool:
-        """Whether `load_params` has the layers once more, for decoding alone."""
-        return self._programs.unroll
-
     def lower(self, params: decoder.Params, program: str, mode: Mode) -> Any:
         """Returns one program, lowered, to be compiled ahead of time.
 

@@ -140,7 +140,7 @@ def make_engine_config(
     if r.cache_gib is not None:
         made = dataclasses.replace(made, num_pages=_num_pages(made, r.cache_gib))
     if config.dynamic_sampling.partial_rollouts:
-        # Prompts with the tokens sampled before are longer than those that the pool is sized for.
+        # The pool is sized for prompts without the tokens that were sampled before.
         pages = made.num_pages or made.shard_pages * made.shards
         made = dataclasses.replace(made, num_pages=pages, resumes=True)
     return made

@@ -253,7 +253,7 @@ def _refill(state: DecodeState, A: int) -> DecodeState:
 
 
 def grow(state: DecodeState, page_tokens: int) -> tuple[DecodeState, jax.Array]:
-    """Returns (the state with a page for the next token of each slot, which slots can go on).
+    """Returns (the state with a page for the next token of each slot, which slots can continue).
 
     Where pages are short, the sequences that came first get them.
     """
@@ -272,7 +272,7 @@ def grow(state: DecodeState, page_tokens: int) -> tuple[DecodeState, jax.Array]:
 def advance(
     state: DecodeState, goes_B: jax.Array, sampled: Sampled, hidden_BD: jax.Array, stops: Any
 ) -> tuple[DecodeState, jax.Array]:
-    """Returns (the state after one token of the slots that go on, which of them ended with it)."""
+    """Returns (the state after one token of the slots that continue, which of them ended)."""
     step_B = goes_B.astype(jnp.int32)
     count_B = state.sampled_B + step_B
     over_B = jnp.isin(sampled.token_B, stops) | (count_B >= state.limit_B) | ~sampled.finite_B

@@ -72,7 +72,7 @@ def value_loss(
     moved_BT = clamp(value_BT - value_old_BT, -value_clip, value_clip)
     plain_BT = (value_BT - return_BT) ** 2
     clipped_BT = (value_old_BT + moved_BT - return_BT) ** 2
-    # Within the clip both sides are equal but for rounding.
+    # Within the clip both sides differ by rounding only.
     beyond_BT = jnp.abs(value_BT - value_old_BT) > value_clip
     worse_BT = beyond_BT & (clipped_BT > plain_BT)
     return 0.5 * jnp.where(worse_BT, clipped_BT, plain_BT), worse_BT

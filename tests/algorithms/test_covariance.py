@@ -130,6 +130,23 @@ def test_at_the_bounds_of_the_clip_a_token_is_not_stopped():
         assert np.flatnonzero(got).tolist() == chosen
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_order_of_tokens_does_not_matter(seed):
+    """The choice depends on the priorities of tokens, not on their rows and micro-batches."""
+    tokens = make_tokens(seed)
+    order = np.random.default_rng(seed + 9).permutation(len(tokens[0]))
+    moved = [x[order] for x in tokens]
+    a = covariance.select_clip_cov(*tokens, **SETTINGS)
+    b = covariance.select_clip_cov(*moved, **SETTINGS)
+    np.testing.assert_array_equal(b, a[order])
+    np.testing.assert_array_equal(
+        covariance.select_kl_cov(moved[0], moved[2], cov_share=0.1),
+        covariance.select_kl_cov(tokens[0], tokens[2], cov_share=0.1)[order],
+    )
+    others = covariance.select_clip_cov(*tokens[:3], 1 - tokens[3], **SETTINGS)
+    assert others.sum() == a.sum() and (others != a).any()
+
+
 @pytest.mark.parametrize("priority", [0.3, 1e9, -np.inf])
 def test_one_token_alone(priority):
     """Its covariance is 0."""

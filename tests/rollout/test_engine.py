@@ -32,16 +32,6 @@ GREEDY = SamplingParams(0.0)
 
 
 @pytest.fixture(scope="module")
-def params():
-    return make_params(CONFIG)
-
-
-@pytest.fixture(scope="module")
-def problems():
-    return make_problems(20)
-
-
-@pytest.fixture(scope="module")
 def engine():
     """Each sample is a request of its own, and a prompt one page."""
     return make_engine()

@@ -15,7 +15,6 @@ from tests.support.engines import (
     make_problems,
     tokens_of,
 )
-from tests.support.helpers import make_params
 
 _rng = np.random.default_rng(1)
 # Each token's text: some have none, some several letters; the end of sequence is special.
@@ -34,16 +33,6 @@ def cut(tokens, stops=STOPS):
         if any(stop in spell([tokens[:n]])[0] for stop in stops):
             return tokens[:n]
     return tokens
-
-
-@pytest.fixture(scope="module")
-def params():
-    return make_params(CONFIG)
-
-
-@pytest.fixture(scope="module")
-def problems():
-    return make_problems(20)
 
 
 @pytest.fixture(scope="module")

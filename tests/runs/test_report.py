@@ -126,7 +126,7 @@ def test_runs_with_another_number_of_samples_are_compared(tmp_path, without_plot
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", k=32)]
     axis = draw(runs)[ACCURACY]
     assert legend(axis) == ["avg@k", "pass@k"] and len(axis.get_lines()) == 4
-    page = report.write_report(runs[0], beside=runs[1:]).read_text()
+    page = report.write_report(runs[0], others=runs[1:]).read_text()
     assert "a: before and after" in page and "b: before and after" in page
     assert "held-out avg@32</td>" in page and not (runs[1] / "report.html").exists()
 

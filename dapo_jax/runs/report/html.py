@@ -68,8 +68,10 @@ def details(summary: str, *parts_html: str, kind: str = "", bar: float | None = 
 
     Args:
         kind: a class of the style.
-        bar: a share from 0 to 1, drawn before the summary.
+        bar: a share from 0 to 1, shown before the summary.
     """
-    drawn = "" if bar is None else f'<span class=bar><i style="width:{100 * bar:.0f}%"></i></span>'
-    title = f'<summary class="{kind}">{drawn}{html.escape(summary)}</summary>'
+    bar_html = (
+        "" if bar is None else f'<span class=bar><i style="width:{100 * bar:.0f}%"></i></span>'
+    )
+    title = f'<summary class="{kind}">{bar_html}{html.escape(summary)}</summary>'
     return f"<details>{title}{''.join(parts_html)}</details>"

@@ -22,7 +22,7 @@ paper's training is stretched over the width of the run's."""
 
 
 def write_report(
-    directory: Path, *, beside: Sequence[Path] = (), paper: Sequence[Curve] = ()
+    directory: Path, *, others: Sequence[Path] = (), paper: Sequence[Curve] = ()
 ) -> Path:
     """Writes report.png and the self-contained report.html into the run directory.
 
@@ -30,7 +30,7 @@ def write_report(
 
     Args:
         directory: the run.
-        beside: other runs, drawn into the same plots, each with a table of its own.
+        others: other runs, drawn into the same plots, each with a table of its own.
         paper: the DAPO paper's curves, drawn into the same plots.
 
     Returns:
@@ -39,7 +39,7 @@ def write_report(
     Raises:
         UserError: one of the directories holds no run, or the first cannot be written to.
     """
-    runs = load_runs([directory, *beside])
+    runs = load_runs([directory, *others])
     headlines = [_headline(run, timed=len(runs) == 1) for run in runs]
     png = plot(runs, headlines, paper)
     header = ("", "before", "after")
