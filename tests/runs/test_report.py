@@ -153,8 +153,8 @@ def test_flags_of_the_program(capsys, tmp_path, monkeypatch):
     for compare in (["--compare", "b", "c"], ["--compare=b", "c"], ["--compare=b", "--compare=c"]):
         status, out, _ = call(capsys, "--workdir", "a", "--paper", *compare, main=launcher)
         assert status == 0 and out == "PAGE\n"
-        beside = [tmp_path / "b", tmp_path / "c"]
-        assert asked.pop() == ((tmp_path / "a",), {"beside": beside, "paper": load_paper()})
+        others = [tmp_path / "b", tmp_path / "c"]
+        assert asked.pop() == ((tmp_path / "a",), {"others": others, "paper": load_paper()})
     status, out, _ = call(capsys, "--help", main=launcher)
     assert status == 0 and "--compare" in out and not asked
 
