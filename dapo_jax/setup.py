@@ -87,9 +87,8 @@ class RunComponents:
         weights = {name: source.weight or 0.0 for name, source in train.items()}
         self.stream = ProblemStream(problems, config.seed, weights)
         self.key = jax.random.key(config.seed)
-        e = config.evaluation
         self.train_sampling = SamplingParams.of(config.rollout)
-        self.eval_sampling = SamplingParams(e.temperature, e.top_p)
+        self.eval_sampling = SamplingParams.of(config.evaluation)
         self.engine = make_engine(
             config,
             self.mesh,

@@ -91,8 +91,8 @@ def _check_lengths(config: "Config") -> None:
 
 def _check_sampling(config: "Config") -> None:
     rollout, dynamic = config.rollout, config.dynamic_sampling
-    for name, everything in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-        value = getattr(rollout, name)
+    for name in rollout.truncating():
+        value, everything = getattr(rollout, name), getattr(type(rollout), name)
         if value != everything and rollout.log_prob_source == "rollout":
             raise UserError(
                 f"config.rollout.{name} ({value}) leaves tokens out: the rollout's log-probs are "

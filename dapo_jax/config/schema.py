@@ -169,6 +169,11 @@ class RolloutConfig:
     # launch/restart.sh from its last checkpoint; 0: never.
     watchdog_limit_seconds: NonNegative = 0.0
 
+    @staticmethod
+    def truncating() -> tuple[str, ...]:
+        """The names of the fields that leave tokens out, at values other than their defaults."""
+        return "top_p", "top_k", "min_p"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardConfig:

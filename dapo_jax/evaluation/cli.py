@@ -86,14 +86,11 @@ def request(config: Config, flags: Any) -> Request:
     for ok, name, wanted in (
         (asked.num_samples > 0, "num_samples", "above 0"),
         (asked.num_problems is None or asked.num_problems > 0, "num_problems", "above 0"),
-        (asked.temperature >= 0, "temperature", "0 (greedy) or more"),
-        (0 < asked.top_p <= 1, "top_p", "in (0, 1]"),
-        (asked.top_k >= 0, "top_k", "0 (all) or more"),
-        (0 <= asked.min_p <= 1, "min_p", "from 0 (all) to 1"),
         (asked.seed >= 0, "seed", "0 or more"),
     ):
         if not ok:
             raise UserError(f"--{name} must be {wanted}; got {getattr(asked, name)}.")
+    SamplingParams.of(asked).check("--")
     if asked.scorer is not None:
         try:
             for name, _ in parse_scorers(asked.scorer):

@@ -30,24 +30,25 @@ class SamplingParams(NamedTuple):
 
     @classmethod
     def of(cls, source: Any) -> "SamplingParams":
-        """Returns the numbers of config.rollout or a request."""
-        return cls(source.temperature, source.top_p, source.top_k, source.min_p)
+        """Returns the numbers of a config or a request, defaults where it has no such field."""
+        given = cls._field_defaults.items()
+        return cls(*(getattr(source, name.removesuffix("_X"), value) for name, value in given))
 
     def full(self, shape: Any) -> "SamplingParams":
-        """Returns NumPy arrays of these numbers."""
-        values = zip(self, (np.float32, np.float32, np.int32, np.float32))
-        return SamplingParams(*(np.full(shape, value, dtype) for value, dtype in values))
+        """Returns NumPy arrays of these numbers: int32 or float32, as their defaults are."""
+        defaults = self._field_defaults.values()
+        dtypes = (np.int32 if isinstance(value, int) else np.float32 for value in defaults)
+        return SamplingParams(*(np.full(shape, value, d) for value, d in zip(self, dtypes)))
 
     @property
     def mode(self) -> Mode:
         """What these numbers need of the sampler."""
-        t, truncating = self.temperature_X, (self.top_p_X, self.top_k_X, self.min_p_X)
-        greedy = t == 0
-        truncated = not greedy and truncating != (1.0, 0, 0.0)
-        return Mode(bool(greedy), not greedy and bool(t != 1), truncated)
+        greedy = bool(self.temperature_X == 0)
+        truncated = not greedy and self[1:] != SamplingParams()[1:]
+        return Mode(greedy, not greedy and bool(self.temperature_X != 1), truncated)
 
-    def check(self) -> None:
-        """Raises UserError if one of the numbers is outside its range."""
+    def check(self, prefix: str = "") -> None:
+        """Raises UserError, with names after this prefix, if a number is outside its range."""
         t, p, k, m = self
         # Some devices take a smaller float32 for 0.
         least = float(np.finfo(np.float32).tiny)
@@ -58,7 +59,7 @@ class SamplingParams(NamedTuple):
             (0 <= m <= 1, "min_p", m, "from 0 to 1; 0 keeps all"),
         ):
             if not ok:
-                raise UserError(f"{name} ({value}) must be {wanted}")
+                raise UserError(f"{prefix}{name} must be {wanted}; got {value}.")
 
 
 class Sampled(NamedTuple):

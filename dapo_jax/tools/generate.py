@@ -64,10 +64,6 @@ class Request(NamedTuple):
         stops = all(isinstance(text, str) and text for text in self.stop_strings)
         for ok, name, wanted in (
             (self.num_samples > 0, "num_samples", "above 0"),
-            (self.temperature >= 0, "temperature", "0 (greedy) or more"),
-            (0 < self.top_p <= 1, "top_p", "in (0, 1]"),
-            (self.top_k >= 0, "top_k", "0 (all) or more"),
-            (0 <= self.min_p <= 1, "min_p", "from 0 (all) to 1"),
             (self.max_new_tokens > 0, "max_new_tokens", "above 0"),
             (self.seed >= 0, "seed", "0 or more"),
             (self.slots > 0, "slots", "above 0"),
@@ -76,6 +72,7 @@ class Request(NamedTuple):
         ):
             if not ok:
                 raise UserError(f"--{name} must be {wanted}; got {getattr(self, name)!r}.")
+        SamplingParams.of(self).check("--")
 
 
 def generate(flags: Mapping[str, Any]) -> int | None:

@@ -240,7 +240,7 @@ def test_an_evaluation_by_itself(finished, tmp_path, capsys):
         ("--step=4", "has no checkpoint 4; it has 0, 3, 6, 9, 12"),
         ("--step=6", "model was '.*, step 3' and is '.*, step 6' now. Choose another --output"),
         ("--benchmarks=nope", "there is no file .*nope.* one of dapo-math-17k, aime24"),
-        ("--top_p=0", r"--top_p must be in \(0, 1\]; got 0"),
+        ("--top_p=0", r"--top_p must be in \(0, 1\].* got 0"),
         ("--model=x", "config.model.path: there is no directory .*x. Give a directory"),
         ("--config.model.hidden_size=64", "config.model.hidden_size is 64, and 32 in"),
         ("--scorer=5 * ", "--scorer=5 . : .* is not a scorer"),

@@ -61,11 +61,15 @@ def expected(responses):
         (25, {}, r"problem 7: its prompt has 25 tokens; .* 1 to 24 "),
         (5, dict(limits_QG=np.full((1, 4), 33)), r"limits_QG\[0, 0\] is 33 tokens; .* 1 to 32 "),
         (5, dict(limits_QG=np.array([[1, 0, 1, 1]])), r"limits_QG\[0, 1\] is 0 tokens"),
-        (5, dict(sampling=SamplingParams(-1.0)), r"temperature \(-1.0\) must be 0 \(greedy\) or"),
-        (5, dict(sampling=SamplingParams(1e-39)), r"temperature \(1e-39\) must .* from 1.2e-38"),
-        (5, dict(sampling=SamplingParams(1.0, 0.0)), r"top_p \(0.0\) must be in \(0, 1\]"),
-        (5, dict(sampling=SamplingParams(1.0, 1.0, -3)), r"top_k \(-3\) must be 0 or more"),
-        (5, dict(sampling=SamplingParams(min_p_X=1.5)), r"min_p \(1.5\) must be from 0 to 1"),
+        (
+            5,
+            dict(sampling=SamplingParams(-1.0)),
+            r"temperature must be 0 \(greedy\) or .* got -1.0",
+        ),
+        (5, dict(sampling=SamplingParams(1e-39)), r"temperature must .* from 1.2e-38; got 1e-39"),
+        (5, dict(sampling=SamplingParams(1.0, 0.0)), r"top_p must be in \(0, 1\].* got 0.0"),
+        (5, dict(sampling=SamplingParams(1.0, 1.0, -3)), r"top_k must be 0 or more.* got -3"),
+        (5, dict(sampling=SamplingParams(min_p_X=1.5)), r"min_p must be from 0 to 1.* got 1.5"),
     ],
 )
 def test_impossible_requests_are_refused(engine, params, length, changes, message):

@@ -168,7 +168,7 @@ def bench_engine(shape: Shape, layout: MeshConfig, *, kernel: kernels.Kernel) ->
         max_prompt_tokens=shape.prompt_len,
         max_response_tokens=shape.gen_len,
         stop_tokens=(),
-        params=SamplingParams(shape.temperature, shape.top_p),
+        params=SamplingParams.of(shape),
         samples=shape.group,
         decode_steps=shape.decode_steps,
         page_tokens=shape.page_tokens,
