@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from dapo_jax.config import MeshConfig
 
-SUMS = dict(path="arithmetic", num_terms=(3, 5, 7, 9))
+SUMS = dict(path="arithmetic", levels=(3, 5, 7, 9))
 
 
 def get_config() -> ConfigDict:

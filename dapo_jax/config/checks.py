@@ -135,14 +135,14 @@ def _check_source(source: "SourceConfig", side: str, name: object) -> None:
         require(weight is None, f"{field}.weight", weight, "None: all problems are evaluated")
     if source.scorer is not None:
         _check_scorer(source.scorer, f"{field}.scorer")
-    unread = ("num_terms",)
-    if source.path == "arithmetic":
+    unread = ("levels",)
+    if source.all_levels:
         unread = ("prompt_key", "answer_key")
-        number, levels = source.num_problems, source.num_terms or ()
-        require(number is not None, f"{field}.num_problems", number, "given for arithmetic")
-        ok = len(levels) > 0 and all(2 <= n <= 11 for n in levels)
-        wanted = "a non-empty tuple of integers from 2 to 11"
-        require(ok, f"{field}.num_terms", source.num_terms, wanted)
+        number, levels = source.num_problems, source.levels or ()
+        require(number is not None, f"{field}.num_problems", number, f"given for {source.path}")
+        ok = len(levels) > 0 and set(levels) <= set(source.all_levels)
+        wanted = f"a non-empty tuple of {', '.join(map(str, source.all_levels))}"
+        require(ok, f"{field}.levels", source.levels, wanted)
         ok = source.split in ("train", "heldout")
         require(ok, f"{field}.split", source.split, "'train' or 'heldout'")
     for name in unread:
@@ -172,7 +172,7 @@ def _check_pretrain(config: "Config") -> None:
     why = "None with config.pretrain, which fits a base model on sums; or set that to None"
     require(model.path is None, "model.path", model.path, why)
     require(model.tokenizer is None, "model.tokenizer", model.tokenizer, why)
-    if all(source.num_terms is None for source in config.data.train.values()):
+    if all(source.path != "arithmetic" for source in config.data.train.values()):
         raise UserError(
             "config.pretrain fits the base model on sums as long as those of config.data.train, "
             f"which has none: {', '.join(config.data.train)}. Set it to None, or add a source with "

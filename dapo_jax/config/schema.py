@@ -101,22 +101,31 @@ TEMPLATE = "a str.format template with {prompt}, every other brace twice, as in 
 Template = Annotated[str, fields.Range(_is_template, TEMPLATE)]
 
 
+# Generators of problems, and their levels: terms of a sum, steps of a word problem.
+GENERATED = {"arithmetic": tuple(range(2, 12)), "word_problems": (1, 2)}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceConfig:
     """A data set. Its name in config.data is part of the names of its metrics."""
 
     # A name in data.sources.DATASETS, a hub id (owner/name or owner/name/directory), a file or
-    # directory of jsonl or parquet, or "arithmetic": generated.
+    # directory of jsonl or parquet, or the name of a generator: a key of GENERATED.
     path: str
     split: str | None = None  # a word in the paths of the files to read; None: all files
     weight: float | None = None  # relative sampling frequency; None for held-out sources
     num_problems: PositiveInt | None = None  # problems read or generated at most; None: all
-    num_terms: tuple[int, ...] | None = None  # arithmetic: difficulty levels, as terms of the sum
+    levels: tuple[int, ...] | None = None  # difficulty levels of generated problems
     # Columns, "outer.inner" for a field of one; None: found by name, see dapo_jax.data.records.
     prompt_key: str | None = None
     answer_key: str | None = None
     prompt_template: Template | None = None  # None: config.data.prompt_template
     scorer: str | None = None  # None: config.reward.scorer
+
+    @property
+    def all_levels(self) -> tuple[int, ...]:
+        """The levels of its generator; () where problems are read."""
+        return GENERATED.get(self.path, ())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

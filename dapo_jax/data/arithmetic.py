@@ -35,22 +35,22 @@ def is_heldout(terms: Sequence[int]) -> bool:
 
 
 def generate_problems(
-    num: int, *, num_terms: Sequence[int], heldout: bool, seed: int
+    num: int, *, levels: Sequence[int], heldout: bool, seed: int
 ) -> list[tuple[str, str]]:
     """Returns `num` distinct (prompt, answer) pairs of one side of the split, with equal shares of
-    the difficulty levels `num_terms`; raises ValueError where a level has too few problems."""
+    the numbers of terms `levels`; raises ValueError where a level has too few problems."""
     rng = np.random.default_rng([seed, int(heldout)])
     share = (1 if heldout else HELDOUT_SHARE - 1) / HELDOUT_SHARE
-    for level in num_terms:
+    for level in levels:
         # Up to nine tenths of them, rejection sampling stays quick.
-        if num / len(num_terms) > 0.9 * share * 9**level:
+        if num / len(levels) > 0.9 * share * 9**level:
             raise ValueError(
                 f"{level} terms give about {share * 9**level:.0f} distinct problems; "
-                f"{num} over {len(num_terms)} levels need {num / len(num_terms):.0f}"
+                f"{num} over {len(levels)} levels need {num / len(levels):.0f}"
             )
     seen: set[tuple[int, ...]] = set()
     while len(seen) < num:
-        level = num_terms[len(seen) % len(num_terms)]
+        level = levels[len(seen) % len(levels)]
         terms = tuple(rng.integers(1, 10, level).tolist())
         if terms not in seen and is_heldout(terms) == heldout:
             seen.add(terms)

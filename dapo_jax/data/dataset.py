@@ -19,15 +19,20 @@ import pyarrow
 import pyarrow.parquet
 
 from dapo_jax.config import Config, DataConfig, SourceConfig
-from dapo_jax.data import arithmetic, prompts, records, sources
+from dapo_jax.data import arithmetic, prompts, records, sources, word_problems
 from dapo_jax.data.records import Columns, Prompt, Record, Unusable
 from dapo_jax.rewards import scorers
 from dapo_jax.rewards.types import CORRECT, Rubric, parse_scorers
 from dapo_jax.types import Problem, UserError
 
 TOKENISE_BATCH = 1000
+# By `path` of a source.
+GENERATORS = {
+    "arithmetic": arithmetic.generate_problems,
+    "word_problems": word_problems.generate_problems,
+}
 # The modules that a cached file depends on, besides this one.
-CODE = (arithmetic, prompts, records, scorers, sources)
+CODE = (prompts, records, scorers, sources)
 
 
 class Prepared(NamedTuple):
@@ -121,7 +126,7 @@ def prepare(
 ) -> Prepared:
     """Returns the problems of one source, numbered from 0 in the order of its records."""
     data = config.data
-    if source.path == "arithmetic":
+    if source.path in GENERATORS:
         pairs = _generated(config, source, field)
         found = (Record(prompt, answer, {}) for prompt, answer in pairs)
         return _prepare(data, name, source, tokenizer, found, field)
@@ -154,18 +159,18 @@ def _columns(source: SourceConfig) -> Columns:
 
 
 def _generated(config: Config, source: SourceConfig, field: str) -> list[tuple[str, str]]:
-    assert source.num_problems is not None and source.num_terms is not None
+    assert source.num_problems is not None and source.levels is not None
     try:
-        return arithmetic.generate_problems(
+        return GENERATORS[source.path](
             source.num_problems,
-            num_terms=source.num_terms,
+            levels=source.levels,
             heldout=source.split == "heldout",
             seed=config.seed,
         )
     except ValueError as error:
         raise UserError(
-            f"{field}.num_problems ({source.num_problems}) with num_terms {source.num_terms}: "
-            f"{error}. Ask for fewer problems or more terms."
+            f"{field}.num_problems ({source.num_problems}) with levels {source.levels}: "
+            f"{error}. Ask for fewer problems or other levels."
         ) from error
 
 

@@ -83,6 +83,19 @@ def gsm8k(response: str, answer: str) -> Score:
     return Score(extracted is not None and extracted == reference, extracted)
 
 
+def last_number(response: str, answer: str) -> Score:
+    """Compares the last number of the response with the reference, as numbers: `9.0` is `9`.
+
+    Commas before three digits, a full stop after the last digit and a minus between digits are no
+    part of a number. For models that follow no format: any text with a number has an answer.
+    """
+    found = re.findall(_NUMBER, response)
+    if not found:
+        return Score(False, None)
+    extracted = found[-1].replace(",", "")
+    return Score(float(extracted) == float(answer.replace(",", "")), extracted)
+
+
 def answer_format(response: str, answer: str) -> Score:
     r"""Returns whether the last line has an `Answer: ...` or a `\boxed{}`, right or wrong."""
     last_line = response.rstrip().rpartition("\n")[2]
@@ -142,6 +155,7 @@ def _to_closing_brace(text: str) -> str | None:
     return None
 
 
+_NUMBER = r"(?:(?<!\d)-)?\d+(?:,\d{3})*(?:\.\d+)?"
 _GSM8K_NUMBER = r"(-?)\$?(-?[0-9.,]*[0-9])"
 
 
@@ -201,7 +215,9 @@ def equivalent_by_math_verify(ours: str, theirs: str) -> bool:
 
 # By the name in `config.reward.scorer` and `launch/score.py --scorer`.
 _BUILT_IN = (exact_match, math_dapo, math_dapo_boxed, math_dapo_strict_box, math_verify, boxed)
-SCORERS: dict[str, Scorer] = {f.__name__: f for f in (*_BUILT_IN, gsm8k, answer_format)}
+SCORERS: dict[str, Scorer] = {
+    f.__name__: f for f in (*_BUILT_IN, gsm8k, last_number, answer_format)
+}
 # By scorer whose equal answers may differ as texts: a scorer that compares two answers, for cons@k.
 EQUIVALENCES = {"math_verify": f"{__name__}:equivalent_by_math_verify"}
 

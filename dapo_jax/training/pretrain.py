@@ -37,8 +37,8 @@ def row_tokens(config: Config) -> int:
 
 def levels(config: Config) -> tuple[int, ...]:
     """Returns the numbers of terms of the training sources' sums."""
-    sources = config.data.train.values()
-    return tuple(dict.fromkeys(n for source in sources for n in source.num_terms or ()))
+    sums = [source for source in config.data.train.values() if source.path == "arithmetic"]
+    return tuple(dict.fromkeys(n for source in sums for n in source.levels or ()))
 
 
 def text_rows(config: Config, tokenizer: Any) -> Iterator[Rows]:
@@ -48,14 +48,14 @@ def text_rows(config: Config, tokenizer: Any) -> Iterator[Rows]:
     """
     p, length_of_row = config.pretrain, row_tokens(config)
     assert p is not None
-    num_terms = levels(config)
+    choices = levels(config)
     rng = np.random.default_rng([config.seed, 1])
     waiting: list[tuple[list[int], np.ndarray]] = []  # prompts with their responses
     length = lambda text: len(text[0]) + len(text[1])
     while True:
         tokens = sum(map(length, waiting))
         while tokens < p.rows_per_step * length_of_row:
-            terms = tuple(rng.integers(1, 10, rng.choice(num_terms)).tolist())
+            terms = tuple(rng.integers(1, 10, rng.choice(choices)).tolist())
             if arithmetic.is_heldout(terms):
                 continue
             text, complete = arithmetic.write_response(

@@ -71,6 +71,7 @@ def model_directory(path: str, patterns: Sequence[str], field: str = "config.mod
     except Exception as error:
         raise UserError(
             f"{field}: there is no directory {place.absolute()}, and {path} could not be "
-            f"fetched from the hub ({reason(error)}). Check its name and the network, set HF_TOKEN "
-            "if it is gated or private, or give a directory."
+            f"fetched from the hub ({reason(error)}). Check its name and the network, and set "
+            "HF_TOKEN if it is gated or private. Without a network give a directory, made "
+            f"elsewhere by: hf download {path} --local-dir DIRECTORY"
         ) from error

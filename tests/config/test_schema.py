@@ -63,14 +63,14 @@ def changed(*changes):
         ("data.train.sums.weight", float("inf"), "must be .* and finite; got inf"),
         ("data.train.sums.weight", float("nan"), "must be .* and finite; got nan"),
         ("data.heldout.sums.weight", 1.0, "must be None"),
-        ("data.train.sums.num_terms", None, "must be a non-empty tuple"),
-        ("data.train.sums.num_terms", (1,), "must be .* from 2 to 11"),
+        ("data.train.sums.levels", None, "must be a non-empty tuple"),
+        ("data.train.sums.levels", (1,), "must be .* 2, 3, .* 11; got"),
         ("data.train.sums.num_problems", None, "must be given for arithmetic"),
         ("data.train.sums.num_problems", 0, "must be greater than 0; got 0"),
         ("data.train.sums.split", "test", "must be 'train' or 'heldout'; got 'test'"),
         ("data.train.sums.prompt_key", "x", "is not read when .* 'arithmetic'"),
         ("data.train.sums.answer_key", "x", "is not read when .* 'arithmetic'"),
-        ("data.train.sums.path", "gsm8k", r"num_terms is not read when .*path is 'gsm8k'"),
+        ("data.train.sums.path", "gsm8k", r"levels is not read when .*path is 'gsm8k'"),
         ("data.train.sums.prompt_template", "Q: ", r"must be .* template with \{prompt\}.*'Q: '"),
         *(
             ("data.prompt_template", text, r"must be .* template with \{prompt\}")

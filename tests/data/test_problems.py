@@ -360,9 +360,7 @@ def test_generated_problems(config):
     other = load(dataclasses.replace(config, seed=1), chosen, tokenizer, field="", say=said.append)
     assert {p.prompt for p in other} != near | far
     many = {"sums": dataclasses.replace(chosen["sums"], num_problems=10**6)}
-    with pytest.raises(
-        UserError, match=r"sums\.num_problems \(1000000\) with num_terms \(3, 4\): "
-    ):
+    with pytest.raises(UserError, match=r"sums\.num_problems \(1000000\) with levels \(3, 4\): "):
         load(config, many, tokenizer, field="config.data.train", say=said.append)
 
 

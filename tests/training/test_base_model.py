@@ -13,7 +13,7 @@ from tests.support.helpers import tiny_config
         ({"seed": 1}, False),
         ({"train__row_tokens": 96}, True),
         ({"rollout__max_response_tokens": 200, "train__row_tokens": 256}, False),
-        ({"data__train__sums__num_terms": (3,)}, False),
+        ({"data__train__sums__levels": (3,)}, False),
         ({"pretrain__num_steps": 99}, False),
     ],
 )

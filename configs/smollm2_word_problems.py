@@ -1,0 +1,41 @@
+"""DAPO on a pretrained model of 135 million parameters and generated word problems, on a laptop.
+
+Command:   python launch/train.py --config=configs/smollm2_word_problems.py
+           --config=configs/smollm2_word_problems.py:grpo is the baseline
+           --model=DIRECTORY where the hub cannot be reached
+Hardware:  2 CPU cores, 6 GB of memory
+Time:      not yet measured
+Result:    none yet
+
+SmolLM2-135M-Instruct solves about one in twenty of the problems, and most of its responses are cut
+at the limit.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import tiny, tiny_dapo
+
+NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+PROBLEMS = dict(path="word_problems", levels=(1, 2))
+
+
+def get_config(method: str = "") -> ConfigDict:
+    """Returns tiny_dapo with a pretrained model, its chat template and word problems; of a method
+    of configs/tiny.py, the lines that differ."""
+    c = tiny.get_config(method) if method else tiny_dapo.get_config()
+    c.pretrain = None
+    c.model.update(path=NAME, tokenizer=NAME, vocab_size=49_152, num_layers=30, hidden_size=576)
+    c.model.update(intermediate_size=1536, num_heads=9, num_kv_heads=3, head_dim=64)
+    c.model.update(rope_theta=100_000.0, rms_norm_eps=1e-5, qkv_bias=False)
+    c.model.update(stop_token_ids=(2,), log_prob_chunk_tokens=1024)
+    c.data.update(chat=True, max_prompt_tokens=96)
+    c.data.train = dict(words=dict(PROBLEMS, split="train", weight=1.0, num_problems=4000))
+    c.data.heldout = dict(words=dict(PROBLEMS, split="heldout", num_problems=64))
+    c.rollout.update(max_response_tokens=64, slots=64)
+    c.reward.scorer = "last_number"
+    c.dynamic_sampling.max_prompts = 128
+    c.optimizer.learning_rate = 2e-5
+    c.train.update(num_steps=12, prompts_per_step=16, prompts_per_update=4, row_tokens=640)
+    c.train.rows_per_micro_batch = 2
+    c.evaluation.update(every_steps=3, num_samples=8)
+    return c
