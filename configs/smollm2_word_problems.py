@@ -35,7 +35,7 @@ def get_config(method: str = "") -> ConfigDict:
     c.reward.scorer = "last_number"
     c.dynamic_sampling.max_prompts = 128
     c.optimizer.learning_rate = 2e-5
-    c.train.update(num_steps=12, prompts_per_step=16, prompts_per_update=4, row_tokens=640)
-    c.train.rows_per_micro_batch = 2
+    c.train.update(num_steps=12, prompts_per_step=16, prompts_per_update=4, row_tokens=320)
+    c.train.rows_per_micro_batch = 8
     c.evaluation.update(every_steps=3, num_samples=8)
     return c
