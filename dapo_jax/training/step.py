@@ -33,7 +33,7 @@ class TrainState(NamedTuple):
     """Parameters with their optimiser, policy or critic."""
 
     params: Any  # decoder.Params or CriticParams
-    moments: Any  # optax state
+    moments: Any  # optax state, float32 whatever the parameters are
     updates: Array  # int32, optimiser steps taken
     skipped: Array  # int32, updates in a row that were skipped for a non-finite gradient
 
@@ -71,9 +71,10 @@ class UpdateMetrics(NamedTuple):
 
 def new_state(optimizer: OptimizerConfig, params: Any) -> TrainState:
     """Returns the state of these parameters before their first update; jittable."""
+    moments = make_optimizer(optimizer).init(optax.tree.cast(params, jnp.float32))
     # Two arrays, not one twice: the state is donated, and a buffer can be donated once.
     zero = lambda: jnp.zeros((), jnp.int32)
-    return TrainState(params, make_optimizer(optimizer).init(params), zero(), zero())
+    return TrainState(params, moments, zero(), zero())
 
 
 def init_state(config: Config, params: decoder.Params) -> TrainState:
