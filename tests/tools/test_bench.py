@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from dapo_jax.tools.bench.memory import peaks
-from dapo_jax.tools.bench.packing import PackingShape, bench_packing
 from dapo_jax.tools.bench.rollout import memory_tokens_per_second
 from dapo_jax.tools.bench.shapes import sample_lengths
 from dapo_jax.tools.bench.train import TrainShape, make_rows
@@ -102,19 +101,6 @@ def test_packed_long_tailed_rows_are_full():
     assert (rows.segments_BT == 0).mean() <= 0.05
 
 
-@pytest.mark.slow  # the blocks of splash attention are counted op by op
-def test_packing_is_as_docs_update_says():
-    shape = PackingShape(512, 22_528, 512, "longtail", 64, 16)
-    found = bench_packing(shape)
-    assert (found["rows"], found["padding_fraction"]) == (138, 0.0092)
-    assert (found["imbalance_first_fit"], found["imbalance"]) == (1.585, 1.061)
-    assert (found["splash_blocks"], found["splash_blocks_of_whole_rows"]) == (69_023, 136_620)
-    assert 1 < found["splash_blocks"] * 512**2 / found["pairs_within_sequences"] < 1.12
-    small = shape._replace(responses=64, row_len=2048, prompt_len=64, lengths="uniform")
-    alone = bench_packing(small._replace(micro_batch=16))
-    assert alone["imbalance"] == alone["imbalance_first_fit"] == 1
-
-
 @pytest.mark.parametrize("longest", [8, 128, 4096])
 def test_long_tailed_lengths_are_as_stated(longest):
     lengths = sample_lengths(1024, longest, "longtail")
@@ -127,7 +113,7 @@ def test_long_tailed_lengths_are_as_stated(longest):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ("", "Known are rollout, gap, train, step, packing, load"),
+        ("", "Known are rollout, gap, train, step; got"),
         ("walk", "got 'walk'"),
         ("rollout --lengths=short", "--lengths must be uniform or longtail"),
         ("rollout --heads=3", r"--heads \(3\) must divide --width \(256\)"),
@@ -139,7 +125,7 @@ def test_long_tailed_lengths_are_as_stated(longest):
         ("gap --temperature=-1", "--temperature must be 0 or more; got -1"),
         ("train --heads=256 --kv_heads=256", r"--heads \(256\) must be even .*; got 1"),
         ("rollout --lengths=longtail --gen_len=1", "--lengths=longtail .*got 1 .*--gen_len"),
-        ("packing --row_len=515", "--lengths=longtail needs .*got 3 .*--row_len"),
+        ("train --lengths=longtail --row_len=35", "--lengths=longtail .*got 3 .*--row_len"),
         ("step --group=1", "--group must be 2 or more.*got 1"),
         ("step --temperature=2", "temperature.*Flags: --dtype"),
         ("rollout --gigabytes=1", "gigabytes.*Flags: --dtype"),
@@ -148,9 +134,6 @@ def test_long_tailed_lengths_are_as_stated(longest):
         ("train --batch=6 --micro_batch=0", r"--batch \(6\) must be a multiple of 4"),
         ("train --batch=0", "--batch must be above 0; got 0"),
         ("train --remat=all", "--remat must be one of none, dots, .*; got 'all'"),
-        ("packing --micro_batch=40", r"must be a multiple of --shards \(16\)"),
-        ("packing --shards=0", "--shards must be above 0; got 0"),
-        ("load --gigabytes=0", "--gigabytes must be above 0"),
     ],
 )
 def test_a_wrong_command_is_refused(capsys, arguments, message):
