@@ -1,8 +1,7 @@
 """Measures: python launch/bench.py rollout | gap | train | step [flags] [--json]
 
 rollout  random weights: tokens per second, occupancy of the decode slots while responses wait,
-         compilations after the first run, peak memory, seconds by phase, and the share of this
-         machine's limit: on CPU the matrix products alone, on GPU and TPU reading weights and cache
+         compilations after the first run, peak memory, and seconds by phase
   --layers 4 --width 256 --heads 4 --kv_heads 2 --d_ff 1024 --vocab 512 --dtype float32   the model
   --prompts 4 --group 8 --prompt_len 32 --gen_len 128                                     the work
   --lengths uniform|longtail   of the responses: all gen_len; or log-normal with sigma 1, mean

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 
 from dapo_jax.tools.bench.memory import peaks
-from dapo_jax.tools.bench.rollout import memory_tokens_per_second
 from dapo_jax.tools.bench.shapes import sample_lengths
 from dapo_jax.tools.bench.train import TrainShape, make_rows
-from tests.support.helpers import tiny_config
 from tests.support.runs import load_launcher
 
 bench = load_launcher("bench")
@@ -26,32 +24,11 @@ def test_the_rollout_bench(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["compilations"] == 0 and found["tokens_per_second"] > 0
     assert found["occupancy"] > 0.95, "slots are refilled on the device"
-    assert 0 < found["fraction_of_limit"] and found["peak_rss_mb"] > 100
+    assert found["peak_rss_mb"] > 100
     assert found["peak_device_mb"] is None, "a CPU does not say"
     assert 20 <= found["tokens"] <= 20 * 12 and found["slots"] == 8
     phases = found["seconds_by_phase"]
     assert set(phases) == {"prefill", "insert", "decode", "host"} and min(phases.values()) > 0
-
-
-def test_the_limit_by_memory_counts_weights_and_cache(monkeypatch):
-    """At 1 byte a second and float32 weights: the seconds of a step are its bytes."""
-    c = tiny_config().model
-    params = {"embed": np.zeros((40, 16), np.float32), "layers": {"q": np.zeros(100, np.float32)}}
-    lengths = np.array([[2, 4]])
-    of = lambda params, slots, **over: memory_tokens_per_second(
-        c, params, lengths, 10, slots, words=1024, **over
-    )
-    # Ten copies of 4,096 bytes, read and written, in that many seconds.
-    clock = iter(np.tile([0.0, 10 * 2 * 4096], 10).tolist())
-    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * 4
-    context = (2 * 11 + 4 * 12) / 6
-    weights = 4 * (40 * 16 + 100)
-    assert of(params, 8) == pytest.approx(8 / (weights + 8 * context * token))
-    over = of(params, 8, devices=4, shards=2)  # each shard's two devices read all weights
-    assert over == pytest.approx(4 * 8 / (2 * weights + 8 * context * token))
-    apart = params | {"unembed": params["embed"]}
-    assert of(apart, 8) == of(params, 8), "of an embedding by itself a row a slot is read"
 
 
 def test_the_most_that_any_device_held(monkeypatch):
