@@ -1,18 +1,15 @@
-"""AdamW: its learning rate, its step, and its two moments. Step and moments are float32."""
+"""AdamW and its learning rate."""
 
 import math
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
 
 from dapo_jax.config import OptimizerConfig
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Returns AdamW with global-norm clipping at a learning rate of 1; `step` scales by the rate.
+    """Returns AdamW with global-norm clipping at a learning rate of 1; `step.optimizer_step` scales
+    its changes.
 
     Weight decay applies to every parameter, as torch's AdamW does in the reference.
     """
@@ -33,32 +30,3 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
     cosine = 0.5 * (1.0 + math.cos(math.pi * done))
     share = config.final_rate_share + (1.0 - config.final_rate_share) * cosine
     return config.learning_rate * share
-
-
-def moment_shardings(
-    config: OptimizerConfig, param_shapes: Any, params_at: Any, everywhere: NamedSharding
-) -> Any:
-    """Returns shardings of the optimiser's state: moments as their parameters, counters replicated.
-
-    Args:
-        param_shapes, params_at: shapes and shardings of the parameters.
-        everywhere: the replicated sharding.
-    """
-    optimizer = make_optimizer(config)
-    return optax.tree_map_params(
-        optimizer,
-        lambda _, param_at: param_at,
-        jax.eval_shape(optimizer.init, param_shapes),
-        params_at,
-        transform_non_params=lambda _: everywhere,
-    )
-
-
-def step(
-    config: OptimizerConfig, params: Any, moments: Any, grads: Any, learning_rate: Any, finite: Any
-) -> tuple[Any, Any]:
-    """Returns (parameters, moments) after a step; unchanged where not `finite`."""
-    changes, new = make_optimizer(config).update(grads, moments, params)
-    moved = jax.tree.map(lambda p, u: (p + learning_rate * u).astype(p.dtype), params, changes)
-    keep = lambda new, old: jnp.where(finite, new, old)
-    return jax.tree.map(keep, (moved, new), (params, moments))

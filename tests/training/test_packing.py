@@ -5,16 +5,14 @@ import pytest
 
 from dapo_jax.tools.bench.shapes import sample_lengths
 from dapo_jax.training import packing
-from tests.support.helpers import in_groups, pack_samples, random_samples, rows_of
+from tests.support.helpers import in_groups, pack_samples, random_samples, rows_of, segments_of
 
 
 def unpack(rows):
     """Every field of `Rows` cut to each segment, in order of their rows."""
-    for row in range(len(rows.tokens_BT)):
-        for segment in range(1, rows.segments_BT[row].max() + 1):
-            at = rows.segments_BT[row] == segment
-            assert rows.positions_BT[row, at].tolist() == list(range(at.sum()))
-            yield type(rows)(*(x[row, at] for x in rows))
+    for row, at in segments_of(rows):
+        assert rows.positions_BT[row, at].tolist() == list(range(at.sum()))
+        yield type(rows)(*(x[row, at] for x in rows))
 
 
 def test_every_sample_comes_back_whole():
@@ -192,14 +190,7 @@ def test_one_shard_takes_the_rows_as_they_are():
 
 def test_columns_find_their_tokens_between_empty_rows():
     samples = random_samples(np.random.default_rng(4), 9)
-    packed = packing.pack(
-        [sample.prompt_tokens for sample in samples],
-        np.concatenate([sample.response_tokens for sample in samples]),
-        np.array([len(sample.response_tokens) for sample in samples]),
-        64,
-        rows_per_micro_batch=8,
-        shards=4,
-    )
+    packed = pack_samples(samples, 64, rows_per_micro_batch=8, shards=4)
     assert len(packed.rows.tokens_BT) % 8 == 0
     assert (packed.rows.segments_BT == 0).all(axis=1).any(), "there are empty rows"
     tokens_M = packed.rows.tokens_BT.reshape(-1)[packed.where_M]
