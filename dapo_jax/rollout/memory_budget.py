@@ -61,7 +61,6 @@ def held(config: Config, sizes: Mapping[str, int], *, training: bool = True) -> 
         UserError: the KV cache of `config.rollout.cache_gib` does not hold one sequence.
     """
     shapes, specs = decoder.param_shapes(config.model), param_specs(config.model, config.mesh)
-
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), shapes)
     parameters = bytes_per_device(shapes, specs, sizes)
     gradients = bytes_per_device(like, specs, sizes)  # as large as each of the two moments
