@@ -1,8 +1,7 @@
-"""Measures: python launch/bench.py rollout | gap | train | step | packing | load [flags] [--json]
+"""Measures: python launch/bench.py rollout | gap | train | step [flags] [--json]
 
 rollout  random weights: tokens per second, occupancy of the decode slots while responses wait,
-         compilations after the first run, peak memory, seconds by phase, and the share of this
-         machine's limit: on CPU the matrix products alone, on GPU and TPU reading weights and cache
+         compilations after the first run, peak memory, and seconds by phase
   --layers 4 --width 256 --heads 4 --kv_heads 2 --d_ff 1024 --vocab 512 --dtype float32   the model
   --prompts 4 --group 8 --prompt_len 32 --gen_len 128                                     the work
   --lengths uniform|longtail   of the responses: all gen_len; or log-normal with sigma 1, mean
@@ -25,13 +24,6 @@ step     a whole step, rollout and one update on packed rows: seconds, and secon
          of rollout without --temperature, --top_p and --prefill_prompts, and --micro_batch 8
          --remat dots --runs 5
   --share_prompts                prompts stand once in a row for all of their responses there
-packing  runs nothing: how evenly the attention of a mini-batch's packed rows lies over devices, as
-         packed first and in the order of updates; blocks that splash attention computes
-  --responses 512 --prompt_len 512 --row_len 22528 --lengths longtail|uniform
-  --micro_batch 32 --shards 16   rows of a micro-batch, and devices that share them
-load     a random checkpoint onto virtual CPU devices, and onto one: seconds, and memory besides the
-         arrays
-  --gigabytes 2 --devices 8
 """
 
 import json
@@ -45,9 +37,6 @@ WORK = {"prompts": 4, "group": 8, "prompt_len": 32, "gen_len": 128}
 ENGINE = {"slots": 0, "decode_steps": 8, "page_tokens": 32}
 TEXT = {"dtype": "float32", "lengths": "uniform"}
 ROW = {"batch": 32, "row_len": 160, "prompt_len": 32, "micro_batch": 8, "runs": 7}
-PACKING = {
-    "responses": 512, "row_len": 22_528, "prompt_len": 512, "micro_batch": 32, "shards": 16,
-}  # fmt: skip
 # By kind: (text flags, number flags, switches), with their defaults.
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "rollout": (
@@ -62,8 +51,6 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         MODEL | WORK | ENGINE | {"micro_batch": 8, "runs": 5},
         ("share_prompts",),
     ),
-    "packing": ({"lengths": "longtail"}, PACKING, ()),
-    "load": ({}, {"gigabytes": 2.0, "devices": 8}, ()),
 }
 
 
@@ -91,7 +78,7 @@ def measure(argv: list[str]) -> dict[str, Any]:
     if kind not in KINDS:
         if not {"--help", "-h"} & set(argv):
             raise UserError(f"what is to be measured? Known are {', '.join(KINDS)}; got {kind!r}.")
-        kind, rest = "load", ["--help"]
+        kind, rest = "rollout", ["--help"]
     text, numbers, switches = KINDS[kind]
     switches = ("json", *switches)
     program = [argv[0], *rest]
@@ -105,15 +92,11 @@ def measure(argv: list[str]) -> dict[str, Any]:
             return bench.bench_gap(bench.Shape(**flags, lengths="uniform", top_p=1.0, runs=1))
         case "train":
             return bench.bench_train(bench.TrainShape(**flags), base)
-        case "step":
+        case _:
             base["train"] = base["train"] | {"share_prompts": flags.pop("share_prompts")}
             micro_batch, remat = flags.pop("micro_batch"), flags.pop("remat")
             shape = bench.Shape(**flags, temperature=1.0, top_p=1.0)
             return bench.bench_step(shape, micro_batch, remat, base)
-        case "packing":
-            return bench.bench_packing(bench.PackingShape(**flags))
-        case _:
-            return bench.bench_load(**flags)
 
 
 if __name__ == "__main__":

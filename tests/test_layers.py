@@ -23,7 +23,7 @@ PLACES = {
     "transformers": {"data.tokenizer"},
     "tokenizers": {"data.tokenizer"},
     "huggingface_hub": {"utils.hf_hub"},
-    "safetensors": {"models.hf_weights", "tools.bench.load"},
+    "safetensors": {"models.hf_weights"},
     "pyarrow": {"data.records", "data.dataset"},
     "jinja2": {"data.prompts"},
     "matplotlib": {"runs.report.plots"},

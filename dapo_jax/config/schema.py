@@ -296,7 +296,6 @@ class OptimizerConfig:
     beta2: Below1 = 0.999
     eps: Positive = 1e-8
     max_grad_norm: Positive = 1.0
-    moments_dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: stochastic rounding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

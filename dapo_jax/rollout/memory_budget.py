@@ -61,21 +61,17 @@ def held(config: Config, sizes: Mapping[str, int], *, training: bool = True) -> 
         UserError: the KV cache of `config.rollout.cache_gib` does not hold one sequence.
     """
     shapes, specs = decoder.param_shapes(config.model), param_specs(config.model, config.mesh)
-
-    def size(dtype: Any) -> int:
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
-        return bytes_per_device(like, specs, sizes)
-
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), shapes)
     parameters = bytes_per_device(shapes, specs, sizes)
-    moments = 2 * size(jnp.dtype(config.optimizer.moments_dtype))
+    gradients = bytes_per_device(like, specs, sizes)  # as large as each of the two moments
     copy, cache = rollout_copy_and_cache(config, sizes)
     always, update = {"parameters": parameters}, {}
     if training:
         o = config.objective
-        always["optimiser state"] = moments
+        always["optimiser state"] = 2 * gradients
         always["reference"] = parameters * bool(o.kl_coefficient or o.reward_kl_coefficient)
-        always["critic with optimiser"] = (parameters + moments) * (config.critic is not None)
-        update["gradients"] = size(jnp.float32)
+        always["critic with optimiser"] = (parameters + 2 * gradients) * (config.critic is not None)
+        update["gradients"] = gradients
     rollout = {"rollout copy of the parameters": copy, "KV cache": cache}
     nonzero = lambda parts: {name: size for name, size in parts.items() if size}
     return Held(nonzero(always), nonzero(rollout), update)

@@ -19,13 +19,13 @@ from dapo_jax.config import Config, OptimizerConfig
 from dapo_jax.models import decoder, log_probs
 from dapo_jax.models.attention import zigzag
 from dapo_jax.models.sharding import head_layout, param_shardings, replicated
-from dapo_jax.training.optimizer import moment_shardings
 from dapo_jax.training.step import (
     TrainState,
     compile_map,
     jit_update,
     new_state,
     optimizer_step,
+    shardings_of,
     summed_gradient,
 )
 from dapo_jax.types import Array, Rows
@@ -119,13 +119,11 @@ def init_state(config: Config, params: decoder.Params) -> TrainState:
 
 def state_shardings(config: Config, mesh: Mesh) -> TrainState:
     """Returns the shardings of the state: the decoder as the policy's, the head replicated."""
-    everywhere = replicated(mesh)
-    params_at = CriticParams(param_shardings(config.model, config.mesh, mesh), everywhere)
+    params_at = CriticParams(param_shardings(config.model, config.mesh, mesh), replicated(mesh))
     shapes = jax.eval_shape(
         functools.partial(init_state, config), decoder.param_shapes(config.model)
     ).params
-    moments_at = moment_shardings(optimizer_config(config), shapes, params_at, everywhere)
-    return TrainState(params_at, moments_at, everywhere, everywhere)
+    return shardings_of(optimizer_config(config), shapes, params_at, mesh)
 
 
 def update(

@@ -58,11 +58,6 @@ def first_fit_decreasing(
     return rows
 
 
-def attention_costs(layout: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[int]:
-    """Returns the attention cost of each row up to a factor: sum of len^2 over its segments."""
-    return [sum(lengths[i] ** 2 for i in members) for members in layout]
-
-
 def balanced(
     layout: Sequence[list[int]],
     lengths: Sequence[int],
@@ -87,7 +82,7 @@ def balanced(
     """
     if shards == 1:
         return list(layout)
-    costs = attention_costs(layout, lengths)
+    costs = [sum(lengths[i] ** 2 for i in members) for members in layout]  # up to a factor
     order = sorted(range(len(layout)), key=lambda row: (-costs[row], row))
     arranged: list[list[int]] = []
     for first in range(0, len(order), rows_per_micro_batch):
@@ -102,23 +97,6 @@ def balanced(
         for rows in of_shards:
             arranged += [*rows, *([] for _ in range(size - len(rows)))]
     return arranged
-
-
-def imbalance(
-    layout: Sequence[Sequence[int]],
-    lengths: Sequence[int],
-    *,
-    rows_per_micro_batch: int,
-    shards: int,
-) -> float:
-    """Returns the attention cost of the costliest shard over the mean shard, each summed over
-    micro-batches: 1 is balanced, `shards` is one shard working alone."""
-    size = rows_per_micro_batch // shards
-    costs = attention_costs(layout, lengths)
-    costs += [0] * (-len(costs) % rows_per_micro_batch)
-    cost_ASB = np.array(costs, np.float64).reshape(-1, shards, size)
-    cost_AS = cost_ASB.sum(axis=2)
-    return float(cost_AS.max(axis=1).sum() / cost_AS.mean(axis=1).sum())
 
 
 def empty_rows(num_rows: int, row_tokens: int) -> Rows:

@@ -24,7 +24,7 @@ from dapo_jax.models.sharding import (
     replicated,
     row_sharding,
 )
-from dapo_jax.training.optimizer import make_optimizer, moment_shardings, step
+from dapo_jax.training.optimizer import make_optimizer
 from dapo_jax.types import Array, Rows
 from dapo_jax.utils.precision import sum_dtype
 
@@ -33,7 +33,7 @@ class TrainState(NamedTuple):
     """Parameters with their optimiser, policy or critic."""
 
     params: Any  # decoder.Params or CriticParams
-    moments: Any  # optax state
+    moments: Any  # optax state, float32 whatever the parameters are
     updates: Array  # int32, optimiser steps taken
     skipped: Array  # int32, updates in a row that were skipped for a non-finite gradient
 
@@ -71,9 +71,10 @@ class UpdateMetrics(NamedTuple):
 
 def new_state(optimizer: OptimizerConfig, params: Any) -> TrainState:
     """Returns the state of these parameters before their first update; jittable."""
+    moments = make_optimizer(optimizer).init(optax.tree.cast(params, jnp.float32))
     # Two arrays, not one twice: the state is donated, and a buffer can be donated once.
     zero = lambda: jnp.zeros((), jnp.int32)
-    return TrainState(params, make_optimizer(optimizer).init(params), zero(), zero())
+    return TrainState(params, moments, zero(), zero())
 
 
 def init_state(config: Config, params: decoder.Params) -> TrainState:
@@ -82,10 +83,23 @@ def init_state(config: Config, params: decoder.Params) -> TrainState:
 
 
 def state_shardings(config: Config, mesh: Mesh) -> TrainState:
-    """Returns the shardings of the policy's state: moments as their parameters."""
-    params_at, everywhere = param_shardings(config.model, config.mesh, mesh), replicated(mesh)
-    shapes = decoder.param_shapes(config.model)
-    moments_at = moment_shardings(config.optimizer, shapes, params_at, everywhere)
+    """Returns the shardings of the policy's state."""
+    params_at = param_shardings(config.model, config.mesh, mesh)
+    return shardings_of(config.optimizer, decoder.param_shapes(config.model), params_at, mesh)
+
+
+def shardings_of(
+    optimizer: OptimizerConfig, param_shapes: Any, params_at: Any, mesh: Mesh
+) -> TrainState:
+    """Returns the shardings of a state: moments as their parameters, counters replicated."""
+    everywhere, adam = replicated(mesh), make_optimizer(optimizer)
+    moments_at = optax.tree_map_params(
+        adam,
+        lambda _, param_at: param_at,
+        jax.eval_shape(adam.init, param_shapes),
+        params_at,
+        transform_non_params=lambda _: everywhere,
+    )
     return TrainState(params_at, moments_at, everywhere, everywhere)
 
 
@@ -241,7 +255,11 @@ def optimizer_step(
     finite is skipped and counted."""
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
-    params, moments = step(config, state.params, state.moments, grads, learning_rate, finite)
+    changes, moments = make_optimizer(config).update(grads, state.moments, state.params)
+    moved = lambda p, change: (p + learning_rate * change).astype(p.dtype)
+    params = jax.tree.map(moved, state.params, changes)
+    keep = lambda new, old: jnp.where(finite, new, old)
+    params, moments = jax.tree.map(keep, (params, moments), (state.params, state.moments))
     updates = state.updates + finite.astype(jnp.int32)
     skipped = jnp.where(finite, 0, state.skipped + 1)
     return TrainState(params, moments, updates, skipped), grad_norm

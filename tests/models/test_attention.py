@@ -289,31 +289,26 @@ LONG = 768  # tokens of a row, in blocks of 128
 LENGTHS = [[100, 1, 155, 60, 300, 122, 30], [1, 90, 231, 61, 7, 378], [768]]
 
 
-@pytest.fixture(scope="module")
-def long_segments():
-    of_row = lambda lengths: np.repeat([*range(1, len(lengths)), 0], lengths)
-    return np.array([of_row(lengths) for lengths in LENGTHS], np.int32)
-
-
 @pytest.mark.parametrize(
     "context, platform",
     # Blocks of parts of 192 tokens lie over two. For a TPU what is fetched meanwhile is done, too.
     [(1, "cpu"), (2, "cpu"), pytest.param(1, "tpu", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("window", [None, 150])
-def test_rows_of_many_blocks(monkeypatch, long_segments, window, context, platform):
+def test_rows_of_many_blocks(monkeypatch, window, context, platform):
     """Rows with blocks of their own to pass over, as XLA attends."""
     monkeypatch.setattr(attention_kernels, "SPLASH_BLOCK", 128)
     rng = np.random.default_rng(0)
     shapes = [(len(LENGTHS), LONG, heads, 8) for heads in (N, K, K, N)]
     *inputs, weights = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
-    real = jnp.asarray(long_segments > 0)
+    segments = jnp.asarray([np.repeat([*range(1, len(x)), 0], x) for x in LENGTHS], jnp.int32)
+    real = segments > 0
     weights = jnp.where(real[:, :, None, None], weights, 0.0)
 
     def found(choice):
         def total(*inputs):
             of_devices = lambda x: zigzag.to_devices(x, choice.context)
-            attend = xla.packed(of_devices(jnp.asarray(long_segments)), choice)
+            attend = xla.packed(of_devices(segments), choice)
             out = attend(0, *map(of_devices, inputs), None, window)[0]
             out = zigzag.to_rows(out, choice.context)
             return jnp.sum(weights * out), out
@@ -329,37 +324,6 @@ def test_rows_of_many_blocks(monkeypatch, long_segments, window, context, platfo
     np.testing.assert_allclose(here[real], there[real], rtol=0, atol=2e-6)
     for a, b in zip(of_here, of_there, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
-
-
-@pytest.mark.parametrize("window", [None, 150])
-@pytest.mark.parametrize("row", [0, 1, 2])
-def test_blocks_between_sequences_are_passed_over(monkeypatch, long_segments, row, window):
-    """Those run that hold a pair which attends, and forward, where there is none, the first that
-    could; the others name the next that runs."""
-    monkeypatch.setattr(attention_kernels, "SPLASH_BLOCK", 128)
-    segments = jnp.asarray(long_segments[row])
-    choice = Choice("splash", window=window, every_layer=window is not None)
-    (of_any_row,) = attention_kernels._splash_kernels(choice, LONG, 1)
-    kernel = attention_kernels._within_segments(of_any_row, SegmentIds(segments, segments))
-    places = xla.TokenPositions(segments[None], jnp.arange(LONG)[None], None)
-    of_blocks = lambda pairs: pairs.reshape(6, 128, 6, 128).any(axis=(1, 3))  # queries, keys
-    pairs = np.asarray(xla.attention_mask(places, places, window)[0])
-    blocks = of_blocks(pairs & (long_segments[row] > 0))
-    for name, turn in (("fwd", False), ("dq", False), ("dkv", True)):
-        static, info = (getattr(of, f"{name}_mask_info") for of in (of_any_row, kernel))
-        arrays = static.block_mask, static.data_next, info.block_mask, info.data_next
-        arrays = (np.asarray(x)[0].T if turn else np.asarray(x)[0] for x in arrays)
-        could, could_name, mask, named = arrays
-        run = {(int(i), int(named[i, j])) for i, j in np.argwhere(mask > 0)}
-        wanted = set(map(tuple, np.argwhere(blocks.T if turn else blocks).tolist()))
-        if name == "fwd":
-            for i in set(range(6)) - {i for i, _ in wanted}:
-                wanted.add((i, int(could_name[i, np.argmax(could[i] > 0)])))
-        assert run == wanted
-        at = np.searchsorted(np.flatnonzero(mask.reshape(-1) > 0), np.arange(mask.size))
-        later = np.append(named[mask > 0], could_name[0, 0])
-        np.testing.assert_array_equal(named.reshape(-1), later[at])
-    assert (np.asarray(of_any_row.fwd_mask_info.block_mask) > 0).sum() > blocks.sum()
 
 
 def fewer_blocks(static, runs_in, *, forward):

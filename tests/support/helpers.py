@@ -1,7 +1,7 @@
 """Configs, models and rows for tests."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,17 +132,22 @@ def random_samples(
     ]
 
 
-def pack_samples(
-    samples: Sequence[Sample], row_tokens: int, *, share_prompts: bool = False
-) -> packing.Packed:
-    """The samples packed, without their columns."""
+def pack_samples(samples: Sequence[Sample], row_tokens: int, **cut: Any) -> packing.Packed:
+    """The samples packed, without their columns; `cut` as of `packing.pack`."""
     return packing.pack(
         [sample.prompt_tokens for sample in samples],
         np.concatenate([sample.response_tokens for sample in samples]),
         np.array([len(sample.response_tokens) for sample in samples]),
         row_tokens,
-        share_prompts=share_prompts,
+        **cut,
     )
+
+
+def segments_of(rows: Rows) -> Iterator[tuple[int, np.ndarray]]:
+    """(row, mask of its tokens) of each segment, in order."""
+    for row, segments in enumerate(rows.segments_BT):
+        for segment in range(1, segments.max() + 1):
+            yield row, segments == segment
 
 
 def rows_of(samples: Sequence[Sample], row_tokens: int, *, share_prompts: bool = False) -> Rows:

@@ -13,7 +13,14 @@ from dapo_jax.models.sharding import param_shardings, row_sharding
 from dapo_jax.training import packing, step
 from tests.algorithms.test_aggregation import MEANS, SUMS
 from tests.algorithms.test_policy_losses import configured
-from tests.support.helpers import make_mesh, make_params, pack_samples, random_samples, tiny_config
+from tests.support.helpers import (
+    make_mesh,
+    make_params,
+    pack_samples,
+    random_samples,
+    segments_of,
+    tiny_config,
+)
 
 GROUPS = [0, 0, 0, 1, 1, 1, 1, 2, 2, 2]  # of ten responses
 FILTERED, EQUAL_REWARDS = 4, 2  # a response left out of the loss; a group that teaches nothing
@@ -117,22 +124,12 @@ def test_no_way_of_cutting_the_batch_matters(name):
 def weights_like(rows, other):
     """The weights of `other`, token by token of the same responses in another layout."""
     found = {}
-    for row, segment in segments_of(other):
-        at = other.segments_BT[row] == segment
+    for row, at in segments_of(other):
         found[tuple(other.tokens_BT[row, at])] = other.weight_BT[row, at]
     weights = np.zeros_like(rows.weight_BT)
-    for row, segment in segments_of(rows):
-        at = rows.segments_BT[row] == segment
+    for row, at in segments_of(rows):
         weights[row, at] = found[tuple(rows.tokens_BT[row, at])]
     return weights
-
-
-def segments_of(rows):
-    return [
-        (row, segment)
-        for row in range(len(rows.tokens_BT))
-        for segment in range(1, rows.segments_BT[row].max() + 1)
-    ]
 
 
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - {"dro", "kl-cov"}))

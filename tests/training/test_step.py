@@ -22,6 +22,7 @@ from tests.support.helpers import (
     random_samples,
     replace_model,
     rows_of,
+    segments_of,
     tiny_config,
 )
 
@@ -98,9 +99,8 @@ def test_row_log_probs_speak_of_their_own_token(params, samples):
         tuple(s.response_tokens.tolist()): log_probs_by_hand(CONFIG, params, s)[0] for s in samples
     }
     found = 0
-    segments = [(r, s) for r in range(len(got)) for s in range(1, rows.segments_BT[r].max() + 1)]
-    for row, segment in segments:
-        at = rows.mask_BT[row] & (rows.segments_BT[row] == segment)
+    for row, segment in segments_of(rows):
+        at = rows.mask_BT[row] & segment
         hand = expected[tuple(rows.tokens_BT[row, at].tolist())]
         np.testing.assert_allclose(got[row, at], hand, atol=1e-5)
         found += 1

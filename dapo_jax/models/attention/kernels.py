@@ -305,18 +305,6 @@ def _within_segments(kernel: Any, segments: Any) -> Any:
     )
 
 
-def splash_blocks(segments_BT: Int[Array, "B T"]) -> tuple[int, int]:
-    """Counts (blocks that a head computes forward, blocks at or below the diagonal)."""
-    from jax.experimental.pallas.ops.tpu import splash_attention as library
-
-    B, T = segments_BT.shape
-    (kernel,) = _splash_kernels(Choice("splash"), T, 1)
-    segments_BS = _padded(segments_BT, 1, splash_size(T)[0])
-    own = jax.vmap(lambda x: _within_segments(kernel, library.SegmentIds(x, x)))(segments_BS)
-    count = lambda kernel: int(jnp.sum(kernel.fwd_mask_info.block_mask > 0))
-    return count(own), B * count(kernel)
-
-
 def _flash(
     choice: Choice,
     kernels: tuple[Any, ...],

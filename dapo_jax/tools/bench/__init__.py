@@ -1,20 +1,15 @@
 """Measurements: what launch/bench.py runs."""
 
 from dapo_jax.tools.bench.gap import bench_gap
-from dapo_jax.tools.bench.load import bench_load
-from dapo_jax.tools.bench.packing import PackingShape, bench_packing
 from dapo_jax.tools.bench.rollout import bench_rollout
 from dapo_jax.tools.bench.shapes import Shape
 from dapo_jax.tools.bench.step import bench_step
 from dapo_jax.tools.bench.train import TrainShape, bench_train
 
 __all__ = [
-    "PackingShape",
     "Shape",
     "TrainShape",
     "bench_gap",
-    "bench_load",
-    "bench_packing",
     "bench_rollout",
     "bench_step",
     "bench_train",

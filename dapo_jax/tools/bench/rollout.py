@@ -1,14 +1,12 @@
-"""Benchmark of rollouts: tokens per second, occupancy of the slots, share of the limit."""
+"""Benchmark of rollouts: tokens per second, occupancy of the slots, seconds by phase."""
 
 import functools
 import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax.config import ModelConfig
 from dapo_jax.models.sharding import fitting, initial_params, make_mesh
 from dapo_jax.rollout import kernels, scheduler
 from dapo_jax.rollout.admission import GenerationRequest
@@ -65,31 +63,13 @@ def bench_rollout(shape: Shape) -> dict[str, Any]:
     stats = timed[0][1]
     tokens = int(lengths.sum())
     assert stats.tokens == tokens, (stats.tokens, tokens)
-    peak = peaks()  # before the limit is measured
-    on_cpu = jax.default_backend() == "cpu"
-    limit = (
-        matmul_tokens_per_second(c, shape, engine_config.slots)
-        if on_cpu
-        else memory_tokens_per_second(
-            c,
-            engine.load_params(params).decode,
-            lengths,
-            shape.prompt_len,
-            engine_config.slots,
-            devices=mesh.size,
-            shards=engine_config.shards,
-        )
-    )
     offered = stats.slots_offered
     occupancy = round(stats.busy_slots / offered, 4) if offered else None
     return {
         "tokens_per_second": round(tokens / median, 1),
         "occupancy": occupancy,
         "compilations": compilations,
-        **peak,
-        "fraction_of_limit": round(tokens / median / limit, 4),
-        "limit": "matrix products" if on_cpu else "memory bandwidth",
-        "limit_tokens_per_second": round(limit, 1),
+        **peaks(),
         "seconds": [round(t, 4) for t in seconds],
         "first_seconds": round(first_seconds, 2),
         "seconds_by_phase": {name: round(t, 4) for name, t in phases.items()},
@@ -104,63 +84,6 @@ def bench_rollout(shape: Shape) -> dict[str, Any]:
         "device": jax.devices()[0].device_kind,
         "shape": shape._asdict(),
     }
-
-
-def matmul_tokens_per_second(c: ModelConfig, shape: Shape, slots: int) -> float:
-    """Measures what the matrix products of decoding alone would allow with all slots busy."""
-    dtype = jnp.dtype(c.compute_dtype)
-    D, H = c.hidden_size, c.head_dim
-    query, kv, F = c.num_heads * H, c.num_kv_heads * H, c.intermediate_size
-    layer = [(D, query), (D, kv), (D, kv), (query, D), (D, F), (D, F), (F, D)]
-    shapes = layer * c.num_layers + [(D, c.vocab_size)]
-    key = jax.random.key(0)
-    weights = [jax.random.normal(key, s, dtype) for s in shapes]
-    inputs = {n: jax.random.normal(key, (slots, n), dtype) for n in {s[0] for s in shapes}}
-    product = jax.jit(lambda inputs, weights: [inputs[w.shape[0]] @ w for w in weights])
-    jax.block_until_ready(product(inputs, weights))
-    seconds = []
-    for _ in range(20):
-        start = time.perf_counter()
-        jax.block_until_ready(product(inputs, weights))
-        seconds.append(time.perf_counter() - start)
-    return slots / sorted(seconds)[len(seconds) // 2]
-
-
-def memory_tokens_per_second(
-    c: ModelConfig,
-    params: Any,
-    lengths: np.ndarray,
-    prompt_len: int,
-    slots: int,
-    *,
-    devices: int = 1,
-    shards: int = 1,
-    words: int = 2**28,
-) -> float:
-    """Measures what reading weights (once a step and shard) and cache would allow with all slots
-    busy. The bandwidth of one device is measured by copying.
-
-    Args:
-        lengths: tokens of the responses.
-        slots: on all devices.
-        shards: replicas that share the slots; each splits the weights over its devices.
-        words: float32 numbers in the array that is copied.
-    """
-    words_W = jnp.zeros(words, jnp.float32)
-    copy = jax.jit(lambda x: x + 1)
-    jax.block_until_ready(copy(words_W))
-    start = time.perf_counter()
-    for _ in range(10):
-        words_W = copy(words_W)
-    jax.block_until_ready(words_W)
-    bytes_per_second = 10 * 2 * words_W.nbytes / (time.perf_counter() - start)
-    weights = sum(x.nbytes for x in jax.tree.leaves(params))
-    if "unembed" in params:
-        weights -= params["embed"].nbytes  # a step reads one row a slot
-    itemsize = jnp.dtype(c.compute_dtype).itemsize
-    token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * itemsize
-    context = (lengths * (prompt_len + lengths / 2)).sum() / lengths.sum()  # mean over tokens
-    return slots * devices * bytes_per_second / (shards * weights + slots * context * token)
 
 
 class _WaitingEngine(DecoderEngine):

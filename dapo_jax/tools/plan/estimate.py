@@ -246,11 +246,9 @@ def batch_work(
     total = Work(micro_batches * flops / devices, micro_batches * moved, micro_batches * received)
     if not update:
         return total
-    moments = jnp.dtype(config.optimizer.moments_dtype).itemsize
-    parameters = jnp.dtype(c.param_dtype).itemsize
-    return total._replace(
-        memory_bytes=total.memory_bytes + own * (2 * parameters + 4 * moments + 4)
-    )
+    # Parameters and moments are read and written, gradients read.
+    state_bytes = own * (2 * jnp.dtype(c.param_dtype).itemsize + 4 * 4 + 4)
+    return total._replace(memory_bytes=total.memory_bytes + state_bytes)
 
 
 def decode_token(
