@@ -18,7 +18,6 @@ from tests.support.runs import metrics_of, run_here
 
 SHORT = RUN | {
     "dynamic_sampling__enabled": False,
-    "dynamic_sampling__prefilter": False,
     "train__num_steps": 2,
     "pretrain__num_steps": 20,
     "evaluation__every_steps": 10,

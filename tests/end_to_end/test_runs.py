@@ -43,22 +43,16 @@ RUN = {
     "evaluation__every_steps": 4,
     "checkpoint__every_steps": 3,
     "checkpoint__keep_newest": 20,
-    # Few enough problems that most are visited again.
     "data__train__sums__num_problems": 40,
-    "dynamic_sampling__prefilter": True,
 }
 PARTIAL = {
     "dynamic_sampling__partial_rollouts": True,
-    "dynamic_sampling__prefilter": False,
     "train__num_steps": 5,
     # Steps far enough apart that tokens of the older policy would show in the mismatch.
     "optimizer__learning_rate": 1e-3,
     "optimizer__warmup_steps": 0,
 }
-WITHOUT_FILTERS = {
-    "dynamic_sampling__enabled": False,
-    "dynamic_sampling__prefilter": False,
-}
+WITHOUT_FILTER = {"dynamic_sampling__enabled": False}
 
 
 @pytest.fixture(scope="module")
@@ -116,14 +110,6 @@ def test_every_step_with_an_update_has_every_metric(finished):
         assert numbers["rollout/log_prob_gap_max"] < 1e-5
     assert ["time/evaluation" in numbers for numbers in steps] == 3 * [False, False, False, True]
     assert_documented(steps)
-
-
-def test_prompts_that_taught_nothing_are_left_out(finished):
-    """The prompt filter skips prompts, and as many in a resumed run: see the next tests."""
-    steps = metrics_of(finished[0])[1:]
-    skipped = [numbers["prefilter/prompts_skipped"] for numbers in steps]
-    assert skipped[0] == 0 and sum(skipped[:8]) > 0 and sum(skipped[8:]) > 0
-    assert steps[0]["prefilter/p_hard"] == 0.5 != steps[-1]["prefilter/p_hard"]
 
 
 def test_all_compiles_before_the_first_step(finished):
@@ -334,7 +320,7 @@ def test_recomputed_log_probs_reference_filter_and_stop_strings(tmp_path, home):
         "rollout__stop_strings": ("=",),
         "train__num_steps": 2,
     }
-    run_here(tmp_path / "run", home, **RUN | WITHOUT_FILTERS | switches)
+    run_here(tmp_path / "run", home, **RUN | WITHOUT_FILTER | switches)
     steps = metrics_of(tmp_path / "run")[1:]
     assert all(numbers["rollout/log_prob_gap_max"] < 1e-5 for numbers in steps)
     assert all(numbers["policy/kl_ref"] > 0 for numbers in steps)
@@ -360,7 +346,7 @@ def test_partial_rollouts_are_trained_on(tmp_path, home):
 
 @pytest.mark.slow
 def test_divergence_ends_the_run_and_keeps_what_was_saved(tmp_path, home):
-    overrides = RUN | WITHOUT_FILTERS | {"optimizer__learning_rate": 1e38}
+    overrides = RUN | WITHOUT_FILTER | {"optimizer__learning_rate": 1e38}
     with pytest.raises(RunError, match=r"all 16 responses were not finite.*learning_rate"):
         run_here(tmp_path / "run", home, **overrides)
     assert (tmp_path / "run" / "checkpoints" / "0").exists()

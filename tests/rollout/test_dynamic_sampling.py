@@ -1,7 +1,6 @@
 """Dynamic sampling: which groups make the batch, and in which order."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
@@ -12,8 +11,6 @@ from dapo_jax.rollout.dynamic_sampling import (
     SamplingState,
     commit,
     open_queue,
-    state_from_json,
-    state_to_json,
     take_informative,
 )
 from dapo_jax.types import Problem
@@ -35,15 +32,14 @@ CONFIG = make_config()
 
 
 class Data:
-    """Problems 0, 1, 2, ...; after `num_problems` of them the next epoch."""
+    """Problems 0, 1, 2, ..."""
 
-    def __init__(self, position=0, num_problems=10**6):
-        self.position, self.num_problems = position, num_problems
+    def __init__(self, position=0):
+        self.position = position
 
     def take(self, n):
         first, self.position = self.position, self.position + n
-        divided = (divmod(i, self.num_problems) for i in range(first, self.position))
-        return [Problem(id, "", (1,), "", "", epoch=epoch) for epoch, id in divided]
+        return [Problem(id, "", (1,), "", "") for id in range(first, self.position)]
 
     def get_state(self):
         return self.position
@@ -90,11 +86,6 @@ def test_the_filter_looks_at_correctness_not_at_reward():
     informative = lambda group: group.is_informative(overlong_filter=False)
     assert not informative(group._replace(verdicts=verdicts))
     assert not informative(make_group([True] * 4)) and informative(make_group([True, False]))
-
-
-def test_state_survives_json_bit_for_bit():
-    state = SamplingState(0.1 + 0.2)
-    assert state_from_json(json.loads(json.dumps(state_to_json(state)))) == state
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.3])
