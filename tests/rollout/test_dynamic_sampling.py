@@ -103,8 +103,9 @@ def test_a_step_claims_no_more_prompts_than_should_be_needed():
     assert len(one_step("mw", 0, 0.5)[3]) <= 10
 
 
-def test_a_step_without_informative_groups_ends():
-    batch, _, position, claimed = one_step("wr", 0)
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+def test_a_step_without_informative_groups_claims_all_prompts_and_ends(rate):
+    batch, _, position, claimed = one_step("wr", 0, rate)
     assert batch.groups == [] and len(batch.sampled) == position == len(claimed) == 40
 
 
@@ -160,13 +161,3 @@ def test_the_rate_is_that_of_earlier_steps_until_there_are_outcomes():
     for number in range(2):
         queue.work_queue.report(number, True)
     assert queue.expected_rate == pytest.approx(10 / 18)
-
-
-def test_a_step_whose_prompts_are_all_useless_claims_them_all():
-    queue = open_queue(CONFIG, SamplingState(0.0), Data(), step=1)
-    for _ in range(queue.max_prompts):
-        number = queue.claim()
-        assert number is not None and number < queue.max_prompts
-        queue.work_queue.report(number, False)
-    assert queue.claim() == queue.max_prompts
-    assert len(queue.resolved()) == queue.max_prompts and queue.done
