@@ -24,7 +24,6 @@ from dapo_jax.rollout.collector import RolloutCollector
 from dapo_jax.rollout.dynamic_sampling import SamplingState, state_from_json, state_to_json
 from dapo_jax.rollout.engine import make_engine
 from dapo_jax.rollout.engine_config import EngineConfig
-from dapo_jax.rollout.prompt_filter import PromptFilterState
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.training import Learner, LearnerState, base_model
 from dapo_jax.utils.progress import Progress
@@ -128,10 +127,9 @@ class RunComponents:
 
     def first_host_state(self, accuracy: float, base_seconds: float) -> HostState:
         """Returns the host state of a new run whose base model has this accuracy."""
-        filters = self.config.dynamic_sampling.prefilter
         return HostState(
             data=self.stream.get_state(),
-            sampling=SamplingState(prompt_filter=PromptFilterState() if filters else None),
+            sampling=SamplingState(),
             base_accuracy=accuracy,
             accuracy=accuracy,
             reward_kl_coefficient=self.config.objective.reward_kl_coefficient,

@@ -24,7 +24,6 @@ from dapo_jax.rollout import memory_budget
 from dapo_jax.rollout import metrics as rollout_metrics
 from dapo_jax.rollout.dynamic_sampling import (
     Batch,
-    SamplingState,
     commit,
     open_queue,
     take_informative,
@@ -206,7 +205,7 @@ class TrainLoop:
         del weights  # the update needs their memory
         batch, sampling = commit(config, host.sampling, prompts, taken, step)
         numbers = {"step": step, "perf/weights_bytes": copied_bytes}
-        numbers |= self._sampling_metrics(batch, host.sampling, step)
+        numbers |= self._sampling_metrics(batch, step)
         groups = self._groups_to_train(batch.groups, step)
         baselines = self._greedy_rewards(groups, learner, step)
         with telemetry.timer("update"):
@@ -307,15 +306,13 @@ class TrainLoop:
         """Returns the random key of a step, by the stream of randomness."""
         return jax.random.fold_in(jax.random.fold_in(self.components.key, stream), step)
 
-    def _sampling_metrics(self, batch: Batch, before: SamplingState, step: int) -> dict[str, Any]:
+    def _sampling_metrics(self, batch: Batch, step: int) -> dict[str, Any]:
         """Returns the numbers of the step's rollout; every process must call it."""
         self.telemetry.phase(f"step {step}: {len(batch.groups)} groups sampled")
         numbers: dict[str, Any] = rollout_metrics.sampling_metrics(batch)
         rollout_metrics.check_finite(batch.sampled)
         if faults := rollout_metrics.scorer_faults(batch.sampled):
             self.telemetry.say(f"  warning: step {step}: {faults}")
-        if before.prompt_filter is not None:
-            numbers |= rollout_metrics.prompt_filter_metrics(batch, before.prompt_filter)
         if self.config.dynamic_sampling.partial_rollouts:
             numbers |= rollout_metrics.partial_metrics(batch, step)
         stats, seconds = self.collector.take_stats()

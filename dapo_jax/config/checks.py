@@ -102,9 +102,9 @@ def _check_sampling(config: "Config") -> None:
     enabled, switch = dynamic.enabled, "config.dynamic_sampling.enabled"
     wanted = f"at least 2 with {switch}: a group of one is always all right or all wrong"
     require(rollout.group_size > 1 or not enabled, "rollout.group_size", 1, wanted)
-    for name in ("partial_rollouts", "prefilter"):
-        value = getattr(dynamic, name)
-        require(enabled or not value, f"dynamic_sampling.{name}", value, f"False without {switch}")
+    partial = dynamic.partial_rollouts
+    wanted = f"False without {switch}"
+    require(enabled or not partial, "dynamic_sampling.partial_rollouts", partial, wanted)
 
 
 def _check_data(config: "Config") -> None:

@@ -208,8 +208,6 @@ class DynamicSamplingConfig:
     # What a step does with the groups of a short batch once max_prompts have been tried: train on
     # them, skip the update, or stop the run with an error.
     exhausted: Literal["train", "skip", "stop"] = "train"
-    # Skip prompts that were not informative before: GRESO, see `rollout.prompt_filter`.
-    prefilter: bool = False
 
 
 Aggregation = Literal[

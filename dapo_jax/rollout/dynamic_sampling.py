@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 from dapo_jax.config import Config
 from dapo_jax.distributed import ALONE, ProcessGroup
-from dapo_jax.rollout import partial_rollouts, prompt_filter
+from dapo_jax.rollout import partial_rollouts
 from dapo_jax.rollout.partial_rollouts import PartialGroup
-from dapo_jax.rollout.prompt_filter import PromptFilter, PromptFilterState
 from dapo_jax.rollout.prompt_queue import Outcome, PromptQueue, PromptSource
 from dapo_jax.types import Group
 
@@ -29,7 +28,6 @@ class SamplingState(NamedTuple):
     """What dynamic sampling remembers from step to step; part of the checkpoint."""
 
     informative_rate: float = 0.5  # running estimate of the share of informative prompts
-    prompt_filter: PromptFilterState | None = None  # None: no prompt is left out
     partial: tuple[PartialGroup, ...] = ()  # unfinished responses, with partial_rollouts
 
 
@@ -46,7 +44,6 @@ class Batch(NamedTuple):
     groups: list[Group]  # trained on, in prompt order
     sampled: list[Group]  # every group sampled in this step, before the filter
     num_returned: int = 0  # prompts claimed that returned to the data
-    num_skipped: int = 0  # prompts left out by the prompt filter, among and before those sampled
     num_stale: int = 0  # partial responses discarded for their staleness
     partial_tokens: int = 0  # tokens of partial responses that the next step resumes
 
@@ -76,7 +73,6 @@ def open_queue(
         keeps=lambda found: found.is_informative(overlong_filter=overlong_filter),
         rate=state.informative_rate,
         rate_weight=PRIOR_OUTCOMES,
-        prompt_filter=PromptFilter(state.prompt_filter, config.seed),
         partial=partial if d.partial_rollouts else None,
         group=group,
     )
@@ -125,12 +121,8 @@ def commit(
             fresh, prompts.problems, prompts.unfinished, num_tried=taken.num_tried, step=step
         )
     partial_tokens = sum(len(r.tokens) for group in partial for _, r in group.responses)
-    skipped = prompts.filter.skipped
-    filter_state = prompt_filter.next_state(
-        state.prompt_filter, sampled, skipped, overlong_filter=config.objective.overlong_filter
-    )
-    batch = Batch(kept, sampled, prompts.num_returned, len(skipped), num_stale, partial_tokens)
-    return batch, SamplingState(rate, filter_state, partial)
+    batch = Batch(kept, sampled, prompts.num_returned, num_stale, partial_tokens)
+    return batch, SamplingState(rate, partial)
 
 
 def next_rate(before: float, informative: int, sampled: int) -> float:
@@ -144,15 +136,11 @@ def state_to_json(state: SamplingState) -> dict[str, Any]:
     """Returns the state as JSON values; nothing is rounded."""
     return {
         "informative_rate": state.informative_rate,
-        "prefilter": prompt_filter.state_to_json(state.prompt_filter),
         "begun": partial_rollouts.to_json(state.partial),
     }
 
 
 def state_from_json(values: dict[str, Any]) -> SamplingState:
     """The inverse of `state_to_json`."""
-    return SamplingState(
-        values["informative_rate"],
-        prompt_filter.state_from_json(values["prefilter"]),
-        partial_rollouts.from_json(values["begun"]),
-    )
+    partial = partial_rollouts.from_json(values["begun"])
+    return SamplingState(values["informative_rate"], partial)

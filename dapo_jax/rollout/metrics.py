@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from dapo_jax.rollout.dynamic_sampling import Batch
-from dapo_jax.rollout.prompt_filter import PromptFilterState
 from dapo_jax.rollout.scheduler import RolloutStats
 from dapo_jax.types import Group, RunError
 
@@ -70,17 +69,6 @@ def partial_metrics(batch: Batch, step: int) -> dict[str, float]:
         "partial/staleness_max": max((int(s.max()) for s in staleness), default=0),
         "partial/samples_too_old": batch.num_stale,
         "perf/partial_tokens_kept": batch.partial_tokens,
-    }
-
-
-def prompt_filter_metrics(batch: Batch, state: PromptFilterState) -> dict[str, float]:
-    """Returns how many prompts were left out, and the probabilities before the step."""
-    skipped = batch.num_skipped
-    return {
-        "prefilter/prompts_skipped": skipped,
-        "prefilter/skipped_share": skipped / max(1, skipped + len(batch.sampled)),
-        "prefilter/p_easy": state.p_easy,
-        "prefilter/p_hard": state.p_hard,
     }
 
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol
 
 from dapo_jax.distributed import ALONE, ProcessGroup, WorkQueue
 from dapo_jax.rollout.partial_rollouts import PartialResponses
-from dapo_jax.rollout.prompt_filter import PromptFilter
 from dapo_jax.types import Group, Problem, Response
 
 
@@ -60,7 +59,6 @@ class PromptQueue:
         rate: prior share of prompts whose groups are kept. Claims stop while the prompts claimed
             should fill the batch.
         rate_weight: number of outcomes that the prior counts for, against those of this step.
-        prompt_filter: leaves prompts out; None: every prompt is sampled.
         partial: responses of earlier steps to resume. None: unfinished ones are not kept either.
         group: the processes of the run.
     """
@@ -74,13 +72,11 @@ class PromptQueue:
         keeps: Callable[[Group], bool] = lambda _: True,
         rate: float = 1.0,
         rate_weight: float = 1.0,
-        prompt_filter: PromptFilter | None = None,
         partial: PartialResponses | None = None,
         group: ProcessGroup = ALONE,
     ):
         self.source, self.num_prompts, self.max_prompts = source, num_prompts, max_prompts
         self.keeps, self.rate, self.rate_weight = keeps, rate, rate_weight
-        self.filter = prompt_filter or PromptFilter(None, 0)
         self.partial, self.group = partial, group
         self.work_queue: WorkQueue = group.work_queue()
         self.groups: dict[int, Group] = {}  # reported by this process, by number
@@ -90,8 +86,7 @@ class PromptQueue:
         self.num_kept = 0
         self._first_state = source.get_state()
         self.problems: list[Problem] = []  # read so far, by number
-        # By number: position of the source, and prompts left out, after the prompt.
-        self._after: list[tuple[Any, int]] = []
+        self._after: list[Any] = []  # position of the source after each of them
 
     @classmethod
     def of_list(cls, problems: Sequence[Problem], group: ProcessGroup = ALONE) -> "PromptQueue":
@@ -133,8 +128,9 @@ class PromptQueue:
     def problem(self, number: int) -> Problem:
         """Returns the problem of a prompt."""
         while number >= len(self.problems):
-            self.problems.append(self.filter.next(self.source))
-            self._after.append((self.source.get_state(), len(self.filter.skipped)))
+            (problem,) = self.source.take(1)
+            self.problems.append(problem)
+            self._after.append(self.source.get_state())
         return self.problems[number]
 
     def report(self, number: int, group: Group) -> None:
@@ -166,10 +162,7 @@ class PromptQueue:
 
     def commit(self, num_tried: int) -> list[Group]:
         """Moves the data past the first `num_tried` prompts, and returns their groups in prompt
-        order, from all processes. Every process must call it.
-
-        Then the prompt filter's `skipped` holds the prompts left out among those tried.
-        """
+        order, from all processes. Every process must call it."""
         mine = {number: g for number, g in self.groups.items() if number < num_tried}
         for groups, unfinished in self.group.all_gather_objects((mine, self.unfinished)):
             self.groups |= groups
@@ -180,7 +173,5 @@ class PromptQueue:
         last = max([num_tried - 1, *self.unfinished])
         if last >= 0:
             self.problem(last)
-        state, skipped = self._after[num_tried - 1] if num_tried else (self._first_state, 0)
-        self.source.set_state(state)
-        del self.filter.skipped[skipped:]
+        self.source.set_state(self._after[num_tried - 1] if num_tried else self._first_state)
         return [self.groups[number] for number in range(num_tried)]

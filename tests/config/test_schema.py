@@ -92,7 +92,7 @@ def changed(*changes):
         ("rollout.min_p", 0.1, "log_prob_source to 'recompute', or min_p to 0"),
         ("rollout.group_size", 1, "must be at least 2 with .*enabled"),
         ("dynamic_sampling.max_staleness", 0, "must be greater than 0; got 0"),
-        ("dynamic_sampling.prefilter", 1, r"must be bool; got 1 \(int\)"),
+        ("dynamic_sampling.partial_rollouts", 1, r"must be bool; got 1 \(int\)"),
         ("dynamic_sampling.exhausted", "error", "must be one of 'train', 'skip', 'stop'"),
         ("train.prompts_per_update", 5, r"\(5\) must divide config\.train\.prompts_per_step"),
         ("train.row_tokens", 50, r"\(50\) is shorter .* Set it to 56"),
@@ -121,11 +121,10 @@ def test_a_wrong_field_is_named(field, value, message):
     assert "config." in str(error.value) and field.split(".")[-1] in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["partial_rollouts", "prefilter"])
-def test_what_needs_dynamic_sampling(name):
-    on = (f"dynamic_sampling.{name}", True)
-    assert getattr(Config.from_dict(changed(on)).dynamic_sampling, name)
-    message = rf"{name} must be False without config\.dynamic_sampling\.enabled; got True"
+def test_partial_rollouts_need_dynamic_sampling():
+    on = ("dynamic_sampling.partial_rollouts", True)
+    assert Config.from_dict(changed(on)).dynamic_sampling.partial_rollouts
+    message = r"partial_rollouts must be False without config\.dynamic_sampling\.enabled; got True"
     with pytest.raises(UserError, match=message):
         Config.from_dict(changed(on, ("dynamic_sampling.enabled", False)))
 

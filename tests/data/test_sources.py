@@ -75,13 +75,6 @@ def test_a_directory_is_all_its_data_files_or_those_of_a_split(tmp_path, split, 
     assert names_of(find_files(str(place), split, FIELD), place) == wanted
 
 
-def test_a_link_to_nothing_is_not_passed_over(tmp_path):
-    """Of a file in a hub's cache that was deleted the link remains."""
-    make_files(tmp_path, "a.jsonl")
-    (tmp_path / "b.jsonl").symlink_to(tmp_path / "gone")
-    assert names_of(find_files(str(tmp_path), None, FIELD), tmp_path) == ["a.jsonl", "b.jsonl"]
-
-
 @pytest.mark.parametrize(
     "path, split, wanted",
     [

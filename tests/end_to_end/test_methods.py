@@ -18,7 +18,7 @@ from tests.support.runs import metrics_of, run_here
 
 SHORT = RUN | {
     "dynamic_sampling__enabled": False,
-    "dynamic_sampling__prefilter": False,
+    "evaluation__top_p": 1.0,
     "train__num_steps": 2,
     "pretrain__num_steps": 20,
     "evaluation__every_steps": 10,
@@ -214,8 +214,6 @@ def test_ppo_resumes_bit_for_bit(ppo, home, tmp_path):
     assert metrics_of(workdir) == metrics_of(ppo)
 
 
-RECOMPUTED = {"rollout__log_prob_source": "recompute"}
-BFLOAT16 = {"model__compute_dtype": "bfloat16"}
 REWARD_KL = advantage("grpo-process") | {
     "objective__reward_kl_coefficient": 0.1,
     "objective__reward_kl_estimator": "k1",
@@ -228,39 +226,18 @@ REWARD_KL = advantage("grpo-process") | {
         (advantage("rloo", std_ddof=1), r"advantage_args\.std_ddof is not a field.* has: none"),
         (advantage("grpo", gamma=0.9), r"gamma is not a field.* has: normalise_"),
         (advantage("grpo", std_ddof=2), r"std_ddof must be one of 0, 1; got 2"),
-        (advantage("gae"), "config.critic is needed"),
         (advantage("nosuch"), r"objective\.advantage must be one of grpo, rloo"),
-        (advantage("maxrl"), "incorrect must be 0 or more"),
         (advantage("maxrl") | {"reward__incorrect": 0.0}, "overlong_penalty must be 0"),
         (advantage("gdpo"), r"component_weights is missing and has no default"),
         (advantage("gdpo", component_weights=(1.0,)), "2 numbers"),
         (advantage("grpo-process"), "overlong_penalty must be 0 for .*outcome_as_step to True"),
         (NO_OVERLONG | REWARD_KL, "reward_kl_coefficient must be 0 for .*outcome_as_step to True"),
-        ({"objective__kl_coefficient": 0.1}, "kl_estimator is needed"),
-        ({"objective__reward_kl_target": 0.1}, "give both, or set both to None"),
         (correction("old", sequence_mask_delta=0.1), "'recompute', or policy"),
-        (correction("old") | RECOMPUTED, "corrects nothing"),
-        (correction(**CAPPED), "would count it twice"),
         (correction(reject=(("seq-k9", None, 1.0),)), r"reject\[0\]\[0\] must be .*got 'seq-k9'"),
         (correction(reject=(("seq-sum-k1", None, 2.0),)), "bounds of a ratio"),
-        (configured("policy-gradient"), "2 updates of a step .*prompts_per_update to 4 "),
-        (configured("gspo") | BFLOAT16, "compute_dtype 'bfloat16' makes .* to 'float32'"),
-        (configured("gspo-token") | BFLOAT16, "bounds of .*gspo-token"),
+        (configured("gspo-token") | {"model__compute_dtype": "bfloat16"}, "bounds of .*gspo-token"),
     ],
 )
 def test_contradictions_are_errors(changes, message):
     with pytest.raises(UserError, match=message):
         Config.from_dict(tiny_dict(**changes))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        configured("policy-gradient") | {"train__prompts_per_update": 4},
-        WAYS["rejection"],  # several updates, held to the sampling policy by importance weights
-        configured("gspo"),
-        configured("gspo") | BFLOAT16 | RECOMPUTED,
-    ],
-)
-def test_losses_with_the_ratio_that_they_need_are_accepted(changes):
-    Config.from_dict(tiny_dict(**changes))

@@ -36,29 +36,25 @@ from tests.support.runs import (
     write_config,
 )
 
-STEPS = 12
+STEPS = 6
 evaluation, exporting, training = map(load_launcher, ("evaluate", "export", "train"))
 RUN = {
     "train__num_steps": STEPS,
-    "evaluation__every_steps": 4,
+    "evaluation__every_steps": 3,
+    "evaluation__top_p": 0.7,
     "checkpoint__every_steps": 3,
     "checkpoint__keep_newest": 20,
-    # Few enough problems that most are visited again.
-    "data__train__sums__num_problems": 40,
-    "dynamic_sampling__prefilter": True,
+    "data__train__sums__num_problems": 20,
 }
 PARTIAL = {
     "dynamic_sampling__partial_rollouts": True,
-    "dynamic_sampling__prefilter": False,
+    "evaluation__top_p": 1.0,
     "train__num_steps": 5,
     # Steps far enough apart that tokens of the older policy would show in the mismatch.
     "optimizer__learning_rate": 1e-3,
     "optimizer__warmup_steps": 0,
 }
-WITHOUT_FILTERS = {
-    "dynamic_sampling__enabled": False,
-    "dynamic_sampling__prefilter": False,
-}
+WITHOUT_FILTER = {"dynamic_sampling__enabled": False, "evaluation__top_p": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -114,16 +110,8 @@ def test_every_step_with_an_update_has_every_metric(finished):
     for numbers in trained:
         assert not set(REQUIRED_METRICS) - set(numbers)
         assert numbers["rollout/log_prob_gap_max"] < 1e-5
-    assert ["time/evaluation" in numbers for numbers in steps] == 3 * [False, False, False, True]
+    assert ["time/evaluation" in numbers for numbers in steps] == 2 * [False, False, True]
     assert_documented(steps)
-
-
-def test_prompts_that_taught_nothing_are_left_out(finished):
-    """The prompt filter skips prompts, and as many in a resumed run: see the next tests."""
-    steps = metrics_of(finished[0])[1:]
-    skipped = [numbers["prefilter/prompts_skipped"] for numbers in steps]
-    assert skipped[0] == 0 and sum(skipped[:8]) > 0 and sum(skipped[8:]) > 0
-    assert steps[0]["prefilter/p_hard"] == 0.5 != steps[-1]["prefilter/p_hard"]
 
 
 def test_all_compiles_before_the_first_step(finished):
@@ -152,24 +140,24 @@ def test_a_second_run_stopped_three_times_is_the_same_bit_for_bit(
     """Two runs of one seed are the same, and a resumed run equals one that never stopped."""
     workdir = tmp_path / "stopped"
     undisturbed = metrics_of(finished[0])
-    for step, number in ((4, signal.SIGTERM), (9, signal.SIGINT)):
+    for step, number in ((3, signal.SIGTERM), (6, signal.SIGINT)):
         with monkeypatch.context() as patch:
             stopped_in(step, number, patch)
             stopped_by, out = run_here(workdir, home, **RUN)
         assert stopped_by == number and f"stopped after step {step - 1}; the same command" in out
-        assert ("resuming after step" in out) == (step > 4)
+        assert ("resuming after step" in out) == (step > 3)
         assert metrics_of(workdir) == undisturbed[:step]
         assert (workdir / "checkpoints" / str(step - 1)).exists(), "a signal saves first"
         assert not (workdir / "summary.json").exists()
-        if step == 4:  # a process of its own, killed
+        if step == 3:  # a process of its own, killed
             process, file = start(workdir, home, **RUN), workdir / "metrics.jsonl"
-            while process.poll() is None and file.read_text().count("\n") <= 6:
+            while process.poll() is None and file.read_text().count("\n") <= 4:
                 time.sleep(0.005)
             process.kill()
             assert finish(process)[0] == -signal.SIGKILL
             done = len(metrics_of(workdir))
-            assert 6 < done <= STEPS and metrics_of(workdir) == undisturbed[:done]
-    assert "resuming after step 8" in run_here(workdir, home, **RUN)[1]
+            assert 4 < done <= STEPS and metrics_of(workdir) == undisturbed[:done]
+    assert "resuming after step 5" in run_here(workdir, home, **RUN)[1]
     assert metrics_of(workdir) == undisturbed
     assert rollouts_of(workdir) == rollouts_of(finished[0])
     ours, theirs = params_at(workdir, STEPS, **RUN), params_at(finished[0], STEPS, **RUN)
@@ -237,7 +225,7 @@ def test_an_evaluation_by_itself(finished, tmp_path, capsys):
 @pytest.mark.parametrize(
     "argument, message",
     [
-        ("--step=4", "has no checkpoint 4; it has 0, 3, 6, 9, 12"),
+        ("--step=4", "has no checkpoint 4; it has 0, 3, 6"),
         ("--step=6", "model was '.*, step 3' and is '.*, step 6' now. Choose another --output"),
         ("--benchmarks=nope", "there is no file .*nope.* one of dapo-math-17k, aime24"),
         ("--top_p=0", r"--top_p must be in \(0, 1\].* got 0"),
@@ -282,22 +270,22 @@ def test_an_exported_checkpoint_is_read_again(finished, tmp_path, capsys):
 
 
 def test_a_run_of_more_steps_resumes_before_a_damaged_checkpoint(finished, tmp_path, home):
-    """12 steps, then 14, is a run of 14: num_steps may change. One step is traced."""
+    """6 steps, then 7, is a run of 7: num_steps may change. One step is traced."""
     workdir = tmp_path / "longer"
     shutil.copytree(finished[0], workdir)
     for file in (workdir / "checkpoints" / str(STEPS) / "arrays").rglob("d/*"):
         file.write_bytes(b"\0" * file.stat().st_size)
-    longer = {"train__num_steps": STEPS + 2, "log__profile_steps": (13,)}
+    longer = {"train__num_steps": STEPS + 1, "log__profile_steps": (5,)}
     _, out = run_here(workdir, home, **RUN | longer)
     assert f"checkpoint {STEPS}" in out and "is damaged" in out
-    assert f"resuming after step {STEPS - 3} of {STEPS + 2}" in out
+    assert f"resuming after step {STEPS - 3} of {STEPS + 1}" in out
     assert metrics_of(workdir)[: STEPS + 1] == metrics_of(finished[0])
-    assert len(metrics_of(workdir)) == STEPS + 3
-    (trace,) = (workdir / "profile" / "step_000013").rglob("*.trace.json.gz")
+    assert len(metrics_of(workdir)) == STEPS + 2
+    (trace,) = (workdir / "profile" / "step_000005").rglob("*.trace.json.gz")
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     spans = {event["name"]: event["dur"] for event in events if event.get("ph") == "X"}
-    assert spans["rollout step"] > spans["step 13: sampling"] > 0
-    assert not (workdir / "profile" / "step_000014").exists()
+    assert spans["rollout step"] > spans["step 5: sampling"] > 0
+    assert not (workdir / "profile" / "step_000006").exists()
 
 
 @pytest.mark.slow
@@ -334,7 +322,7 @@ def test_recomputed_log_probs_reference_filter_and_stop_strings(tmp_path, home):
         "rollout__stop_strings": ("=",),
         "train__num_steps": 2,
     }
-    run_here(tmp_path / "run", home, **RUN | WITHOUT_FILTERS | switches)
+    run_here(tmp_path / "run", home, **RUN | WITHOUT_FILTER | switches)
     steps = metrics_of(tmp_path / "run")[1:]
     assert all(numbers["rollout/log_prob_gap_max"] < 1e-5 for numbers in steps)
     assert all(numbers["policy/kl_ref"] > 0 for numbers in steps)
@@ -360,7 +348,7 @@ def test_partial_rollouts_are_trained_on(tmp_path, home):
 
 @pytest.mark.slow
 def test_divergence_ends_the_run_and_keeps_what_was_saved(tmp_path, home):
-    overrides = RUN | WITHOUT_FILTERS | {"optimizer__learning_rate": 1e38}
+    overrides = RUN | WITHOUT_FILTER | {"optimizer__learning_rate": 1e38}
     with pytest.raises(RunError, match=r"all 16 responses were not finite.*learning_rate"):
         run_here(tmp_path / "run", home, **overrides)
     assert (tmp_path / "run" / "checkpoints" / "0").exists()

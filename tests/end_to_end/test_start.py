@@ -24,6 +24,7 @@ SETTINGS = {
     "reward__workers": 1,
     # Large enough that the device holds little besides parameters.
     "model__num_layers": 1,
+    "dynamic_sampling__max_prompts": 8,
     "model__hidden_size": 128,
     "model__intermediate_size": 512,
     "rollout__slots": 8,

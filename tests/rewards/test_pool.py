@@ -103,11 +103,6 @@ def test_a_hang_costs_its_limit_once_and_no_worker():
     assert len({v.extracted for v in found if not v.note}) == 1
 
 
-def test_a_scorer_may_return_a_bool(one_worker):
-    found = verdicts(one_worker, ["7", "8"], ["7", "7"], PLAIN)
-    assert [(v.correct, v.extracted) for v in found] == [(True, None), (False, None)]
-
-
 def test_a_scorer_of_lists_is_given_all(one_worker):
     """Token ids and metadata arrive; the other scorer is called with text and answer."""
     names = (LISTS, PLAIN)

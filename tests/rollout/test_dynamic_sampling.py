@@ -1,7 +1,6 @@
 """Dynamic sampling: which groups make the batch, and in which order."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
@@ -12,8 +11,6 @@ from dapo_jax.rollout.dynamic_sampling import (
     SamplingState,
     commit,
     open_queue,
-    state_from_json,
-    state_to_json,
     take_informative,
 )
 from dapo_jax.types import Problem
@@ -35,15 +32,14 @@ CONFIG = make_config()
 
 
 class Data:
-    """Problems 0, 1, 2, ...; after `num_problems` of them the next epoch."""
+    """Problems 0, 1, 2, ..."""
 
-    def __init__(self, position=0, num_problems=10**6):
-        self.position, self.num_problems = position, num_problems
+    def __init__(self, position=0):
+        self.position = position
 
     def take(self, n):
         first, self.position = self.position, self.position + n
-        divided = (divmod(i, self.num_problems) for i in range(first, self.position))
-        return [Problem(id, "", (1,), "", "", epoch=epoch) for epoch, id in divided]
+        return [Problem(id, "", (1,), "", "") for id in range(first, self.position)]
 
     def get_state(self):
         return self.position
@@ -92,11 +88,6 @@ def test_the_filter_looks_at_correctness_not_at_reward():
     assert not informative(make_group([True] * 4)) and informative(make_group([True, False]))
 
 
-def test_state_survives_json_bit_for_bit():
-    state = SamplingState(0.1 + 0.2)
-    assert state_from_json(json.loads(json.dumps(state_to_json(state)))) == state
-
-
 @pytest.mark.parametrize("rate", [1.0, 0.3])
 def test_a_step_takes_the_first_informative_groups_whatever_ends_first(rate):
     for seed in range(20):
@@ -112,8 +103,9 @@ def test_a_step_claims_no_more_prompts_than_should_be_needed():
     assert len(one_step("mw", 0, 0.5)[3]) <= 10
 
 
-def test_a_step_without_informative_groups_ends():
-    batch, _, position, claimed = one_step("wr", 0)
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+def test_a_step_without_informative_groups_claims_all_prompts_and_ends(rate):
+    batch, _, position, claimed = one_step("wr", 0, rate)
     assert batch.groups == [] and len(batch.sampled) == position == len(claimed) == 40
 
 
@@ -169,13 +161,3 @@ def test_the_rate_is_that_of_earlier_steps_until_there_are_outcomes():
     for number in range(2):
         queue.work_queue.report(number, True)
     assert queue.expected_rate == pytest.approx(10 / 18)
-
-
-def test_a_step_whose_prompts_are_all_useless_claims_them_all():
-    queue = open_queue(CONFIG, SamplingState(0.0), Data(), step=1)
-    for _ in range(queue.max_prompts):
-        number = queue.claim()
-        assert number is not None and number < queue.max_prompts
-        queue.work_queue.report(number, False)
-    assert queue.claim() == queue.max_prompts
-    assert len(queue.resolved()) == queue.max_prompts and queue.done

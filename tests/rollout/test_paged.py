@@ -218,7 +218,7 @@ def test_the_memory_of_a_page():
 
 
 def tokens(num_devices=1, **changes):
-    """Of one prompt with two samples, over two pages and a half."""
+    """Of one prompt with two samples, over two pages and a half: 14 + 6 tokens, 8 to a page."""
     model = dict(head_dim=H, num_layers=1)
     engine = make_engine(
         num_devices=num_devices,
@@ -226,14 +226,14 @@ def tokens(num_devices=1, **changes):
         model=model,
         slots=2,
         samples=2,
-        page_tokens=16,
-        max_response_tokens=10,
-        decode_steps=5,
+        page_tokens=8,
+        max_response_tokens=6,
+        decode_steps=3,
         stop_tokens=(),
         **changes,
     )
     params = make_params(dataclasses.replace(CONFIG, model=engine.config.model))
-    problem = Problem(0, "", tuple(range(3, 27)), "", "test")
+    problem = Problem(0, "", tuple(range(3, 17)), "", "test")
     return engines.tokens_of(generate(engine, params, [problem], num_samples=2)[0])
 
 

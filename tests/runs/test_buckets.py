@@ -16,7 +16,7 @@ from dapo_jax.runs.checkpoint import Checkpoints, restore_part
 from dapo_jax.types import UserError
 from tests.conftest import ROOT
 from tests.support.processes import finish_all
-from tests.support.runs import finish, free_port, metrics_of, rollouts_of, run, start
+from tests.support.runs import free_port, metrics_of, rollouts_of, run_here, start
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +63,7 @@ def opened(place, say=print):
 
 
 def test_checkpoints_are_restored_and_the_oldest_deleted(bucket):
+    """A step without the file that orbax leaves last does not count."""
     with opened(bucket / "run") as checkpoints:
         for step, accuracy in enumerate((0.5, 0.9, 0.1, 0.2)):
             checkpoints.save(step, arrays(step), {"step": step}, accuracy=accuracy)
@@ -77,19 +78,12 @@ def test_checkpoints_are_restored_and_the_oldest_deleted(bucket):
         restore_part(bucket / "run", 0, ("n",), shapes().n)
     with pytest.raises(UserError, match="elsewhere: there are no checkpoints"):
         restore_part(bucket / "elsewhere", None, ("n",), shapes().n)
-
-
-def test_a_half_written_one_is_never_used(bucket):
-    """A step without the file that orbax leaves last."""
-    with opened(bucket) as checkpoints:
-        for step in (1, 2):
-            checkpoints.save(step, arrays(step), {}, accuracy=None)
-    (mark,) = (file for file in (bucket / "2").iterdir() if "commit_success" in file.name)
+    (mark,) = (file for file in (bucket / "run/3").iterdir() if "commit_success" in file.name)
     mark.unlink()
-    assert restore_part(bucket, None, ("n",), shapes().n) == (1, 1)
-    with opened(bucket) as checkpoints:
+    assert restore_part(bucket / "run", None, ("n",), shapes().n) == (2, 2)
+    with opened(bucket / "run") as checkpoints:
         found = checkpoints.restore(shapes())
-    assert found is not None and found[0] == 1
+    assert found is not None and found[0] == 2
 
 
 def test_a_damaged_one_is_set_aside(bucket):
@@ -137,7 +131,7 @@ def test_processes_share_nothing_but_the_bucket(storage, home, tmp_path, monkeyp
         monkeypatch.setenv(name, value)
     scorer = {"reward__scorer": f"{ROOT / 'tests' / 'support' / 'scorers.py'}:even"}
     first = scorer | {"pretrain__num_steps": 2}
-    run(tmp_path / "made", home, **first | {"train__num_steps": 1})
+    run_here(tmp_path / "made", home, **first | {"train__num_steps": 1})
     settings = scorer | {
         "pretrain": None,
         "model__tokenizer": str(tmp_path / "made" / "tokenizer"),
@@ -162,27 +156,19 @@ def test_processes_share_nothing_but_the_bucket(storage, home, tmp_path, monkeyp
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_a_bucket_in_a_new_directory(storage, home, tmp_path, monkeypatch):
+def test_a_run_goes_on_from_a_bucket_in_a_new_directory(bucket, home, tmp_path):
     """Machines are new after every preemption."""
-    for name, value in storage.items():
-        monkeypatch.setenv(name, value)
     here = {"pretrain__num_steps": 2}
     here["reward__scorer"] = f"{ROOT / 'tests' / 'support' / 'scorers.py'}:even"
-    there = here | {"checkpoint__directory": "gs://bucket/run"}
-    run(tmp_path / "whole", home, **here)
-
-    def in_bucket(workdir, **settings):
-        return finish(start(tmp_path / workdir, home, **there, **settings))
-
-    code, out, err = in_bucket("first", train__num_steps=1)
-    assert code == 0, err
+    there = here | {"checkpoint__directory": str(bucket)}
+    run_here(tmp_path / "whole", home, **here)
+    run_here(tmp_path / "first", home, **there, train__num_steps=1)
     assert not (tmp_path / "first" / "checkpoints").exists()
-    code, out, err = in_bucket("second")
-    assert code == 0 and "resuming after step 1 of 3" in out, (out, err)
+    assert "resuming after step 1 of 3" in run_here(tmp_path / "second", home, **there)[1]
     whole, second = metrics_of(tmp_path / "whole"), metrics_of(tmp_path / "second")
     assert second == whole[2:]
     last = rollouts_of(tmp_path / "second")
     assert last == {name: rollouts_of(tmp_path / "whole")[name] for name in last}
-    code, out, err = in_bucket("third", seed=1)
-    assert code == 2 and "gs://bucket/run belongs to a run with another config" in err
-    assert "config.seed: 0 there, 1 now" in err
+    wanted = "(?s)gs://bucket/.* belongs to a run with another config.*config.seed: 0 there, 1 now"
+    with pytest.raises(UserError, match=wanted):
+        run_here(tmp_path / "third", home, **there, seed=1)

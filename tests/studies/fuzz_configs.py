@@ -91,7 +91,6 @@ def learned(rng: random.Random) -> dict[str, Any]:
     enabled = rng.random() < 0.8
     return chosen | {
         "dynamic_sampling__enabled": enabled,
-        "dynamic_sampling__prefilter": enabled and rng.random() < 0.3,
         "dynamic_sampling__partial_rollouts": enabled and rng.random() < 0.3,
     }
 

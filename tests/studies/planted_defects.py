@@ -159,6 +159,9 @@ def run(copy: Path, tests: str) -> int:
     command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", *tests.split(" ", 2)]
     # The libraries' byte code of the whole suite, see conftest.py, instead of one for each copy.
     kept = {"PYTHONPYCACHEPREFIX": str(ROOT / ".pytest_cache" / "d" / "bytecode")}
+    # Programs that a defect leaves as they are compile once for all copies.
+    kept |= {"JAX_COMPILATION_CACHE_DIR": str(copy.parent / "programs")}
+    kept |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
     env = os.environ | kept | {"PYTHONDONTWRITEBYTECODE": ""}
     done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
     if done.returncode not in (0, 1):

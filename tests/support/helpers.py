@@ -43,6 +43,7 @@ SMALL: dict[str, Any] = {
     "train.rows_per_micro_batch": 8,
     "evaluation.every_steps": 2,
     "evaluation.num_samples": 4,
+    "evaluation.top_p": 1.0,  # evaluations have the programs of training rollouts
     "checkpoint.every_steps": 1,
     "log.rollouts_per_step": 4,
 }

@@ -18,6 +18,7 @@ RUN = {
     "data__train__sums__num_problems": 40,
     "mesh__data": 2,
     "mesh__fsdp": 2,
+    "model__num_layers": 1,  # each process compiles its own programs
     # An untrained model, and a scorer that finds something right in what it writes.
     "pretrain__num_steps": 2,
     "reward__scorer": f"{ROOT / 'tests' / 'support' / 'scorers.py'}:even",

@@ -116,18 +116,6 @@ def test_the_watchdog_reports_a_long_silence(capsys, place, monkeypatch):
     assert re.search("nothing has moved for .*; waiting for the device", err)
 
 
-def test_text_is_streamed_as_it_comes():
-    class Out(list):
-        write, flush = list.append, lambda self: self.append("|")
-
-    out = Out()
-    streams = generate._Streams(2, lambda: chr, out)
-    streams.show([(0, 0, [65], False), (0, 1, [97], False)])
-    streams.show([(0, 0, [66], True), (0, 1, [98], False)])
-    streams.show([(0, 1, [99], True)])
-    assert "".join(out) == "--- 1 of 2\nA|B\n--- 2 of 2\nab|c\n|"
-
-
 def test_characters_of_several_tokens_are_held_until_they_are_whole():
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
