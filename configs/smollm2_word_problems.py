@@ -36,6 +36,6 @@ def get_config(method: str = "") -> ConfigDict:
     c.dynamic_sampling.max_prompts = 128
     c.optimizer.learning_rate = 2e-5
     c.train.update(num_steps=12, prompts_per_step=16, prompts_per_update=4, row_tokens=320)
-    c.train.rows_per_micro_batch = 8
+    c.train.update(rows_per_micro_batch=8, share_prompts=True)
     c.evaluation.update(every_steps=3, num_samples=8)
     return c
