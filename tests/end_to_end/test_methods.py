@@ -100,6 +100,7 @@ def on_policy_groups(learner, params, rng, step):
     return groups
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_step_that_shares_prompts_learns_the_same():
     """With all that is read off packed rows: recomputed log-probs, reference and critic."""

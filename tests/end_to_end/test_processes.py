@@ -62,6 +62,7 @@ def two(tmp_path_factory, home):
     return workdir, run_all(workdir, home, 2, **RUN)
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(one, two):
     workdir, (first, second) = two
     assert_same_run(one, workdir)

@@ -87,6 +87,7 @@ def events(monkeypatch):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings, reads, most",
     [
