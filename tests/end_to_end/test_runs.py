@@ -269,6 +269,7 @@ def test_an_exported_checkpoint_is_read_again(finished, tmp_path, capsys):
     assert exporting(arguments) == 2 and "holds no run" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_of_more_steps_resumes_before_a_damaged_checkpoint(finished, tmp_path, home):
     """6 steps, then 7, is a run of 7: num_steps may change. One step is traced."""
     workdir = tmp_path / "longer"

@@ -237,6 +237,7 @@ def tokens(num_devices=1, **changes):
     return engines.tokens_of(generate(engine, params, [problem], num_samples=2)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["tpu", "gpu"])
 def test_a_kernel_generates_the_same_tokens(kernel):
     """With the heads over two devices, except where jax 0.12 partitions no interpreted kernel that

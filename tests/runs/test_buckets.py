@@ -86,6 +86,7 @@ def test_checkpoints_are_restored_and_the_oldest_deleted(bucket):
     assert found is not None and found[0] == 2
 
 
+@pytest.mark.slow
 def test_a_damaged_one_is_set_aside(bucket):
     said = []
     with opened(bucket, said.append) as checkpoints:

@@ -235,6 +235,7 @@ def test_a_non_finite_gradient_changes_nothing_and_is_counted(params, samples):
     assert result.skipped == 0 and state.updates == 1
 
 
+@pytest.mark.slow
 def test_rematerialisation_keeps_less_and_changes_nothing():
     """The gradient through the layers with each policy, and the temporaries of its program, which
     config.py lists from most to least."""
