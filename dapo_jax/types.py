@@ -223,9 +223,8 @@ class Samples(NamedTuple):
     # bool, False where the loss leaves it out: invalid, not scored, overlong filtering
     trained_R: np.ndarray
     counted_R: np.ndarray  # bool, False where its group's baseline leaves it out too
-    rewards_RC: (
-        np.ndarray
-    )  # float64, components of the reward: each scorer's, the overlong punishment
+    # float64, components of the reward: each scorer's, the overlong punishment
+    rewards_RC: np.ndarray
     # Process supervision: (tokens up to the end of the step, its reward), for each response.
     steps: tuple[tuple[tuple[int, float], ...], ...]
 

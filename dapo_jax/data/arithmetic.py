@@ -28,10 +28,10 @@ def prompt_text(terms: Sequence[int]) -> str:
     return "Add:" + "".join(f" {x}={n}" for x, n in zip(LABELS, terms)) + "\n"
 
 
-def is_heldout(terms: Sequence[int]) -> bool:
-    """Returns whether a problem is held out, a function of the problem alone: the sides of the
-    split cannot overlap."""
-    return hashlib.sha256(prompt_text(terms).encode()).digest()[0] % HELDOUT_SHARE == 0
+def is_heldout(text: str) -> bool:
+    """Returns whether problems of this text are held out. It is a function of the text alone, so
+    the sides of the split cannot overlap."""
+    return hashlib.sha256(text.encode()).digest()[0] % HELDOUT_SHARE == 0
 
 
 def generate_problems(
@@ -52,7 +52,7 @@ def generate_problems(
     while len(seen) < num:
         level = levels[len(seen) % len(levels)]
         terms = tuple(rng.integers(1, 10, level).tolist())
-        if terms not in seen and is_heldout(terms) == heldout:
+        if terms not in seen and is_heldout(prompt_text(terms)) == heldout:
             seen.add(terms)
     # Sorted, because the order of a set is not repeatable.
     problems = sorted(seen)

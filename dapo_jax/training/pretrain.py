@@ -56,12 +56,13 @@ def text_rows(config: Config, tokenizer: Any) -> Iterator[Rows]:
         tokens = sum(map(length, waiting))
         while tokens < p.rows_per_step * length_of_row:
             terms = tuple(rng.integers(1, 10, rng.choice(choices)).tolist())
-            if arithmetic.is_heldout(terms):
+            prompt_text = arithmetic.prompt_text(terms)
+            if arithmetic.is_heldout(prompt_text):
                 continue
             text, complete = arithmetic.write_response(
                 terms, rng, config.rollout.max_response_tokens
             )
-            prompt = tokenizer.encode(arithmetic.prompt_text(terms))
+            prompt = tokenizer.encode(prompt_text)
             response = tokenizer.encode(text) + ([tokenizer.eos_token_id] if complete else [])
             response = np.asarray(response[: config.rollout.max_response_tokens], np.int32)
             waiting.append((prompt, response))

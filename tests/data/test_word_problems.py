@@ -4,11 +4,13 @@ import re
 
 import pytest
 
+from dapo_jax.config.schema import GENERATED
 from dapo_jax.data import word_problems
+from dapo_jax.data.dataset import GENERATORS
 from dapo_jax.data.word_problems import KINDS, NAMES, THINGS, generate_problems
 
-# Of Tom, Mia, eggs, a = 20, b = 5 and c = 3, worked out by hand; where c * b - a would be negative
-# the answer is too, and no such problem is generated.
+# Of Tom, Mia, eggs, a = 20, b = 5 and c = 3, worked out by hand; where c * b - a is negative no
+# such problem is generated.
 ANSWERS = {1: (25, 15, 15, 25, 15, 15, 15), 2: (22, 18, 35, -5, 35, 18, 5)}
 
 
@@ -38,6 +40,11 @@ def test_no_kind_with_the_same_numbers_is_on_both_sides():
         for n, side, seed in ((3000, False, 0), (600, True, 1))
     ]
     assert not sides[0] & sides[1]
+
+
+def test_the_config_knows_the_generators_and_their_levels():
+    assert GENERATED.keys() == GENERATORS.keys()
+    assert GENERATED["word_problems"] == tuple(KINDS)
 
 
 def test_one_level_alone():

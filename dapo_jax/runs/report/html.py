@@ -70,8 +70,7 @@ def details(summary: str, *parts_html: str, kind: str = "", bar: float | None = 
         kind: a class of the style.
         bar: a share from 0 to 1, shown before the summary.
     """
-    bar_html = (
-        "" if bar is None else f'<span class=bar><i style="width:{100 * bar:.0f}%"></i></span>'
-    )
+    style = "" if bar is None else f'style="width:{100 * bar:.0f}%"'
+    bar_html = style and f"<span class=bar><i {style}></i></span>"
     title = f'<summary class="{kind}">{bar_html}{html.escape(summary)}</summary>'
     return f"<details>{title}{''.join(parts_html)}</details>"
