@@ -1,4 +1,4 @@
-"""The components of a run, and its state between two steps. `dapo_jax.train` works with both."""
+"""The components of a run, and its state between two steps, for `dapo_jax.train_loop`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

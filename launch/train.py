@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
             return 0
         workdir = default_workdir(argv) if flags.workdir is None else Path(flags.workdir)
         from dapo_jax.distributed import process_group
-        from dapo_jax.train import train
+        from dapo_jax.train_loop import train
 
         process_group = process_group.start(
             flags.coordinator_address,

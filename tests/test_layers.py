@@ -9,7 +9,7 @@ from tests.conftest import ROOT
 # Each package or top module may import those before it, and itself.
 ORDER = [
     "types", "utils", "algorithms", "rewards", "distributed", "config", "data", "models",
-    "rollout", "runs", "training", "evaluation", "setup", "train", "tools",
+    "rollout", "runs", "training", "evaluation", "setup", "train_loop", "tools",
 ]  # fmt: skip
 # Besides: these do not import each other, and algorithms are pure.
 APART = {"training": {"rollout"}, "algorithms": {"rewards"}}

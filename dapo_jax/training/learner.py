@@ -1,7 +1,7 @@
 """The learner: one pass of updates over the scored groups of a rollout step.
 
-`dapo_jax.train` calls `Learner.train_on`. Rewards and advantages are of the whole batch, which is
-then cut into mini-batches, one optimiser step each.
+`dapo_jax.train_loop` calls `Learner.train_on`. Rewards and advantages are of the whole batch,
+which is then cut into mini-batches, one optimiser step each.
 """
 
 import functools

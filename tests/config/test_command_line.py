@@ -94,7 +94,7 @@ def test_the_directory_of_a_run_is_named_after_its_config(config, place):
 def test_train_runs_in_the_default_directory(monkeypatch):
     started = []
     monkeypatch.setattr(
-        "dapo_jax.train.train", lambda config, workdir, group: started.append(workdir)
+        "dapo_jax.train_loop.train", lambda config, workdir, group: started.append(workdir)
     )
     assert train(["program", TINY]) == train(["program", TINY, "--workdir=~/x"]) == 0
     assert started == [Path("runs/tiny_dapo").resolve(), Path.home() / "x"]

@@ -15,14 +15,14 @@ HANGS = f"""
 import pathlib, runpy, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 if __name__ == "__main__":
-    from dapo_jax import train
-    ready = train.TrainLoop._groups_to_train
+    from dapo_jax import train_loop
+    ready = train_loop.TrainLoop._groups_to_train
     def hang(self, groups, step):
         if step == 4 and self.process_group.index == 1:
             pathlib.Path(__file__).with_suffix(".begun").touch()
             time.sleep(10_000)
         return ready(self, groups, step)
-    train.TrainLoop._groups_to_train = hang
+    train_loop.TrainLoop._groups_to_train = hang
     runpy.run_path({str(ROOT / "launch" / "train.py")!r}, run_name="__main__")
 """
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
-from dapo_jax import train
+from dapo_jax import train_loop
 from dapo_jax.config import Config
 from dapo_jax.data.tokenizer import load_tokenizer
 from dapo_jax.distributed.process_group import EXIT_RESTART
@@ -123,14 +123,14 @@ def test_all_compiles_before_the_first_step(finished):
 
 def stopped_in(step, number, monkeypatch):
     """Has this signal arrive at the beginning of a step."""
-    real = train.TrainLoop.one_step
+    real = train_loop.TrainLoop.one_step
 
     def one_step(loop, state):
         if state.step + 1 == step:
             signal.raise_signal(number)
         return real(loop, state)
 
-    monkeypatch.setattr(train.TrainLoop, "one_step", one_step)
+    monkeypatch.setattr(train_loop.TrainLoop, "one_step", one_step)
 
 
 @pytest.mark.slow

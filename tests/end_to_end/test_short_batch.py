@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from dapo_jax.train import TrainLoop
+from dapo_jax.train_loop import TrainLoop
 from dapo_jax.types import RunError
 from tests.support.helpers import make_group, tiny_config
 

@@ -7,7 +7,7 @@ from unittest import mock
 import jax
 import pytest
 
-from dapo_jax import train
+from dapo_jax import train_loop
 from dapo_jax.config import Config, hf_config
 from dapo_jax.data.tokenizer import load_tokenizer, stop_tokens
 from dapo_jax.models import hf_weights
@@ -82,8 +82,8 @@ def events(monkeypatch):
     recorded(base_model, "load_or_make", "read base", after=True)
     recorded(Checkpoints, "restore", "restore", after=True)
     recorded(Checkpoints, "save", "save")
-    recorded(train.TrainLoop, "_evaluate", "evaluate")
-    recorded(train.TrainLoop, "one_step", "step")
+    recorded(train_loop.TrainLoop, "_evaluate", "evaluate")
+    recorded(train_loop.TrainLoop, "one_step", "step")
     return found
 
 

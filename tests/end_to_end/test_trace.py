@@ -3,7 +3,7 @@
 import re
 import sys
 
-from dapo_jax import train
+from dapo_jax import train_loop
 from dapo_jax.training.learner import Learner
 from tests.conftest import ROOT
 from tests.support.runs import run_here
@@ -24,7 +24,7 @@ def documented():
 
 def test_a_rollout_step_calls_what_readme_says_in_that_order(tmp_path, home, monkeypatch):
     calls = []
-    step = train.TrainLoop.one_step
+    step = train_loop.TrainLoop.one_step
     here = f"{ROOT}/dapo_jax/"
 
     def record(frame, event, argument):
@@ -40,7 +40,7 @@ def test_a_rollout_step_calls_what_readme_says_in_that_order(tmp_path, home, mon
         finally:
             sys.setprofile(None)
 
-    monkeypatch.setattr(train.TrainLoop, "one_step", recorded)
+    monkeypatch.setattr(train_loop.TrainLoop, "one_step", recorded)
     # Without it the update is traced within the step.
     monkeypatch.setattr(Learner, "compile", lambda _: None)
     scorer = f"{ROOT / 'tests' / 'support' / 'scorers.py'}:even"

@@ -29,7 +29,7 @@ import jax
 from dapo_jax.algorithms.advantages import ADVANTAGES
 from dapo_jax.config import Config
 from dapo_jax.config.schema import Aggregation
-from dapo_jax.train import train
+from dapo_jax.train_loop import train
 from dapo_jax.types import UserError
 from tests.algorithms.test_policy_losses import SETTINGS, configured
 from tests.support.helpers import tiny_dict

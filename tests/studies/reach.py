@@ -18,7 +18,7 @@ from pathlib import Path
 
 import jax
 
-from dapo_jax import train as train_module
+from dapo_jax import train_loop as train_module
 from dapo_jax.config import Config
 from dapo_jax.rollout import scheduler
 from dapo_jax.training.learner import Learner

@@ -13,7 +13,7 @@ from unittest import mock
 
 import jax
 
-from dapo_jax import setup, train
+from dapo_jax import setup, train_loop
 from dapo_jax.models import decoder
 from dapo_jax.models.sharding import AXES, make_mesh
 from dapo_jax.runs.checkpoint import Checkpoints
@@ -62,7 +62,7 @@ def run_here(workdir, home, *, devices=1, config=None, **overrides):
         jax.numpy_dtype_promotion("standard"),
         contextlib.redirect_stdout(out),
     ):
-        stopped_by = train.train(config, workdir)
+        stopped_by = train_loop.train(config, workdir)
     return stopped_by, out.getvalue()
 
 
