@@ -1,4 +1,4 @@
-"""Statistics of n samples per problem: avg@k, pass@k, cons@k and their bootstrap interval.
+"""Statistics of n samples per problem: avg@k, pass@k and cons@k.
 
 Each returns one value per problem; the quoted figure is their mean. The reference reports best@k
 and maj@k as bootstrap averages, which differ from these by resampling noise.
@@ -67,30 +67,6 @@ def cons_at_k(answers_QK: Sequence[Sequence[str | None]], correct_QK: ArrayLike)
 def powers_up_to(n: int) -> list[int]:
     """Returns 1, 2, 4, ... and n itself: the k at which pass@k is reported."""
     return sorted({1 << i for i in range(n.bit_length()) if 1 << i <= n} | {n})
-
-
-def bootstrap_interval(
-    values_Q: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 2000, seed: int = 0
-) -> tuple[float, float]:
-    """Returns the percentile interval (low, high) of the mean over problems, by bootstrap.
-
-    Problems are resampled with replacement; the value of each is fixed. Source: Efron and
-    Tibshirani 1993, section 13.3.
-
-    Args:
-        values_Q: one value per problem, such as its share of correct samples.
-        confidence: probability covered, in (0, 1).
-        num_resamples: 1 or more.
-        seed: 0 or more; equal seeds give equal intervals.
-    """
-    values_Q = np.asarray(values_Q, np.float64)
-    assert values_Q.ndim == 1 and values_Q.size, f"values of shape {values_Q.shape}"
-    assert 0 < confidence < 1 and num_resamples >= 1, f"{confidence}, {num_resamples}"
-    generator = np.random.default_rng(seed)
-    # One resample at a time: an array of all of them would be num_resamples times the problems.
-    means = [generator.choice(values_Q, values_Q.size).mean() for _ in range(num_resamples)]
-    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return float(low), float(high)
 
 
 def _as_bool_QK(correct_QK: ArrayLike) -> np.ndarray:

@@ -12,6 +12,9 @@ from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.types import Rubric
 from dapo_jax.rollout.collector import RolloutCollector
 from dapo_jax.types import Attempt, Attempts, Group, Problem
+from dapo_jax.utils.bootstrap import bootstrap_interval
+
+RESAMPLES = 2000  # of the problems, for each interval
 
 
 def evaluate(
@@ -88,7 +91,7 @@ def statistics(
     figures: dict[str, Any] = {
         name: {
             "value": float(values_Q.mean()),
-            "interval": list(estimators.bootstrap_interval(values_Q)),
+            "interval": list(bootstrap_interval(values_Q, resamples=RESAMPLES)),
         }
         for name, values_Q in per_problem.items()
     }

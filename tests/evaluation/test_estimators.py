@@ -1,4 +1,4 @@
-"""avg@k, pass@k, cons@k and the bootstrap, against enumeration and cases computed by hand."""
+"""avg@k, pass@k and cons@k, against enumeration and cases computed by hand."""
 
 import itertools
 import math
@@ -8,7 +8,6 @@ import pytest
 
 from dapo_jax.evaluation.estimators import (
     avg_at_k,
-    bootstrap_interval,
     cons_at_k,
     pass_at_k,
     powers_up_to,
@@ -90,26 +89,3 @@ def test_an_answer_judged_both_ways_has_the_share_that_is_right():
 
 def test_the_k_of_pass_at_k():
     assert [powers_up_to(n) for n in (1, 2, 6)] == [[1], [1, 2], [1, 2, 4, 6]]
-
-
-def test_bootstrap_interval_of_two_values_is_exact():
-    # Resamples of (0, 1) have mean 0, 1/2, 1 with probability 1/4, 1/2, 1/4.
-    assert bootstrap_interval([0.0, 1.0]) == (0.0, 1.0)
-    assert bootstrap_interval([0.0, 1.0], confidence=0.4) == (0.5, 0.5)
-
-
-def test_bootstrap_interval_agrees_with_enumeration():
-    values = [0.0, 0.1, 0.5, 1.0]
-    means = [np.mean(resample) for resample in itertools.product(values, repeat=4)]
-    low, high = bootstrap_interval(values, confidence=0.8, num_resamples=20_000, seed=3)
-    # Within one percent of probability of the exact quantiles, which are steps.
-    assert np.quantile(means, 0.09) <= low <= np.quantile(means, 0.11)
-    assert np.quantile(means, 0.89) <= high <= np.quantile(means, 0.91)
-
-
-def test_bootstrap_interval_repeats_and_degenerates():
-    values_Q = np.random.default_rng(0).random(15)
-    assert bootstrap_interval(values_Q, seed=4) == bootstrap_interval(values_Q, seed=4)
-    assert bootstrap_interval(values_Q, seed=4) != bootstrap_interval(values_Q, seed=5)
-    assert bootstrap_interval([0.25, 0.25, 0.25]) == (0.25, 0.25)
-    assert bootstrap_interval([0.75]) == (0.75, 0.75)
