@@ -387,7 +387,7 @@ class TrainLoop:
         return last or step % self.config.evaluation.every_steps == 0
 
     def _evaluate(self, step: int, learner: LearnerState) -> dict[str, float]:
-        """Returns the metrics of the held-out problems."""
+        """Returns the metrics of the held-out problems, and stores some responses."""
         run, num_samples = self.components, self.config.evaluation.num_samples
         self.telemetry.phase(f"step {step}: evaluating on {len(run.heldout)} problems")
         # An update before it cannot be repeated, so a stop waits for the end of the evaluation.
@@ -396,7 +396,9 @@ class TrainLoop:
             run.heldout_rubrics, num_samples, run.eval_sampling, self.pool, telemetry
         )
         with run.engine.weights(learner.policy.params):
-            return evaluate(collector, run.heldout, self._key(EVALUATION_KEY, step))
+            numbers, groups = evaluate(collector, run.heldout, self._key(EVALUATION_KEY, step))
+        self.directory.save_heldout(step, groups)
+        return numbers
 
     def _writes_a_trace(self) -> None:
         self.telemetry.watchdog.limited = False  # until the next step: a trace takes long to write

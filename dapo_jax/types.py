@@ -195,6 +195,11 @@ class Attempt(NamedTuple):
     verdict: Verdict
     invalid: bool = False  # its logits were not finite
 
+    @property
+    def finish_reason(self) -> str:
+        """That of its `Response`."""
+        return "invalid" if self.invalid else "length" if self.truncated else "stop"
+
 
 class Attempts(NamedTuple):
     """The responses to one problem of a benchmark."""

@@ -19,11 +19,11 @@ RESAMPLES = 2000  # of the problems, for each interval
 
 def evaluate(
     collector: RolloutCollector, problems: Sequence[Problem], key: jax.Array
-) -> dict[str, float]:
-    """Returns the metrics `eval/...` of the engine's weights over all problems.
+) -> tuple[dict[str, float], list[Attempts]]:
+    """Returns the metrics `eval/...` of the engine's weights over all problems, and the responses.
 
     Several sources also have metrics `eval/<source>/...` each. The processes of the run generate a
-    share each, and all return the same metrics.
+    share each, and all return the same.
     """
     rubrics, pool = collector.rubrics, collector.pool
     groups = [attempts_of(group) for group in collector.collect(problems, key)]
@@ -32,7 +32,7 @@ def evaluate(
     for source in sources if len(sources) > 1 else ():
         of_source = [group for group in groups if group.problem.source == source]
         metrics |= _metrics(of_source, rubrics, pool, f"eval/{source}")
-    return metrics
+    return metrics, groups
 
 
 def attempts_of(group: Group) -> Attempts:

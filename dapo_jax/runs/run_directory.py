@@ -4,6 +4,7 @@ config.json              the frozen config, versions, git commit and command
 metrics.jsonl            one object per rollout step
 tensorboard/             the same as TensorBoard events
 rollouts/step_*.jsonl    some responses with their rewards
+heldout/step_*.jsonl     the first response to a few held-out problems, at each evaluation
 tokenizer/               in Hugging Face format
 base/, checkpoints/      see `dapo_jax.training.base_model` and `dapo_jax.runs.checkpoint`
 summary.json             at the end
@@ -23,8 +24,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dapo_jax.config import Config
-from dapo_jax.types import Group, RunError, UserError
+from dapo_jax.types import Attempts, Group, Problem, RunError, UserError
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy")
 # Fields that may differ when a run is resumed: they do not change what is computed.
@@ -36,6 +39,7 @@ MAY_CHANGE = (
     "reward.workers",
     "rollout.watchdog_",
 )
+HELDOUT_PROBLEMS = 8  # with a response in each file of heldout/
 UNREADABLE = (OSError, ValueError, LookupError, TypeError)  # errors of `read_config`
 
 
@@ -90,15 +94,16 @@ class RunDirectory:
         self._events: Any = None  # a SummaryWriter
 
     def rewind(self, step: int) -> None:
-        """Deletes metrics, events and rollouts after `step`, which a resumed run repeats."""
+        """Deletes metrics, events and responses after `step`, which a resumed run repeats."""
         if not self.writes:
             return
         lines = self._metrics.read_text().splitlines() if self._metrics.exists() else []
         kept = [line for line in lines if _step_of(line) <= step]
         write_atomically(self._metrics, "".join(line + "\n" for line in kept))
-        for file in (self.path / "rollouts").glob("step_*.jsonl"):
-            if int(file.stem.removeprefix("step_")) > step:
-                file.unlink()
+        for directory in ("rollouts", "heldout"):
+            for file in (self.path / directory).glob("step_*.jsonl"):
+                if int(file.stem.removeprefix("step_")) > step:
+                    file.unlink()
         (self.path / "summary.json").unlink(missing_ok=True)
         import tensorboardX  # here, because it takes a second to load
 
@@ -139,19 +144,13 @@ class RunDirectory:
         """
         if not self.writes:
             return
-        directory = self.path / "rollouts"
-        directory.mkdir(exist_ok=True)
         per_group = max(1, most // max(1, len(groups)))
-        lines = []
+        records = []
         for group, values in zip(groups, rewards):
             shown = list(zip(group.responses, group.verdicts, values))[:per_group]
             for response, verdict, reward in shown:
                 record = {
-                    "step": step,
-                    "problem_id": group.problem.id,
-                    "source": group.problem.source,
-                    "prompt": group.problem.prompt,
-                    "answer": group.problem.answer,
+                    **_start_of_record(step, group.problem),
                     "response": response.text,
                     "correct": verdict.correct,
                     "reward": float(reward),
@@ -160,8 +159,39 @@ class RunDirectory:
                     "note": verdict.note,
                     **({} if verdict.extra is None else {"extra": verdict.extra}),
                 }
-                lines.append(json.dumps(record) + "\n")
-        write_atomically(directory / f"step_{step:06d}.jsonl", "".join(lines[:most]))
+                records.append(record)
+        self._write_records("rollouts", step, records[:most])
+
+    def save_heldout(self, step: int, groups: Sequence[Attempts]) -> None:
+        """Writes the first response to a few held-out problems, the same ones at each evaluation.
+
+        Args:
+            groups: all problems in order. Those written are spread over them: sources and levels
+                may follow one another.
+        """
+        if not self.writes:
+            return
+        chosen = np.linspace(0, len(groups) - 1, min(HELDOUT_PROBLEMS, len(groups)))
+        records = []
+        for problem, attempts in (groups[i] for i in chosen.round().astype(int)):
+            first = attempts[0]
+            record = {
+                **_start_of_record(step, problem),
+                "response": first.text,
+                "correct": first.verdict.correct,
+                "accuracy": sum(a.verdict.correct for a in attempts) / len(attempts),  # avg@k
+                "length": first.length,
+                "finish_reason": first.finish_reason,
+                "note": first.verdict.note,
+            }
+            records.append(record)
+        self._write_records("heldout", step, records)
+
+    def _write_records(self, name: str, step: int, records: Sequence[dict[str, Any]]) -> None:
+        directory = self.path / name
+        directory.mkdir(exist_ok=True)
+        lines = (json.dumps(record) + "\n" for record in records)
+        write_atomically(directory / f"step_{step:06d}.jsonl", "".join(lines))
 
     def save_summary(self, summary: dict[str, Any]) -> None:
         """Writes summary.json."""
@@ -180,6 +210,16 @@ def write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text)
     os.replace(temporary, path)
+
+
+def _start_of_record(step: int, problem: Problem) -> dict[str, Any]:
+    return {
+        "step": step,
+        "problem_id": problem.id,
+        "source": problem.source,
+        "prompt": problem.prompt,
+        "answer": problem.answer,
+    }
 
 
 def _step_of(line: str) -> float:

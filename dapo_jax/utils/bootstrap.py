@@ -3,6 +3,8 @@
 import numpy as np
 from numpy.typing import ArrayLike
 
+BLOCK_VALUES = 1_000_000  # resampled at once
+
 
 def bootstrap_interval(
     values: ArrayLike, *, level: float = 0.95, resamples: int = 10_000, seed: int = 0
@@ -22,9 +24,11 @@ def bootstrap_interval(
     assert values.ndim == 1 and values.size, f"values of shape {values.shape}"
     assert 0 < level < 1 and resamples >= 1, f"{level}, {resamples}"
     generator = np.random.default_rng(seed)
-    # One resample at a time: an array of all of them would be `resamples` times the values.
-    means = [generator.choice(values, values.size).mean() for _ in range(resamples)]
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    # In blocks: an array of all resamples would be `resamples` times the values.
+    most = max(1, BLOCK_VALUES // values.size)
+    sizes = [min(most, resamples - done) for done in range(0, resamples, most)]
+    means = [generator.choice(values, (size, values.size)).mean(axis=1) for size in sizes]
+    low, high = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 
 

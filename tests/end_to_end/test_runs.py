@@ -79,6 +79,8 @@ def test_a_run_leaves_what_it_promises(finished):
     for name in ("report.html", "report.png", "tokenizer/tokenizer.json", "tensorboard"):
         assert (workdir / name).exists(), name
     assert len(rollouts_of(workdir)) == STEPS
+    evaluated = [f"step_{n['step']:06d}.jsonl" for n in steps if "eval/avg@4" in n]
+    assert sorted(rollouts_of(workdir, "heldout")) == evaluated
     for word in ("base model", "reward", "left", "held-out accuracy", "report.html"):
         assert word in out
 
@@ -159,7 +161,8 @@ def test_a_second_run_stopped_three_times_is_the_same_bit_for_bit(
             assert 4 < done <= STEPS and metrics_of(workdir) == undisturbed[:done]
     assert "resuming after step 5" in run_here(workdir, home, **RUN)[1]
     assert metrics_of(workdir) == undisturbed
-    assert rollouts_of(workdir) == rollouts_of(finished[0])
+    for name in ("rollouts", "heldout"):
+        assert rollouts_of(workdir, name) == rollouts_of(finished[0], name)
     ours, theirs = params_at(workdir, STEPS, **RUN), params_at(finished[0], STEPS, **RUN)
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 

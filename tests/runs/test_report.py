@@ -10,7 +10,7 @@ import pytest
 
 from dapo_jax.runs.report import page as report
 from dapo_jax.runs.report import plots
-from dapo_jax.runs.report.data import load_runs
+from dapo_jax.runs.report.data import by_method, load_runs
 from dapo_jax.runs.report.paper_curves import SOURCES, Curve, load_paper
 from dapo_jax.types import UserError
 from tests.config.test_command_line import call, load_launcher
@@ -20,9 +20,9 @@ from tests.support.helpers import tiny_config
 launcher = load_launcher("report")
 
 
-def write_run(directory, *, steps=6, summary=True, k=4, sources=(), updates=8):
+def write_run(directory, *, steps=6, summary=True, k=4, sources=(), updates=8, seed=0):
     directory.mkdir(parents=True)
-    config = tiny_config(evaluation__num_samples=k).to_dict()
+    config = tiny_config(evaluation__num_samples=k, seed=seed).to_dict()
     frozen = {"config": config, "versions": {"python": "3"}, "command": "train <now>"}
     (directory / "config.json").write_text(json.dumps(frozen))
     lines = []
@@ -44,12 +44,22 @@ def write_run(directory, *, steps=6, summary=True, k=4, sources=(), updates=8):
                 "optimizer/updates": updates,
             }
         if step % 2 == 0:
-            numbers |= {f"eval/avg@{k}": 0.25 + 0.1 * step, f"eval/pass@{k}": 0.9}
+            numbers |= {f"eval/avg@{k}": 0.25 + 0.1 * step + 0.01 * seed, f"eval/pass@{k}": 0.9}
             numbers |= {"eval/interval_low": 0.2, "eval/interval_high": 0.9}
             numbers |= {f"eval/{s}/avg@{k}": 0.1 * (1 + i) for i, s in enumerate(sources)}
         lines.append(json.dumps(numbers))
     (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     (directory / "rollouts").mkdir()
+    (directory / "heldout").mkdir()
+    for step in (0, steps):
+        records = [
+            {"step": step, "prompt": f"problem {i}\n", "response": f"<{step}>", "answer": "8"}
+            | {"correct": i < 2 or (i == 7 and step > 0), "accuracy": 0.5, "length": 3}
+            | {"finish_reason": "stop"}
+            for i in range(8)
+        ]
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        (directory / "heldout" / f"step_{step:06d}.jsonl").write_text(text)
     for step in (1, steps):
         record = {"prompt": f"prompt {step} <b>\n", "response": "Answer: 7", "answer": "8"}
         record |= {"correct": False, "reward": -2.0, "length": 3, "finish_reason": "length"}
@@ -67,8 +77,8 @@ def without_plots(monkeypatch):
 
 def draw(places, paper=()):
     """{title: axis} of the plots."""
-    runs = load_runs(places)
-    axes = plots.draw(runs, [run.name for run in runs], paper).axes
+    methods = by_method(load_runs(places))
+    axes = plots.draw(methods, [method.name for method in methods], paper).axes
     return {axis.get_title(loc="left"): axis for axis in axes}
 
 
@@ -77,6 +87,7 @@ def legend(axis):
 
 
 ACCURACY, ENTROPY = "held-out accuracy, %", "entropy, nats per token"
+BY_TOKENS = "held-out accuracy by tokens sampled, %"
 LENGTH = "response length, tokens"
 
 
@@ -90,6 +101,43 @@ def test_the_page_of_a_run(tmp_path):
     png = (tmp_path / "run" / "report.png").read_bytes()
     width, height = struct.unpack(">II", png[16:24])
     assert png[:4] == b"\x89PNG" and width > 1000 and height > 700
+
+
+def test_held_out_responses_before_and_after(tmp_path, without_plots):
+    """The problem whose verdict changed stands first."""
+    page = report.write_report(write_run(tmp_path / "run")).read_text()
+    *_, shown = page.partition("The same held-out problems")
+    shown, *_ = shown.partition("Sampled responses")
+    assert re.findall("<b>problem (.)", shown) == ["7", "0", "1", "2", "3"]
+    assert "<th>base model</th><th>after step 6</th>" in shown
+    before, after = re.findall("<td>(.*?)</td>", shown, re.DOTALL)[:2]
+    assert "&lt;0&gt;" in before and "wrong, 8 is right, ended by itself; 3 tokens" in before
+    assert "&lt;6&gt;" in after and "correct, ended by itself; 3 tokens; 50% of 4" in after
+
+
+def test_seeds_of_a_method_are_one_line_with_an_interval(tmp_path, without_plots):
+    places = [write_run(tmp_path / "dapo" / f"seed_{seed}", seed=seed) for seed in range(3)]
+    places.append(write_run(tmp_path / "dapo" / "seed_3", seed=3, steps=4, summary=False))
+    places.insert(1, write_run(tmp_path / "long", k=8, updates=16))
+    axes = draw(places)
+    by_step, by_tokens = (axes[title].get_lines()[0] for title in (ACCURACY, BY_TOKENS))
+    np.testing.assert_allclose(by_step.get_xydata(), [[0, 26.5], [2, 46.5], [4, 66.5]])
+    # 8 prompts of 4 responses with a mean of 11, 12, 13 and 14 tokens at the first four steps.
+    np.testing.assert_allclose(by_tokens.get_xdata(), [0, 32 * 23, 32 * 50])
+    np.testing.assert_allclose(by_tokens.get_ydata(), by_step.get_ydata())
+    band = axes[ACCURACY].collections[0].get_paths()[0].vertices
+    assert band[:, 1].min() == pytest.approx(25.25, abs=0.3)  # of 25, 26, 27 and 28
+    assert len(axes[ENTROPY].get_lines()) == 2
+    page = report.write_report(places[0], others=places[1:]).read_text()
+    assert "dapo, 4 seeds: held-out accuracy 26.5 % to 66.5 % in 4 steps (still running)" in page
+    assert "held-out avg@4</td><td>26.5% [25" in page and "held-out avg@8</td><td>25.0%<" in page
+
+
+def test_runs_without_counts_have_no_panel_of_tokens(tmp_path):
+    run = write_run(tmp_path / "run")
+    assert BY_TOKENS in draw([run])
+    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().splitlines()[0] + "\n")
+    assert len(axes := draw([run])) == 9 and BY_TOKENS not in axes
 
 
 def test_every_plotted_metric_is_one_that_runs_log():

@@ -6,7 +6,7 @@ import pytest
 
 from dapo_jax.config import Config
 from dapo_jax.runs.run_directory import RunDirectory, read_config
-from dapo_jax.types import UserError
+from dapo_jax.types import Attempt, Attempts, Problem, UserError, Verdict
 from tests.support.helpers import tiny_config
 
 COSINE = {"optimizer__final_rate_share": 0.1}
@@ -79,6 +79,33 @@ def test_a_run_past_the_last_step_is_left_as_it_is(tmp_path):
     with pytest.raises(UserError, match=r"num_steps is 2, and the run in .* is past it, at step 3"):
         RunDirectory(tmp_path, tiny_config(train__num_steps=2))
     assert files_of(tmp_path) == before
+
+
+def test_responses_to_held_out_problems_are_spread_and_rewound(tmp_path):
+    verdicts = [Verdict(True, 1.0), Verdict(False, -1.0)]
+    groups = [
+        Attempts(
+            Problem(i, f"prompt {i}", (), "7", "sums" if i < 8 else "words"),
+            tuple(Attempt(f"text {i} {j}", 5, j == 1, v) for j, v in enumerate(verdicts)),
+        )
+        for i in range(22)
+    ]
+    directory = RunDirectory(tmp_path, tiny_config())
+    for step in (0, 3, 6):
+        directory.save_heldout(step, groups)
+    directory.rewind(3)
+    directory.close()
+    files = sorted((tmp_path / "heldout").iterdir())
+    assert [file.name for file in files] == ["step_000000.jsonl", "step_000003.jsonl"]
+    records = [json.loads(line) for line in files[1].read_text().splitlines()]
+    assert [record["problem_id"] for record in records] == [0, 3, 6, 9, 12, 15, 18, 21]
+    assert records[-1] == {
+        "step": 3, "problem_id": 21, "source": "words", "prompt": "prompt 21", "answer": "7",
+        "response": "text 21 0", "correct": True, "accuracy": 0.5, "length": 5,
+        "finish_reason": "stop", "note": "",
+    }  # fmt: skip
+    RunDirectory(tmp_path / "other", tiny_config(), writes=False).save_heldout(0, groups)
+    assert not (tmp_path / "other").exists()
 
 
 def test_steps_that_were_not_saved_are_not_in_the_way(tmp_path):

@@ -133,8 +133,8 @@ def metrics_of(workdir):
     ]
 
 
-def rollouts_of(workdir):
-    return {file.name: file.read_text() for file in (workdir / "rollouts").iterdir()}
+def rollouts_of(workdir, name="rollouts"):
+    return {file.name: file.read_text() for file in (workdir / name).iterdir()}
 
 
 def params_at(workdir, step, **overrides):

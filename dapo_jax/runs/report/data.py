@@ -4,9 +4,15 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from dapo_jax.types import UserError
+from dapo_jax.utils.bootstrap import bootstrap_interval
+
+# Groups of config.json that two seeds of one method may differ in.
+APART = ("seed", "checkpoint", "log")
+RESAMPLES = 2000  # of the seeds, for each point
 
 
 class Run(NamedTuple):
@@ -16,18 +22,101 @@ class Run(NamedTuple):
     directory: Path
     num_samples: int  # k of the held-out metrics
     frozen: dict[str, Any]  # config.json
-    steps: list[dict[str, Any]]  # one per line of metrics.jsonl; `eval/avg@32` as `eval/avg@k`
+    steps: list[dict[str, Any]]  # one per line of metrics.jsonl, see `_metrics`
     summary: dict[str, Any] | None  # None while the run continues
 
-    def values(self, metric: str) -> list[tuple[float, float]]:
-        """Returns (rollout step, value) of each step that has the metric."""
-        return [(n["step"], n[metric]) for n in self.steps if metric in n]
+
+class Point(NamedTuple):
+    """A value of a plot or table."""
+
+    x: float
+    value: float
+    interval: tuple[float, float] | None  # 95 %
+
+
+class Method(NamedTuple):
+    """Runs that differ in their seed alone, and have one line in each plot; often one run."""
+
+    name: str
+    runs: tuple[Run, ...]
+
+    @property
+    def num_samples(self) -> int:
+        return self.runs[0].num_samples
+
+    @property
+    def last_step(self) -> int:
+        """The last step that all runs have done."""
+        return min(run.steps[-1]["step"] for run in self.runs)
+
+    def points(self, metric: str, x: str = "step") -> list[Point]:
+        """Returns a point for each step at which all runs have the metric.
+
+        Several runs give their mean and its bootstrap interval over seeds. One run gives its value;
+        held-out accuracy has the interval over the choice of problems.
+
+        Args:
+            x: "step" or "tokens".
+        """
+        found = [{n["step"]: n for n in r.steps if metric in n and x in n} for r in self.runs]
+        points = []
+        for step in sorted(set.intersection(*map(set, found))):
+            numbers = [of_run[step] for of_run in found]
+            values, first, interval = [n[metric] for n in numbers], numbers[0], None
+            if len(values) > 1:
+                interval = bootstrap_interval(values, resamples=RESAMPLES)
+            elif metric == "eval/avg@k" and "eval/interval_low" in first:
+                interval = first["eval/interval_low"], first["eval/interval_high"]
+            points.append(Point(fmean(n[x] for n in numbers), fmean(values), interval))
+        return points
+
+    def has(self, metric: str, x: str = "step") -> bool:
+        """Returns whether a step of each run has the metric."""
+        return all(any(metric in n and x in n for n in run.steps) for run in self.runs)
 
     def sources(self) -> list[str]:
         """Returns the names of the held-out sources, if there are several."""
-        names = dict.fromkeys(name for numbers in self.steps for name in numbers)
+        names = dict.fromkeys(name for numbers in self.runs[0].steps for name in numbers)
         matches = (re.fullmatch("eval/(.+)/avg@k", name) for name in names)
         return [match[1] for match in matches if match]
+
+
+def by_method(runs: Sequence[Run]) -> list[Method]:
+    """Returns the runs with those together that differ in their seed alone, in the order given. A
+    run that repeats another is a method of its own."""
+    found: list[list[Run]] = []
+    for run in runs:
+        same = (
+            others
+            for others in found
+            if _without_seed(others[0]) == _without_seed(run)
+            and all(_seed(other) != _seed(run) for other in others)
+        )
+        if (others := next(same, None)) is None:
+            found.append([run])
+        else:
+            others.append(run)
+    names = [_method_name(of) for of in found]
+    return [
+        Method(name if names.count(name) == 1 else of[0].name, tuple(of))
+        for name, of in zip(names, found)
+    ]
+
+
+def _without_seed(run: Run) -> dict[str, Any]:
+    return {name: value for name, value in run.frozen["config"].items() if name not in APART}
+
+
+def _seed(run: Run) -> int:
+    return run.frozen["config"]["seed"]
+
+
+def _method_name(runs: Sequence[Run]) -> str:
+    """Returns `dapo` for several seeds in `dapo_0` or `dapo/seed_0`, and on."""
+    if len(runs) == 1:
+        return runs[0].name
+    name = re.sub(r"(^|[-_/])(seed|s)?[-_=]?\d+$", "", runs[0].name)
+    return name or runs[0].directory.parent.name
 
 
 def load_runs(directories: Sequence[Path]) -> list[Run]:
@@ -62,6 +151,7 @@ def _load_run(name: str, directory: Path) -> Run:
         # The last line may be half written.
         lines = [line for line in file.read_text().splitlines() if line.endswith("}")]
         steps = [_metrics(json.loads(line), k) for line in lines]
+        _count_tokens(steps, frozen["config"]["rollout"]["group_size"])
         file = directory / "summary.json"
         summary = json.loads(file.read_text()) if file.exists() else None
     except OSError as error:
@@ -79,7 +169,7 @@ def _load_run(name: str, directory: Path) -> Run:
 
 
 def _metrics(numbers: dict[str, Any], k: int) -> dict[str, Any]:
-    """Returns metrics with names that do not hold k, and shares of prompts without signal."""
+    """Returns metrics with `eval/avg@32` as `eval/avg@k`, and shares of prompts without signal."""
     of_k = f"@{k}"
     numbers = {
         f"{name.removesuffix(of_k)}@k" if name.endswith(of_k) else name: value
@@ -90,3 +180,14 @@ def _metrics(numbers: dict[str, Any], k: int) -> dict[str, Any]:
         numbers["share/all_right"] = numbers["sampling/prompts_all_right"] / tried
         numbers["share/all_wrong"] = numbers["sampling/prompts_all_wrong"] / tried
     return numbers | {"step": int(numbers["step"])}
+
+
+def _count_tokens(steps: Sequence[dict[str, Any]], group_size: int) -> None:
+    """Adds to each step `tokens`, those of all responses sampled since the start."""
+    if not any("length/mean" in numbers for numbers in steps):
+        return
+    tokens = 0.0
+    for numbers in steps:
+        prompts = numbers.get("sampling/prompts_tried", 0)
+        tokens += numbers.get("length/mean", 0) * prompts * group_size
+        numbers["tokens"] = tokens

@@ -19,6 +19,8 @@ summary { cursor: pointer; padding: .15em 0; } details details { margin-left: 1.
 .bar { display: inline-block; width: 8em; height: .7em; background: #e6e3dd; margin-right: .7em; }
 .bar i { display: block; height: 100%; background: #3a7d44; }
 .note { margin: 0; color: #666; font-size: 13px; }
+.pair { width: 100%; table-layout: fixed; margin-bottom: 1.5em; }
+.pair td, .pair th { text-align: left; vertical-align: top; }
 .right { color: #2f6b38; } .wrong { color: #a33; }
 """
 
@@ -48,6 +50,13 @@ def table(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> str:
     return f"<table>{head}{''.join(line(row, 'td') for row in rows)}</table>"
 
 
+def columns(header: Sequence[str], cells_html: Sequence[str]) -> str:
+    """Returns parts side by side, in columns of equal width."""
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
+    cells = "".join(f"<td>{cell}</td>" for cell in cells_html)
+    return f"<table class=pair><tr>{head}</tr><tr>{cells}</tr></table>"
+
+
 def image(png: bytes, alt: str) -> str:
     """Returns an image whose data is part of the page."""
     return f'<img alt="{alt}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
@@ -58,9 +67,9 @@ def pre(text: str, *, bold: str = "") -> str:
     return f"<pre>{f'<b>{html.escape(bold)}</b>' if bold else ''}{html.escape(text)}</pre>"
 
 
-def note(text: str) -> str:
-    """Returns a paragraph in small type."""
-    return f"<p class=note>{html.escape(text)}</p>"
+def note(text: str, *, kind: str = "") -> str:
+    """Returns a paragraph in small type, of a class of the style."""
+    return f'<p class="note {kind}">{html.escape(text)}</p>'
 
 
 def details(summary: str, *parts_html: str, kind: str = "", bar: float | None = None) -> str:

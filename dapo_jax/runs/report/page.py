@@ -1,20 +1,27 @@
-"""The page of one run or several: plots, a table of before and after, and sampled responses."""
+"""The page of one run or several: plots, before and after in figures and responses."""
 
 import errno
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from dapo_jax.runs.report import html
-from dapo_jax.runs.report.data import Run, load_runs
+from dapo_jax.runs.report.data import Method, Run, by_method, load_runs
 from dapo_jax.runs.report.paper_curves import Curve
 from dapo_jax.runs.report.plots import plot
 from dapo_jax.types import UserError
 from dapo_jax.utils.progress import duration
 
 EXAMPLES = 4  # responses shown of the first and of the last step
+TRANSCRIPTS = 5  # held-out problems shown with a response before and one after
+ENDS = {"stop": "ended by itself", "length": "cut at the limit", "invalid": "invalid"}
 ABOUT = """One point per rollout step. Held-out accuracy has a band: its 95 % interval over the
 choice of problems. Entropy, probability and clipping are means over trained tokens."""
+ABOUT_SEEDS = """Runs that differ in their seed alone are one line: their mean at the steps that all
+have done, with its 95 % bootstrap interval over seeds, which a few seeds make too narrow."""
+ABOUT_TRANSCRIPTS = """The first sample of each problem, not a chosen one; problems whose verdict
+changed stand first."""
 ABOUT_PAPER = """Grey: the curves of the DAPO paper (arXiv:2503.14476), of a model with 32 billion
 parameters and of AIME 2024; compare their shape, not their height. The paper counts updates, 16 of
 them to a rollout step, on the axis above each plot. Where that axis has a scale of its own, the
@@ -30,7 +37,8 @@ def write_report(
 
     Args:
         directory: the run.
-        others: other runs, drawn into the same plots, each with a table of its own.
+        others: other runs, drawn into the same plots, each with a table of its own. Runs that
+            differ in their seed alone are drawn as one.
         paper: the DAPO paper's curves, drawn into the same plots.
 
     Returns:
@@ -40,18 +48,21 @@ def write_report(
         UserError: one of the directories holds no run, or the first cannot be written to.
     """
     runs = load_runs([directory, *others])
-    headlines = [_headline(run, timed=len(runs) == 1) for run in runs]
-    png = plot(runs, headlines, paper)
+    methods = by_method(runs)
+    headlines = [_headline(method, timed=len(runs) == 1) for method in methods]
+    png = plot(methods, headlines, paper)
+    about = [ABOUT] + [ABOUT_SEEDS] * (len(methods) < len(runs)) + [ABOUT_PAPER] * bool(paper)
     header = ("", "before", "after")
     page = html.page(
-        runs[0].name,
+        methods[0].name,
         headlines,
-        html.note(f"{ABOUT} {ABOUT_PAPER if paper else ''}"),
+        html.note(" ".join(about)),
         html.image(png, "plots of the run"),
         *(
-            html.heading(f"{run.name}: before and after") + html.table(_rows(run), header)
-            for run in runs
+            html.heading(f"{_title(method)}: before and after") + html.table(_rows(method), header)
+            for method in methods
         ),
+        *_transcripts(runs[0]),
         html.heading("Sampled responses"),
         *_examples(runs[0]),
         html.heading("Config"),
@@ -71,25 +82,33 @@ def write_report(
     return file
 
 
-def _headline(run: Run, *, timed: bool) -> str:
-    line = f"{run.name}: "
-    values = [value for _, value in run.values("eval/avg@k")]
-    if values:
-        line += f"held-out accuracy {100 * values[0]:.1f} % to {100 * values[-1]:.1f} % in "
-    line += f"{run.steps[-1]['step']} steps"
-    if run.summary is None:
+def _title(method: Method) -> str:
+    seeds = len(method.runs)
+    return method.name if seeds == 1 else f"{method.name}, {seeds} seeds"
+
+
+def _headline(method: Method, *, timed: bool) -> str:
+    line = f"{_title(method)}: "
+    points = method.points("eval/avg@k")
+    if points:
+        first, last = 100 * points[0].value, 100 * points[-1].value
+        line += f"held-out accuracy {first:.1f} % to {last:.1f} % in "
+    line += f"{method.last_step} steps"
+    summary = method.runs[0].summary
+    if any(run.summary is None for run in method.runs):
         line += " (still running)"
-    elif timed:  # alone: of several runs one makes the base, the next reuses it
-        line += f" ({duration(run.summary['seconds'])})"
+    elif timed and summary:  # alone: of several runs one makes the base, the next reuses it
+        line += f" ({duration(summary['seconds'])})"
     return line
 
 
-def _rows(run: Run) -> list[tuple[str, str, str]]:
-    """Returns (title, before, after) of the table. Before is the base model, or the first step."""
-    k = run.num_samples
+def _rows(method: Method) -> list[tuple[str, str, str]]:
+    """Returns (title, before, after) of the table. Before is the base model, or the first step.
+    Several seeds have their interval."""
+    k, seeds = method.num_samples, len(method.runs)
     rows = [
         (f"held-out avg@{k}", "eval/avg@k", "{:.1%}"),
-        *((f"held-out avg@{k}, {s}", f"eval/{s}/avg@k", "{:.1%}") for s in run.sources()),
+        *((f"held-out avg@{k}, {s}", f"eval/{s}/avg@k", "{:.1%}") for s in method.sources()),
         (f"held-out cons@{k}", "eval/cons@k", "{:.1%}"),
         (f"held-out pass@{k}", "eval/pass@k", "{:.1%}"),
         ("held-out length, tokens", "eval/length_mean", "{:.1f}"),
@@ -102,10 +121,38 @@ def _rows(run: Run) -> list[tuple[str, str, str]]:
     ]
     table = []
     for title, metric, form in rows:
-        values = [value for _, value in run.values(metric)]
-        if values:
-            table.append((title, form.format(values[0]), form.format(values[-1])))
+        points = method.points(metric)
+        cells = [form.format(point.value) for point in points]
+        if seeds > 1:
+            of = [[form.format(bound) for bound in point.interval or ()] for point in points]
+            cells = [f"{cell} [{', '.join(bounds)}]" for cell, bounds in zip(cells, of)]
+        if cells:
+            table.append((title, cells[0], cells[-1]))
     return table
+
+
+def _transcripts(run: Run) -> list[str]:
+    """Returns responses of the base model and of the last evaluation side by side, as HTML."""
+    files = sorted((run.directory / "heldout").glob("step_*.jsonl"))
+    if len(files) < 2:
+        return []
+    before, after = (_records(file) for file in (files[0], files[-1]))
+    pairs = sorted(zip(before, after), key=lambda pair: pair[0]["correct"] == pair[1]["correct"])
+    parts = [html.heading("The same held-out problems, before and after")]
+    parts.append(html.note(ABOUT_TRANSCRIPTS))
+    header = ("base model", f"after step {after[0]['step']}")
+    for pair in pairs[:TRANSCRIPTS]:
+        cells = [
+            html.pre(record["response"])
+            + html.note(
+                f"{_verdict(record)}; {record['length']} tokens; "
+                f"{record['accuracy']:.0%} of {run.num_samples} samples correct",
+                kind="right" if record["correct"] else "wrong",
+            )
+            for record in pair
+        ]
+        parts += [html.pre("", bold=pair[0]["prompt"]), html.columns(header, cells)]
+    return parts
 
 
 def _examples(run: Run) -> list[str]:
@@ -113,12 +160,18 @@ def _examples(run: Run) -> list[str]:
     files = sorted((run.directory / "rollouts").glob("step_*.jsonl"))
     parts = []
     for file in [files[0], files[-1]] if len(files) > 1 else files:
-        records = [json.loads(line) for line in file.read_text().splitlines()]
+        records = _records(file)
         parts.append(html.heading(f"step {int(file.stem.removeprefix('step_'))}", level=3))
         for record in records[:: max(1, len(records) // EXAMPLES)][:EXAMPLES]:
-            verdict = "correct" if record["correct"] else f"wrong, {record['answer']} is right"
-            if record["finish_reason"] == "length":
-                verdict += ", cut at the limit"
-            about = f"{verdict}; {record['length']} tokens, reward {record['reward']:+.2f}"
+            about = f"{_verdict(record)}; {record['length']} tokens, reward {record['reward']:+.2f}"
             parts += [html.pre(record["response"], bold=record["prompt"]), html.note(about)]
     return parts
+
+
+def _records(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def _verdict(record: dict[str, Any]) -> str:
+    verdict = "correct" if record["correct"] else f"wrong, {record['answer']} is right"
+    return f"{verdict}, {ENDS[record['finish_reason']]}"

@@ -1,13 +1,13 @@
 """The plots of a run's page, after the DAPO paper's figures 2, 3 and 7; matplotlib is used here.
 
-One run has a colour for each series. Several runs have a colour each, named above the plots, and
-dashes and markers for each series. The paper's curves are grey. The paper counts updates: its
+One method has a colour for each series. Several methods have a colour each, named above the plots,
+and dashes and markers for each series. The paper's curves are grey. The paper counts updates: its
 curves have the runs' scale where these make equally many updates per rollout step, and at least a
 quarter of the paper's in all. Otherwise they are stretched over the width of the runs.
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -15,9 +15,9 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from dapo_jax.runs.report.data import Run
+from dapo_jax.runs.report.data import Method
 from dapo_jax.runs.report.paper_curves import Curve
 
 COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#8d6a9f", "#c17c1e")
@@ -26,6 +26,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # their number has no factor in c
 INK, GREY = "#222222", "#777777"
 PAPER_STYLES = (("#777777", "--"), ("#555555", "-."), ("#a5a5a5", "--"))
 SOURCE_CHARACTERS = 20
+COLUMNS = 4  # panels in a row below those of held-out accuracy
 LEGEND_INSIDE = 4  # entries; a longer legend is put below its plot
 COMPARABLE = 4.0  # scales that differ by no more than this are drawn as one
 PERCENT, NUMBER = 100.0, 1.0
@@ -35,6 +36,8 @@ class Panel(NamedTuple):
     title: str
     unit: float  # PERCENT or NUMBER
     series: tuple[tuple[str, str], ...]  # (metric, label)
+    x: str = "step"
+    x_label: str = "rollout step"
 
 
 ACCURACY = (("eval/avg@k", "avg@k"), ("eval/cons@k", "cons@k"), ("eval/pass@k", "pass@k"))
@@ -52,6 +55,9 @@ LENGTH = (("length/mean", "mean"), ("length/max", "longest"))
 PROBABILITY = (("policy/token_prob", "probability"),)
 PANELS = (
     Panel("held-out accuracy, %", PERCENT, ACCURACY),
+    Panel(
+        "held-out accuracy by tokens sampled, %", PERCENT, ACCURACY[:1], "tokens", "tokens sampled"
+    ),
     Panel("training accuracy, %", PERCENT, TRAINING),
     Panel("reward of the trained responses, mean", NUMBER, (("reward/mean", "reward"),)),
     Panel("response length, tokens", NUMBER, LENGTH),
@@ -86,46 +92,67 @@ def to_png(figure: Figure) -> bytes:
     return image.getvalue()
 
 
-def plot(runs: Sequence[Run], headlines: Sequence[str], paper: Sequence[Curve] = ()) -> bytes:
-    """Returns the plots as a PNG, with the headline of each run above them."""
-    return to_png(draw(runs, headlines, paper))
+def plot(methods: Sequence[Method], headlines: Sequence[str], paper: Sequence[Curve] = ()) -> bytes:
+    """Returns the plots as a PNG, with the headline of each method above them."""
+    return to_png(draw(methods, headlines, paper))
 
 
-def draw(runs: Sequence[Run], headlines: Sequence[str], curves: Sequence[Curve] = ()) -> Figure:
+def draw(
+    methods: Sequence[Method], headlines: Sequence[str], curves: Sequence[Curve] = ()
+) -> Figure:
     """Returns the plots as a figure. Arguments: see `plot`."""
-    figure = new_figure(13.5, 11.5 if curves else 9.5)
-    updates = common_updates(runs, curves)
-    for axis, panel in zip(figure.subplots(3, 3).ravel(), PANELS):
-        series = _series(panel, runs)
-        handles = _draw_runs(axis, panel.unit, series, runs)
-        of_panel = [curve for curve in curves if curve.metric in dict(panel.series)]
+    figure = new_figure(15.5, 11.5 if curves else 9.5)
+    updates = common_updates(methods, curves)
+    for panel, axis in _axes(figure, methods):
+        series = _series(panel, methods)
+        handles = _draw_methods(axis, panel, series, methods)
+        by_step = panel.x == "step"
+        of_panel = [c for c in curves if by_step and c.metric in dict(panel.series)]
         if of_panel:
-            handles += _draw_paper(axis, panel, of_panel, runs, updates)
-        label_axis(axis, panel.title, "rollout step")
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+            handles += _draw_paper(axis, panel, of_panel, methods, updates)
+        label_axis(axis, panel.title, panel.x_label)
+        if by_step:
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+        else:
+            axis.xaxis.set_major_formatter(EngFormatter())
         below = {"loc": "upper left", "bbox_to_anchor": (-0.05, -0.17), "ncols": 2, "fontsize": 7}
         if handles:
             place = below if len(handles) > LEGEND_INSIDE else {"fontsize": 8}
             axis.legend(handles=handles, handlelength=3, edgecolor="none", **place)
-    if len(runs) == 1:
+    if len(methods) == 1:
         figure.suptitle(_plain(headlines[0]), fontsize=13)
     else:
         figure.legend(
             handles=[
                 Line2D([], [], color=colour, linewidth=3, label=_plain(headline))
-                for colour, headline in zip(_colours(len(runs)), headlines)
+                for colour, headline in zip(_colours(len(methods)), headlines)
             ],
             loc="outside upper center",
-            ncols=1 if len(runs) <= 4 else 2,
+            ncols=1 if len(methods) <= 4 else 2,
             frameon=False,
         )
     return figure
 
 
-def common_updates(runs: Sequence[Run], curves: Sequence[Curve]) -> float | None:
-    """Returns updates per rollout step, if runs and paper can have one scale; else None."""
-    steps = [run.steps[-1]["step"] for run in runs]
-    updates = [sum(value for _, value in run.values("optimizer/updates")) for run in runs]
+def _axes(figure: Figure, methods: Sequence[Method]) -> Iterator[tuple[Panel, Any]]:
+    """Yields the panels that the methods have with their axes: accuracy above, others in fours."""
+    panels = [
+        p
+        for p in PANELS
+        if p.x == "step" or any(method.has("eval/avg@k", p.x) for method in methods)
+    ]
+    top = len(panels) - 2 * COLUMNS
+    grid = figure.add_gridspec(3, top * COLUMNS)
+    for i, panel in enumerate(panels):
+        row, column, width = (0, i, COLUMNS) if i < top else (*divmod(i - top, COLUMNS), top)
+        row += i >= top
+        yield panel, figure.add_subplot(grid[row, column * width : (column + 1) * width])
+
+
+def common_updates(methods: Sequence[Method], curves: Sequence[Curve]) -> float | None:
+    """Returns updates per rollout step, if methods and paper can have one scale; else None."""
+    steps = [method.last_step for method in methods]
+    updates = [sum(p.value for p in method.points("optimizer/updates")) for method in methods]
     rates = [u / max(1, s) for u, s in zip(updates, steps)]
     if not curves or min(rates) <= 0 or max(rates) > 1.01 * min(rates):
         return None
@@ -136,63 +163,61 @@ def _end(curves: Sequence[Curve]) -> float:
     return max(curve.points[-1][0] for curve in curves)
 
 
-def _series(panel: Panel, runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Returns (metric, label) of each series that a run has, with one for each held-out source."""
-    ks = {run.num_samples for run in runs}
+def _series(panel: Panel, methods: Sequence[Method]) -> list[tuple[str, str]]:
+    """Returns (metric, label) of each series that a method has, one for each held-out source."""
+    ks = {method.num_samples for method in methods}
     at_k = f"@{min(ks)}" if len(ks) == 1 else "@k"
     series = [(metric, label.replace("@k", at_k)) for metric, label in panel.series]
-    if panel.series[0][0] == "eval/avg@k":
-        sources = dict.fromkeys(source for run in runs for source in run.sources())
+    if panel.series is ACCURACY:
+        sources = dict.fromkeys(source for method in methods for source in method.sources())
         series += [
             (f"eval/{source}/avg@k", f"avg{at_k}, {name}")
             for source, name in zip(sources, _short_names(list(sources)))
         ]
-    return [pair for pair in series if any(run.values(pair[0]) for run in runs)]
+    return [pair for pair in series if any(method.has(pair[0]) for method in methods)]
 
 
-def _draw_runs(
-    axis: Any, unit: float, series: Sequence[tuple[str, str]], runs: Sequence[Run]
+def _draw_methods(
+    axis: Any, panel: Panel, series: Sequence[tuple[str, str]], methods: Sequence[Method]
 ) -> list[Line2D]:
-    """Draws the runs into one panel; returns the entries of its legend."""
-    several = len(runs) > 1
-    colours = _colours(len(runs) if several else len(series))
+    """Draws the methods into one panel, with their intervals; returns the entries of its legend."""
+    several = len(methods) > 1
+    colours = _colours(len(methods) if several else len(series))
     handles = []
     for s, (metric, label) in enumerate(series):
         style: dict[str, Any] = {"linewidth": 1.6, "markersize": 3, "marker": "o"}
         if several:
             style |= {"linestyle": DASHES[s % len(DASHES)], "marker": MARKERS[s % len(MARKERS)]}
-        for r, run in enumerate(runs):
-            points = run.values(metric)
+        for m, method in enumerate(methods):
+            points = method.points(metric, panel.x)
             if not points:
                 continue
-            steps, values = zip(*points)
-            style["color"] = colours[r if several else s]
+            style["color"] = colours[m if several else s]
             line = {"marker": None} if len(points) > 60 else {}
-            axis.plot(steps, [unit * value for value in values], **style | line)
-            if metric == "eval/avg@k":
-                _band(axis, run, style["color"])
+            xs, values = [p.x for p in points], [panel.unit * p.value for p in points]
+            axis.plot(xs, values, **style | line)
+            bounds = [(p.x, *p.interval) for p in points if p.interval]
+            if bounds:
+                xs, low, high = np.array(bounds).T
+                low, high = panel.unit * low, panel.unit * high
+                axis.fill_between(xs, low, high, color=style["color"], alpha=0.15, linewidth=0)
         if not several or len(series) > 1:
             style |= {"color": INK} if several else {}
             handles.append(Line2D([], [], label=_plain(label), **style))
     return handles
 
 
-def _band(axis: Any, run: Run, colour: str) -> None:
-    """Draws the interval of held-out accuracy over the choice of problems."""
-    low, high = dict(run.values("eval/interval_low")), dict(run.values("eval/interval_high"))
-    steps = sorted(low.keys() & high.keys())
-    if steps:
-        bounds = ([PERCENT * bound[step] for step in steps] for bound in (low, high))
-        axis.fill_between(steps, *bounds, color=colour, alpha=0.15, linewidth=0)
-
-
 def _draw_paper(
-    axis: Any, panel: Panel, curves: Sequence[Curve], runs: Sequence[Run], updates: float | None
+    axis: Any,
+    panel: Panel,
+    curves: Sequence[Curve],
+    methods: Sequence[Method],
+    updates: float | None,
 ) -> list[Line2D]:
     """Draws the paper's curves with an axis for their updates and, for lengths of another
     magnitude, one for their tokens; returns the entries of the legend."""
     if updates is None:
-        width = max(run.steps[-1]["step"] for run in runs)
+        width = max(method.last_step for method in methods)
         steps_per_update = max(1, width) / _end(curves)
         title = "updates of the paper, on a scale of their own"
     else:
@@ -203,7 +228,7 @@ def _draw_paper(
     )
     height = 1.0
     if panel.series[0][0] == "length/mean":
-        height = _height(panel, curves, runs)
+        height = _height(panel, curves, methods)
         if height != 1:
             _second_axis(axis.secondary_yaxis, "right", height).set_ylabel(
                 "tokens of the paper, on a scale of their own", fontsize=8, color=GREY
@@ -217,17 +242,17 @@ def _draw_paper(
             color=colour,
             linestyle=dashes,
             linewidth=1.1,
-            zorder=1.5,  # below the runs
+            zorder=1.5,  # below the methods
             label=_plain(curve.label),
         )
     return handles
 
 
-def _height(panel: Panel, curves: Sequence[Curve], runs: Sequence[Run]) -> float:
-    """Returns the factor that makes the paper's lengths as high as the runs'; 1 for one scale."""
+def _height(panel: Panel, curves: Sequence[Curve], methods: Sequence[Method]) -> float:
+    """Returns the factor that makes the paper's lengths as high as ours; 1 for one scale."""
     theirs = max(value for curve in curves for _, value in curve.points)
-    values = [v for run in runs for metric, _ in panel.series for _, v in run.values(metric)]
-    ours = max(values, default=theirs)
+    points = [p for method in methods for metric, _ in panel.series for p in method.points(metric)]
+    ours = max((point.value for point in points), default=theirs)
     if min(ours, theirs) <= 0 or max(ours, theirs) <= COMPARABLE * min(ours, theirs):
         return 1.0
     return ours / theirs
