@@ -1,0 +1,86 @@
+"""The rows of the DAPO paper's Table 1 on a task that a small model does not finish.
+
+Command:   python launch/train.py --config=configs/ablation.py:ROW
+           python launch/ablate.py runs all rows with several seeds and writes the table
+Hardware:  2 CPU cores, 1 GB of memory
+"""
+
+from ml_collections import ConfigDict
+
+from configs import tiny_dapo
+from dapo_jax.types import UserError
+
+SUMS = dict(path="arithmetic", levels=(3, 7, 9, 11))
+
+
+def grpo(c: ConfigDict) -> None:
+    """Naive GRPO: one bound, the mean of each response, every prompt is kept. No KL, like DAPO."""
+    c.objective.clip_high = c.objective.clip_low
+    c.objective.aggregation = "seq-mean-token-mean"
+    c.reward.update(overlong_buffer_tokens=0, overlong_penalty=0.0)
+    c.dynamic_sampling.enabled = False
+
+
+def overlong_filter(c: ConfigDict) -> None:
+    """+ overlong filtering: responses cut at the limit are masked."""
+    grpo(c)
+    c.objective.overlong_filter = True
+
+
+def clip_higher(c: ConfigDict) -> None:
+    """+ clip-higher."""
+    overlong_filter(c)
+    c.objective.clip_high = 0.28
+
+
+def overlong_punishment(c: ConfigDict) -> None:
+    """+ soft overlong punishment, in place of the filter, as in the published DAPO."""
+    grpo(c)
+    c.objective.clip_high = 0.28
+    c.reward.update(overlong_buffer_tokens=16, overlong_penalty=1.0)
+
+
+def token_loss(c: ConfigDict) -> None:
+    """+ token-level loss: DAPO without dynamic sampling."""
+    c.dynamic_sampling.enabled = False
+
+
+def dapo(c: ConfigDict) -> None:
+    """+ dynamic sampling: DAPO."""
+
+
+def no_clip_higher(c: ConfigDict) -> None:
+    """DAPO without clip-higher."""
+    c.objective.clip_high = c.objective.clip_low
+
+
+def no_overlong_punishment(c: ConfigDict) -> None:
+    """DAPO without soft overlong punishment."""
+    c.reward.update(overlong_buffer_tokens=0, overlong_penalty=0.0)
+
+
+def no_token_loss(c: ConfigDict) -> None:
+    """DAPO without token-level loss."""
+    c.objective.aggregation = "seq-mean-token-mean"
+
+
+# In the paper's order, then one left out.
+ROWS = (
+    grpo, overlong_filter, clip_higher, overlong_punishment, token_loss, dapo,
+    no_clip_higher, no_overlong_punishment, no_token_loss,
+)  # fmt: skip
+
+
+def get_config(row: str = "dapo") -> ConfigDict:
+    """Returns tiny_dapo on longer sums, judged as it samples, with the changes of a row."""
+    rows = {change.__name__: change for change in ROWS}
+    if row not in rows:
+        raise UserError(f"--config=configs/ablation.py:ROW: {row!r} is not one of {', '.join(rows)}.")
+    c = tiny_dapo.get_config()
+    c.data.train.sums.update(SUMS)
+    c.data.heldout.sums.update(SUMS)
+    c.rollout.max_response_tokens = 80
+    c.evaluation.update(every_steps=4, num_samples=32, top_p=1.0)  # temperature 1 is the default
+    c.train.num_steps = 24
+    rows[row](c)
+    return c
