@@ -1,3 +1,18 @@
 """DAPO in JAX: reinforcement learning of language models on problems with checkable answers."""
 
+from dapo_jax.api import (
+    EvaluationRecord,
+    RunRecord,
+    evaluate,
+    export,
+    generate,
+    load_config,
+    plan,
+    report,
+    score,
+    train,
+)
+
 __version__ = "0.1.0"
+__all__ = ["EvaluationRecord", "RunRecord", "evaluate", "export", "generate", "load_config"]
+__all__ += ["plan", "report", "score", "train"]

@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
         config, flags = parse(argv, __doc__ or "", texts=texts, integers=integers, floats=floats)
         from dapo_jax.evaluation.cli import evaluate_model, request
 
-        stopped_by = evaluate_model(config, request(config, flags))
+        stopped_by = evaluate_model(config, request(config, flags)).stopped_by
     except Exception as error:
         return fail(error)
     return 0 if stopped_by is None else 128 + stopped_by

@@ -68,7 +68,8 @@ def simulate(config: Any, flags: Any) -> tuple[dict[str, Any], str]:
 
 def compiled(config: Any, flags: Any) -> tuple[dict[str, Any], str]:
     """Returns (a plan or a search, its text)."""
-    from dapo_jax.tools.plan import chips, plan, programs, report, search
+    import dapo_jax
+    from dapo_jax.tools.plan import report, search
     from dapo_jax.types import UserError
 
     simulated = (*TEXTS, *INTEGERS, *FLOATS)
@@ -77,26 +78,10 @@ def compiled(config: Any, flags: Any) -> tuple[dict[str, Any], str]:
         raise UserError(
             "--topology is needed, for example --topology=v5p:4x4x4, or --topology=local."
         )
-    known: dict[str, tuple[str, ...]] = {name: (name,) for name in programs.names(config)}
-    known["all"] = tuple(known)
-    program = flags.program or ("train" if flags.search else "all")
-    if program not in known:
-        raise UserError(f"--program must be one of {', '.join(known)}; got {program!r}.")
-    most = {
-        "response_tokens": config.rollout.max_response_tokens,
-        "prompt_tokens": config.data.max_prompt_tokens,
-    }
-    lengths = {}
-    for name, limit in most.items():
-        given = getattr(flags, name)
-        lengths[name] = max(1, limit // 4) if given is None else given
-        if not 1 <= lengths[name] <= limit:
-            raise UserError(f"--{name} must be from 1 to {limit:,}; got {given}.")
-    target = chips.target(flags.topology)
+    asked = ("topology", "program", "search", "response_tokens", "prompt_tokens")
+    found = dapo_jax.plan(config, **{name: getattr(flags, name) for name in asked}, say=say)
     if flags.search:
-        found = search.search(config, target, known[program], say, **lengths)
         return found, search.describe(found)
-    found = plan.plan(config, target, known[program], say, **lengths)
     return found, report.describe(config, found)
 
 

@@ -66,11 +66,9 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         flags = parse(argv[1:])
-        from dapo_jax.runs.report.page import write_report
-        from dapo_jax.runs.report.paper_curves import load_paper
+        import dapo_jax
 
-        paper = load_paper() if flags.paper else ()
-        print(write_report(flags.workdir, others=flags.compare, paper=paper))
+        print(dapo_jax.report(flags.workdir, flags.compare, paper=flags.paper))
     except Exception as error:
         return fail(error)
     return 0

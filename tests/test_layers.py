@@ -9,7 +9,7 @@ from tests.conftest import ROOT
 # Each package or top module may import those before it, and itself.
 ORDER = [
     "types", "utils", "algorithms", "rewards", "distributed", "config", "data", "models",
-    "rollout", "runs", "training", "evaluation", "setup", "train_loop", "tools",
+    "rollout", "runs", "training", "evaluation", "setup", "train_loop", "tools", "api",
 ]  # fmt: skip
 # Besides: these do not import each other, and algorithms are pure.
 APART = {"training": {"rollout"}, "algorithms": {"rewards"}}
@@ -37,7 +37,7 @@ PLACES = {
 # Reward workers import these: they start in a second, not in five.
 WITHOUT_JAX = {"types", "rewards.types", "rewards.scorers", "rewards.pool"}
 NEVER = {"torch", "tensorflow", "seqio"}
-MOST_EDGES = 80  # between packages
+MOST_EDGES = 80  # between packages; the door, api, has edges to what it opens
 
 
 def modules():
@@ -105,7 +105,7 @@ def test_packages_have_few_edges():
     edges = {
         (package_of(name), package_of(imported))
         for name in MODULES
-        if name
+        if name not in ("", "api")
         for imported in ours(name)
     }
     assert len({(a, b) for a, b in edges if a != b}) <= MOST_EDGES

@@ -49,9 +49,6 @@ def parse(
     """
     _help(argv, usage)
     place, arguments, overrides = _split(argv[1:])
-    given = _load(place)
-    for name, text in overrides.items():
-        _set(given, name, text)
     values = _parse_flags(
         [argv[0], *arguments],
         dict.fromkeys(("workdir", *texts)),
@@ -60,22 +57,42 @@ def parse(
         switches,
         before=("config=FILE", "config.FIELD=VALUE"),
     )
-    model = given.get("model")
-    if isinstance(model, dict):  # Config.from_dict refuses anything else
-        if "model" in texts and values.model is not None:
+    model = values.model if "model" in texts else None
+    return load_config(place, overrides, model=model), values
+
+
+def load_config(place: str, overrides: Mapping[str, Any], *, model: str | None = None) -> Config:
+    """Returns the checked config of FILE or FILE:ARGUMENT, a file here or in the project's
+    directory.
+
+    Args:
+        overrides: values by field, such as "train.num_steps".
+        model: Hugging Face directory or hub id. It replaces the config's model and tokenizer,
+            except for the fields that are overridden.
+
+    Raises:
+        UserError: the file or a field is wrong.
+    """
+    given = _load(place)
+    for name, value in overrides.items():
+        _set(given, name, value)
+    section = given.get("model")
+    if isinstance(section, dict):  # Config.from_dict refuses anything else
+        if model is not None:
             if "model.path" in overrides:
                 raise UserError("--model and --config.model.path both say which model: give one.")
             taken = ("tokenizer", *hf_config.FIELDS)
-            model = {k: v for k, v in model.items() if k not in taken or f"model.{k}" in overrides}
-            model = {"tokenizer": values.model} | model | {"path": values.model}
+            kept = lambda name: name not in taken or f"model.{name}" in overrides
+            section = {name: value for name, value in section.items() if kept(name)}
+            section = {"tokenizer": model} | section | {"path": model}
             given["pretrain"] = None
-        model = {name: value for name, value in model.items() if value is not None}
-        given["model"] = hf_config.filled(fields.converted(ModelConfig, model, "config.model"))
+        section = {name: value for name, value in section.items() if value is not None}
+        given["model"] = hf_config.filled(fields.converted(ModelConfig, section, "config.model"))
     config = Config.from_dict(given)
     # The hub is asked for missing fields only; the others are checked when weights are loaded.
     if config.model.path is not None and not hf_hub.is_repository(config.model.path):
         hf_config.check(config.model)
-    return config, values
+    return config
 
 
 def default_workdir(argv: list[str]) -> Path:
@@ -174,7 +191,7 @@ def _split(arguments: list[str]) -> tuple[str, list[str], dict[str, Text]]:
     return place, rest, overrides
 
 
-def _set(values: dict[str, Any], name: str, text: Text) -> None:
+def _set(values: dict[str, Any], name: str, value: Any) -> None:
     """Sets the field `name`, such as "critic.learning_rate"; a section that is None starts with its
     defaults. `Config.from_dict` checks the value."""
     *groups, last = name.split(".")
@@ -184,8 +201,8 @@ def _set(values: dict[str, Any], name: str, text: Text) -> None:
         values = values[group]
         if not isinstance(values, dict):
             above = ".".join(groups[: i + 1])
-            raise UserError(f"--config.{name}={text}: config.{above} has no fields.")
-    values[last] = None if text == "None" else text
+            raise UserError(f"--config.{name}={value}: config.{above} has no fields.")
+    values[last] = None if isinstance(value, Text) and value == "None" else value
 
 
 def _load(place: str) -> dict[str, Any]:

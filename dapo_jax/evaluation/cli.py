@@ -102,11 +102,16 @@ def request(config: Config, flags: Any) -> Request:
     return asked
 
 
-def evaluate_model(config: Config, request: Request) -> int | None:
-    """Evaluates, prints the table, and writes transcripts, pages and figures to the output.
+class Evaluation(NamedTuple):
+    """The outcome of an evaluation."""
 
-    Returns:
-        The number of the signal that stopped the evaluation, or None when it is done.
+    directory: Path | None  # None: stopped before the model was loaded
+    results: dict[str, Any]  # figures by benchmark
+    stopped_by: int | None  # number of the signal
+
+
+def evaluate_model(config: Config, request: Request) -> Evaluation:
+    """Evaluates, prints the table, and writes transcripts, pages and figures to the output.
 
     Raises:
         UserError: for mistakes that the user can mend.
@@ -137,7 +142,7 @@ def evaluate_model(config: Config, request: Request) -> int | None:
     )
     mesh = make_mesh(config.mesh)
     names = {name for rubric in rubrics.values() for name in rubric.names}
-    results: dict[str, Any] = {}
+    output, results = None, {}
     with (
         StopSignals(progress) as signals,
         Watchdog(WATCHDOG_SECONDS, progress.say) as watch,
@@ -173,14 +178,14 @@ def evaluate_model(config: Config, request: Request) -> int | None:
                     )
         except StopRequested:
             progress.say("stopped; the same command resumes with the problems that are left")
-            return signals.received
+            return Evaluation(output, results, signals.received)
     progress.say(
         f"\n{label}, temperature {request.temperature:g}, top-p {request.top_p:g}, "
         f"top-k {request.top_k}, min-p {request.min_p:g}, seed {request.seed}, in "
         f"{duration(time.monotonic() - begun)}; in brackets the 95 % interval over problems\n\n"
         f"{table(results)}\n\n{output}: results.json, transcripts and a page of each benchmark"
     )
-    return None
+    return Evaluation(output, results, None)
 
 
 def _collector(

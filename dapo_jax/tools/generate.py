@@ -106,18 +106,43 @@ def generate(flags: Mapping[str, Any]) -> int | None:
 
 def one(request: Request, prompt: str | Sequence[int], *, as_json: bool) -> int | None:
     """Prints samples of one prompt, a text or token ids: as they come, or as one JSON object."""
+    if as_json:
+        (found,), stopped_by = samples(request, [prompt])
+        if stopped_by is None:
+            print(json.dumps({"model": request.model} | found))
+        return stopped_by
     writer = _Writer(request, needs_text=isinstance(prompt, str))
-    problem = writer.problem(0, prompt)
-    streams = None if as_json else _Streams(request.num_samples, writer.stream, sys.stdout)
-    ended: dict[int, Response] = {}
-    for turn in writer.turns([problem], stream=not as_json):
-        ended |= {e.sample: e.response for e in turn.finished}
-        if streams is not None and turn.tokens:
+    streams = _Streams(request.num_samples, writer.stream, sys.stdout)
+    for turn in writer.turns([writer.problem(0, prompt)], stream=True):
+        if turn.tokens:
             streams.show(turn.tokens)
-    if as_json and writer.stopped_by is None:
-        prompt = problem.prompt if isinstance(prompt, str) else list(prompt)
-        print(json.dumps({"model": request.model, "prompt": prompt} | _said(problem, ended)))
     return writer.stopped_by
+
+
+def samples(
+    request: Request, prompts: Sequence[str | Sequence[int]]
+) -> tuple[list[dict[str, Any]], int | None]:
+    """Returns samples of each prompt, a text or token ids, and the number of the signal that
+    stopped it, or None.
+
+    Raises:
+        UserError: a value of the request, the model or a prompt is wrong.
+    """
+    request.check()
+    if not prompts:
+        return [], None
+    writer = _Writer(request, needs_text=any(isinstance(prompt, str) for prompt in prompts))
+    problems = [writer.problem(number, prompt) for number, prompt in enumerate(prompts)]
+    ended: list[dict[int, Response]] = [{} for _ in problems]
+    for turn in writer.turns(problems):
+        for index, sample, response in turn.finished:
+            ended[index][sample] = response
+    found = [
+        {"prompt": problem.prompt if isinstance(prompt, str) else list(prompt)}
+        | _said(problem, responses)
+        for prompt, problem, responses in zip(prompts, problems, ended)
+    ]
+    return found, writer.stopped_by
 
 
 def many(request: Request, source: Path, target: Path) -> int | None:

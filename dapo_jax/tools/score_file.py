@@ -3,7 +3,7 @@
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,23 +35,11 @@ def score_file(
     Raises:
         UserError: no such scorer or file, or the target cannot be written.
     """
-    if timeout_seconds <= 0 or workers < 1:
-        raise UserError(
-            "--timeout_seconds must be above 0 and --workers at least 1; got "
-            f"{timeout_seconds:g} and {workers}."
-        )
+    rubric = _rubric(scorer, timeout_seconds, workers)
     if not source.is_file():
         raise UserError(f"--input={source}: no such file.")
     if target.exists() and target.samefile(source):
         raise UserError(f"--output={target} is the input; name another file.")
-    try:
-        rubric = Rubric(parse_scorers(scorer), correct=1.0, incorrect=-1.0)
-        for name in rubric.names:
-            load_scorer(name)
-    except UserError as error:
-        raise UserError(str(error).replace("config.reward.scorer", "--scorer", 1)) from error
-    except ValueError as error:
-        raise UserError(f"--scorer={scorer}: {error}.") from error
     malformed = scored = right = faults = 0
     size, start = source.stat().st_size, time.monotonic()
     reported = start
@@ -88,6 +76,42 @@ def score_file(
         f"{100 * right / max(1, scored):.1f} % correct, {faults:,} without a verdict, "
         f"{malformed:,} malformed lines left out"
     )
+
+
+def score_records(
+    scorer: str, records: Sequence[Mapping[str, Any]], *, timeout_seconds: float, workers: int
+) -> list[dict[str, Any]]:
+    """Returns each record with its verdict.
+
+    Raises:
+        UserError: no such scorer, or a record is malformed.
+    """
+    rubric = _rubric(scorer, timeout_seconds, workers)
+    given = [dict(record) for record in records]
+    for number, record in enumerate(given):
+        if (problem := _problem(record)) is not None:
+            raise UserError(f"record {number}: {problem}.")
+    with RewardPool(rubric.names, workers=workers, timeout_seconds=timeout_seconds) as pool:
+        results = pool.score([_task(rubric.names, record) for record in given])
+    return [record | _said(rubric, result) for record, result in zip(given, results)]
+
+
+def _rubric(scorer: str, timeout_seconds: float, workers: int) -> Rubric:
+    """Returns the scorers as they are weighted; raises UserError for a value that is wrong."""
+    if timeout_seconds <= 0 or workers < 1:
+        raise UserError(
+            "--timeout_seconds must be above 0 and --workers at least 1; got "
+            f"{timeout_seconds:g} and {workers}."
+        )
+    try:
+        rubric = Rubric(parse_scorers(scorer), correct=1.0, incorrect=-1.0)
+        for name in rubric.names:
+            load_scorer(name)
+    except UserError as error:
+        raise UserError(str(error).replace("config.reward.scorer", "--scorer", 1)) from error
+    except ValueError as error:
+        raise UserError(f"--scorer={scorer}: {error}.") from error
+    return rubric
 
 
 def _opened(target: Path) -> Any:

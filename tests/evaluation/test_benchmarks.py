@@ -197,7 +197,7 @@ def test_a_benchmark_numbers_its_problems_whatever_stands_before_it(tmp_path, mo
     names = ",".join(str(tmp_path / f"{name}.jsonl") for name in "ab")
     flags = dict.fromkeys(cli.Request._fields) | {"benchmarks": names, "output": tmp_path / "out"}
     request = cli.request(config, types.SimpleNamespace(**flags))
-    assert cli.evaluate_model(config, request) is None
+    assert cli.evaluate_model(config, request).stopped_by is None
     assert numbers == {"a": [(0, "1"), (1, "2"), (2, "3")], "b": [(0, "4"), (1, "5")]}
 
 

@@ -1,0 +1,268 @@
+"""The public Python interface, for notebooks and scripts: `import dapo_jax; dapo_jax.train(...)`.
+
+Each function is a program of launch/ without a command line; docs/api.md has an example of each.
+Nothing heavy is imported before a function needs it: `import dapo_jax` stays cheap, also for the
+processes that score. Runs on several hosts start with launch/train.py.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from dapo_jax.config import Config
+
+
+class RunRecord(NamedTuple):
+    """What a run has written until now."""
+
+    workdir: Path
+    metrics: list[dict[str, Any]]  # the lines of metrics.jsonl, see docs/metrics.md
+    summary: dict[str, Any] | None  # summary.json; None where the run is not done
+    stopped_by: int | None  # the number of the signal that stopped it
+
+
+class EvaluationRecord(NamedTuple):
+    """The figures of an evaluation, by the name of the benchmark."""
+
+    directory: Path | None  # of results.json, transcripts and pages; None: stopped while starting
+    results: dict[str, dict[str, Any]]
+    stopped_by: int | None  # the number of the signal that stopped it
+
+
+def load_config(
+    file: str, overrides: Mapping[str, Any] | None = None, *, model: str | Path | None = None
+) -> "Config":
+    """Returns the checked config of a file.
+
+    Args:
+        file: such as "configs/tiny_dapo.py" or "configs/tiny.py:grpo", a file here or in the
+            project's directory.
+        overrides: values by field, such as {"train.num_steps": 3}.
+        model: Hugging Face directory or hub id, in place of the config's model and tokenizer.
+
+    Raises:
+        UserError: the file or a field is wrong.
+    """
+    from dapo_jax.config.cli import load_config
+
+    return load_config(file, overrides or {}, model=None if model is None else str(model))
+
+
+def train(config: "Config", workdir: str | Path) -> RunRecord:
+    """Runs the config in `workdir`, from the beginning or from its newest checkpoint.
+
+    Ctrl-C, or the notebook's stop button, saves and returns; the same call resumes, bit for bit.
+
+    Raises:
+        UserError: the config cannot be trained, or `workdir` holds another run.
+        RunError: the run failed; what is saved is intact.
+    """
+    from dapo_jax.config.checks import check_training
+    from dapo_jax.train_loop import train
+
+    check_training(config)
+    place = _place(workdir)
+    stopped_by = train(config, place)
+    metrics, summary = place / "metrics.jsonl", place / "summary.json"
+    return RunRecord(
+        place,
+        [json.loads(line) for line in metrics.open()] if metrics.exists() else [],
+        json.loads(summary.read_text()) if summary.exists() else None,
+        stopped_by,
+    )
+
+
+def evaluate(
+    config: "Config",
+    workdir: str | Path | None = None,
+    *,
+    output: str | Path | None = None,
+    step: int | None = None,
+    benchmarks: Sequence[str] = (),
+    num_samples: int = 32,
+    num_problems: int | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    scorer: str | None = None,
+) -> EvaluationRecord:
+    """Returns avg@n, cons@n and pass@k of a checkpoint, with their 95 % intervals over problems.
+
+    Args:
+        workdir: of a run with this config; None: the config's base model, which needs `output`.
+        output: directory of the transcripts, default below the workdir.
+        step: of the checkpoint, default the newest.
+        benchmarks: names, files or hub ids, default the config's held-out problems.
+        num_samples: responses to each problem, n.
+        num_problems: the first so many of each benchmark, default all.
+        temperature, top_p, scorer: default the config's.
+
+    Raises:
+        UserError: no such run, checkpoint or benchmark, or a value is out of range.
+    """
+    from dapo_jax.evaluation.cli import evaluate_model, request
+
+    given = dict(workdir=workdir, output=output, step=step, benchmarks=",".join(benchmarks))
+    given |= dict(num_samples=num_samples, num_problems=num_problems, temperature=temperature)
+    given |= dict(top_p=top_p, top_k=None, min_p=None, seed=seed, scorer=scorer)
+    return EvaluationRecord(*evaluate_model(config, request(config, SimpleNamespace(**given))))
+
+
+def report(workdir: str | Path, compare: Sequence[str | Path] = (), *, paper: bool = False) -> Path:
+    """Writes report.html and report.png into the run's directory and returns the page's path.
+
+    Args:
+        compare: directories of other runs, in the same plots.
+        paper: draw the curves of the DAPO paper, too.
+
+    Raises:
+        UserError: a directory holds no run.
+    """
+    from dapo_jax.runs.report.page import write_report
+    from dapo_jax.runs.report.paper_curves import load_paper
+
+    others = [_place(other) for other in compare]
+    return write_report(_place(workdir), others=others, paper=load_paper() if paper else ())
+
+
+def generate(
+    model: str | Path,
+    prompts: Sequence[str | Sequence[int]],
+    *,
+    num_samples: int = 4,
+    temperature: float = 1.0,
+    top_p: float = 0.7,
+    max_new_tokens: int = 256,
+    stop: Sequence[str] = (),
+    seed: int = 0,
+    chat: bool = False,
+    dtype: str = "",
+) -> list[dict[str, Any]]:
+    """Returns for each prompt its "prompt", "prompt_token_ids" and "samples", a list of "text",
+    "token_ids", "log_probs", "model_log_probs" and "finish_reason".
+
+    Args:
+        model: Hugging Face directory or hub id.
+        prompts: texts or token ids.
+        temperature: 0: greedy.
+        stop: texts after which a sample ends.
+        chat: put prompts into the tokenizer's chat template.
+        dtype: float32 or bfloat16, default the checkpoint's, on CPUs float32.
+
+    Raises:
+        UserError: the model, a prompt or a value is wrong.
+        KeyboardInterrupt: it was stopped.
+    """
+    from dapo_jax.tools.generate import Request, samples
+
+    request = Request(
+        model=str(model),
+        num_samples=num_samples,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=0,
+        min_p=0.0,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        chat=chat,
+        slots=64,
+        dtype=dtype,
+        stop=json.dumps(list(stop)) if stop else "",
+    )
+    found, stopped_by = samples(request, prompts)
+    if stopped_by is not None:
+        raise KeyboardInterrupt
+    return found
+
+
+def export(
+    workdir: str | Path, output: str | Path, *, step: int | None = None, dtype: str | None = None
+) -> Path:
+    """Writes a run's checkpoint as a Hugging Face directory and returns its path.
+
+    Args:
+        output: a new or empty directory.
+        step: of the checkpoint, default the newest.
+        dtype: float32 or bfloat16, default the run's compute dtype.
+
+    Raises:
+        UserError: no such run or checkpoint, or the output is not empty.
+    """
+    from dapo_jax.tools.export import export
+
+    export(_place(workdir), step, _place(output), dtype)
+    return _place(output)
+
+
+def score(
+    scorer: str,
+    records: Sequence[Mapping[str, Any]],
+    *,
+    timeout_seconds: float = 5.0,
+    workers: int = 2,
+) -> list[dict[str, Any]]:
+    """Returns each record with "correct", "extracted", "reward", "seconds" and "note".
+
+    Args:
+        scorer: as config.reward.scorer: a name, "path/to/file.py:function", or a weighted sum.
+        records: with "prediction", a text, and "answer"; other keys are the scorer's metadata.
+        timeout_seconds: hard limit for one record.
+
+    Raises:
+        UserError: no such scorer, or a record is malformed.
+    """
+    from dapo_jax.tools.score_file import score_records
+
+    return score_records(scorer, records, timeout_seconds=timeout_seconds, workers=workers)
+
+
+def plan(
+    config: "Config",
+    topology: str,
+    *,
+    program: str | None = None,
+    search: bool = False,
+    response_tokens: int | None = None,
+    prompt_tokens: int | None = None,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Returns the memory that the run's programs need, compiled for devices that may be absent, and
+    an estimate of one step: `fits`, `programs`, `step` and more, see `dapo_jax.tools.plan.plan`.
+
+    Args:
+        topology: such as "v5p:4x4x4", which needs libtpu, or "local".
+        program: one of docs/plan.md, default all, and for a search "train".
+        search: try meshes and remat policies.
+        response_tokens, prompt_tokens: mean lengths in the estimated step, default a quarter of
+            the longest.
+        say: receives the progress.
+
+    Raises:
+        UserError: an unknown topology or program, or the mesh does not fit.
+    """
+    from dapo_jax.tools.plan import chips, plan, programs
+    from dapo_jax.tools.plan import search as searching
+    from dapo_jax.types import UserError
+
+    known: dict[str, tuple[str, ...]] = {name: (name,) for name in programs.names(config)}
+    known["all"] = tuple(known)
+    program = program or ("train" if search else "all")
+    if program not in known:
+        raise UserError(f"--program must be one of {', '.join(known)}; got {program!r}.")
+    lengths = {}
+    for name, given, limit in (
+        ("response_tokens", response_tokens, config.rollout.max_response_tokens),
+        ("prompt_tokens", prompt_tokens, config.data.max_prompt_tokens),
+    ):
+        lengths[name] = max(1, limit // 4) if given is None else given
+        if not 1 <= lengths[name] <= limit:
+            raise UserError(f"--{name} must be from 1 to {limit:,}; got {given}.")
+    find = searching.search if search else plan.plan
+    return find(config, chips.target(topology), known[program], say, **lengths)
+
+
+def _place(path: str | Path) -> Path:
+    return Path(path).expanduser().resolve()

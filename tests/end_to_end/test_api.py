@@ -1,0 +1,85 @@
+"""The public Python interface: a run, its evaluation, export and generation, without sys.argv."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import dapo_jax
+from dapo_jax.runs.run_directory import RunDirectory
+from dapo_jax.types import UserError
+from tests.conftest import ROOT
+from tests.support.helpers import SMALL
+from tests.support.runs import programs
+
+TINY = "configs/tiny_dapo.py"
+SMALL = SMALL | {"train.num_steps": 1, "mesh.data": 8}
+SCORER = """
+def any_answer(text, answer):
+    return "Answer:" in text
+"""
+
+
+def test_a_run_from_config_to_text(tmp_path, home, monkeypatch, standard_promotion):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    monkeypatch.setattr(sys, "argv", ["a notebook"])
+    jax.config.update("jax_compilation_cache_dir", programs(home))
+    (tmp_path / "own.py").write_text(SCORER)
+    scorer = f"{tmp_path / 'own.py'}:any_answer"
+    workdir = tmp_path / "run"
+    config = dapo_jax.load_config(TINY, SMALL | {"reward.scorer": scorer})
+
+    log = RunDirectory.log
+
+    def log_and_interrupt(self, metrics):
+        log(self, metrics)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "log", log_and_interrupt)
+        stopped = dapo_jax.train(config, workdir)
+    assert stopped.stopped_by == signal.SIGINT and stopped.summary is None
+    assert [numbers["step"] for numbers in stopped.metrics] == [0]
+    run = dapo_jax.train(config, workdir)  # the same call goes on
+    assert run.stopped_by is None and run.summary["steps"] == 1
+    assert [numbers["step"] for numbers in run.metrics] == [0, 1]
+    assert run.metrics[0] == stopped.metrics[0]
+
+    asked = dict(num_samples=2, num_problems=4, top_p=1.0)
+    found = dapo_jax.evaluate(config, workdir, scorer="exact_match", **asked)
+    assert found.stopped_by is None and found.directory.is_relative_to(workdir)
+    assert found.results == json.loads((found.directory / "results.json").read_text())
+    assert found.results["sums"]["problems"] == 4
+
+    assert dapo_jax.report(workdir) == workdir / "report.html"
+    model = dapo_jax.export(workdir, tmp_path / "hf")
+    prompts = ["Add: a=7 b=9 c=4\n", [1, 2, 3]]
+    texts = dapo_jax.generate(model, prompts, num_samples=2, max_new_tokens=4)
+    assert [text["prompt"] for text in texts] == prompts
+    assert all(len(text["samples"]) == 2 for text in texts)
+    answers = [{"prediction": "Answer: 3", "answer": 3}, {"prediction": "3", "answer": 3, "id": 7}]
+    verdicts = dapo_jax.score(scorer, answers)
+    assert [verdict["correct"] for verdict in verdicts] == [True, False]
+    assert verdicts[1]["id"] == 7
+
+
+def test_mistakes_are_named():
+    with pytest.raises(UserError, match=r"config.train.steps is not a field"):
+        dapo_jax.load_config(TINY, {"train.steps": 1})
+    with pytest.raises(UserError, match=r"config.train.num_steps must be int; got '3'"):
+        dapo_jax.load_config(TINY, {"train.num_steps": "3"})
+    with pytest.raises(UserError, match="record 0: no \"answer\"; it has 'prediction'"):
+        dapo_jax.score("exact_match", [{"prediction": "3"}])
+    with pytest.raises(UserError, match="--program must be one of train"):
+        dapo_jax.plan(dapo_jax.load_config(TINY), "local", program="none")
+
+
+def test_the_import_is_cheap():
+    """Also for the processes that score."""
+    code = "import dapo_jax, sys; print({'jax', 'numpy', 'absl'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert found.stdout == "set()\n", found.stderr
