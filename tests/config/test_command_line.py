@@ -60,6 +60,7 @@ ADDRESSES = ("garbage", ":9", "host:", "host:x")
         ("--config=configs/none.py", "no such file. The project has configs/.*tiny_dapo.py"),
         ("--config=configs/tiny.py:gsop", "'gsop' is not one of grpo, grpo_process, dr_grpo"),
         ("--config=configs/tiny.py", r"configs/tiny\.py:METHOD: '' is not one of grpo"),
+        ("--config=configs/qwen0_5b_gsm8k.py:t5", "DEVICE: 't5' is not t4"),
         *(
             (
                 f"--coordinator_address={a} --num_processes=2 --process_id=0",

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from dapo_jax.config.cli import parse
-from dapo_jax.models.sharding import make_mesh
+from dapo_jax.models.sharding import AXES, make_mesh
+from dapo_jax.rollout import memory_budget
 from dapo_jax.tools.plan import chips, compiled, estimate, plan, programs, report, search
 from dapo_jax.training import packing
 from dapo_jax.types import RunError
@@ -310,3 +311,16 @@ def test_a_run_with_a_critic_has_its_programs_too():
     assert set(found["critic_values"].held) == {"reference", "critic's optimiser"} | policy
     lowered = found["critic_values"].lower().as_text()
     assert "func.func public @main" in lowered
+
+
+# GiB that programs may have: of a v5e, and 0.92 of what a T4 and an L4 report.
+@pytest.mark.parametrize("form, gib", [("", 15.75), (":t4", 13.5), ("", 20.7)])
+def test_gsm8k_fits_one_accelerator(form, gib):
+    config, _ = parse(["program", f"--config=configs/qwen0_5b_gsm8k.py{form}"], "")
+    held = memory_budget.held(config, dict.fromkeys(AXES, 1))
+    assert held.rollout_bytes <= memory_budget.HELD_SHARE * gib * 2**30
+    logits = 4 * config.model.log_prob_chunk_tokens * config.model.vocab_size
+    assert held.update_bytes + 3 * logits <= memory_budget.HELD_SHARE * gib * 2**30
+    assert config.model.compute_dtype == ("float32" if form else "bfloat16")
+    text = config.data.prompt_template.format(prompt="1 + 1?")
+    assert text.startswith("1 + 1?") and text.endswith(r"\boxed{}.")
