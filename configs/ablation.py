@@ -75,7 +75,9 @@ def get_config(row: str = "dapo") -> ConfigDict:
     """Returns tiny_dapo on longer sums, judged as it samples, with the changes of a row."""
     rows = {change.__name__: change for change in ROWS}
     if row not in rows:
-        raise UserError(f"--config=configs/ablation.py:ROW: {row!r} is not one of {', '.join(rows)}.")
+        raise UserError(
+            f"--config=configs/ablation.py:ROW: {row!r} is not one of {', '.join(rows)}."
+        )
     c = tiny_dapo.get_config()
     c.data.train.sums.update(SUMS)
     c.data.heldout.sums.update(SUMS)

@@ -26,7 +26,7 @@ PLACES = {
     "safetensors": {"models.hf_weights"},
     "pyarrow": {"data.records", "data.dataset"},
     "jinja2": {"data.prompts"},
-    "matplotlib": {"runs.report.plots"},
+    "matplotlib": {"runs.report.plots", "tools.ablation"},
     "tensorboardX": {"runs.run_directory"},
     "pebble": {"rewards.pool"},
     "math_verify": {"rewards.scorers"},

@@ -1,0 +1,223 @@
+"""An ablation: one run for each row and seed, a table with intervals over seeds, and a figure."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from dapo_jax.runs.report.data import Method, Run, load_runs
+from dapo_jax.types import RunError
+from dapo_jax.utils.bootstrap import bootstrap_interval, paired_bootstrap_interval
+from dapo_jax.utils.progress import duration
+
+TRAIN = Path(__file__).resolve().parents[2] / "launch" / "train.py"
+LAST_STEPS = 8  # rollout steps that "late" figures are means of
+# The paper's Table 1, AIME 2024 avg@32 of Qwen2.5-32B after each row, in percent.
+PAPER = {
+    "grpo": 30,
+    "overlong_filter": 36,
+    "clip_higher": 38,
+    "overlong_punishment": 41,
+    "token_loss": 42,
+    "dapo": 50,
+}
+
+
+class Column(NamedTuple):
+    """A figure of a run."""
+
+    name: str  # in table.csv
+    title: str
+    scale: float
+    digits: int
+    of: Callable[[Run], float]
+
+
+def _mean(metric: str, steps: slice) -> Callable[[Run], float]:
+    return lambda run: fmean([numbers[metric] for numbers in run.steps if metric in numbers][steps])
+
+
+def _wrong_length(run: Run) -> float:
+    """Returns the mean length of the wrong responses stored late in the run, in tokens."""
+    files = sorted((run.directory / "rollouts").glob("step_*.jsonl"))[-LAST_STEPS:]
+    records = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    wrong = [record["length"] for record in records if not record["correct"]]
+    return fmean(wrong) if wrong else float("nan")
+
+
+def _informative(run: Run) -> float:
+    """Returns the share of sampled groups with right and wrong responses, late in the run."""
+    return 1 - _mean("share/all_right", LATE)(run) - _mean("share/all_wrong", LATE)(run)
+
+
+FIRST, ALL, LATE, LAST = slice(1), slice(None), slice(-LAST_STEPS, None), slice(-1, None)
+COLUMNS = (
+    Column("accuracy", "held-out avg@k, %", 100, 1, _mean("eval/avg@k", LAST)),
+    Column("pass_at_k", "held-out pass@k, %", 100, 1, _mean("eval/pass@k", LAST)),
+    Column("tokens", "million tokens sampled", 1e-6, 2, _mean("tokens", LAST)),
+    Column("informative", "informative groups late, %", 100, 1, _informative),
+    Column("entropy", "entropy late, nats", 1, 3, _mean("policy/entropy", LATE)),
+    Column("clipped_high", "clipped high, %", 100, 3, _mean("policy/clip_high_share", ALL)),
+    Column("cut_first", "cut in the first step, %", 100, 1, _mean("length/truncated_share", FIRST)),
+    Column("cut_late", "cut late, %", 100, 1, _mean("length/truncated_share", LATE)),
+    Column("wrong_length", "tokens of a wrong response, late", 1, 1, _wrong_length),
+)  # fmt: skip
+
+
+def place(workdir: Path, row: str, seed: int) -> Path:
+    """Returns the run directory of a row and seed."""
+    return workdir / row / f"seed_{seed}"
+
+
+def run_all(
+    config: str, rows: Sequence[str], seeds: Sequence[int], workdir: Path, processes: int
+) -> None:
+    """Runs what is not done, some at a time, each with its share of the cores.
+
+    Args:
+        config: the file; a row is its argument.
+        processes: runs at a time.
+
+    Raises:
+        RunError: a run failed; the others are kept, and the same call goes on.
+    """
+    count = len(rows) * len(seeds)
+    # The first row of a seed makes the base model that the others reuse.
+    for part in ([rows[0]], rows[1:]):
+        jobs = [(row, seed) for seed in seeds for row in part]
+        jobs = [job for job in jobs if not (place(workdir, *job) / "summary.json").exists()]
+        _run_jobs(config, jobs, count, workdir, processes)
+
+
+def _run_jobs(
+    config: str, jobs: Sequence[tuple[str, int]], count: int, workdir: Path, processes: int
+) -> None:
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    shares = [cores[i::processes] for i in range(processes)]
+    started, failed = time.monotonic(), []
+
+    def run(job: tuple[str, int]) -> None:
+        if failed:
+            return
+        directory, share = place(workdir, *job), shares.pop()
+        directory.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, str(TRAIN), f"--config={config}:{job[0]}"]
+        command += [f"--workdir={directory}", f"--config.seed={job[1]}"]
+        with (directory / "log.txt").open("a") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            if share:
+                os.sched_setaffinity(process.pid, share)
+            if process.wait():
+                failed.append(directory / "log.txt")
+        shares.append(share)
+
+    with ThreadPoolExecutor(processes) as pool:
+        for done, (job, _) in enumerate(zip(jobs, pool.map(run, jobs)), 1):
+            left = (time.monotonic() - started) / done * (len(jobs) - done)
+            total = sum(1 for _ in workdir.glob("*/seed_*/summary.json"))
+            name = place(workdir, *job).relative_to(workdir)
+            print(f"{total}/{count} runs, {name}, {duration(left)} left of this part", flush=True)
+    if failed:
+        raise RunError(f"a run failed: {failed[0]} says why. The same command goes on with it.")
+
+
+def write_table(rows: Sequence[str], seeds: Sequence[int], workdir: Path) -> Path:
+    """Writes table.csv (a line for each run), table.md and table.png from finished runs.
+
+    Intervals are 95 %, percentile bootstrap over seeds; of a difference, over pairs of one seed.
+    Rows of the paper's order are compared with the row before, the others with DAPO.
+
+    Returns:
+        Path of table.md.
+    """
+    methods = {
+        row: Method(row, tuple(load_runs([place(workdir, row, seed) for seed in seeds])))
+        for row in rows
+    }
+    figures = {
+        row: {c.name: [c.of(run) for run in method.runs] for c in COLUMNS}
+        for row, method in methods.items()
+    }
+    with (workdir / "table.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["row", "seed", *(column.name for column in COLUMNS)])
+        for row, values in figures.items():
+            for i, seed in enumerate(seeds):
+                writer.writerow([row, seed, *(f"{values[c.name][i]:.6g}" for c in COLUMNS)])
+    (workdir / "table.md").write_text(_markdown(figures))
+    _figure(methods, workdir / "table.png")
+    return workdir / "table.md"
+
+
+def _markdown(figures: dict[str, dict[str, list[float]]]) -> str:
+    before = {b: a for a, b in pairwise(row for row in PAPER if row in figures)}
+    lines = [
+        "| row | held-out avg@k, % | difference | compared with | paper |",
+        "|---|---|---|---|---|",
+    ]
+    for row, values in figures.items():
+        accuracy = values["accuracy"]
+        low, high = bootstrap_interval(accuracy)
+        cells = [row, f"{100 * fmean(accuracy):.1f} ({100 * low:.1f} to {100 * high:.1f})"]
+        other = before.get(row) if row in PAPER else "dapo"
+        if other in figures:
+            theirs = figures[other]["accuracy"]
+            low, high = paired_bootstrap_interval(accuracy, theirs)
+            difference = 100 * (fmean(accuracy) - fmean(theirs))
+            cells += [f"{difference:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})", other]
+        else:
+            cells += ["", ""]
+        lines.append(f"| {' | '.join(cells)} | {PAPER.get(row, '')} |")
+    lines += ["", f"| row | {' | '.join(column.title for column in COLUMNS[1:])} |"]
+    lines.append("|---" * len(COLUMNS) + "|")
+    for row, values in figures.items():
+        cells = [f"{c.scale * fmean(values[c.name]):.{c.digits}f}" for c in COLUMNS[1:]]
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _figure(methods: dict[str, Method], file: Path) -> None:
+    """Draws accuracy by steps and by tokens for the first and last row of the paper's order, and
+    the end of every row, with the paper's."""
+    figure = Figure(figsize=(14, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    by_step, by_tokens, ends = figure.subplots(1, 3)
+    curves = [row for row in ("grpo", "token_loss", "dapo") if row in methods] or list(methods)
+    for axis, x, title in (
+        (by_step, "step", "rollout steps"),
+        (by_tokens, "tokens", "tokens sampled"),
+    ):
+        for colour, row in zip(("#d1495b", "#c17c1e", "#1b6ca8"), curves):
+            points = methods[row].points("eval/avg@k", x)
+            xs, ys = [p.x for p in points], [100 * p.value for p in points]
+            axis.plot(xs, ys, color=colour, marker="o", markersize=3, label=row)
+            bands = [p.interval or (p.value, p.value) for p in points]
+            lows, highs = ([100 * band[side] for band in bands] for side in (0, 1))
+            axis.fill_between(xs, lows, highs, color=colour, alpha=0.15, linewidth=0)
+        axis.set(xlabel=title, ylabel="held-out accuracy, %")
+        axis.legend(frameon=False, fontsize=8)
+    for i, (row, method) in enumerate(methods.items()):
+        last = method.points("eval/avg@k")[-1]
+        low, high = last.interval or (last.value, last.value)
+        error = [[100 * (last.value - low)], [100 * (high - last.value)]]
+        ends.errorbar([100 * last.value], [i], xerr=error, fmt="o", color="#1b6ca8", capsize=3)
+        if row in PAPER:
+            ends.plot([PAPER[row]], [i], "x", color="#777777")
+    ends.plot([], [], "o", color="#1b6ca8", label="here, at the end")
+    ends.plot([], [], "x", color="#777777", label="paper: 32B, AIME 2024")
+    ends.set_yticks(range(len(methods)), list(methods))
+    ends.invert_yaxis()
+    ends.set(xlabel="accuracy, %")
+    ends.legend(frameon=False, fontsize=8)
+    figure.savefig(file, dpi=110)

@@ -1,0 +1,51 @@
+"""Runs an ablation: python launch/ablate.py --workdir=runs/table1
+
+One run for each row of configs/ablation.py and each seed, then table.md, table.csv and table.png
+with intervals over seeds. Runs that are done are kept; after a stop the same command resumes.
+
+--workdir    directory of the ablation; a run is in WORKDIR/ROW/seed_S
+--rows       names separated by commas, default all
+--seeds      number of seeds, 0 and on, default 5
+--processes  runs at a time, default 2; each has its share of the cores
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = "configs/ablation.py"
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit status: 0 done, 2 the user's mistake, 1 a failure."""
+    sys.path.insert(0, str(ROOT))
+    from dapo_jax.config.cli import fail, load_config, parse_flags
+    from dapo_jax.types import UserError
+
+    try:
+        flags = parse_flags(
+            argv,
+            __doc__ or "",
+            text={"workdir": None, "rows": ""},
+            numbers={"seeds": 5, "processes": 2},
+        )
+        from configs.ablation import ROWS
+        from dapo_jax.tools.ablation import run_all, write_table
+
+        rows = flags["rows"].split(",") if flags["rows"] else [row.__name__ for row in ROWS]
+        for row in rows:
+            load_config(f"{CONFIG}:{row}", {})
+        for name in ("seeds", "processes"):
+            if flags[name] < 1:
+                raise UserError(f"--{name} must be 1 or more; got {flags[name]}.")
+        workdir = Path(flags["workdir"]).expanduser().resolve()
+        seeds = range(flags["seeds"])
+        run_all(CONFIG, rows, seeds, workdir, flags["processes"])
+        print(write_table(rows, seeds, workdir))
+    except Exception as error:
+        return fail(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

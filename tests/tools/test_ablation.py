@@ -1,0 +1,68 @@
+"""The ablation's table, from run directories that the test writes, and how runs are started."""
+
+import csv
+
+import pytest
+
+from dapo_jax.tools import ablation
+from dapo_jax.types import RunError
+from tests.runs.test_report import write_run
+
+# Stands for launch/train.py: counts its starts, and fails where a file says so.
+PROGRAM = """
+import pathlib, sys
+flags = dict(argument[2:].split("=", 1) for argument in sys.argv[1:])
+place = pathlib.Path(flags["workdir"])
+with (place / "starts").open("a") as file:
+    file.write(flags["config"] + " " + flags["config.seed"] + "\\n")
+if (place / "fail").exists():
+    sys.exit("no luck")
+(place / "summary.json").write_text("{}")
+"""
+
+
+def test_the_table_has_means_and_paired_intervals(tmp_path):
+    # Held-out accuracy at the last step: 0.85 + 0.01 seed, for "dapo" two steps, 0.2, more.
+    for seed in range(3):
+        write_run(ablation.place(tmp_path, "token_loss", seed), steps=6, seed=seed)
+        write_run(ablation.place(tmp_path, "dapo", seed), steps=8, seed=seed)
+        write_run(ablation.place(tmp_path, "no_clip_higher", seed), steps=6, seed=seed)
+    rows = ("token_loss", "dapo", "no_clip_higher")
+    text = ablation.write_table(rows, range(3), tmp_path).read_text()
+    assert "| token_loss | 86.0 (85.0 to 87.0) |  |  | 42 |" in text
+    assert "| dapo | 106.0 (105.0 to 107.0) | +20.0 (+20.0 to +20.0) | token_loss | 50 |" in text
+    assert ("| no_clip_higher | 86.0 (85.0 to 87.0) | -20.0 (-20.0 to -20.0) | dapo |  |") in text
+    with (tmp_path / "table.csv").open(newline="") as file:
+        records = list(csv.DictReader(file))
+    assert [(r["row"], r["seed"]) for r in records[:4]] == [
+        ("token_loss", "0"), ("token_loss", "1"), ("token_loss", "2"), ("dapo", "0")
+    ]  # fmt: skip
+    # 8 prompts a step, of which step i finds i all right: 1 - 3.5 / 8 over six steps.
+    assert float(records[0]["informative"]) == pytest.approx(1 - 3.5 / 8)
+    assert float(records[0]["wrong_length"]) == 3
+    assert (tmp_path / "table.png").stat().st_size > 10_000
+
+
+def test_runs_that_are_done_are_kept_and_a_failure_is_named(tmp_path, monkeypatch):
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAM)
+    monkeypatch.setattr(ablation, "TRAIN", program)
+    workdir = tmp_path / "work"
+    broken = ablation.place(workdir, "b", 1)
+    broken.mkdir(parents=True)
+    (broken / "fail").touch()
+    run_all = lambda: ablation.run_all("c.py", ["a", "b"], range(2), workdir, 2)
+    with pytest.raises(RunError, match=r"b/seed_1/log.txt"):
+        run_all()
+    assert (broken / "log.txt").read_text() == "no luck\n"
+    (broken / "fail").unlink()
+    run_all()
+    starts = {
+        (row, seed): (ablation.place(workdir, row, seed) / "starts").read_text().splitlines()
+        for row in "ab"
+        for seed in range(2)
+    }
+    twice = {("b", 1): 2}
+    assert starts == {
+        (row, seed): [f"c.py:{row} {seed}"] * twice.get((row, seed), 1) for row, seed in starts
+    }
