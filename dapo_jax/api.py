@@ -69,7 +69,7 @@ def train(config: "Config", workdir: str | Path) -> RunRecord:
     metrics, summary = place / "metrics.jsonl", place / "summary.json"
     return RunRecord(
         place,
-        [json.loads(line) for line in metrics.open()] if metrics.exists() else [],
+        [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else [],
         json.loads(summary.read_text()) if summary.exists() else None,
         stopped_by,
     )

@@ -38,6 +38,7 @@ def write_run(directory, *, steps=6, summary=True, k=4, sources=(), updates=8, s
                 "length/truncated_share": 0.1,
                 "policy/entropy": 1 / step,
                 "policy/token_prob": 0.9,
+                "policy/clip_high_share": 0.01,
                 "sampling/prompts_tried": 8,
                 "sampling/prompts_all_right": step,
                 "sampling/prompts_all_wrong": 0,
