@@ -1,0 +1,56 @@
+"""The notebooks: what is stored in them, and that one of them runs."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+MOST_BYTES = 2_000_000
+# Paths of somebody's machine, package hosts, and what GitHub does not show.
+FORBIDDEN = r"/home/|/root/|/work/|https?://[^\s\"]*(pypi|simple/)|<iframe|widget-view"
+RUN = """
+import sys, nbclient, nbformat
+notebook = nbformat.read(sys.argv[1], 4)
+where = {"metadata": {"path": sys.argv[2]}}
+nbclient.NotebookClient(notebook, timeout=120, resources=where).execute()
+nbformat.write(notebook, sys.argv[3])
+"""
+
+
+def texts(notebook):
+    """The texts that code cells of a notebook have put out, cell by cell."""
+    return [
+        "".join("".join(output.get("text", "")) for output in cell["outputs"])
+        for cell in notebook["cells"]
+        if cell["cell_type"] == "code"
+    ]
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_stored_outputs_can_be_shown_to_anyone(file):
+    text = file.read_text()
+    assert len(text) < MOST_BYTES
+    notebook = json.loads(text)
+    cells = notebook["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert f"notebooks/{file.name}" in "".join(cells[0]["source"])  # the badges
+    assert "git" in "".join(code[0]["source"]) and "import dapo_jax" in "".join(code[0]["source"])
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert outputs and not [o for o in outputs if o["output_type"] == "error"]
+    assert not re.findall(FORBIDDEN, json.dumps(outputs))
+
+
+@pytest.mark.slow
+def test_the_four_techniques_give_the_stored_figures(tmp_path):
+    """Needs no device to be fast: figures are equal wherever it runs."""
+    stored = ROOT / "notebooks" / "01_four_techniques.ipynb"
+    result = tmp_path / "result.ipynb"
+    command = [sys.executable, "-c", RUN, str(stored), str(stored.parent), str(result)]
+    subprocess.run(command, check=True, timeout=300)
+    # The first cell prints versions.
+    assert texts(json.loads(result.read_text()))[1:] == texts(json.loads(stored.read_text()))[1:]
