@@ -188,19 +188,19 @@ def _markdown(figures: dict[str, dict[str, list[float]]]) -> str:
 
 
 def _figure(methods: dict[str, Method], file: Path) -> None:
-    """Draws accuracy by steps and by tokens for the first and last row of the paper's order, and
+    """Draws accuracy by steps and by tokens for GRPO, DAPO and DAPO without dynamic sampling, and
     the end of every row, with the paper's."""
     figure = Figure(figsize=(14, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     by_step, by_tokens, ends = figure.subplots(1, 3)
     curves = [row for row in ("grpo", "token_loss", "dapo") if row in methods] or list(methods)
-    for axis, x, title in (
-        (by_step, "step", "rollout steps"),
-        (by_tokens, "tokens", "tokens sampled"),
+    for axis, x, unit, title in (
+        (by_step, "step", 1, "rollout steps"),
+        (by_tokens, "tokens", 1000, "thousand tokens sampled"),
     ):
         for colour, row in zip(("#d1495b", "#c17c1e", "#1b6ca8"), curves):
             points = methods[row].points("eval/avg@k", x)
-            xs, ys = [p.x for p in points], [100 * p.value for p in points]
+            xs, ys = [p.x / unit for p in points], [100 * p.value for p in points]
             axis.plot(xs, ys, color=colour, marker="o", markersize=3, label=row)
             bands = [p.interval or (p.value, p.value) for p in points]
             lows, highs = ([100 * band[side] for band in bands] for side in (0, 1))
