@@ -8,7 +8,7 @@ Memory:    14.2 of 15.75 GiB, compiled for a v5e; by arithmetic 8.6 GiB and acti
            7.4 GiB and activations on a T4: docs/plan.md, "GSM8K on one accelerator"
 Time:      not yet run on any of them
 Result:    none yet. Others report 49.6 % of the test split before and 54.3 (GRPO with LoRA) to
-           58.7 % (PRIME) after RL: github.com/volcengine/verl, docs/algo/baseline.md
+           58.7 % (PRIME) after RL: github.com/verl-project/verl, docs/algo/baseline.md
 
 GSM8K's prompts have at most 256 tokens in this chat template, 104 on average. The prompt asks for a
 \boxed{} as Qwen's own does, and the scorer takes the last number, so that the form of an answer has
