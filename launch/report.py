@@ -1,6 +1,7 @@
 """Plots runs on one page: python launch/report.py --workdir=DIR [--compare DIR2 DIR3 ...]
 
-Writes report.html and report.png into the directory of the run, which may still train.
+Writes report.html and report.png into the directory of the run, which may still train. Runs whose
+configs differ in config.seed alone are one line, with an interval over seeds.
 
 --workdir  the run
 --compare  other runs, in the same plots

@@ -107,13 +107,13 @@ def test_the_page_of_a_run(tmp_path):
 def test_held_out_responses_before_and_after(tmp_path, without_plots):
     """The problem whose verdict changed stands first."""
     page = report.write_report(write_run(tmp_path / "run")).read_text()
-    *_, shown = page.partition("The same held-out problems")
+    *_, shown = page.partition("run: the same held-out problems")
     shown, *_ = shown.partition("Sampled responses")
     assert re.findall("<b>problem (.)", shown) == ["7", "0", "1", "2", "3"]
     assert "<th>base model</th><th>after step 6</th>" in shown
     before, after = re.findall("<td>(.*?)</td>", shown, re.DOTALL)[:2]
     assert "&lt;0&gt;" in before and "wrong, 8 is right, ended by itself; 3 tokens" in before
-    assert "&lt;6&gt;" in after and "correct, ended by itself; 3 tokens; 50% of 4" in after
+    assert "&lt;6&gt;" in after and "correct, ended by itself; 3 tokens; 2 of 4" in after
 
 
 def test_seeds_of_a_method_are_one_line_with_an_interval(tmp_path, without_plots):

@@ -107,8 +107,9 @@ def begin(workdir, home, steps, **settings):
 
 
 def assert_same_run(one, other):
-    """The same rollouts to the last bit, the same parameters to 1e-5."""
-    assert rollouts_of(one) == rollouts_of(other)
+    """The same responses to the last bit, the same parameters to 1e-5."""
+    for name in ("rollouts", "heldout"):
+        assert rollouts_of(one, name) == rollouts_of(other, name)
     for ours, theirs in zip(metrics_of(one), metrics_of(other), strict=True):
         assert ours.keys() == theirs.keys()
         for name, value in ours.items():

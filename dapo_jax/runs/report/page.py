@@ -19,7 +19,7 @@ ENDS = {"stop": "ended by itself", "length": "cut at the limit", "invalid": "inv
 ABOUT = """One point per rollout step. Held-out accuracy has a band: its 95 % interval over the
 choice of problems. Entropy, probability and clipping are means over trained tokens."""
 ABOUT_SEEDS = """Runs that differ in their seed alone are one line: their mean at the steps that all
-have done, with its 95 % bootstrap interval over seeds, which a few seeds make too narrow."""
+have done. Their band is the 95 % bootstrap interval over seeds, too narrow where these are few."""
 ABOUT_TRANSCRIPTS = """The first sample of each problem, not a chosen one; problems whose verdict
 changed stand first."""
 ABOUT_PAPER = """Grey: the curves of the DAPO paper (arXiv:2503.14476), of a model with 32 billion
@@ -63,7 +63,7 @@ def write_report(
             for method in methods
         ),
         *_transcripts(runs[0]),
-        html.heading("Sampled responses"),
+        html.heading("Sampled responses in training"),
         *_examples(runs[0]),
         html.heading("Config"),
         html.details("fields, versions, command", html.pre(json.dumps(runs[0].frozen, indent=1))),
@@ -138,15 +138,15 @@ def _transcripts(run: Run) -> list[str]:
         return []
     before, after = (_records(file) for file in (files[0], files[-1]))
     pairs = sorted(zip(before, after), key=lambda pair: pair[0]["correct"] == pair[1]["correct"])
-    parts = [html.heading("The same held-out problems, before and after")]
+    parts = [html.heading(f"{run.name}: the same held-out problems, before and after")]
     parts.append(html.note(ABOUT_TRANSCRIPTS))
-    header = ("base model", f"after step {after[0]['step']}")
+    k, header = run.num_samples, ("base model", f"after step {after[0]['step']}")
     for pair in pairs[:TRANSCRIPTS]:
         cells = [
             html.pre(record["response"])
             + html.note(
                 f"{_verdict(record)}; {record['length']} tokens; "
-                f"{record['accuracy']:.0%} of {run.num_samples} samples correct",
+                f"{record['accuracy'] * k:.0f} of {k} samples correct",
                 kind="right" if record["correct"] else "wrong",
             )
             for record in pair
