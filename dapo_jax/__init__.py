@@ -1,7 +1,6 @@
 """DAPO in JAX: reinforcement learning of language models on problems with checkable answers."""
 
 from dapo_jax.api import (
-    EvaluationRecord,
     RunRecord,
     evaluate,
     export,
@@ -14,5 +13,5 @@ from dapo_jax.api import (
 )
 
 __version__ = "0.1.0"
-__all__ = ["EvaluationRecord", "RunRecord", "evaluate", "export", "generate", "load_config"]
+__all__ = ["RunRecord", "evaluate", "export", "generate", "load_config"]
 __all__ += ["plan", "report", "score", "train"]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from dapo_jax.config import Config
+    from dapo_jax.tools.evaluate import Evaluation
 
 
 class RunRecord(NamedTuple):
@@ -21,14 +22,6 @@ class RunRecord(NamedTuple):
     workdir: Path
     metrics: list[dict[str, Any]]  # the lines of metrics.jsonl, see docs/metrics.md
     summary: dict[str, Any] | None  # summary.json; None where the run is not done
-    stopped_by: int | None  # the number of the signal that stopped it
-
-
-class EvaluationRecord(NamedTuple):
-    """The figures of an evaluation, by the name of the benchmark."""
-
-    directory: Path | None  # of results.json, transcripts and pages; None: stopped while starting
-    results: dict[str, dict[str, Any]]
     stopped_by: int | None  # the number of the signal that stopped it
 
 
@@ -88,7 +81,7 @@ def evaluate(
     top_p: float | None = None,
     seed: int = 0,
     scorer: str | None = None,
-) -> EvaluationRecord:
+) -> "Evaluation":
     """Returns avg@n, cons@n and pass@k of a checkpoint, with their 95 % intervals over problems.
 
     Args:
@@ -103,12 +96,12 @@ def evaluate(
     Raises:
         UserError: no such run, checkpoint or benchmark, or a value is out of range.
     """
-    from dapo_jax.evaluation.cli import evaluate_model, request
+    from dapo_jax.tools.evaluate import evaluate_model, request
 
     given = dict(workdir=workdir, output=output, step=step, benchmarks=",".join(benchmarks))
     given |= dict(num_samples=num_samples, num_problems=num_problems, temperature=temperature)
     given |= dict(top_p=top_p, top_k=None, min_p=None, seed=seed, scorer=scorer)
-    return EvaluationRecord(*evaluate_model(config, request(config, SimpleNamespace(**given))))
+    return evaluate_model(config, request(config, SimpleNamespace(**given)))
 
 
 def report(workdir: str | Path, compare: Sequence[str | Path] = (), *, paper: bool = False) -> Path:

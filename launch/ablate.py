@@ -17,7 +17,7 @@ CONFIG = "configs/ablation.py"
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit status: 0 done, 2 the user's mistake, 1 a failure."""
+    """Returns the exit status: 0 done, 2 the user's mistake, 1 a failure, 130 Ctrl-C."""
     sys.path.insert(0, str(ROOT))
     from dapo_jax.config.cli import fail, load_config, parse_flags
     from dapo_jax.types import UserError
@@ -42,6 +42,9 @@ def main(argv: list[str]) -> int:
         seeds = range(flags["seeds"])
         run_all(CONFIG, rows, seeds, workdir, flags["processes"])
         print(write_table(rows, seeds, workdir))
+    except KeyboardInterrupt:  # the runs get the signal too: they save and stop
+        print("stopped; the same command resumes", file=sys.stderr)
+        return 128 + 2
     except Exception as error:
         return fail(error)
     return 0

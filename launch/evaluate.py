@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
         integers = ("step", "num_samples", "num_problems", "top_k", "seed")
         floats = ("temperature", "top_p", "min_p")
         config, flags = parse(argv, __doc__ or "", texts=texts, integers=integers, floats=floats)
-        from dapo_jax.evaluation.cli import evaluate_model, request
+        from dapo_jax.tools.evaluate import evaluate_model, request
 
         stopped_by = evaluate_model(config, request(config, flags)).stopped_by
     except Exception as error:

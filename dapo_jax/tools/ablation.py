@@ -13,16 +13,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
 from dapo_jax.runs.report.data import Method, Run, load_runs
+from dapo_jax.runs.report.plots import COLOURS, GREY, label_axis, new_figure, to_png
 from dapo_jax.types import RunError
 from dapo_jax.utils.bootstrap import bootstrap_interval, paired_bootstrap_interval
 from dapo_jax.utils.progress import duration
 
 TRAIN = Path(__file__).resolve().parents[2] / "launch" / "train.py"
 LAST_STEPS = 8  # rollout steps that "late" figures are means of
+FIRST, ALL, LATE, LAST = slice(1), slice(None), slice(-LAST_STEPS, None), slice(-1, None)
 # The paper's Table 1, AIME 2024 avg@32 of Qwen2.5-32B after each row, in percent.
 PAPER = {
     "grpo": 30,
@@ -61,7 +60,6 @@ def _informative(run: Run) -> float:
     return 1 - _mean("share/all_right", LATE)(run) - _mean("share/all_wrong", LATE)(run)
 
 
-FIRST, ALL, LATE, LAST = slice(1), slice(None), slice(-LAST_STEPS, None), slice(-1, None)
 COLUMNS = (
     Column("accuracy", "held-out avg@k, %", 100, 1, _mean("eval/avg@k", LAST)),
     Column("pass_at_k", "held-out pass@k, %", 100, 1, _mean("eval/pass@k", LAST)),
@@ -90,7 +88,7 @@ def run_all(
         processes: runs at a time.
 
     Raises:
-        RunError: a run failed; the others are kept, and the same call goes on.
+        RunError: a run failed; finished runs are kept, and the same call resumes.
     """
     count = len(rows) * len(seeds)
     # The first row of a seed makes the base model that the others reuse.
@@ -124,12 +122,14 @@ def _run_jobs(
 
     with ThreadPoolExecutor(processes) as pool:
         for done, (job, _) in enumerate(zip(jobs, pool.map(run, jobs)), 1):
+            if failed:
+                break
             left = (time.monotonic() - started) / done * (len(jobs) - done)
             total = sum(1 for _ in workdir.glob("*/seed_*/summary.json"))
             name = place(workdir, *job).relative_to(workdir)
             print(f"{total}/{count} runs, {name}, {duration(left)} left of this part", flush=True)
     if failed:
-        raise RunError(f"a run failed: {failed[0]} says why. The same command goes on with it.")
+        raise RunError(f"a run failed: {failed[0]} says why. The same command resumes it.")
 
 
 def write_table(rows: Sequence[str], seeds: Sequence[int], workdir: Path) -> Path:
@@ -156,7 +156,7 @@ def write_table(rows: Sequence[str], seeds: Sequence[int], workdir: Path) -> Pat
             for i, seed in enumerate(seeds):
                 writer.writerow([row, seed, *(f"{values[c.name][i]:.6g}" for c in COLUMNS)])
     (workdir / "table.md").write_text(_markdown(figures))
-    _figure(methods, workdir / "table.png")
+    (workdir / "table.png").write_bytes(_figure(methods))
     return workdir / "table.md"
 
 
@@ -187,37 +187,36 @@ def _markdown(figures: dict[str, dict[str, list[float]]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _figure(methods: dict[str, Method], file: Path) -> None:
-    """Draws accuracy by steps and by tokens for GRPO, DAPO and DAPO without dynamic sampling, and
-    the end of every row, with the paper's."""
-    figure = Figure(figsize=(14, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
+def _figure(methods: dict[str, Method]) -> bytes:
+    """Returns plots, as a PNG: accuracy by steps and tokens of GRPO and of DAPO with and without
+    dynamic sampling, and the end of every row with the paper's."""
+    figure = new_figure(14, 4.2)
     by_step, by_tokens, ends = figure.subplots(1, 3)
-    curves = [row for row in ("grpo", "token_loss", "dapo") if row in methods] or list(methods)
+    curves = [row for row in ("dapo", "grpo", "token_loss") if row in methods] or list(methods)
     for axis, x, unit, title in (
         (by_step, "step", 1, "rollout steps"),
         (by_tokens, "tokens", 1000, "thousand tokens sampled"),
     ):
-        for colour, row in zip(("#d1495b", "#c17c1e", "#1b6ca8"), curves):
+        for colour, row in zip(COLOURS, curves):
             points = methods[row].points("eval/avg@k", x)
             xs, ys = [p.x / unit for p in points], [100 * p.value for p in points]
             axis.plot(xs, ys, color=colour, marker="o", markersize=3, label=row)
             bands = [p.interval or (p.value, p.value) for p in points]
             lows, highs = ([100 * band[side] for band in bands] for side in (0, 1))
             axis.fill_between(xs, lows, highs, color=colour, alpha=0.15, linewidth=0)
-        axis.set(xlabel=title, ylabel="held-out accuracy, %")
+        label_axis(axis, "held-out accuracy, %", title)
         axis.legend(frameon=False, fontsize=8)
     for i, (row, method) in enumerate(methods.items()):
         last = method.points("eval/avg@k")[-1]
         low, high = last.interval or (last.value, last.value)
         error = [[100 * (last.value - low)], [100 * (high - last.value)]]
-        ends.errorbar([100 * last.value], [i], xerr=error, fmt="o", color="#1b6ca8", capsize=3)
+        ends.errorbar([100 * last.value], [i], xerr=error, fmt="o", color=COLOURS[0], capsize=3)
         if row in PAPER:
-            ends.plot([PAPER[row]], [i], "x", color="#777777")
-    ends.plot([], [], "o", color="#1b6ca8", label="here, at the end")
-    ends.plot([], [], "x", color="#777777", label="paper: 32B, AIME 2024")
+            ends.plot([PAPER[row]], [i], "x", color=GREY)
+    ends.plot([], [], "o", color=COLOURS[0], label="here, at the end")
+    ends.plot([], [], "x", color=GREY, label="paper: 32B, AIME 2024")
     ends.set_yticks(range(len(methods)), list(methods))
     ends.invert_yaxis()
-    ends.set(xlabel="accuracy, %")
+    label_axis(ends, "accuracy at the end", "%")
     ends.legend(frameon=False, fontsize=8)
-    figure.savefig(file, dpi=110)
+    return to_png(figure)

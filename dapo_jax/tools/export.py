@@ -10,10 +10,10 @@ import jax
 from dapo_jax.config import Config, hf_config
 from dapo_jax.data.tokenizer import load_tokenizer, stop_tokens
 from dapo_jax.distributed.preemption import StopSignals
-from dapo_jax.evaluation.cli import load_params
 from dapo_jax.models import hf_weights
 from dapo_jax.models.sharding import fitting, make_mesh
 from dapo_jax.runs import run_directory
+from dapo_jax.tools.evaluate import load_params
 from dapo_jax.types import UserError
 from dapo_jax.utils.progress import Progress
 

@@ -44,7 +44,7 @@ def test_a_run_from_config_to_text(tmp_path, home, monkeypatch, standard_promoti
         stopped = dapo_jax.train(config, workdir)
     assert stopped.stopped_by == signal.SIGINT and stopped.summary is None
     assert [numbers["step"] for numbers in stopped.metrics] == [0]
-    run = dapo_jax.train(config, workdir)  # the same call goes on
+    run = dapo_jax.train(config, workdir)  # the same call resumes
     assert run.stopped_by is None and run.summary["steps"] == 1
     assert [numbers["step"] for numbers in run.metrics] == [0, 1]
     assert run.metrics[0] == stopped.metrics[0]

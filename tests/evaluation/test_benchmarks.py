@@ -14,13 +14,14 @@ import pytest
 from dapo_jax.config import SourceConfig
 from dapo_jax.data import dataset
 from dapo_jax.data.tokenizer import arithmetic_tokenizer
-from dapo_jax.evaluation import benchmark_page, benchmarks, cli
+from dapo_jax.evaluation import benchmark_page, benchmarks
 from dapo_jax.evaluation.benchmarks import Benchmark
 from dapo_jax.rewards.async_scoring import GroupScoring
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.types import Rubric
 from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.collector import CollectorOutput, RolloutCollector
+from dapo_jax.tools import evaluate
 from dapo_jax.types import Problem, Response, StopRequested, UserError
 from dapo_jax.utils.progress import Progress
 from dapo_jax.utils.telemetry import SILENT, Telemetry
@@ -189,15 +190,18 @@ def test_a_benchmark_numbers_its_problems_whatever_stands_before_it(tmp_path, mo
         numbers[benchmark.name] = [(p.id, p.answer) for p in benchmark.problems]
 
     monkeypatch.setattr(benchmarks, "run", run)
-    monkeypatch.setattr(cli, "load_params", lambda *_: ("a stub", {}))
-    monkeypatch.setattr(cli, "_collector", lambda *_: RolloutCollector.__new__(Policy))
+    monkeypatch.setattr(evaluate, "load_params", lambda *_: ("a stub", {}))
+    monkeypatch.setattr(evaluate, "_collector", lambda *_: RolloutCollector.__new__(Policy))
     monkeypatch.setattr(Policy, "engine", StubEngine(), raising=False)
-    monkeypatch.setattr(cli, "table", lambda _: "")
+    monkeypatch.setattr(evaluate, "table", lambda _: "")
     config = tiny_config()
     names = ",".join(str(tmp_path / f"{name}.jsonl") for name in "ab")
-    flags = dict.fromkeys(cli.Request._fields) | {"benchmarks": names, "output": tmp_path / "out"}
-    request = cli.request(config, types.SimpleNamespace(**flags))
-    assert cli.evaluate_model(config, request).stopped_by is None
+    flags = dict.fromkeys(evaluate.Request._fields) | {
+        "benchmarks": names,
+        "output": tmp_path / "out",
+    }
+    request = evaluate.request(config, types.SimpleNamespace(**flags))
+    assert evaluate.evaluate_model(config, request).stopped_by is None
     assert numbers == {"a": [(0, "1"), (1, "2"), (2, "3")], "b": [(0, "4"), (1, "5")]}
 
 

@@ -11,7 +11,7 @@ from dapo_jax.types import UserError
 from dapo_jax.utils.bootstrap import bootstrap_interval
 
 # Groups of config.json that two seeds of one method may differ in.
-APART = ("seed", "checkpoint", "log")
+MAY_DIFFER = ("seed", "checkpoint", "log")
 RESAMPLES = 2000  # of the seeds, for each point
 
 
@@ -104,7 +104,7 @@ def by_method(runs: Sequence[Run]) -> list[Method]:
 
 
 def _without_seed(run: Run) -> dict[str, Any]:
-    return {name: value for name, value in run.frozen["config"].items() if name not in APART}
+    return {name: value for name, value in run.frozen["config"].items() if name not in MAY_DIFFER}
 
 
 def _seed(run: Run) -> int:

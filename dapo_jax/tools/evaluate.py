@@ -103,9 +103,9 @@ def request(config: Config, flags: Any) -> Request:
 
 
 class Evaluation(NamedTuple):
-    """The outcome of an evaluation."""
+    """The outcome of an evaluation, whole or stopped."""
 
-    directory: Path | None  # None: stopped before the model was loaded
+    directory: Path | None  # of transcripts and pages; None: stopped before the model was loaded
     results: dict[str, Any]  # figures by benchmark
     stopped_by: int | None  # number of the signal
 
