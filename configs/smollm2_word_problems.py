@@ -4,10 +4,9 @@ Command:   python launch/train.py --config=configs/smollm2_word_problems.py
            --config=configs/smollm2_word_problems.py:grpo is the baseline
            --model=DIRECTORY where the hub cannot be reached
 Hardware:  2 CPU cores
-Time:      no whole run yet. Of the first step, 128 responses took 25 s and the four updates 71 s
-Result:    no whole run yet. The model as it is solves 3.9 % (0.8 to 7.8 %) of 32 held-out problems,
-           and 79 % of its responses are cut at the limit: launch/evaluate.py --num_problems=32
-           --num_samples=4 --temperature=1 --top_p=1 --output=DIRECTORY --config=...
+Time:      21 minutes, with the two evaluations (one run, the machine not quite idle)
+Result:    held-out avg@8 from 6.8 to 30.5 % in 12 steps (seed 0), 64 problems; responses from 60 to
+           27 tokens. docs/log.md has the run, step by step
 """
 
 from ml_collections import ConfigDict
@@ -30,11 +29,11 @@ def get_config(method: str = "") -> ConfigDict:
     c.data.update(chat=True, max_prompt_tokens=64)
     c.data.train = dict(words=dict(PROBLEMS, split="train", weight=1.0, num_problems=4000))
     c.data.heldout = dict(words=dict(PROBLEMS, split="heldout", num_problems=64))
-    c.rollout.update(max_response_tokens=64, slots=64)
+    c.rollout.update(max_response_tokens=64, slots=128)
     c.reward.scorer = "last_number"
-    c.dynamic_sampling.max_prompts = 128
-    c.optimizer.learning_rate = 2e-5
+    c.dynamic_sampling.max_prompts = 48  # the first steps train on fewer groups
+    c.optimizer.learning_rate = 5e-5
     c.train.update(num_steps=12, prompts_per_step=16, prompts_per_update=4, row_tokens=320)
-    c.train.update(rows_per_micro_batch=8, share_prompts=True)
-    c.evaluation.update(every_steps=3, num_samples=8)
+    c.train.update(rows_per_micro_batch=2, share_prompts=True)
+    c.evaluation.update(every_steps=12, num_samples=8, top_p=1.0)
     return c

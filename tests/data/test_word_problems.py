@@ -29,7 +29,7 @@ def test_problems_are_distinct_repeatable_and_within_bounds():
     assert problems == generate_problems(1400, levels=(1, 2), heldout=False, seed=0)
     assert problems != generate_problems(1400, levels=(1, 2), heldout=False, seed=1)
     assert len(dict(problems)) == 1400
-    assert all(1 <= int(answer) <= 60 for _, answer in problems)
+    assert all(1 <= int(answer) <= 40 for _, answer in problems)
     kinds = [re.sub(r"\d+", "#", numbers(text)) for text, _ in problems]
     assert {kinds.count(kind) for kind in kinds} == {100}  # 14 kinds of equal shares
 
