@@ -54,6 +54,7 @@ def test_a_run_from_config_to_text(tmp_path, home, monkeypatch, standard_promoti
     assert found.stopped_by is None and found.directory.is_relative_to(workdir)
     assert found.results == json.loads((found.directory / "results.json").read_text())
     assert found.results["sums"]["problems"] == 4
+    assert 0 <= found.results["sums"]["avg@2"]["value"] <= 1  # the key of docs/api.md
 
     assert dapo_jax.report(workdir) == workdir / "report.html"
     model = dapo_jax.export(workdir, tmp_path / "hf")
