@@ -50,7 +50,7 @@ MODULES = modules()
 
 
 def imports_of(file):
-    """Names imported anywhere in the file but for type checking alone; modules of ours as
+    """Names imported anywhere in the file, except for type checking alone; modules of ours as
     `dapo_jax.name`."""
     tree = ast.parse(file.read_text())
     only_types = {

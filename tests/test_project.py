@@ -28,7 +28,7 @@ def names_of(requirements):
     "folders, groups", [(("dapo_jax", "launch", "configs"), ()), (("tests", "docs"), ("dev",))]
 )
 def test_every_package_that_is_imported_is_declared(folders, groups):
-    """Those that come with another today are another's to leave out tomorrow."""
+    """A package that another one brings today may be missing from that one's next release."""
     papers = tomllib.loads((ROOT / "pyproject.toml").read_text())
     declared = names_of(papers["project"]["dependencies"])
     declared |= {name for group in groups for name in names_of(papers["dependency-groups"][group])}

@@ -278,8 +278,8 @@ class GenerationLoop:
     def _cut_at_stop_strings(
         self, before_REG: np.ndarray, invalid: set[Sample], new_tokens: dict[Sample, list[int]]
     ) -> list[Sample]:
-        """Cuts each sample whose text holds a stop string after the token that completes it;
-        returns those that were cut. The last token of `invalid` samples has no meaning."""
+        """Cuts each sample whose text holds a stop string, after the token that completes it, and
+        returns the cut samples. The last token of `invalid` samples has no meaning."""
         table = self.table
         samples: list[Sample] = [
             (r, e, c) for r, e, c in np.argwhere(table.count > before_REG).tolist()

@@ -252,7 +252,7 @@ def test_process_supervision_is_that_of_the_paper():
     settings = dict(normalise_std=True, std_ddof=1, outcome_as_step=False)
     paper = [1.0, 1.0, 0.5, 0.5, -1.0, -1.0, -1.5, -1.5]
     got = estimate("grpo-process", o, settings).advantage_M
-    np.testing.assert_allclose(got, paper, rtol=2e-6)  # the 1e-6 beside the deviation
+    np.testing.assert_allclose(got, paper, rtol=2e-6)  # the 1e-6 added to the deviation
     # The outcome is not read: R holds the rewards of steps alone.
     other = o._replace(rewards_R=np.array([-7.0, 3.0]))
     np.testing.assert_array_equal(estimate("grpo-process", other, settings).advantage_M, got)
@@ -324,7 +324,7 @@ def test_order_of_responses_and_names_of_groups_do_not_matter(name, settings):
     [
         ((5, 2, 1, 3, 4), 0),  # no trained token
         ((1, 1, 1, 1, 1), 7),  # nothing but lone responses
-        ((3, 0, 0, 0, 0), 1),  # of which two have no token: one trained token in all
+        ((3, 0, 0, 0, 0), 1),  # two of them have no token: one trained token in all
         ((1, 0, 0, 0, 0), 7),  # one response
         ((0, 0, 0, 0, 0), 7),  # none
         ((5, 2, 1, 3, 4), 7),

@@ -285,7 +285,7 @@ def test_huge_log_ratios_stay_finite(log_ratio, level, floor):
 
 @pytest.mark.parametrize("log_ratio", [1e4, -1e4])
 def test_mismatch_of_broken_log_probs_is_finite(log_ratio):
-    """Beside a response that is as it should be."""
+    """In a batch with a response that is as it should be."""
     mu = np.array([-1.0, -1.0, -0.5]) - max(log_ratio, 0.0) * np.array([1, 1, 0])
     pi = np.array([-1.0, -1.0, -0.5]) + min(log_ratio, 0.0) * np.array([1, 1, 0])
     got = importance_correction.mismatch(pi, mu, np.array([2, 1]))

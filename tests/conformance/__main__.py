@@ -4,7 +4,7 @@ Command: python -m tests.conformance
 
 verl_0.9.1.npz holds inputs and outputs of the functions of verl 0.9.1, called on random inputs
 (seed 0, float64) with torch 2.13.0 on CPU. Prints one line per family, the cases where we differ
-on purpose, those that are not ours, and as a last line how many were compared. Exits 0 only if
+on purpose, the cases that are not ours, and as a last line how many were compared. Exits 0 only if
 every compared case agrees to 1e-5 in value and gradient.
 """
 

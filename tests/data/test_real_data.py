@@ -47,7 +47,7 @@ def prepare_real(config, tmp_path, path, tokenizer=None, **fields):
 
 
 def test_the_published_training_data(config, tmp_path):
-    """DAPO-Math-17k in its own schema: 17,290 distinct texts, of which 732 differ from another in
+    """DAPO-Math-17k in its own schema: 17,290 distinct texts; 732 of them differ from another in
     white space only: 16,921 distinct prompts, 15 of them with two answers."""
     file = shared_file("dapo_math", "dapo_math_17k_upstream_schema.parquet")
     found = prepare_real(config, tmp_path, file)

@@ -108,7 +108,7 @@ def test_what_is_not_there_is_reported(tmp_path, monkeypatch, path, split, wante
 
 
 def test_named_data_sets():
-    """Their splits, of which the last is for evaluation."""
+    """Their splits; the last one is for evaluation."""
     splits = {"gsm8k": ("train", "test"), "math": ("train", "test")}
     splits |= dict.fromkeys(("aime25", "amc23", "math500"), ("test",))
     splits |= dict.fromkeys(("dapo-math-17k", "aime24"), ())

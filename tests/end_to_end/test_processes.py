@@ -128,7 +128,7 @@ def test_a_signal_in_the_middle_of_sampling_stops_all(home, tmp_path):
     assert len(metrics_of(workdir)) == 1
 
 
-# Each gathers its index, and values of which one is by far larger than the other.
+# Each process gathers its index, and two values. One value is far larger than the other.
 GATHERS = """
 if __name__ == "__main__":
     permute()

@@ -114,7 +114,7 @@ def test_figures_of_known_answers(run, tmp_path):
     assert figures["avg@6"]["value"] == pytest.approx(10 / 24)
     for k in (1, 2, 4, 6):
         assert figures[f"pass@{k}"]["value"] == pytest.approx(by_enumeration(right, k))
-    # Votes. 0 right: nobody. 1 right: -0 (sample 1) abstain at 5 and 0 is right: -1, -1, -2 and
+    # Votes. 0 right: no vote. 1 right: -0 (sample 1) abstain at 5 and 0 is right: -1, -1, -2 and
     # one right lose to the pair -1. 3 right: three against -1 and -2. 6 right: all.
     assert figures["cons@6"]["value"] == pytest.approx((0 + 0 + 1 + 1) / 4)
     assert figures["truncated_share"] == pytest.approx(1 / 6)

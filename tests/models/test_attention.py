@@ -260,7 +260,7 @@ def test_devices_see_as_much_of_a_row(parts):
 
 
 def test_sliding_layers_of_rows_on_several_devices():
-    """Whole blocks, and which layer slides told by an array, as XLA on one device."""
+    """Whole blocks, and an array that names the sliding layers, equal XLA on one device."""
     rng = np.random.default_rng(0)
     shapes = [(1, 256, heads, 8) for heads in (2, 1, 1, 2)]
     *inputs, weights = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: what is read is what was written, and what does not fit is told."""
+"""Hugging Face checkpoints: weights read equal weights written, and a misfit is an error."""
 
 import dataclasses
 import json

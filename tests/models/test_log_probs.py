@@ -179,8 +179,8 @@ def test_over_a_mesh_neither_logits_nor_the_unembedding_are_gathered(monkeypatch
 
 @pytest.mark.parametrize("shape, part", [((2, 1, 1, 4), 7), ((1, 2, 2, 2), 12), ((1, 1, 1, 8), 3)])
 def test_parts_that_are_filled_up_on_a_mesh(monkeypatch, shape, part):
-    """16, 32 or 8 columns of each device in parts of 6, 11 or 3, the last of which holds columns
-    that are no token: the numbers are those of the next device's first."""
+    """Each device has 16, 32 or 8 columns in parts of 6, 11 or 3. The last part has columns that
+    are no token: they carry the numbers of the next device's first tokens."""
     monkeypatch.setattr(chunked_softmax, "VOCAB_CHUNK", part)
     mesh = jax.make_mesh(shape, AXES, axis_types=AXIS_TYPES)
     layout = HeadLayout(mesh, row_sharding(mesh).spec, PartitionSpec("tensor", "fsdp"))

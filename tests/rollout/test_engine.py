@@ -39,7 +39,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def small_pages():
-    """The samples of a prompt share its pages, of which a prompt has up to six."""
+    """The samples of a prompt share its pages. A prompt has up to six."""
     return make_engine(slots=13, page_tokens=4, samples=4, decode_steps=5)
 
 
@@ -328,8 +328,8 @@ def test_no_prompt_is_claimed_before_it_can_be_handed_over(small_pages, params):
 
 @pytest.mark.parametrize("samples, tokens", [(1, 24), (4, 21)])
 def test_an_unbounded_pool_is_large_enough(monkeypatch, samples, tokens):
-    """Prompts and responses at their longest, of prompts of which one sample each is left, or all:
-    no slot is empty, or waits for a page, while samples wait."""
+    """The longest prompts and responses, with one sample of each prompt left, or all of them: no
+    slot is empty, or waits for a page, while samples wait."""
     rng = np.random.default_rng(1)
     problems = [
         Problem(i, "", tuple(rng.integers(3, 32, tokens).tolist()), "", "test") for i in range(40)

@@ -129,7 +129,7 @@ def test_with_preemption(params, problems, whole):
 @pytest.mark.parametrize("pages, calls", [(12, 2), pytest.param(10, 10, marks=pytest.mark.slow)])
 def test_pages_freed_by_the_last_cancellation_are_used(params, pages, calls):
     """A string ends every sequence in one read while others wait for pages: no results will report
-    those that are free."""
+    the free pages."""
     engine = make_engine(
         slots=8, page_tokens=8, samples=4, num_pages=pages, decode_steps=4, stop_tokens=()
     )

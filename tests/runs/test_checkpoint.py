@@ -201,7 +201,7 @@ def test_the_time_limit_of_a_save_grows_with_its_size(tmp_path):
 
 
 def fail_reads(monkeypatch, *errors):
-    """Has the next reads of arrays raise these errors; returns those that are left."""
+    """Makes the next reads of arrays raise these errors; returns the errors still to come."""
     left, real = list(errors), ocp.PyTreeCheckpointHandler.restore
 
     def restore(handler, *args, **kwargs):

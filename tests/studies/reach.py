@@ -2,9 +2,9 @@
 
 Command: python -m tests.studies.reach
 
-The path is what one rollout step of a tiny run calls in its main thread, but for what nothing of
-the gradient depends on (telemetry, metrics, the run directory, evaluation) and for functions inside
-functions. The update is traced inside the step, so that the model's functions count as well.
+The path is what one rollout step of a tiny run calls in its main thread. Left out are functions
+inside functions, and what the gradient does not depend on: telemetry, metrics, the run directory,
+evaluation. The update is traced inside the step, so that the model's functions count as well.
 """
 
 import dataclasses

@@ -18,7 +18,7 @@ class Hub(http.server.ThreadingHTTPServer):
         datasets: content of each file, by the id of its data set and its path there.
         models: the same of models.
         gated: ids whose list of files is public and whose files are not, as on the real hub.
-        private: ids of which nothing is said without a token.
+        private: ids that look missing without a token.
         broken: ids for which the server fails.
     """
 

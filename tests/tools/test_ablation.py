@@ -37,7 +37,7 @@ def test_the_table_has_means_and_paired_intervals(tmp_path):
     assert [(r["row"], r["seed"]) for r in records[:4]] == [
         ("token_loss", "0"), ("token_loss", "1"), ("token_loss", "2"), ("dapo", "0")
     ]  # fmt: skip
-    # 8 prompts a step, of which step i finds i all right: 1 - 3.5 / 8 over six steps.
+    # 8 prompts a step; in step i, i of them are all right: 1 - 3.5 / 8 over six steps.
     assert float(records[0]["informative"]) == pytest.approx(1 - 3.5 / 8)
     assert float(records[0]["wrong_length"]) == 3
     assert (tmp_path / "table.png").stat().st_size > 10_000

@@ -304,7 +304,7 @@ def manifest():
 
 
 def test_the_manifest_has_the_fields_of_a_jobset(manifest):
-    """Those that are used, as the API of JobSet v1alpha2 and of Kubernetes has them."""
+    """The fields in use, as the APIs of JobSet v1alpha2 and Kubernetes define them."""
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
     schema = json.loads((ROOT / "tests" / "goldens" / "jobset_schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)

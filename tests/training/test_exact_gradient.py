@@ -55,7 +55,7 @@ WAYS = {
     "chunks": Way(rows=3, chunk_tokens=16, vocab_chunk=12, query_chunk=24, remat="full"),
     "shared": Way(share_prompts=True, backwards=True, rows=1, chunk_tokens=50, remat="dots"),
     "fsdp-tensor": Way(mesh=(2, 2, 1, 2), vocab="tensor", chunk_tokens=32, vocab_chunk=12),
-    # 16 columns of each device in parts of 6, the last of which is filled up.
+    # Each device has 16 columns in parts of 6. The last part is padded.
     "filled-up": Way(mesh=(2, 2, 1, 2), vocab="tensor", chunk_tokens=32, vocab_chunk=6),
     "context-shared": Way(
         mesh=(1, 2, 2, 2), vocab="tensor", share_prompts=True, chunk_tokens=32, remat="attention"

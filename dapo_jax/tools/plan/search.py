@@ -1,7 +1,7 @@
 """Search for the mesh shapes and remat policies that fit, best first.
 
-Arithmetic, which costs nothing, ranks all of them. Those that seem to fit are compiled, the fastest
-first, until a few do.
+Arithmetic, which costs nothing, ranks all of them. The shapes that seem to fit are then compiled,
+the fastest first, until a few do fit.
 """
 
 import dataclasses

@@ -127,7 +127,7 @@ class VirtualEngine:
         return padded_tokens[0, :, 0]
 
     def insert(self, prefix: np.ndarray, state: Slots, new: NewRequests) -> Slots:
-        """Adds the samples of prefilled prompts to those that wait."""
+        """Adds the samples of prefilled prompts to the waiting samples."""
         arrays = prefix, new.request_P[0], new.num_samples_P[0], new.first_sample_P[0]
         for number, request, samples, first in zip(*(x.tolist() for x in arrays)):
             if request >= self.config.requests:
