@@ -1,9 +1,11 @@
 """The notebooks: what is stored in them, and that one of them runs."""
 
+import csv
 import json
 import re
 import subprocess
 import sys
+from statistics import fmean
 
 import pytest
 
@@ -11,7 +13,7 @@ from tests.conftest import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MOST_BYTES = 2_000_000
-# Paths of a machine, but for the neutral one that notebooks are executed in; package hosts.
+# Paths of a machine, except the neutral one that notebooks are executed in; package hosts.
 FORBIDDEN = r"(?<![\w.:/])/(?!tmp/dapo_jax)[\w.-]+/[\w.-]+|https?://\S*(pypi|simple/)"
 RUN = """
 import sys, nbclient, nbformat
@@ -55,3 +57,21 @@ def test_the_four_techniques_give_the_stored_figures(tmp_path):
     subprocess.run(command, check=True, timeout=300)
     # The first cell prints versions.
     assert texts(json.loads(result.read_text()))[1:] == texts(json.loads(stored.read_text()))[1:]
+
+
+@pytest.mark.parametrize("file", ["docs/table1.md", "notebooks/02_table1.ipynb"])
+def test_the_stored_table_is_that_of_the_runs(file):
+    text = (ROOT / file).read_text()
+    if file.endswith("ipynb"):
+        text = "\n".join(texts(json.loads(text)))
+    with open(ROOT / "docs" / "table1.csv") as lines:
+        runs = list(csv.DictReader(lines))
+    rows = sorted({run["row"] for run in runs})
+    shown = {
+        row: float(re.search(rf"^\W*{row}\W+([\d.]+) \(", text, re.MULTILINE)[1]) for row in rows
+    }
+    means = {
+        row: 100 * fmean(float(run["accuracy"]) for run in runs if run["row"] == row)
+        for row in rows
+    }
+    assert shown == pytest.approx(means, abs=0.051)
