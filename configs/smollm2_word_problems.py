@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from configs import tiny, tiny_dapo
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
-PROBLEMS = dict(path="word_problems", levels=(1, 1, 2))  # two thirds have one step
+PROBLEMS = dict(path="word_problems", levels=(1, 2))
 
 
 def get_config(method: str = "") -> ConfigDict:
@@ -28,14 +28,13 @@ def get_config(method: str = "") -> ConfigDict:
     c.mesh.data = 1
     c.model.update(stop_token_ids=(2,), log_prob_chunk_tokens=1024)
     c.data.update(chat=True, max_prompt_tokens=64)
-    c.data.train = dict(words=dict(PROBLEMS, split="train", weight=1.0, num_problems=1000))
+    c.data.train = dict(words=dict(PROBLEMS, split="train", weight=1.0, num_problems=4000))
     c.data.heldout = dict(words=dict(PROBLEMS, split="heldout", num_problems=64))
-    c.rollout.update(max_response_tokens=48, slots=64)
+    c.rollout.update(max_response_tokens=64, slots=128)
     c.reward.scorer = "last_number"
     c.dynamic_sampling.max_prompts = 48  # the first steps train on fewer groups
-    c.optimizer.learning_rate = 1e-4
-    c.train.update(num_steps=24, prompts_per_step=16, prompts_per_update=4, share_prompts=True)
-    # A row holds a group of long responses, and later two groups of short ones.
-    c.train.update(row_tokens=448, rows_per_micro_batch=1)
-    c.evaluation.update(every_steps=24, num_samples=8, top_p=1.0)
+    c.optimizer.learning_rate = 5e-5
+    c.train.update(num_steps=12, prompts_per_step=16, prompts_per_update=4, row_tokens=320)
+    c.train.update(rows_per_micro_batch=2, share_prompts=True)
+    c.evaluation.update(every_steps=12, num_samples=8, top_p=1.0)
     return c
