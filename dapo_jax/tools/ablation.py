@@ -155,12 +155,17 @@ def write_table(rows: Sequence[str], seeds: Sequence[int], workdir: Path) -> Pat
         for row, values in figures.items():
             for i, seed in enumerate(seeds):
                 writer.writerow([row, seed, *(f"{values[c.name][i]:.6g}" for c in COLUMNS)])
-    (workdir / "table.md").write_text(_markdown(figures))
+    (workdir / "table.md").write_text(markdown_tables(figures))
     (workdir / "table.png").write_bytes(_figure(methods))
     return workdir / "table.md"
 
 
-def _markdown(figures: dict[str, dict[str, list[float]]]) -> str:
+def markdown_tables(figures: dict[str, dict[str, list[float]]]) -> str:
+    """Returns two tables in markdown: accuracies with their differences, and the other columns.
+
+    Args:
+        figures: by row and by column of table.csv, a value for each seed.
+    """
     before = {b: a for a, b in pairwise(row for row in PAPER if row in figures)}
     lines = [
         "| row | held-out avg@k, % | difference | compared with | paper |",
