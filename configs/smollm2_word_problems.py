@@ -14,7 +14,8 @@ from ml_collections import ConfigDict
 from configs import tiny, tiny_dapo
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
-PROBLEMS = dict(path="word_problems", levels=(1, 2))
+ONE_STEP = dict(path="word_problems", levels=(1,))
+TWO_STEPS = dict(path="word_problems", levels=(2,))
 
 
 def get_config(method: str = "") -> ConfigDict:
@@ -26,15 +27,22 @@ def get_config(method: str = "") -> ConfigDict:
     c.model.update(intermediate_size=1536, num_heads=9, num_kv_heads=3, head_dim=64)
     c.model.update(rope_theta=100_000.0, rms_norm_eps=1e-5, qkv_bias=False)
     c.mesh.data = 1
-    c.model.update(stop_token_ids=(2,), log_prob_chunk_tokens=1024)
+    c.model.update(stop_token_ids=(2,), log_prob_chunk_tokens=1024, remat="dots")
     c.data.update(chat=True, max_prompt_tokens=64)
-    c.data.train = dict(words=dict(PROBLEMS, split="train", weight=1.0, num_problems=4000))
-    c.data.heldout = dict(words=dict(PROBLEMS, split="heldout", num_problems=64))
-    c.rollout.update(max_response_tokens=64, slots=128)
+    c.data.train = dict(
+        one_step=dict(ONE_STEP, split="train", weight=3.0, num_problems=1200),
+        two_steps=dict(TWO_STEPS, split="train", weight=1.0, num_problems=600),
+    )
+    c.data.heldout = dict(
+        one_step=dict(ONE_STEP, split="heldout", num_problems=48),
+        two_steps=dict(TWO_STEPS, split="heldout", num_problems=16),
+    )
+    # At temperature 1 the model writes nonsense: it is right half as often.
+    c.rollout.update(max_response_tokens=64, slots=128, temperature=0.6)
     c.reward.scorer = "last_number"
     c.dynamic_sampling.max_prompts = 48  # the first steps train on fewer groups
-    c.optimizer.learning_rate = 5e-5
+    c.optimizer.learning_rate = 3e-5
     c.train.update(num_steps=12, prompts_per_step=16, prompts_per_update=4, row_tokens=320)
     c.train.update(rows_per_micro_batch=2, share_prompts=True)
-    c.evaluation.update(every_steps=12, num_samples=8, top_p=1.0)
+    c.evaluation.update(every_steps=6, num_samples=8, temperature=0.6, top_p=1.0)
     return c
