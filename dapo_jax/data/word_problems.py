@@ -1,8 +1,8 @@
 """Generated word problems of one or two steps, with whole numbers and answers from 1 to 40.
 
-For small pretrained models, which solve few of them as they are and can learn to solve most. A
-level is a number of steps. Of a problem's kind and numbers, all problems are on one side of the
-split, whatever names and things they are about.
+For small pretrained models, which solve few of them as they are and can learn to solve most of
+those with one step. A level is a number of steps. Problems of the same kind and numbers are on one
+side of the split, whatever names and things they are about.
 """
 
 from collections.abc import Callable, Sequence
