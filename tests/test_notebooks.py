@@ -34,7 +34,7 @@ SMALLER = {
     "06_plan_a_pod": """
 CONFIG = "configs/qwen0_5b_gsm8k.py"
 SLICES = {{"v5e:1x1": {{}}}}
-PROGRAMS = {{"v5e:1x1": "prefill"}}
+PROGRAM = "prefill"
 TOO_SMALL = "v5e:1x1", {{"rollout.slots": 4096}}, "decode"
 """,
 }
