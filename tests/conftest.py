@@ -79,6 +79,7 @@ LONGEST = (
     "test_processes",
     "test_replicas",
     "test_runs",
+    "test_notebooks",
     "test_learning",
     "test_methods",
     "test_properties",
