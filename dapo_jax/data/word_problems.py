@@ -31,9 +31,12 @@ ONE_STEP = (
     Kind("{x} had {a} {t} and gave {b} to {y}. How many are left?", lambda a, b, c: a - b),
     Kind("There are {c} boxes with {b} {t} in each. How many {t} is that?", lambda a, b, c: c * b),
     Kind("{x} has {a} {t}. {y} has {b} more. How many {t} has {y}?", lambda a, b, c: a + b),
-    Kind("Of {a} {t}, {b} are new. How many are not new?", lambda a, b, c: a - b),
+    Kind(
+        "There are {a} {t} on a table. {x} takes {b} away. How many {t} are still there?",
+        lambda a, b, c: a - b,
+    ),
     Kind("{x} saves {b} coins a day. How many is that in {c} days?", lambda a, b, c: c * b),
-    Kind("{x} is {a} years old and {y} is {b}. How much older is {x}?", lambda a, b, c: a - b),
+    Kind("{x} has {a} coins and spends {b} on a book. How many are left?", lambda a, b, c: a - b),
 )
 TWO_STEPS = (
     Kind(
