@@ -220,6 +220,7 @@ def plan(
     search: bool = False,
     response_tokens: int | None = None,
     prompt_tokens: int | None = None,
+    profile: str | Path | None = None,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Returns the memory that the run's programs need, compiled for devices that may be absent, and
@@ -231,6 +232,7 @@ def plan(
         search: try meshes and remat policies.
         response_tokens, prompt_tokens: mean lengths in the estimated step, default a quarter of
             the longest.
+        profile: check.json of launch/check.py on one such chip, for the estimate.
         say: receives the progress.
 
     Raises:
@@ -254,7 +256,10 @@ def plan(
         if not 1 <= lengths[name] <= limit:
             raise UserError(f"--{name} must be from 1 to {limit:,}; got {given}.")
     find = searching.search if search else plan.plan
-    return find(config, chips.target(topology), known[program], say, **lengths)
+    target = chips.target(topology)
+    if profile is not None:
+        target = target._replace(chip=chips.with_profile(target.chip, profile))
+    return find(config, target, known[program], say, **lengths)
 
 
 def _place(path: str | Path) -> Path:

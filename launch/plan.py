@@ -11,6 +11,8 @@ it does not, 2 where the command is wrong. docs/plan.md explains the figures.
                    also critic_train, critic_values; with rollout.cache_gib also prefill_preempted
 --response_tokens  mean length of a response in the estimated step; default a quarter of the longest
 --prompt_tokens    the same of prompts
+--profile          check.json of launch/check.py on such a chip: the estimate takes the shares of
+                   its rates that were measured there; also with --simulate_hosts
 --search           tries meshes (fsdp x context x tensor) and remat policies; --program defaults to
                    train
 --json             one object: fits, hbm_bytes, programs and more
@@ -78,7 +80,7 @@ def compiled(config: Any, flags: Any) -> tuple[dict[str, Any], str]:
         raise UserError(
             "--topology is needed, for example --topology=v5p:4x4x4, or --topology=local."
         )
-    asked = ("topology", "program", "search", "response_tokens", "prompt_tokens")
+    asked = ("topology", "program", "search", "response_tokens", "prompt_tokens", "profile")
     found = dapo_jax.plan(config, **{name: getattr(flags, name) for name in asked}, say=say)
     if flags.search:
         return found, search.describe(found)
@@ -99,7 +101,7 @@ def main(argv: list[str]) -> int:
             argv,
             __doc__ or "",
             switches=("json", "search"),
-            texts=("topology", "program", *TEXTS),
+            texts=("topology", "program", "profile", *TEXTS),
             integers=("response_tokens", "prompt_tokens", *INTEGERS),
             floats=FLOATS,
         )

@@ -215,6 +215,16 @@ class DecoderEngine(jetstream.Engine):
         if config.kernel != "xla" and self._mesh.devices.flat[0].platform != "cpu":
             say(self.check_pool(state))
 
+    def pool_difference(
+        self, state: DecodeState, layer: int, page: int
+    ) -> tuple[DecodeState, float]:
+        """Returns the state, which is donated and whose page is overwritten, and the largest
+        difference of the kernel's attention over that page from XLA's."""
+        at = np.array([layer, page], np.int32)
+        state, difference_R = self._programs.check_page(state, at)
+        own = [np.asarray(part.data).max() for part in difference_R.addressable_shards]
+        return state, float(np.max(own))
+
     def check_pool(self, state: DecodeState) -> str:
         """Compares the kernel's attention with XLA's at the last page of the last layer.
 
@@ -225,10 +235,9 @@ class DecoderEngine(jetstream.Engine):
         """
         begun, config = time.monotonic(), self.config
         pool = config.pool_layout.pool(config.model, config.shard_pages)
-        last = np.array([config.model.num_layers - 1, config.shard_pages - 1], np.int32)
-        _, difference_R = self._programs.check_last_page(state, last)
-        own = [np.asarray(part.data).max() for part in difference_R.addressable_shards]
-        difference, elements = float(np.max(own)), max(math.prod(x.shape) for x in pool)
+        last = config.model.num_layers - 1, config.shard_pages - 1
+        _, difference = self.pool_difference(state, *last)
+        elements = max(math.prod(x.shape) for x in pool)
         where = f"the last page of the KV pool ({elements:,} elements an array and shard)"
         if not difference <= paged.MAX_DIFFERENCE:
             raise RunError(

@@ -175,20 +175,20 @@ def decoding(
     return nan_safe(attend)
 
 
-def last_page_difference(
-    layout: Layout, pool: Arrays, last_2: jax.Array, heads: int, table_BP: jax.Array, tile: Tile
+def page_difference(
+    layout: Layout, pool: Arrays, at_2: jax.Array, heads: int, table_BP: jax.Array, tile: Tile
 ) -> tuple[jax.Array, Arrays]:
     """Compares `decoding` over one page of the pool with XLA's attention to the same values.
 
     Returns (the largest difference, the pool, whose page holds these values now).
 
     Args:
-        last_2: last layer and last page, which an overflowing index misses; no constants, as in a
-            run's programs.
+        at_2: layer and page. An overflowing index misses the last ones. No constants, as in a run's
+            programs.
         heads: query heads.
         table_BP: a table of the run's shape.
     """
-    layer, page = last_2[0], last_2[1]
+    layer, page = at_2[0], at_2[1]
     B, A = len(table_BP), layout.page_tokens
     kv_heads = pool[0].shape[layout.kv_axis] // (2 if layout.kernel == "tpu" else 1)
     key_q, key_k, key_v = jax.random.split(jax.random.key(0), 3)

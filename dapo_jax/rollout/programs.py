@@ -114,8 +114,8 @@ class Programs:
             self.state_at,
             donated=(0,),
         )
-        self.check_last_page = self._on_shards(
-            self._check_last_page,
+        self.check_page = self._on_shards(
+            self._check_page,
             (self.state_at, replicated(mesh)),
             (self.state_at, rows),
             whole=1,
@@ -264,10 +264,10 @@ class Programs:
         dense = tuple(x[:, :, :T] for x in dense)
         return Prefix(paged.from_dense(layout, dense), last_PD, length_P, key_P2)
 
-    def _check_last_page(self, state: DecodeState, last_2: Any) -> tuple[DecodeState, jax.Array]:
+    def _check_page(self, state: DecodeState, at_2: Any) -> tuple[DecodeState, jax.Array]:
         layout, heads = self.config.pool_layout, self.config.model.num_heads
-        difference, pool = paged.last_page_difference(
-            layout, state.pool, last_2, heads, state.table_BP, self.tile
+        difference, pool = paged.page_difference(
+            layout, state.pool, at_2, heads, state.table_BP, self.tile
         )
         return state._replace(pool=pool), difference
 

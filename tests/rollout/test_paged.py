@@ -157,7 +157,7 @@ def test_at_the_last_page_of_a_pool_a_kernel_attends_as_xla_does(problem, kernel
     before = pool_of(layout, k, v)
     last = jnp.array([1, N - 1], jnp.int32)
     with interpreted() if kernel == "tpu" else contextlib.nullcontext():
-        difference, after = paged.last_page_difference(layout, before, last, K * G, table, TILE)
+        difference, after = paged.page_difference(layout, before, last, K * G, table, TILE)
     assert 0 < difference < 2e-6
     for old, new in zip(before, after, strict=True):
         changed = np.asarray(old != new).any(axis=tuple(range(2, old.ndim)))
@@ -205,7 +205,7 @@ def test_rounding_to_bfloat16_is_no_difference():
     layout = paged.Layout("gpu", 32, "bfloat16")
     pool = (jnp.zeros(pages.shape, pages.dtype),) * 2
     table, last = jnp.zeros((4, 3), jnp.int32), jnp.array([1, N - 1], jnp.int32)
-    difference, _ = paged.last_page_difference(layout, pool, last, 16, table, TILE)
+    difference, _ = paged.page_difference(layout, pool, last, 16, table, TILE)
     assert 1e-4 < difference < paged.MAX_DIFFERENCE / 2
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from dapo_jax.models import decoder, log_probs
 from dapo_jax.models.sharding import fitting, initial_params, make_mesh
-from dapo_jax.rollout import scheduler
+from dapo_jax.rollout import kernels, scheduler
 from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.tools.bench.shapes import Shape, bench_engine, bench_model, random_problems
@@ -35,7 +35,8 @@ def bench_gap(shape: Shape) -> dict[str, Any]:
     layout = fitting(c, jax.device_count())
     mesh = make_mesh(layout)
     params = initial_params(c, layout, mesh, seed=0)
-    engine = DecoderEngine(bench_engine(shape, layout, kernel="xla"), mesh)
+    kernel, _ = kernels.choose("auto", jax.default_backend(), c, page_tokens=shape.page_tokens)
+    engine = DecoderEngine(bench_engine(shape, layout, kernel=kernel), mesh)
     problems = random_problems(shape)
     with engine.weights(params):
         responses, _ = scheduler.generate(

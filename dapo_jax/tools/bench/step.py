@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,7 +26,13 @@ from dapo_jax.types import Group, Problem, Response, UserError, Verdict
 from dapo_jax.utils.compilations import CompilationCounter
 
 
-def bench_step(shape: Shape, micro_batch: int, remat: str, base: dict[str, Any]) -> dict[str, Any]:
+def bench_step(
+    shape: Shape,
+    micro_batch: int,
+    remat: str,
+    base: dict[str, Any],
+    one_more: Callable[[Callable[[], None]], Any] | None = None,
+) -> dict[str, Any]:
     """Returns the figures of the median of `shape.runs` steps, after a warm-up step.
 
     A step generates `group` responses to each prompt, calls about half of them correct, and makes
@@ -34,6 +41,7 @@ def bench_step(shape: Shape, micro_batch: int, remat: str, base: dict[str, Any])
     Args:
         micro_batch: rows of the update that are computed at once.
         base: a config with its objective and optimiser.
+        one_more: called at the end with a function that makes another step, for a trace of it.
     """
     shape.check()
     if shape.group < 2:
@@ -68,11 +76,10 @@ def bench_step(shape: Shape, micro_batch: int, remat: str, base: dict[str, Any])
     problems = random_problems(shape)
     lengths = response_lengths(shape)
     rollouts, updates, padding = [], [], 0.0
-    counter = CompilationCounter()
-    for step in range(1, shape.runs + 2):
-        if step == 2:
-            counter = CompilationCounter()
-        start = time.perf_counter()
+
+    def make_step() -> None:
+        nonlocal state, padding
+        step, start = len(updates) + 1, time.perf_counter()
         with engine.weights(state.policy.params):
             responses, _ = scheduler.generate(
                 engine,
@@ -90,16 +97,25 @@ def bench_step(shape: Shape, micro_batch: int, remat: str, base: dict[str, Any])
         jax.block_until_ready(state)
         updates.append(time.perf_counter() - start)
         padding = numbers["batch/padding_share"]
+
+    make_step()
+    counter = CompilationCounter()
+    for _ in range(shape.runs):
+        make_step()
+    compilations = counter.count
     seconds = [a + b for a, b in zip(rollouts, updates)][1:]
     median = statistics.median(seconds)
+    of_phase = {
+        "rollout": round(statistics.median(rollouts[1:]), 4),
+        "update": round(statistics.median(updates[1:]), 4),
+    }
+    if one_more is not None:
+        one_more(make_step)
     return {
         "seconds_per_step": round(median, 4),
-        "seconds_by_phase": {
-            "rollout": round(statistics.median(rollouts[1:]), 4),
-            "update": round(statistics.median(updates[1:]), 4),
-        },
+        "seconds_by_phase": of_phase,
         "tokens_per_second": round(int(lengths.sum()) / median, 1),
-        "compilations": counter.count,
+        "compilations": compilations,
         **peaks(),
         "padding_fraction": round(padding, 4),
         "share_prompts": config.train.share_prompts,

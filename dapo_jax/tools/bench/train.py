@@ -62,15 +62,7 @@ def bench_train(shape: TrainShape, base: dict[str, Any]) -> dict[str, Any]:
         base: a config with its objective and optimiser.
     """
     shape.check()
-    config = bench_config(
-        bench_model(shape, shape.remat, param_dtype="float32"),
-        base,
-        prompts=max(1, shape.batch // 2),
-        group=2,
-        prompt_len=shape.prompt_len,
-        row_len=shape.row_len,
-        rows_per_micro_batch=shape.micro_batch or shape.batch,
-    )
+    config = train_config(shape, base)
     B = config.train.rows_per_micro_batch
     used = packing.used_micro_batches(shape.batch, B)
     over = config.mesh.data * config.mesh.fsdp
@@ -98,6 +90,9 @@ def bench_train(shape: TrainShape, base: dict[str, Any]) -> dict[str, Any]:
         skipped += int(result.skipped)
     assert skipped == 0, "a gradient was not finite"
     peak = peaks()  # before the products below are measured
+    memory = compiled.memory_analysis()
+    whole = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    whole += memory.output_size_in_bytes - memory.alias_size_in_bytes
     seconds = sorted(seconds[1:])
     median = statistics.median(seconds)
     places, tokens = rows.tokens_BT.size, int((rows.segments_BT > 0).sum())
@@ -111,13 +106,27 @@ def bench_train(shape: TrainShape, base: dict[str, Any]) -> dict[str, Any]:
         "compile_seconds": round(compile_seconds, 2),
         "padding_fraction": round(1 - tokens / places, 4),
         "limit_tokens_per_second": round(limit, 1),
-        "temp_mb": round(compiled.memory_analysis().temp_size_in_bytes / 1e6, 1),
+        "temp_mb": round(memory.temp_size_in_bytes / 1e6, 1),
+        "compiled_mb": round(whole / 1e6, 1),  # what the compiler says that a device needs
         "seconds": [round(t, 4) for t in seconds],
         "tokens": tokens,
         "responses": int((rows.positions_BT[rows.segments_BT > 0] == 0).sum()),
         "device": jax.devices()[0].device_kind,
         "shape": shape._asdict(),
     }
+
+
+def train_config(shape: TrainShape, base: dict[str, Any]) -> Config:
+    """Returns the config of one update of these rows; `base` as in `bench_train`."""
+    return bench_config(
+        bench_model(shape, shape.remat, param_dtype="float32"),
+        base,
+        prompts=max(1, shape.batch // 2),
+        group=2,
+        prompt_len=shape.prompt_len,
+        row_len=shape.row_len,
+        rows_per_micro_batch=shape.micro_batch or shape.batch,
+    )
 
 
 def bench_config(
@@ -204,14 +213,14 @@ def products_seconds(c: ModelConfig, tokens: int) -> float:
     times: dict[tuple[int, int], float] = {}
     for n, m in {*layer, (D, part)}:
         times[n, m] = sum(
-            _product_seconds(a, b, d, c.compute_dtype)
+            product_seconds(a, b, d, c.compute_dtype)
             for a, b, d in ((tokens, n, m), (tokens, m, n), (n, tokens, m))
         )
     of_layers = c.num_layers * sum(times[shape] for shape in layer)
     return of_layers + times[D, part] * (c.vocab_size // part)
 
 
-def _product_seconds(rows: int, inner: int, columns: int, dtype: str) -> float:
+def product_seconds(rows: int, inner: int, columns: int, dtype: str) -> float:
     """Measures the median time of [rows, inner] @ [inner, columns]."""
     key = jax.random.key(0)
     a = jax.random.normal(key, (rows, inner), jnp.dtype(dtype))

@@ -5,6 +5,7 @@ from others of its slice (half of Google's bidirectional bandwidth). Memory is w
 program have, which is less than the maker states. docs/plan.md has the sources of the shares.
 """
 
+import json
 import math
 import os
 import re
@@ -33,6 +34,7 @@ class Chip(NamedTuple):
     source: str
     platform: str = "tpu"
     products_share: float = 0.5  # share of `flops` that matrix products are expected to reach
+    memory_share: float = 0.47  # share of `memory_rate` that decoding is expected to reach
 
 
 TPU, NVIDIA = "docs.cloud.google.com/tpu/docs/", "nvidia.com/en-us/data-center/"
@@ -67,6 +69,37 @@ def named(name: str) -> Chip:
     if name not in known:
         raise UserError(f"--chip must be one of {', '.join(known)}; got {name!r}.")
     return known[name]
+
+
+def with_profile(chip: Chip, file: str | Path) -> Chip:
+    """Returns the chip with the shares of its rates that launch/check.py has measured on one.
+
+    Args:
+        file: check.json. Of several models or rows in it the last counts, which are the largest.
+
+    Raises:
+        UserError: the file is not one of a check, is of another chip, or lacks the measurements.
+    """
+    try:
+        content = json.loads(Path(file).read_text())
+        kind, findings = content["machine"]["kind"], content["findings"]
+        figures = [finding["figures"] for finding in findings]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"--profile={file} is no check.json of launch/check.py: {error}."
+        ) from error
+    if CHIPS.get(kind, chip).name != chip.name or kind not in CHIPS:
+        raise UserError(f"--profile={file} is of {kind!r}; the plan is for a {chip.name}.")
+    shares = {}
+    for name in ("products_share", "memory_share"):
+        measured = [of[name] for of in figures if name in of]
+        if not measured:
+            raise UserError(
+                f"--profile={file} has no {name}: run the parts rollout and update of "
+                "launch/check.py."
+            )
+        shares[name] = measured[-1]
+    return chip._replace(**shares)
 
 
 def target(topology: str) -> Target:

@@ -27,7 +27,6 @@ from dapo_jax.rollout.programs import rollout_dtypes
 from dapo_jax.tools.plan.chips import Chip
 from dapo_jax.training.packing import max_micro_batches
 
-MEMORY_SHARE = 0.47  # of the memory's rate in decoding; sources in docs/plan.md
 LINK_SHARE = 0.5  # assumed; no source
 ROW_FILL = 0.95  # share of a packed row that holds tokens; assumed
 SLOTS_BUSY = 0.9  # share of the slots in use while responses wait; assumed
@@ -76,7 +75,7 @@ def expected(work: Work, chip: Chip) -> Seconds | None:
     if best is None:
         return None
     return Seconds(
-        best.compute / chip.products_share, best.memory / MEMORY_SHARE, best.links / LINK_SHARE
+        best.compute / chip.products_share, best.memory / chip.memory_share, best.links / LINK_SHARE
     )
 
 
@@ -403,8 +402,8 @@ def step(
         "seconds_at_best": total("seconds_at_best"),
         "seconds": total("seconds"),
         "assumptions": (
-            f"{chip.products_share:.0%} of the peak in products, {MEMORY_SHARE:.0%} of the rate of "
-            f"memory, {LINK_SHARE:.0%} of that of links; rows {ROW_FILL:.0%} full; "
+            f"{chip.products_share:.0%} of the peak in products, {chip.memory_share:.0%} of the "
+            f"rate of memory, {LINK_SHARE:.0%} of that of links; rows {ROW_FILL:.0%} full; "
             f"{SLOTS_BUSY:.0%} of the slots busy; no time for rewards, the host, evaluation, "
             "checkpoints and prompts that dynamic sampling leaves out (see --simulate_hosts)"
         ),

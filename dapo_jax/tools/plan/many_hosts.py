@@ -40,6 +40,7 @@ class Flags(NamedTuple):
     accept: float | None = None
     prompt_tokens: int | None = None
     chip: str | None = None
+    profile: str | None = None
     decode_seconds: float | None = None
     prefill_seconds: float | None = None
     host_seconds: float | None = None
@@ -137,7 +138,7 @@ def simulate(config: Config, flags: Flags, say: Callable[[str], None]) -> dict[s
         say(f"{shards} hosts, an evaluation")
         result["price"] = price.price(
             setting,
-            chips.named(flags.chip or CHIP),
+            _chip(flags),
             _sizes(config),
             own,
             lengths,
@@ -159,6 +160,11 @@ def simulate(config: Config, flags: Flags, say: Callable[[str], None]) -> dict[s
 
 def _sizes(config: Config) -> dict[str, int]:
     return {axis: max(1, getattr(config.mesh, axis)) for axis in AXES}
+
+
+def _chip(flags: Flags) -> chips.Chip:
+    chip = chips.named(flags.chip or CHIP)
+    return chip if flags.profile is None else chips.with_profile(chip, flags.profile)
 
 
 def _replicas(config: Config) -> tuple[int, int]:
@@ -187,7 +193,7 @@ def _setting(config: Config, flags: Flags) -> tuple[Setting, list[str]]:
             f"of prefill {prefill:g} s, as given"
         )
     else:
-        chip = chips.named(flags.chip or CHIP)
+        chip = _chip(flags)
 
         def seconds(work: estimate.Work) -> float:
             time = estimate.expected(work, chip)
@@ -205,7 +211,7 @@ def _setting(config: Config, flags: Flags) -> tuple[Setting, list[str]]:
             estimate.prefill_call(config, devices, prompts=prompts, prompt_tokens=padded)
         )
         assumptions.append(
-            f"{chip.name} at {estimate.MEMORY_SHARE:.0%} of the rate of its memory and "
+            f"{chip.name} at {chip.memory_share:.0%} of the rate of its memory and "
             f"{chip.products_share:.0%} of its peak; a prefill of prompts of {prompt_tokens} "
             f"tokens, padded to {padded}, takes {prefill:.3g} s; links take no time"
         )

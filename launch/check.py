@@ -1,0 +1,60 @@
+"""Checks this machine: python launch/check.py [--output=DIR] [--parts=device,numbers] [--minutes=9]
+
+Runs the project's programs on the devices that are here, with random weights and no network, and
+says of each whether it is ok, slow or wrong, or why it was not run. The exit status is 0 unless
+something is wrong (1) or the command is (2).
+
+device   rates of products, memory and copies; the kernels that runs will use
+numbers  attention, log-probs, sampling and cache against NumPy in float64; rollout against trainer;
+         two steps of configs/tiny_dapo.py against a CPU's
+rollout  tokens per second at 1, 64 and 256 sequences, against what memory and products allow
+update   tokens per second, MFU and memory
+step     a whole rollout step, and how long the devices are idle in it
+resume   a checkpoint saved and restored
+
+--output   directory for check.json, check.html and a log of each part, default runs/check; what is
+           in check.json is not run again
+--parts    some of these, separated by commas, default all
+--minutes  at most, default 9; the same command runs later what had no time
+--here     run the one part in this process, without a limit of time
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit status: 0 nothing is wrong, 1 something is, 2 the user's mistake."""
+    sys.path.insert(0, str(ROOT))
+    from dapo_jax.config.cli import fail, parse_flags
+
+    try:
+        flags = parse_flags(
+            argv,
+            __doc__ or "",
+            text={"output": str(ROOT / "runs" / "check"), "parts": ""},
+            numbers={"minutes": 9.0},
+            switches=("here",),
+        )
+        from dapo_jax.tools.check import page, runner
+
+        output = Path(flags["output"]).expanduser().resolve()
+        parts = flags["parts"].split(",") if flags["parts"] else list(runner.PARTS)
+        if flags["here"]:
+            from configs import tiny_dapo
+
+            (part,) = parts
+            runner.run_here(output, part, tiny_dapo.get_config().to_dict())
+            return 0
+        say = lambda text: print(text, flush=True)
+        store = runner.run(Path(__file__).resolve(), output, parts, flags["minutes"], say)
+        print(f"{page.counts(store)}: {output / 'check.html'}")
+    except Exception as error:
+        return fail(error)
+    return 1 if any(finding.verdict == "wrong" for finding in store.findings) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,178 @@
+"""launch/check.py: its runner, its verdicts, and what the plan takes from it."""
+
+import json
+import textwrap
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dapo_jax.rollout import sampling
+from dapo_jax.tools.check import numerics, page, rollout, runner, trace
+from dapo_jax.tools.check.findings import Finding, Result, Store
+from dapo_jax.tools.check.machine import Machine, judged
+from dapo_jax.tools.plan import chips
+from dapo_jax.types import UserError
+from tests.support.runs import load_launcher
+
+check = load_launcher("check")
+CPU = Machine("cpu", "cpu", 1, None, chips.Chip("cpu", None, None, None, None, "", "cpu"), {})
+H100 = Machine("gpu", "H100", 1, 80 * 2**30, chips.named("H100"), {"jax": "1"})
+
+
+def test_the_part_device_on_this_machine(tmp_path, capsys):
+    arguments = ["launch/check.py", f"--output={tmp_path}", "--parts=device"]
+    assert check(arguments) == 0
+    said = capsys.readouterr().out
+    assert "ok       products, float32" in said and f"4 ok: {tmp_path}/check.html" in said
+    stored = json.loads((tmp_path / "check.json").read_text())
+    figures = {finding["name"]: finding["figures"] for finding in stored["findings"]}
+    assert figures["memory"]["bytes_per_second"] > 1e8
+    assert figures["kernels, small"] == {"rollout": "xla", "training": "xla"}
+    assert "memory" in (tmp_path / "check.html").read_text()
+    # What has a finding is not run again.
+    assert check(arguments) == 0
+    assert json.loads((tmp_path / "check.json").read_text()) == stored
+    assert "products" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags, field",
+    [
+        (["--parts=device,speed"], "--parts"),
+        (["--minutes=0"], "--minutes"),
+        (["--output=/dev/null/here"], "--output"),
+    ],
+)
+def test_a_wrong_command_names_the_flag(flags, field, tmp_path, capsys):
+    output = [] if "--output" in flags[0] else [f"--output={tmp_path}"]
+    assert check(["launch/check.py", *flags, *output]) == 2
+    assert field in capsys.readouterr().err
+
+
+def launcher(folder, body):
+    """A program that takes the place of launch/check.py in the processes of parts."""
+    file = folder / "launcher.py"
+    lines = "import sys, time\noutput = sys.argv[1].partition('=')[2]\n"
+    file.write_text(lines + textwrap.dedent(body))
+    return file
+
+
+def test_a_part_that_takes_too_long_is_stopped_and_not_lost(tmp_path):
+    Store(tmp_path).begin("step", ["one", "two"], {"kind": "x"})
+    said = []
+    slow = launcher(tmp_path, "time.sleep(60)")
+    store = runner.run(slow, tmp_path, ["step", "resume"], 0.01, said.append)
+    assert any("step: stopped" in line for line in said) and "resume: not run" in said[-1]
+    assert not store.findings and page.counts(store) == "2 not run"
+
+
+def test_a_part_that_dies_is_wrong(tmp_path):
+    Store(tmp_path).begin("step", ["one", "two"], {"kind": "x"})
+    store = runner.run(launcher(tmp_path, "sys.exit(-9)"), tmp_path, ["step"], 1, print)
+    (finding,) = store.findings
+    assert (finding.name, finding.verdict) == ("one", "wrong") and "step.log" in finding.reason
+
+
+def test_findings_of_another_machine_are_refused(tmp_path):
+    Store(tmp_path).begin("device", ["memory"], H100.identity())
+    with pytest.raises(UserError, match="kind"):
+        runner.run_here(tmp_path, "device", {})
+    (tmp_path / "check.json").write_text("{}")
+    with pytest.raises(UserError, match="--output"):
+        Store(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "error, verdict",
+    [
+        (ValueError("first line\nsecond"), "wrong"),
+        (RuntimeError("RESOURCE_EXHAUSTED: 3 GB"), "not run"),
+    ],
+)
+def test_a_check_that_fails(error, verdict):
+    def fails():
+        raise error
+
+    result = runner._result(fails)
+    assert result.verdict == verdict and "second" not in result.reason
+
+
+def test_models_that_fit():
+    assert list(CPU.models(2)) == ["small"]
+    assert list(H100.models(2)) == ["0.5B", "1.5B", "7B"]
+    assert list(H100.models(16)) == ["0.5B", "1.5B"]
+    assert H100.models(2)["7B"][-1] == "bfloat16"
+
+
+def test_a_chip_is_judged_by_its_share_and_a_cpu_is_not():
+    assert judged(0.4, 0.5, H100, "40 %")[0] == "slow"
+    assert judged(0.6, 0.5, H100, "60 %")[0] == "ok"
+    assert judged(0.1, 0.5, CPU, "10 %")[0] == "ok"
+
+
+def test_the_bytes_and_operations_of_a_token():
+    """Qwen2.5-1.5B in bfloat16: 1.54e9 parameters, 28,672 bytes of cache a token."""
+    c = rollout.bench_model(H100.models(2)["1.5B"])
+    shape = rollout._shape(H100.models(2)["1.5B"], H100, 64)
+    operations, read = rollout.decode_work(c, shape)
+    cached = 64 * (512 + 128)
+    assert read == pytest.approx(2 * 1.544e9 + cached * 28_672, rel=0.01)
+    assert operations == pytest.approx(64 * 2 * 1.544e9 + 4 * 28 * 1536 * cached, rel=0.01)
+
+
+def test_attention_that_forgets_segments_is_found(monkeypatch):
+    packed = numerics.xla.packed
+    forgets = lambda segments, choice: packed(jnp.zeros_like(segments), choice)
+    monkeypatch.setattr(numerics.xla, "packed", forgets)
+    assert numerics._attention(CPU, "float32", None).verdict == "wrong"
+
+
+def test_a_sampler_that_keeps_too_much_is_found(monkeypatch):
+    sample = sampling.sample
+    all_of_it = lambda logits, keys, at, params, mode: sample(
+        logits, keys, at, params._replace(top_p_X=jnp.ones(len(keys))), mode
+    )
+    assert numerics._sampling().verdict == "ok"
+    monkeypatch.setattr(numerics.sampling, "sample", all_of_it)
+    assert numerics._sampling().verdict == "wrong"
+
+
+def test_a_comparison_that_is_not_a_number_is_wrong():
+    found = numerics._compared({"x": (np.array([np.nan]), np.ones(1))}, 1.0, "text")
+    assert found.verdict == "wrong"
+
+
+def test_time_in_which_something_runs_counts_once():
+    assert trace._union([(0, 2), (5, 6), (1, 3), (5, 5.5)]) == 4
+
+
+def test_a_trace_of_this_machine():
+    x = jnp.ones((400, 400))
+    found = trace.traced(lambda: (x @ x).block_until_ready())
+    assert 0 < found.busy_seconds <= found.seconds * 1.5 and found.longest(1)[0]["times"] >= 1
+
+
+def profile(folder, **figures):
+    store = Store(folder)
+    store.begin("rollout", [], {"kind": "NVIDIA H200"})
+    for name, value in figures.items():
+        store.add(Finding("rollout", name, *Result("ok", "", {name: value}), seconds=1.0))
+    return store.file
+
+
+def test_the_plan_takes_measured_shares(tmp_path):
+    file = profile(tmp_path, products_share=0.6, memory_share=0.7)
+    chip = chips.with_profile(chips.named("H200"), file)
+    assert (chip.products_share, chip.memory_share) == (0.6, 0.7)
+    assert chip.flops == chips.named("H200").flops
+    with pytest.raises(UserError, match="'NVIDIA H200'.*H100"):
+        chips.with_profile(chips.named("H100"), file)
+
+
+def test_a_profile_without_measurements_names_the_parts(tmp_path):
+    with pytest.raises(UserError, match="memory_share.*rollout"):
+        chips.with_profile(chips.named("H200"), profile(tmp_path, products_share=0.6))
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(UserError, match="--profile"):
+        chips.with_profile(chips.named("H200"), tmp_path / "other.json")
