@@ -17,6 +17,7 @@ resume   a checkpoint saved and restored
 --parts    some of these, separated by commas, default all
 --minutes  at most, default 9; the same command runs later what had no time
 --here     run the one part in this process, without a limit of time
+--document write the findings in docs/accelerators/ into docs/accelerators.md, and nothing else
 """
 
 import sys
@@ -36,10 +37,13 @@ def main(argv: list[str]) -> int:
             __doc__ or "",
             text={"output": str(ROOT / "runs" / "check"), "parts": ""},
             numbers={"minutes": 9.0},
-            switches=("here",),
+            switches=("here", "document"),
         )
         from dapo_jax.tools.check import page, runner
 
+        if flags["document"]:
+            page.write_document(ROOT / "docs" / "accelerators.md", ROOT / "docs" / "accelerators")
+            return 0
         output = Path(flags["output"]).expanduser().resolve()
         parts = flags["parts"].split(",") if flags["parts"] else list(runner.PARTS)
         if flags["here"]:

@@ -13,6 +13,7 @@ from dapo_jax.tools.check.findings import Finding, Result, Store
 from dapo_jax.tools.check.machine import Machine, judged
 from dapo_jax.tools.plan import chips
 from dapo_jax.types import UserError
+from tests.conftest import ROOT
 from tests.support.runs import load_launcher
 
 check = load_launcher("check")
@@ -106,9 +107,9 @@ def test_models_that_fit():
 
 
 def test_a_chip_is_judged_by_its_share_and_a_cpu_is_not():
-    assert judged(0.4, 0.5, H100, "40 %")[0] == "slow"
-    assert judged(0.6, 0.5, H100, "60 %")[0] == "ok"
-    assert judged(0.1, 0.5, CPU, "10 %")[0] == "ok"
+    assert judged(0.4, 0.5, H100, "40 %", {}).verdict == "slow"
+    assert judged(0.6, 0.5, H100, "60 %", {}).verdict == "ok"
+    assert judged(0.1, 0.5, CPU, "10 %", {}).verdict == "ok"
 
 
 def test_the_bytes_and_operations_of_a_token():
@@ -176,3 +177,11 @@ def test_a_profile_without_measurements_names_the_parts(tmp_path):
     (tmp_path / "other.json").write_text("[]")
     with pytest.raises(UserError, match="--profile"):
         chips.with_profile(chips.named("H200"), tmp_path / "other.json")
+
+
+def test_the_document_is_that_of_the_stored_checks(tmp_path):
+    stored = ROOT / "docs" / "accelerators.md"
+    copy = tmp_path / "accelerators.md"
+    copy.write_text(stored.read_text())
+    page.write_document(copy, stored.with_suffix(""))
+    assert copy.read_text() == stored.read_text()

@@ -43,25 +43,49 @@ def test_every_qwen_config_has_its_topology():
     assert versions_of_the_extra().keys() == {"jax", "libtpu"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TOPOLOGIES)
-def test_the_update_compiles_with_the_versions_that_a_pod_installs(name):
+def skip_unless_pinned():
+    """Skips where other versions are installed than a pod has."""
     for package, version in versions_of_the_extra().items():
         if installed(package) != version:
             found = installed(package) or "none"
             pytest.skip(f"needs {package} {version} (uv sync --extra tpu); installed is {found}")
+
+
+def environment():
+    """Without the tests' own flags, which are for programs that are compiled fast and run once."""
+    kept = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    return kept | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_the_update_compiles_with_the_versions_that_a_pod_installs(name):
+    skip_unless_pinned()
     path = f"--config=configs/{name}.py"
-    # The tests' own flags are for programs that are compiled fast and run once.
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    environment |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
     # The forward pass of the training program, by itself, for the largest only.
     for program in ("train", "old_logprobs") if name == "qwen32b_dapo" else ("train",):
         flags = [path, f"--topology={TOPOLOGIES[name]}", f"--program={program}", "--json"]
         done = subprocess.run(
             [sys.executable, "launch/plan.py", *flags],
-            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900,
+            cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=900,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-2000:]
         found = json.loads(done.stdout)
         numbers = found["programs"][program]
         assert found["fits"] and not numbers["refused"] and numbers["temp_bytes"] > 0
+
+
+@pytest.mark.slow
+def test_decoding_exchanges_no_logits_and_copies_no_cache():
+    """On v5e; `python -m tests.studies.tpu_decoding` shows it for v5p and v6e as well."""
+    skip_unless_pinned()
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.studies.tpu_decoding", "v5e:2x2"],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    plain, top_p = map(json.loads, done.stdout.splitlines())
+    for found in (plain, top_p):
+        # Hidden states are the largest: 128 slots x 3,584.
+        assert found["exchanged"] <= 128 * 3584 < found["own_logits"] / 10
+        assert not found["copied"]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 
 import jax
 import numpy as np
@@ -15,6 +14,7 @@ from dapo_jax.tools.plan import dry_run
 from dapo_jax.training import packing, step
 from dapo_jax.types import UserError
 from tests.support.helpers import make_mesh, replace_model, tiny_config
+from tests.support.hlo import arrays, collectives
 
 # Sizes that no two axes share, so that a shape says what it is.
 CONFIG = tiny_config(
@@ -84,22 +84,6 @@ def part_of(shape, spec, axes):
     """What a device has of an array that is split over these of the axes that its spec names."""
     sizes = {"fsdp": 4, "tensor": 2}
     return tuple(n // (sizes[axis] if axis in axes else 1) for n, axis in zip(shape, spec))
-
-
-def arrays(text):
-    """(dtype, shape) of each array that a program's text names."""
-    for dtype, sizes in re.findall(r"\b([a-z]+\d+)\[([\d,]+)\]", text):
-        yield dtype, tuple(int(size) for size in sizes.split(","))
-
-
-def collectives(text):
-    """(kind, dtype, shape) of each array that devices have after a collective of the program."""
-    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-    return {
-        (kind, *array)
-        for result, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text)
-        for array in arrays(result)
-    }
 
 
 def test_no_device_ever_holds_all_of_a_matrix(compiled):

@@ -44,7 +44,7 @@ def _products(machine: Machine, dtype: str) -> Result:
         return Result("ok", f"{text}; no stated rate to compare with", figures)
     share = rate / machine.chip.flops
     text += f", {100 * share:.0f} % of the stated rate"
-    return Result(*judged(share, PRODUCTS_SHARE, machine, text), figures | {"share": share})
+    return judged(share, PRODUCTS_SHARE, machine, text, figures | {"share": share})
 
 
 def _memory(machine: Machine) -> Result:
@@ -58,7 +58,7 @@ def _memory(machine: Machine) -> Result:
         return Result("ok", f"{text}; no stated rate to compare with", figures)
     share = rate / machine.chip.memory_rate
     text += f", {100 * share:.0f} % of the stated rate"
-    return Result(*judged(share, MEMORY_SHARE, machine, text), figures | {"share": share})
+    return judged(share, MEMORY_SHARE, machine, text, figures | {"share": share})
 
 
 def _copies() -> Result:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from dapo_jax.config import ModelConfig
 from dapo_jax.tools.bench.shapes import bench_model
-from dapo_jax.tools.check.findings import Store
+from dapo_jax.tools.check.findings import Result, Store
 from dapo_jax.tools.plan import chips, estimate
 
 PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
@@ -66,7 +66,9 @@ class Machine(NamedTuple):
         if self.is_cpu:  # its caches hold the small model, and virtual devices share its cores
             return flops, math.inf
         rate = store.figure("device", "memory", "bytes_per_second")
-        return tuple(None if x is None else x * self.devices for x in (flops, rate))
+        if flops is None or rate is None:
+            return None, None
+        return flops * self.devices, rate * self.devices
 
 
 def this_machine() -> Machine:
@@ -93,8 +95,11 @@ def num_parameters(c: ModelConfig) -> int:
     return m.layers + m.head * (1 if c.tie_embeddings else 2)
 
 
-def judged(share: float, least: float, machine: Machine, text: str) -> Any:
-    """Returns (verdict, reason) of a share of what the chip allows; CPUs are not judged."""
+def judged(
+    share: float, least: float, machine: Machine, text: str, figures: dict[str, Any]
+) -> Result:
+    """Returns the result of a share of what the chip allows; CPUs are not judged."""
     if machine.is_cpu:
-        return "ok", f"{text}; speed is not judged on CPUs"
-    return ("ok" if share >= least else "slow"), f"{text}; wanted {100 * least:.0f} %"
+        return Result("ok", f"{text}; speed is not judged on CPUs", figures)
+    verdict = "ok" if share >= least else "slow"
+    return Result(verdict, f"{text}; wanted {100 * least:.0f} %", figures)

@@ -96,7 +96,12 @@ def _attention(machine: Machine, dtype: str, window: int | None) -> Result:
     wanted = _plain_attention(
         segments_BT, window, *(np.asarray(x, np.float64) for x in (q, k, v, d_out))
     )
-    names = ("output", "gradient of queries", "gradient of keys", "gradient of values")
+    names: tuple[str, ...] = (
+        "output",
+        "gradient of queries",
+        "gradient of keys",
+        "gradient of values",
+    )
     pairs = dict(zip(names, zip((out, *pull(d_out)), wanted)))
     return _compared(pairs, TOLERANCE[dtype], choice.kernel)
 

@@ -2,12 +2,14 @@
 
 import html
 import json
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from dapo_jax.tools.check.findings import Finding, Store
 
+MARKER = "<!-- Below: python launch/check.py --document -->"
+MARKDOWN_WIDTH = 120
 COLOURS = {"ok": "#1a7f37", "slow": "#9a6700", "wrong": "#cf222e", "not run": "#57606a"}
 STYLE = (
     "body{font:14px sans-serif;max-width:70em;margin:2em auto}td,th{text-align:left;"
@@ -57,18 +59,28 @@ def _row(f: Finding) -> str:
     return f"<tr><td>{first}<td>{second}<td>{verdict}<td>{reason}<td>{f.seconds:.1f}</tr>"
 
 
+def write_document(file: Path, checks: Path) -> None:
+    """Writes what follows the marker in docs/accelerators.md: the findings of each directory in
+    `checks`, which are named after their machines."""
+    text = file.read_text()
+    above = text[: text.index(MARKER) + len(MARKER)]
+    file.write_text(f"{above}\n\n{document(sorted(checks.iterdir()))}")
+
+
 def document(directories: Sequence[Path]) -> str:
-    """Returns the tables of docs/accelerators.md, one for each directory with a check.json."""
+    """Returns a section for each directory with a check.json."""
     return "\n".join(map(_section, directories))
 
 
 def _section(directory: Path) -> str:
     store = Store(directory)
-    machine: dict[str, Any] = store.machine or {}
+    machine = store.machine or {}
     of = ", ".join(f"{name} {value}" for name, value in machine.items() if name != "kind")
-    lines = [f"## {directory.name}: {machine.get('kind')}", "", f"{of}. {counts(store)}.", ""]
+    lines = [f"## {directory.name}", "", f"{machine.get('kind')}, {of}. {counts(store)}.", ""]
     lines += ["| part | check | verdict | seconds |", "|---|---|---|---|"]
     found = everything(store)
-    lines += [f"| {f.part} | {f.name} | {f.verdict} | {f.seconds:.1f} |" for f in found]
-    lines += ["", *(f"- {f.part}, {f.name}: {f.reason}" for f in found), ""]
-    return "\n".join(lines)
+    lines += [f"| {f.part} | {f.name} | {f.verdict} | {f.seconds:.0f} |" for f in found]
+    for f in found:
+        text = f"- {f.part}, {f.name}: {f.reason}"
+        lines += ["", *textwrap.wrap(text, MARKDOWN_WIDTH, subsequent_indent="  ")]
+    return "\n".join([*lines, ""])

@@ -72,7 +72,7 @@ def _decode(machine: Machine, store: Store, shape: Shape) -> Result:
     text += f", {100 * share:.0f} % of what products and memory allow"
     if n < JUDGED_FROM:
         return Result("ok", text, figures)
-    return Result(*judged(share, BOUND_SHARE, machine, text), figures)
+    return judged(share, BOUND_SHARE, machine, text, figures)
 
 
 def decode_work(c: ModelConfig, shape: Shape) -> tuple[float, float]:

@@ -66,9 +66,7 @@ def _step(machine: Machine, shape: Shape, base: dict[str, Any]) -> Result:
         return Result("ok", f"{text}; the profiler saw no operation of a device", figures)
     idle = traces[0].idle_share
     figures |= {"idle_share": idle, "longest": traces[0].longest(10)}
-    return Result(
-        *judged(1 - idle, BUSY_SHARE, machine, f"{text}; busy {100 - 100 * idle:.0f} %"), figures
-    )
+    return judged(1 - idle, BUSY_SHARE, machine, f"{text}; busy {100 - 100 * idle:.0f} %", figures)
 
 
 def resume_checks(machine: Machine, base: dict[str, Any]) -> dict[str, Check]:

@@ -44,7 +44,7 @@ def traced(run: Callable[[], Any]) -> Trace:
             jax.profiler.stop_trace()
         (file,) = Path(place).rglob("*.xplane.pb")
         events = list(_events(file))
-    total: collections.Counter[str] = collections.Counter()
+    total: dict[str, float] = collections.defaultdict(float)
     times: collections.Counter[str] = collections.Counter()
     spans: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
     for device, name, begun, duration in events:
@@ -52,7 +52,10 @@ def traced(run: Callable[[], Any]) -> Trace:
         times[name] += 1
         spans[device].append((begun, begun + duration))
     busy = sum(map(_union, spans.values())) / max(1, len(spans))
-    longest = [(name, ns / 1e9, times[name]) for name, ns in total.most_common()]
+    longest = [
+        (name, ns / 1e9, times[name])
+        for name, ns in sorted(total.items(), key=lambda item: -item[1])
+    ]
     return Trace(seconds, busy / 1e9, longest)
 
 

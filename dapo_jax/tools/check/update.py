@@ -82,4 +82,4 @@ def _update(machine: Machine, store: Store, shape: TrainShape, base: dict[str, A
     figures["mfu"] = share = per_second * with_attention / flops
     figures["mfu_parameters"] = per_second * by_parameters / flops
     text += f", MFU {100 * share:.0f} %"
-    return Result(*judged(share, MFU, machine, text), figures)
+    return judged(share, MFU, machine, text, figures)
