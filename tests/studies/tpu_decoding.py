@@ -1,10 +1,11 @@
 """What a compiled decode program exchanges between the chips of a replica, and what it copies.
 
-Command: python -m tests.studies.tpu_decoding [v5e:2x2 v5p:2x2x1 v6e:2x2] (uv sync --extra tpu)
+Command: python -m tests.studies.tpu_decoding [v5e:2x2 v5p:2x2x1 v6e:2x2] [1.0 0.7]
+         topologies and values of top-p; needs uv sync --extra tpu
 
 The program is that of configs/qwen7b_dapo.py over 4 chips, two layers of it, with top-p and
-without. One line of JSON for each. The parts of a step that grow with the vocabulary or the cache must stay
-where they are: other trainers gathered logits over chips at every token.
+without. One line of JSON for each. What grows with the vocabulary or the cache must stay where it
+is: other trainers gathered logits over chips at every token.
 """
 
 import dataclasses
@@ -55,6 +56,8 @@ def measure(topology, top_p):
 
 
 if __name__ == "__main__":
-    for topology in sys.argv[1:] or TOPOLOGIES:
-        for top_p in (1.0, 0.7):
+    topologies = [given for given in sys.argv[1:] if ":" in given] or TOPOLOGIES
+    top_ps = [float(given) for given in sys.argv[1:] if ":" not in given] or (1.0, 0.7)
+    for topology in topologies:
+        for top_p in top_ps:
             print(json.dumps(measure(topology, top_p)), flush=True)
