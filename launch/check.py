@@ -13,7 +13,7 @@ step     a whole rollout step, and how long the devices are idle in it
 resume   a checkpoint saved and restored
 
 --output   directory for check.json, check.html and a log of each part, default runs/check; what is
-           in check.json is not run again
+           ok or slow in check.json is not run again
 --parts    some of these, separated by commas, default all
 --minutes  at most, default 9; the same command runs later what had no time
 --here     run the one part in this process, without a limit of time

@@ -185,3 +185,23 @@ def test_the_document_is_that_of_the_stored_checks(tmp_path):
     copy.write_text(stored.read_text())
     page.write_document(copy, stored.with_suffix(""))
     assert copy.read_text() == stored.read_text()
+
+
+def test_what_was_wrong_is_checked_again(tmp_path):
+    store = Store(tmp_path)
+    store.begin("step", ["one", "two"], {"kind": "x"})
+    for name, verdict in (("one", "ok"), ("two", "wrong")):
+        store.add(Finding("step", name, verdict, "", {}, 1.0))
+    again = """
+        import pathlib
+        from dapo_jax.tools.check.findings import Finding, Store
+        store = Store(pathlib.Path(output))
+        store.begin("step", ["one", "two"], {"kind": "x"})
+        assert [finding.name for finding in store.findings] == ["one"]
+        store.add(Finding("step", "two", "slow", "this time", {}, 1.0))
+    """
+    body = f"sys.path.insert(0, {str(ROOT)!r})\n{textwrap.dedent(again)}"
+    said = []
+    store = runner.run(launcher(tmp_path, body), tmp_path, ["step"], 1, said.append)
+    assert page.counts(store) == "1 ok, 1 slow"
+    assert [line for line in said if "two" in line and "this time" in line] and len(said) == 2

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 from dapo_jax.types import UserError
 
 Verdict = Literal["ok", "slow", "wrong", "not run"]
+KEPT = ("ok", "slow")  # verdicts of checks that are not run again
 FILE = "check.json"
 
 
@@ -80,6 +81,13 @@ class Store:
         self.machine = dict(machine)
         self.planned[part] = list(names)
         self._write()
+
+    def forget(self, part: str) -> None:
+        """Removes the findings of a part that are to be checked again: wrong or not run."""
+        keep = lambda finding: finding.part != part or finding.verdict in KEPT
+        if not all(map(keep, self.findings)):
+            self.findings = list(filter(keep, self.findings))
+            self._write()
 
     def add(self, finding: Finding) -> None:
         self.findings.append(finding)

@@ -96,13 +96,8 @@ def _attention(machine: Machine, dtype: str, window: int | None) -> Result:
     wanted = _plain_attention(
         segments_BT, window, *(np.asarray(x, np.float64) for x in (q, k, v, d_out))
     )
-    names: tuple[str, ...] = (
-        "output",
-        "gradient of queries",
-        "gradient of keys",
-        "gradient of values",
-    )
-    pairs = dict(zip(names, zip((out, *pull(d_out)), wanted)))
+    names = ("output", "gradient of queries", "gradient of keys", "gradient of values")
+    pairs: dict[str, Any] = dict(zip(names, zip((out, *pull(d_out)), wanted)))
     return _compared(pairs, TOLERANCE[dtype], choice.kernel)
 
 
@@ -245,14 +240,14 @@ def _gap(machine: Machine, dtype: str) -> Result:
 
 def _shape(model: tuple, dtype: str) -> Shape:
     return Shape(
-        *model, dtype, prompts=4, group=8, prompt_len=64, gen_len=64, lengths="uniform", slots=32,
-        decode_steps=8, page_tokens=PAGE_TOKENS, temperature=1.0, top_p=1.0, runs=1,
+        *(*model, dtype), prompts=4, group=8, prompt_len=64, gen_len=64, lengths="uniform",
+        slots=32, decode_steps=8, page_tokens=PAGE_TOKENS, temperature=1.0, top_p=1.0, runs=1,
     )  # fmt: skip
 
 
 def _tiny_run(base: dict[str, Any]) -> Result:
     """The first two steps of configs/tiny_dapo.py, on a base model of 200 steps, against those of a
-    CPU (2 cores, jax 0.12.0.1)."""
+    CPU (2 cores, jax 0.10.2)."""
     values = {name: dict(of) if isinstance(of, dict) else of for name, of in base.items()}
     for field, value in TINY.items():
         section, name = field.split(".")

@@ -65,13 +65,14 @@ def _run_part(
 ) -> None:
     """Starts a part, shows its findings as they come, and stops it when the time is over."""
     command = [sys.executable, str(launcher), f"--output={output}", f"--parts={part}", "--here"]
-    shown = len(store.findings)
+    store.forget(part)
+    shown = {(f.part, f.name) for f in store.findings}
     with (output / f"{part}.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
             while process.poll() is None and time.monotonic() < end:
                 time.sleep(0.2)
-                shown = _show(store, shown, say)
+                _show(store, shown, say)
             over = process.poll() is None
         finally:
             if process.poll() is None:
@@ -95,15 +96,16 @@ def _run_part(
         if missing:
             text = f"the process ended with exit code {process.returncode}: see {part}.log"
             store.add(Finding(part, missing[0], "wrong", text, {}, 0.0))
-            _show(store, len(store.findings) - 1, say)
+            _show(store, shown, say)
 
 
-def _show(store: Store, shown: int, say: Callable[[str], None]) -> int:
-    """Says the findings from number `shown` on; returns their number."""
+def _show(store: Store, shown: set[tuple[str, str]], say: Callable[[str], None]) -> None:
+    """Says the findings that are not among those `shown`, and adds them there."""
     store.read()
-    for finding in store.findings[shown:]:
-        say(f"  {finding.verdict:7}  {finding.name}: {finding.reason} ({finding.seconds:.0f} s)")
-    return len(store.findings)
+    for f in store.findings:
+        if (f.part, f.name) not in shown:
+            shown.add((f.part, f.name))
+            say(f"  {f.verdict:7}  {f.name}: {f.reason} ({f.seconds:.0f} s)")
 
 
 def run_here(output: Path, part: str, base: dict[str, Any]) -> None:
