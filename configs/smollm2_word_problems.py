@@ -41,8 +41,8 @@ def get_config(method: str = "") -> ConfigDict:
     c.rollout.update(max_response_tokens=64, slots=128, temperature=0.6)
     c.reward.scorer = "last_number"
     c.dynamic_sampling.max_prompts = 48  # the first steps train on fewer groups
-    c.optimizer.learning_rate = 3e-5
-    c.train.update(num_steps=12, prompts_per_step=16, prompts_per_update=4, row_tokens=320)
+    c.optimizer.learning_rate = 4e-5
+    c.train.update(num_steps=13, prompts_per_step=16, prompts_per_update=4, row_tokens=320)
     c.train.update(rows_per_micro_batch=2, share_prompts=True)
-    c.evaluation.update(every_steps=6, num_samples=8, temperature=0.6, top_p=1.0)
+    c.evaluation.update(every_steps=13, num_samples=8, temperature=0.6, top_p=1.0)
     return c
