@@ -199,7 +199,7 @@ def _paged_attention(machine: Machine) -> Result:
     """Attention over the first and the last page, in the first and the last layer, of a pool as
     large as a run's."""
     name = list(machine.models(DECODING_BYTES))[-1]
-    shape = _shape(MODELS[name], machine.dtype)
+    shape = _shape((*MODELS[name], machine.dtype))
     c, layout = bench_model(shape), fitting(bench_model(shape), machine.devices)
     page_bytes = 2 * c.num_layers * c.num_kv_heads * c.head_dim * PAGE_TOKENS
     page_bytes *= np.dtype(jnp.dtype(c.compute_dtype)).itemsize
@@ -231,16 +231,17 @@ def _paged_attention(machine: Machine) -> Result:
 def _gap(machine: Machine, dtype: str) -> Result:
     """Log-probs of sampled tokens by the rollout and by the trainer."""
     model = MODELS["small"] if machine.is_cpu else (4, 512, 4, 2, 1024, 4096)
-    found = bench_gap(_shape(model, dtype))
+    found = bench_gap(_shape((*model, dtype)))
     text = f"{found['gap_mean']:.1e} nats a token in the mean, {found['gap_max']:.1e} at most"
     verdict = "ok" if found["gap_mean"] <= GAP[dtype] else "wrong"
     figures = {name: found[name] for name in ("gap_mean", "gap_p99", "gap_max", "tokens")}
     return Result(verdict, f"{text}; tolerance {GAP[dtype]:.0e}", figures)
 
 
-def _shape(model: tuple, dtype: str) -> Shape:
+def _shape(model: tuple) -> Shape:
+    """Returns small work for a model as `bench_model` takes it."""
     return Shape(
-        *(*model, dtype), prompts=4, group=8, prompt_len=64, gen_len=64, lengths="uniform",
+        *model, prompts=4, group=8, prompt_len=64, gen_len=64, lengths="uniform",
         slots=32, decode_steps=8, page_tokens=PAGE_TOKENS, temperature=1.0, top_p=1.0, runs=1,
     )  # fmt: skip
 
