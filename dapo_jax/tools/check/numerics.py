@@ -30,7 +30,7 @@ from dapo_jax.utils.precision import multiply_in
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 GAP = {"float32": 1e-4, "bfloat16": 0.03}  # nats a token, the mean
 POOL_SHARE = 0.4  # of the memory
-PAGE_TOKENS, PROMPT_TOKENS, MOST_TOKENS = 32, 512, 4096
+PAGE_TOKENS, MOST_TOKENS = 32, 4096
 # The first two steps of configs/tiny_dapo.py with these changes, on a CPU: see `_tiny_run`.
 TINY = {"train.num_steps": 2, "pretrain.num_steps": 200, "evaluation.num_samples": 1}
 ON_CPU = {
@@ -204,8 +204,8 @@ def _paged_attention(machine: Machine) -> Result:
     page_bytes = 2 * c.num_layers * c.num_kv_heads * c.head_dim * PAGE_TOKENS
     page_bytes *= np.dtype(jnp.dtype(c.compute_dtype)).itemsize
     tokens = MOST_TOKENS if not machine.is_cpu else 512
-    budget = POOL_SHARE * machine.memory_bytes if machine.memory_bytes else 2**30
-    most = int(min(budget, 2**28 if machine.is_cpu else budget)) // page_bytes
+    budget = 2**28 if machine.is_cpu else POOL_SHARE * (machine.memory_bytes or 2**30)
+    most = int(budget) // page_bytes
     slots = max(1, min(256, most // (tokens // PAGE_TOKENS)))
     shape = shape._replace(slots=slots * machine.devices, gen_len=tokens - shape.prompt_len)
     kernel, passed = rollout_kernels.choose("auto", machine.platform, c, page_tokens=PAGE_TOKENS)

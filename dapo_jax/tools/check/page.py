@@ -53,10 +53,9 @@ def _row(f: Finding) -> str:
     details = (
         f"<details><summary>figures</summary><pre>{figures}</pre></details>" if figures else ""
     )
-    cells = (f.part, f.name, f"<b style='color:{COLOURS[f.verdict]}'>{f.verdict}</b>")
-    first, second, verdict = html.escape(cells[0]), html.escape(cells[1]), cells[2]
-    reason = html.escape(f.reason) + details
-    return f"<tr><td>{first}<td>{second}<td>{verdict}<td>{reason}<td>{f.seconds:.1f}</tr>"
+    part, name, reason = map(html.escape, (f.part, f.name, f.reason))
+    verdict = f"<b style='color:{COLOURS[f.verdict]}'>{f.verdict}</b>"
+    return f"<tr><td>{part}<td>{name}<td>{verdict}<td>{reason}{details}<td>{f.seconds:.1f}</tr>"
 
 
 def write_document(file: Path, checks: Path) -> None:

@@ -88,7 +88,8 @@ def with_profile(chip: Chip, file: str | Path) -> Chip:
         raise UserError(
             f"--profile={file} is no check.json of launch/check.py: {error}."
         ) from error
-    if CHIPS.get(kind, chip).name != chip.name or kind not in CHIPS:
+    measured_on = CHIPS.get(kind)
+    if measured_on is None or measured_on.name != chip.name:
         raise UserError(f"--profile={file} is of {kind!r}; the plan is for a {chip.name}.")
     shares = {}
     for name in ("products_share", "memory_share"):

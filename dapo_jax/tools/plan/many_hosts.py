@@ -73,6 +73,8 @@ def check(config: Config, flags: Flags) -> list[int]:
         raise UserError(f"--accept must be above 0 and at most 1; got {flags.accept:g}.")
     if (flags.decode_seconds is None) != (flags.prefill_seconds is None):
         raise UserError("--decode_seconds and --prefill_seconds go together.")
+    if flags.profile is not None and flags.decode_seconds is not None:
+        raise UserError("--profile is not read where --decode_seconds is given: leave one out.")
     if flags.lengths_from is not None and (flags.accept or flags.length_distribution):
         raise UserError(
             "--lengths_from takes lengths and verdicts from a run: leave --accept and "
