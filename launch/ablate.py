@@ -1,9 +1,12 @@
 """Runs an ablation: python launch/ablate.py --workdir=runs/table1
 
-One run for each row of configs/ablation.py and each seed, then table.md, table.csv and table.png
-with intervals over seeds. Runs that are done are kept; after a stop the same command resumes.
+One run for each row of a config file and each seed, then table.md, table.csv and table.png with
+intervals over seeds. Runs that are done are kept; after a stop the same command resumes.
 
 --workdir    directory of the ablation; a run is in WORKDIR/ROW/seed_S
+--config     file with ROWS, a list of functions, whose names it takes as its argument; default
+             configs/ablation.py
+--model      Hugging Face directory or hub id in the place of the config's model
 --rows       names separated by commas, default all
 --seeds      number of seeds, 0 and on, default 5
 --processes  runs at a time, default 2; each has its share of the cores
@@ -13,7 +16,6 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIG = "configs/ablation.py"
 
 
 def main(argv: list[str]) -> int:
@@ -26,21 +28,27 @@ def main(argv: list[str]) -> int:
         flags = parse_flags(
             argv,
             __doc__ or "",
-            text={"workdir": None, "rows": ""},
+            text={
+                "workdir": None,
+                "config": "configs/ablation.py",
+                "model": "",
+                "rows": "",
+            },
             numbers={"seeds": 5, "processes": 2},
         )
-        from configs.ablation import ROWS
-        from dapo_jax.tools.ablation import run_all, write_table
+        from dapo_jax.tools.ablation import row_names, run_all, write_table
 
-        rows = flags["rows"].split(",") if flags["rows"] else [row.__name__ for row in ROWS]
+        config, model = flags["config"], flags["model"]
+        rows = flags["rows"].split(",") if flags["rows"] else row_names(config)
         for row in rows:
-            load_config(f"{CONFIG}:{row}", {})
+            load_config(f"{config}:{row}", {}, model=model or None)
         for name in ("seeds", "processes"):
             if flags[name] < 1:
                 raise UserError(f"--{name} must be 1 or more; got {flags[name]}.")
         workdir = Path(flags["workdir"]).expanduser().resolve()
         seeds = range(flags["seeds"])
-        run_all(CONFIG, rows, seeds, workdir, flags["processes"])
+        more = [f"--model={model}"] if model else []
+        run_all(config, rows, seeds, workdir, flags["processes"], more)
         print(write_table(rows, seeds, workdir))
     except KeyboardInterrupt:  # the runs get the signal too: they save and stop
         print("stopped; the same command resumes", file=sys.stderr)

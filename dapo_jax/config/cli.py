@@ -205,6 +205,24 @@ def _set(values: dict[str, Any], name: str, value: Any) -> None:
     values[last] = None if isinstance(value, Text) and value == "None" else value
 
 
+def definitions(path: str) -> tuple[Path, dict[str, Any]]:
+    """Returns a config file, here or in the project's directory, and what it defines by name.
+
+    Raises:
+        UserError: there is no such file, or it cannot be run.
+    """
+    file = next((p.resolve() for p in (Path(path), ROOT / path) if p.is_file()), None)
+    if file is None:
+        known = ", ".join(f"configs/{p.name}" for p in sorted((ROOT / "configs").glob("[a-z]*.py")))
+        raise UserError(f"--config={path}: no such file. The project has {known}.")
+    try:
+        return file, runpy.run_path(str(file))
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(_mistake(file, error)) from error
+
+
 def _load(place: str) -> dict[str, Any]:
     """Returns the config of FILE or FILE:ARGUMENT, a file here or in the project's directory.
 
@@ -212,14 +230,11 @@ def _load(place: str) -> dict[str, Any]:
         UserError: there is no such file, or something is wrong in it.
     """
     path, colon, argument = place.partition(":")
-    file = next((p.resolve() for p in (Path(path), ROOT / path) if p.is_file()), None)
-    if file is None:
-        known = ", ".join(f"configs/{p.name}" for p in sorted((ROOT / "configs").glob("[a-z]*.py")))
-        raise UserError(f"--config={path}: no such file. The project has {known}.")
+    file, names = definitions(path)
+    get_config = names.get("get_config")
+    if not callable(get_config):
+        raise UserError(f"--config={file} has no function get_config.")
     try:
-        get_config = runpy.run_path(str(file)).get("get_config")
-        if not callable(get_config):
-            raise UserError(f"--config={file} has no function get_config.")
         config = get_config(*([argument] if colon else []))
     except UserError:
         raise

@@ -13,9 +13,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+from dapo_jax.config.cli import definitions
 from dapo_jax.runs.report.data import Method, Run, load_runs
 from dapo_jax.runs.report.plots import COLOURS, GREY, label_axis, new_figure, to_png
-from dapo_jax.types import RunError
+from dapo_jax.types import RunError, UserError
 from dapo_jax.utils.bootstrap import bootstrap_interval, paired_bootstrap_interval
 from dapo_jax.utils.progress import duration
 
@@ -78,14 +79,35 @@ def place(workdir: Path, row: str, seed: int) -> Path:
     return workdir / row / f"seed_{seed}"
 
 
+def row_names(config: str) -> list[str]:
+    """Returns the names of the rows of a config file, in its order.
+
+    Raises:
+        UserError: there is no such file, or it has no ROWS.
+    """
+    rows = definitions(config)[1].get("ROWS")
+    if not rows:
+        raise UserError(
+            f"--config={config}: the file has no ROWS, the list of functions that change its "
+            "config, see configs/ablation.py."
+        )
+    return [row.__name__ for row in rows]
+
+
 def run_all(
-    config: str, rows: Sequence[str], seeds: Sequence[int], workdir: Path, processes: int
+    config: str,
+    rows: Sequence[str],
+    seeds: Sequence[int],
+    workdir: Path,
+    processes: int,
+    flags: Sequence[str] = (),
 ) -> None:
     """Runs what is not done, some at a time, each with its share of the cores.
 
     Args:
         config: the file; a row is its argument.
         processes: runs at a time.
+        flags: more flags of launch/train.py.
 
     Raises:
         RunError: a run failed; finished runs are kept, and the same call resumes.
@@ -95,11 +117,16 @@ def run_all(
     for part in ([rows[0]], rows[1:]):
         jobs = [(row, seed) for seed in seeds for row in part]
         jobs = [job for job in jobs if not (place(workdir, *job) / "summary.json").exists()]
-        _run_jobs(config, jobs, count, workdir, processes)
+        _run_jobs(config, jobs, count, workdir, processes, flags)
 
 
 def _run_jobs(
-    config: str, jobs: Sequence[tuple[str, int]], count: int, workdir: Path, processes: int
+    config: str,
+    jobs: Sequence[tuple[str, int]],
+    count: int,
+    workdir: Path,
+    processes: int,
+    flags: Sequence[str],
 ) -> None:
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     shares = [cores[i::processes] for i in range(processes)]
@@ -111,7 +138,7 @@ def _run_jobs(
         directory, share = place(workdir, *job), shares.pop()
         directory.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, str(TRAIN), f"--config={config}:{job[0]}"]
-        command += [f"--workdir={directory}", f"--config.seed={job[1]}"]
+        command += [f"--workdir={directory}", f"--config.seed={job[1]}", *flags]
         with (directory / "log.txt").open("a") as log:
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
             if share:

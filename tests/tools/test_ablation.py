@@ -5,7 +5,7 @@ import csv
 import pytest
 
 from dapo_jax.tools import ablation
-from dapo_jax.types import RunError
+from dapo_jax.types import RunError, UserError
 from tests.runs.test_report import write_run
 
 # Stands for launch/train.py: counts its starts, and fails where a file says so.
@@ -66,3 +66,11 @@ def test_runs_that_are_done_are_kept_and_a_failure_is_named(tmp_path, monkeypatc
     assert starts == {
         (row, seed): [f"c.py:{row} {seed}"] * twice.get((row, seed), 1) for row, seed in starts
     }
+
+
+def test_rows_are_the_functions_that_a_config_file_lists(tmp_path):
+    assert ablation.row_names("configs/ablation_smollm2.py") == [
+        "grpo", "dapo", "no_dynamic_sampling", "no_token_loss"
+    ]  # fmt: skip
+    with pytest.raises(UserError, match="configs/tiny.py: the file has no ROWS"):
+        ablation.row_names("configs/tiny.py")

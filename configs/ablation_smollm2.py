@@ -1,0 +1,31 @@
+"""Four rows on SmolLM2-135M-Instruct: naive GRPO, DAPO, and DAPO without two of its techniques.
+
+Command:   python launch/ablate.py --config=configs/ablation_smollm2.py --workdir=runs/smollm2_rows
+           --seeds=3; --model=DIRECTORY where the hub cannot be reached
+Hardware:  2 CPU cores, 16 GB of memory for two runs at a time
+"""
+
+from ml_collections import ConfigDict
+
+from configs import ablation, smollm2_word_problems
+from dapo_jax.types import UserError
+
+
+def no_dynamic_sampling(c: ConfigDict) -> None:
+    """DAPO without dynamic sampling."""
+    ablation.token_loss(c)
+
+
+ROWS = (ablation.grpo, ablation.dapo, no_dynamic_sampling, ablation.no_token_loss)
+
+
+def get_config(row: str = "dapo") -> ConfigDict:
+    """Returns smollm2_word_problems with the changes of a row."""
+    rows = {change.__name__: change for change in ROWS}
+    if row not in rows:
+        raise UserError(
+            f"--config=configs/ablation_smollm2.py:ROW: {row!r} is not one of {', '.join(rows)}."
+        )
+    c = smollm2_word_problems.get_config()
+    rows[row](c)
+    return c
