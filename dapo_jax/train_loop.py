@@ -194,7 +194,14 @@ class TrainLoop:
         step, learner, host = state.step + 1, state.learner, state.host
         before = self._begin(step)
         key = self._key(ROLLOUT_KEY, step)
-        prompts = open_queue(config, host.sampling, run.stream, step=step, group=self.process_group)
+        prompts = open_queue(
+            config,
+            host.sampling,
+            run.stream,
+            step=step,
+            share=(run.replica.index, run.replica.count),
+            group=self.process_group,
+        )
         with (
             run.engine.weights(learner.policy.params, telemetry) as weights,
             self.process_group.stop_together(telemetry.waiting_for),
@@ -313,8 +320,8 @@ class TrainLoop:
         rollout_metrics.check_finite(batch.sampled)
         if faults := rollout_metrics.scorer_faults(batch.sampled):
             self.telemetry.say(f"  warning: step {step}: {faults}")
-        if self.config.dynamic_sampling.partial_rollouts:
-            numbers |= rollout_metrics.partial_metrics(batch, step)
+        if self.config.rollout.mode == "carry":
+            numbers |= rollout_metrics.carry_metrics(batch, step)
         stats, seconds = self.collector.take_stats()
         for name, value in seconds.items():
             self.telemetry.add_seconds(name, value)

@@ -133,6 +133,8 @@ def correct(
     log_prob_rollout_M: Float[np.ndarray, " M"],
     advantage_M: Float[np.ndarray, " M"],
     lengths_R: Int[np.ndarray, " R"],
+    *,
+    weighted_M: Float[np.ndarray, " M"] | None = None,
 ) -> Correction:
     """Applies all corrections of `config.correction` to the trained tokens of a mini-batch.
 
@@ -141,13 +143,15 @@ def correct(
         log_prob_M: under pi.
         log_prob_rollout_M: under mu.
         advantage_M: for off-policy sequence masking.
+        weighted_M: log-probs of the importance weights, where they are not `log_prob_M`.
     """
     # float64 before the difference: sums over long responses are compared.
     log_ratio_M = np.asarray(log_prob_M, np.float64) - np.asarray(log_prob_rollout_M, np.float64)
     weight_M, kept_M = np.ones(len(log_ratio_M)), np.ones(len(log_ratio_M), bool)
     if settings.importance != "none":
+        weighted_M = log_prob_M if weighted_M is None else weighted_M
         weight_M, kept_M = importance_weights(
-            log_ratio_M,
+            np.asarray(weighted_M, np.float64) - np.asarray(log_prob_rollout_M, np.float64),
             lengths_R,
             level=settings.importance,
             cap=settings.importance_cap,

@@ -99,12 +99,15 @@ def _check_sampling(config: "Config") -> None:
                 "of the remaining tokens alone, the trained policy's of all. Set "
                 f"config.rollout.log_prob_source to 'recompute', or {name} to {everything}."
             )
+        if value != everything and rollout.mode == "carry":
+            raise UserError(
+                f"config.rollout.{name} ({value}) leaves tokens out: the log-probs of carried "
+                "tokens, which are those of the policy that sampled them, are of the remaining "
+                f"tokens alone. Set config.rollout.mode to 'sync', or {name} to {everything}."
+            )
     enabled, switch = dynamic.enabled, "config.dynamic_sampling.enabled"
     wanted = f"at least 2 with {switch}: a group of one is always all right or all wrong"
     require(rollout.group_size > 1 or not enabled, "rollout.group_size", 1, wanted)
-    partial = dynamic.partial_rollouts
-    wanted = f"False without {switch}"
-    require(enabled or not partial, "dynamic_sampling.partial_rollouts", partial, wanted)
 
 
 def _check_data(config: "Config") -> None:

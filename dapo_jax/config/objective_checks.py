@@ -141,6 +141,12 @@ def _check_correction(config: "Config", correction: "CorrectionConfig") -> None:
             "program's: set config.rollout.log_prob_source to 'recompute', or policy to 'current'."
         )
     used = correction.importance != "none"
+    if correction.stale == "proximal":
+        source, mode = config.rollout.log_prob_source, config.rollout.mode
+        wanted = "'recompute' for config.correction.stale 'proximal'"
+        require(source == "recompute", "rollout.log_prob_source", source, wanted)
+        wanted = "'carry' for config.correction.stale 'proximal': in 'sync' no token is stale"
+        require(mode == "carry", "rollout.mode", mode, wanted)
     cap, floor = correction.importance_cap, correction.importance_floor
     if used and cap is None:
         raise UserError("config.correction.importance_cap is needed with importance weights.")

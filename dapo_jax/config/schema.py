@@ -174,6 +174,14 @@ class RolloutConfig:
     # recomputed by the training program before the first update (bfloat16: they differ by 1e-2
     # nats a token). Tokens of earlier steps keep those of the policy that sampled them.
     log_prob_source: Literal["rollout", "recompute"] = "recompute"
+    # sync: a step waits for its last response. carry: slots are always filled, and unfinished
+    # responses go on in the next step, under its parameters (docs/async.md).
+    mode: Literal["sync", "carry"] = "sync"
+    # With carry, rollout steps since the oldest token of a group was sampled, at most.
+    max_staleness: Annotated[int, fields.Range(lambda x: 1 <= x <= 8, "1 to 8")] = 2
+    # With carry, decode calls that count after the one that sampled the last token of the batch:
+    # about as many as pass while its responses are scored. Tokens of later calls are discarded.
+    cut_delay_calls: NonNegativeInt = 1
     # Seconds without progress in a step after which the run ends, to be restarted by
     # launch/restart.sh from its last checkpoint; 0: never.
     watchdog_limit_seconds: NonNegative = 0.0
@@ -201,10 +209,6 @@ class DynamicSamplingConfig:
     enabled: bool = True
     # Prompts tried in a step at most. Script: 10 rounds of three batches.
     max_prompts: PositiveInt = 15_360
-    # Keep unfinished responses to prompts that go back to the data, and resume them in the next
-    # step. Which ones depends on when verdicts arrive: two runs of one seed then differ.
-    partial_rollouts: bool = False
-    max_staleness: PositiveInt = 1  # steps since the oldest token of a response that is resumed
     # What a step does with the groups of a short batch once max_prompts have been tried: train on
     # them, skip the update, or stop the run with an error.
     exhausted: Literal["train", "skip", "stop"] = "train"
@@ -261,6 +265,10 @@ class CorrectionConfig:
 
     # Log-probs compared with the rollout's: recomputed before the first update, or at each update.
     policy: Literal["old", "current"] = "old"
+    # Old log-probs of carried tokens: of the policy that sampled them, or recomputed like those of
+    # the others (decoupled PPO: clipped around the policy before the update, weighted by its ratio
+    # to the policy that sampled).
+    stale: Literal["behaviour", "proximal"] = "behaviour"
     importance: Literal["none", "token", "sequence"] = "none"
     importance_cap: Positive | None = None
     # None: truncate at the cap; else mask outside both (IcePop).

@@ -1,9 +1,16 @@
 """Shared work queue: processes claim prompts and report whether each group was kept."""
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 POLL_SECONDS = 0.02  # seconds between two polls of the shared queue
+
+
+class Report(NamedTuple):
+    """The outcome of a prompt."""
+
+    kept: bool  # whether its group is kept
+    call: int = 0  # decode call, of the engine that generated it, that sampled its last token
 
 
 class WorkQueue:
@@ -14,16 +21,21 @@ class WorkQueue:
 
     def __init__(self) -> None:
         self.claimed = 0  # prompts that this process knows to be claimed
-        self.outcomes: dict[int, bool] = {}  # by number: whether the group is kept
+        self.outcomes: dict[int, Report] = {}  # by number
+
+    @property
+    def num_kept(self) -> int:
+        """Groups kept, in any order."""
+        return sum(report.kept for report in self.outcomes.values())
 
     def claim(self) -> int:
         """Returns the number of the next prompt, which is the caller's to generate."""
         self.claimed += 1
         return self.claimed - 1
 
-    def report(self, number: int, kept: bool) -> None:
+    def report(self, number: int, kept: bool, call: int = 0) -> None:
         """Reports the outcome of a prompt."""
-        self.outcomes[number] = kept
+        self.outcomes[number] = Report(kept, call)
 
     def poll(self) -> None:
         """Reads the claims and reports of other processes."""
@@ -44,9 +56,9 @@ class SharedWorkQueue(WorkQueue):
         self.claimed = max(self.claimed, number + 1)
         return number
 
-    def report(self, number: int, kept: bool) -> None:
-        super().report(number, kept)
-        self._client.key_value_set(f"{self._place}/of/{number}", str(int(kept)))
+    def report(self, number: int, kept: bool, call: int = 0) -> None:
+        super().report(number, kept, call)
+        self._client.key_value_set(f"{self._place}/of/{number}", f"{int(kept)} {call}")
 
     def poll(self) -> None:
         now = time.monotonic()
@@ -58,7 +70,8 @@ class SharedWorkQueue(WorkQueue):
             if name == "next":
                 self.claimed = max(self.claimed, int(value))
             else:
-                self.outcomes[int(name)] = value == "1"
+                kept, call = value.split()
+                self.outcomes[int(name)] = Report(kept == "1", int(call))
 
     def reset(self) -> None:
         self._client.key_value_delete(self._place)

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from dapo_jax.rollout.carry import CarriedResponses
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.engine_config import EngineConfig
-from dapo_jax.rollout.partial_rollouts import PartialResponses
 from dapo_jax.rollout.programs import RolloutParams
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.rollout.slots import DecodeState, NewRequests
@@ -39,6 +39,7 @@ class Request(NamedTuple):
     first: int  # number of the first sample
     samples: int
     partial: Response | None = None  # of the only sample: a response to resume
+    calls: np.ndarray | None = None  # int32 [length], decode call of its tokens; None: of no call
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -53,27 +54,32 @@ def requests_of(
     *,
     num_samples: int,
     max_samples: int,
-    partial: Mapping[int, Response],
+    carried: Mapping[int, Response],
 ) -> list[Request]:
-    """Returns the requests for a problem's samples: one for each unfinished response in `partial`,
+    """Returns the requests for a problem's samples: one for each unfinished response in `carried`,
     one for up to `max_samples` neighbours without a token, none for finished responses."""
     requests, fresh = [], 0
     for sample in range(num_samples + 1):
-        is_fresh = sample < num_samples and sample not in partial
+        is_fresh = sample < num_samples and sample not in carried
         if fresh and (fresh == max_samples or not is_fresh):
             requests.append(Request(number, problem, sample - fresh, fresh))
             fresh = 0
         fresh += is_fresh
-        if sample in partial and partial[sample].finish_reason == UNFINISHED:
-            requests.append(Request(number, problem, sample, 1, partial[sample]))
+        if sample in carried and carried[sample].finish_reason == UNFINISHED:
+            requests.append(Request(number, problem, sample, 1, carried[sample]))
     return requests
 
 
 class RequestTable:
     """The engine's request slots as the host knows them, one call late: E on each of R shards, each
-    with up to G samples of at most T tokens. Tokens sampled now are of rollout step `step`."""
+    with up to G samples of at most T tokens.
 
-    def __init__(self, config: EngineConfig, step: int = 0):
+    Args:
+        step: rollout step of the tokens sampled now.
+        keep_calls: whether the decode call of every token is kept.
+    """
+
+    def __init__(self, config: EngineConfig, step: int = 0, *, keep_calls: bool = False):
         self.step = step
         R, E, G, T = config.shards, config.requests, config.samples, config.max_response_tokens
         self.requests: list[list[Request | None]] = [[None] * E for _ in range(R)]
@@ -83,6 +89,7 @@ class RequestTable:
         self.tokens = np.zeros((R, E, G, T), np.int32)
         self.log_probs = np.zeros((R, E, G, T), np.float32)
         self.model_log_probs = np.zeros((R, E, G, T), np.float32)
+        self.calls = np.zeros((R, E, G, T), np.int32) if keep_calls else None
 
     def request(self, r: int, e: int) -> Request:
         """Returns the request of a slot that is taken."""
@@ -105,6 +112,8 @@ class RequestTable:
             self.count[r, e, 0] = n = len(request.partial.tokens)
             for name in ("tokens", "log_probs", "model_log_probs"):
                 getattr(self, name)[r, e, 0, :n] = getattr(request.partial, name)
+            if self.calls is not None:
+                self.calls[r, e, 0, :n] = 0 if request.calls is None else request.calls
 
     def response(self, r: int, e: int, index: int) -> Response:
         """Returns the tokens of a sample so far, as an unfinished response."""
@@ -116,6 +125,14 @@ class RequestTable:
         arrays = self.tokens, self.log_probs, self.model_log_probs
         tokens, log_probs, model_log_probs = (x[r, e, index, :n].copy() for x in arrays)
         return Response(tokens, log_probs, UNFINISHED, "", versions, model_log_probs)
+
+    def calls_of(self, r: int, e: int, index: int) -> np.ndarray | None:
+        """Returns the decode call of each token of a sample, where they are kept."""
+        return (
+            None
+            if self.calls is None
+            else self.calls[r, e, index, : self.count[r, e, index]].copy()
+        )
 
     def close(self, r: int, e: int, index: int) -> None:
         """Ends a sample; its slot is free after the last one."""
@@ -129,7 +146,7 @@ class Admission:
 
     Args:
         problems: None: no problem yet, ask again.
-        partial: see `scheduler.GenerationLoop`.
+        carried: see `scheduler.GenerationLoop`.
 
     Raises:
         UserError: `sampling` is outside its range; from `take` or `admit`, a prompt or a limit is.
@@ -142,13 +159,13 @@ class Admission:
         problems: Iterator[Problem | None],
         key: jax.Array,
         request: GenerationRequest,
-        partial: PartialResponses,
+        carried: CarriedResponses,
     ):
         self.sampling = engine.config.params if request.sampling is None else request.sampling
         self.sampling.check()
         self.engine, self.table, self.problems, self.request = engine, table, problems, request
         self.key_data = np.asarray(jax.random.key_data(key))
-        self.partial = partial
+        self.carried = carried
         self.done: list[dict[int, Response]] = []  # finished, by problem taken and sample
         # Responses that finished in an earlier step and are to be reported: (problem, sample, it).
         self.finished_before: list[tuple[int, int, Response]] = []
@@ -189,15 +206,15 @@ class Admission:
                     "ones."
                 )
             number = len(self.done)
-            partial = self.partial.get((problem.id, problem.epoch), {})
-            self.done.append({s: r for s, r in partial.items() if r.finish_reason != UNFINISHED})
+            carried = self.carried.get((problem.id, problem.epoch), {})
+            self.done.append({s: r for s, r in carried.items() if r.finish_reason != UNFINISHED})
             self.finished_before += [(number, sample, r) for sample, r in self.done[-1].items()]
             self.queue += requests_of(
                 number,
                 problem,
                 num_samples=self.request.num_samples,
                 max_samples=self.engine.config.samples,
-                partial=partial,
+                carried=carried,
             )
 
     def admit(self, params: RolloutParams, state: DecodeState, *, unread: bool) -> DecodeState:

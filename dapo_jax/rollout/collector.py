@@ -5,7 +5,9 @@ while others are still being generated. A caller that has enough closes the iter
 the work in flight.
 """
 
+import functools
 import time
+from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,7 +20,7 @@ from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.types import Rubric
 from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.engine import DecoderEngine
-from dapo_jax.rollout.prompt_queue import Outcome, PromptQueue
+from dapo_jax.rollout.prompt_queue import NO_PROMPT, CarryQueue, Outcome, PromptQueue
 from dapo_jax.rollout.scheduler import GenerationLoop, RolloutStats
 from dapo_jax.types import Detokenize, Group, Problem
 from dapo_jax.utils.telemetry import SILENT, Telemetry
@@ -110,6 +112,7 @@ class RolloutCollector:
     ) -> Iterator[CollectorOutput]:
         """Yields after each engine call, and repeatedly while other processes are awaited."""
         numbers: list[int] = []  # of the prompts that this process generates, in the loop's order
+        calls: dict[int, int] = defaultdict(int)  # decode call of a prompt's last token so far
         scoring = GroupScoring(
             self.pool, self.rubrics, self.request.num_samples, step, self.telemetry
         )
@@ -121,7 +124,7 @@ class RolloutCollector:
             self.request,
             self.telemetry,
             step=step,
-            partial=prompts.partial,
+            carried=prompts.carried,
         )
         leader, generation, progress = self.replica.is_leader, loop.run(), 0
         try:
@@ -130,14 +133,18 @@ class RolloutCollector:
                 groups: list[tuple[int, Group]] = []
                 if leader:
                     finished = generated.finished if generated else []
+                    for f in finished:
+                        calls[numbers[f.prompt]] = max(calls[numbers[f.prompt]], f.call)
                     named = ((numbers[f.prompt], f.sample, f.response) for f in finished)
                     scoring.submit([(n, prompts.problem(n), s, r) for n, s, r in named])
                     groups = list(scoring.completed())
                 for number, group in groups:
-                    prompts.report(number, group)
+                    prompts.report(number, group, calls[number])
                 before = progress
-                outcomes, progress = self.replica.broadcast(
-                    lambda: self._resolved(prompts), self.telemetry.waiting_for
+                waits = generated is None or generated.idle
+                resolved = functools.partial(self._resolved, prompts, waits=waits)
+                outcomes, progress, after = self.replica.broadcast(
+                    resolved, self.telemetry.waiting_for
                 )
                 if not leader:
                     outcomes = [Outcome(*outcome) for outcome in outcomes]
@@ -146,24 +153,32 @@ class RolloutCollector:
                     self.telemetry.moved()
                 if generated is None:
                     self.telemetry.waiting_for(f"the verdict on prompt {prompts.num_resolved}")
-                waits = generated is None or generated.idle
+                if after is not None:
+                    loop.skip_to(after)
+                if prompts.done and isinstance(prompts, CarryQueue):
+                    while loop.num_read < prompts.cut and not next(generation).idle:
+                        pass
+                    prompts.unfinished = dict(zip(numbers, loop.unfinished(prompts.cut)))
                 idle = waits and not groups and not outcomes
                 yield CollectorOutput(generated is not None, groups, outcomes, idle)
         finally:
             if leader:
                 self.stats += loop.stats
-                if prompts.partial is not None:
-                    prompts.unfinished |= dict(zip(numbers, loop.unfinished()))
 
-    def _resolved(self, prompts: PromptQueue) -> tuple[list[Outcome], int]:
+    def _resolved(
+        self, prompts: PromptQueue, *, waits: bool
+    ) -> tuple[list[Outcome], int, int | None]:
+        """Returns the new outcomes, the progress of all processes and, where more prompts may
+        begin, the decode call after which they do."""
         self.telemetry.check_stop()
-        return prompts.resolved(), prompts.progress
+        outcomes, after = prompts.resolved(), None
+        if waits and not prompts.done and isinstance(prompts, CarryQueue):
+            after = prompts.extend()
+        return outcomes, prompts.progress, after
 
     def _claimed(self, prompts: PromptQueue, numbers: list[int]) -> Iterator[Problem | None]:
         """Yields the prompts that this replica generates; None while those claimed should do."""
-        while (number := self.replica.broadcast(prompts.claim)) is None or (
-            number < prompts.max_prompts
-        ):
+        while (number := self.replica.broadcast(prompts.claim)) != NO_PROMPT:
             if number is None:
                 yield None
                 continue

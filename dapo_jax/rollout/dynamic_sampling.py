@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from dapo_jax.config import Config
 from dapo_jax.distributed import ALONE, ProcessGroup
-from dapo_jax.rollout import partial_rollouts
-from dapo_jax.rollout.partial_rollouts import PartialGroup
-from dapo_jax.rollout.prompt_queue import Outcome, PromptQueue, PromptSource
+from dapo_jax.rollout import carry
+from dapo_jax.rollout.carry import CarriedGroup
+from dapo_jax.rollout.prompt_queue import CarryQueue, Outcome, PromptQueue, PromptSource
 from dapo_jax.types import Group
 
 # Weight of a step's informative rate in the running estimate of later steps.
@@ -28,7 +28,7 @@ class SamplingState(NamedTuple):
     """What dynamic sampling remembers from step to step; part of the checkpoint."""
 
     informative_rate: float = 0.5  # running estimate of the share of informative prompts
-    partial: tuple[PartialGroup, ...] = ()  # unfinished responses, with partial_rollouts
+    carried: tuple[CarriedGroup, ...] = ()  # unfinished responses, in the mode "carry"
 
 
 class Taken(NamedTuple):
@@ -44,8 +44,8 @@ class Batch(NamedTuple):
     groups: list[Group]  # trained on, in prompt order
     sampled: list[Group]  # every group sampled in this step, before the filter
     num_returned: int = 0  # prompts claimed that returned to the data
-    num_stale: int = 0  # partial responses discarded for their staleness
-    partial_tokens: int = 0  # tokens of partial responses that the next step resumes
+    num_stale: int = 0  # carried responses discarded for the staleness of their group
+    carried_tokens: int = 0  # tokens of responses that the next step resumes
 
 
 def open_queue(
@@ -54,36 +54,48 @@ def open_queue(
     source: PromptSource,
     *,
     step: int,
+    share: tuple[int, int] = (0, 1),
     group: ProcessGroup = ALONE,
 ) -> PromptQueue:
     """Returns the prompt queue of a rollout step; every process must ask for it.
 
     Args:
         source: of problems, at the position after the step before.
+        share: index of this process's replica, and the number of replicas.
     """
     d, num_prompts = config.dynamic_sampling, config.train.prompts_per_step
     overlong_filter = config.objective.overlong_filter
+    max_prompts = d.max_prompts if d.enabled else num_prompts
+    keeps = lambda found: not d.enabled or found.is_informative(overlong_filter=overlong_filter)
+    if config.rollout.mode == "carry":
+        return CarryQueue(
+            source,
+            num_prompts=num_prompts,
+            max_prompts=max_prompts,
+            keeps=keeps,
+            carried=carry.by_visit(_to_resume(config, state, step)[0]),
+            ahead=carry.most_begun(config, state.informative_rate),
+            cut_delay_calls=config.rollout.cut_delay_calls,
+            share=share,
+            group=group,
+        )
     if not d.enabled:
-        return PromptQueue(source, num_prompts=num_prompts, max_prompts=num_prompts, group=group)
-    partial = partial_rollouts.by_visit(_to_resume(config, state, step)[0])
+        return PromptQueue(source, num_prompts=num_prompts, max_prompts=max_prompts, group=group)
     return PromptQueue(
         source,
         num_prompts=num_prompts,
-        max_prompts=d.max_prompts,
-        keeps=lambda found: found.is_informative(overlong_filter=overlong_filter),
+        max_prompts=max_prompts,
+        keeps=keeps,
         rate=state.informative_rate,
         rate_weight=PRIOR_OUTCOMES,
-        partial=partial if d.partial_rollouts else None,
         group=group,
     )
 
 
 def _to_resume(
     config: Config, state: SamplingState, step: int
-) -> tuple[tuple[PartialGroup, ...], int]:
-    return partial_rollouts.without_stale(
-        state.partial, step=step, max_staleness=config.dynamic_sampling.max_staleness
-    )
+) -> tuple[tuple[CarriedGroup, ...], int]:
+    return carry.without_stale(state.carried, step=step, max_staleness=config.rollout.max_staleness)
 
 
 def take_informative(outcomes: Generator[Outcome, None, None], num_prompts: int) -> Taken:
@@ -114,15 +126,16 @@ def commit(
     sampled = prompts.commit(taken.num_tried)
     kept = [sampled[number] for number in taken.kept]
     rate = next_rate(state.informative_rate, len(kept), len(sampled)) if d.enabled else 0.5
-    partial, num_stale = (), 0
-    if prompts.partial is not None:
+    carried, num_stale, num_returned = (), 0, prompts.num_returned
+    if config.rollout.mode == "carry":
         fresh, num_stale = _to_resume(config, state, step)
-        partial = partial_rollouts.next_partial(
+        carried = carry.next_carried(
             fresh, prompts.problems, prompts.unfinished, num_tried=taken.num_tried, step=step
         )
-    partial_tokens = sum(len(r.tokens) for group in partial for _, r in group.responses)
-    batch = Batch(kept, sampled, prompts.num_returned, num_stale, partial_tokens)
-    return batch, SamplingState(rate, partial)
+        num_returned = len(carried)  # those claimed after the cut depend on time
+    carried_tokens = sum(len(r.tokens) for group in carried for _, r in group.responses)
+    batch = Batch(kept, sampled, num_returned, num_stale, carried_tokens)
+    return batch, SamplingState(rate, carried)
 
 
 def next_rate(before: float, informative: int, sampled: int) -> float:
@@ -136,11 +149,10 @@ def state_to_json(state: SamplingState) -> dict[str, Any]:
     """Returns the state as JSON values; nothing is rounded."""
     return {
         "informative_rate": state.informative_rate,
-        "begun": partial_rollouts.to_json(state.partial),
+        "carried": carry.to_json(state.carried),
     }
 
 
 def state_from_json(values: dict[str, Any]) -> SamplingState:
     """The inverse of `state_to_json`."""
-    partial = partial_rollouts.from_json(values["begun"])
-    return SamplingState(values["informative_rate"], partial)
+    return SamplingState(values["informative_rate"], carry.from_json(values["carried"]))

@@ -50,6 +50,8 @@ def rollout_metrics(
         "rollout/preempted": stats.preempted,
         "rollout/invalid": stats.invalid,
     }
+    if stats.discarded:
+        numbers["perf/tokens_discarded"] = stats.discarded
     if stats.slots_offered:
         numbers["perf/slot_occupancy"] = stats.busy_slots / stats.slots_offered
     if stats.could_sample:
@@ -57,18 +59,18 @@ def rollout_metrics(
     return numbers
 
 
-def partial_metrics(batch: Batch, step: int) -> dict[str, float]:
+def carry_metrics(batch: Batch, step: int) -> dict[str, float]:
     """Returns how many tokens earlier steps sampled, and how old they are."""
     responses = [response for group in batch.sampled for response in group.responses]
     staleness = [step - r.versions for r in responses if r.versions is not None]  # by token
     stale_tokens = sum(int((s > 0).sum()) for s in staleness)
     return {
-        "partial/tokens_continued": stale_tokens,
-        "partial/share": stale_tokens / max(1, sum(len(r.tokens) for r in responses)),
-        "partial/responses_finished": sum(bool((s > 0).all()) for s in staleness),
-        "partial/staleness_max": max((int(s.max()) for s in staleness), default=0),
-        "partial/samples_too_old": batch.num_stale,
-        "perf/partial_tokens_kept": batch.partial_tokens,
+        "carry/tokens_continued": stale_tokens,
+        "carry/share": stale_tokens / max(1, sum(len(r.tokens) for r in responses)),
+        "carry/responses_finished": sum(bool((s > 0).all()) for s in staleness),
+        "carry/staleness_max": max((int(s.max()) for s in staleness), default=0),
+        "carry/samples_too_old": batch.num_stale,
+        "carry/tokens_kept": batch.carried_tokens,
     }
 
 

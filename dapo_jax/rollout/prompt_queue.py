@@ -12,8 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from dapo_jax.distributed import ALONE, ProcessGroup, WorkQueue
-from dapo_jax.rollout.partial_rollouts import PartialResponses
+from dapo_jax.rollout.carry import CarriedResponses
 from dapo_jax.types import Group, Problem, Response
+
+NO_PROMPT = -1  # nothing is left to claim
 
 
 class PromptSource(Protocol):
@@ -46,6 +48,7 @@ class Outcome(NamedTuple):
 
     number: int  # of the prompt, in data order, from 0 in each step
     kept: bool  # for dynamic sampling: whether the group is informative
+    call: int = 0  # decode call that sampled the last token of the group
 
 
 class PromptQueue:
@@ -59,9 +62,10 @@ class PromptQueue:
         rate: prior share of prompts whose groups are kept. Claims stop while the prompts claimed
             should fill the batch.
         rate_weight: number of outcomes that the prior counts for, against those of this step.
-        partial: responses of earlier steps to resume. None: unfinished ones are not kept either.
         group: the processes of the run.
     """
+
+    carried: CarriedResponses | None = None  # of earlier steps; None: none are kept either
 
     def __init__(
         self,
@@ -72,18 +76,17 @@ class PromptQueue:
         keeps: Callable[[Group], bool] = lambda _: True,
         rate: float = 1.0,
         rate_weight: float = 1.0,
-        partial: PartialResponses | None = None,
         group: ProcessGroup = ALONE,
     ):
         self.source, self.num_prompts, self.max_prompts = source, num_prompts, max_prompts
-        self.keeps, self.rate, self.rate_weight = keeps, rate, rate_weight
-        self.partial, self.group = partial, group
+        self.keeps, self.rate, self.rate_weight, self.group = keeps, rate, rate_weight, group
         self.work_queue: WorkQueue = group.work_queue()
         self.groups: dict[int, Group] = {}  # reported by this process, by number
         self.unfinished: dict[int, Mapping[int, Response]] = {}  # responses at the end, by number
         self.num_returned = 0  # prompts claimed that returned to the data; known after `commit`
         self.num_resolved = 0  # prompts whose outcomes are known, without a gap
         self.num_kept = 0
+        self.last_call = 0  # decode call that sampled the last token of these prompts
         self._first_state = source.get_state()
         self.problems: list[Problem] = []  # read so far, by number
         self._after: list[Any] = []  # position of the source after each of them
@@ -106,14 +109,17 @@ class PromptQueue:
 
     def claim(self) -> int | None:
         """Returns the number of a prompt that the caller must generate. None: those claimed should
-        do. `max_prompts` or more: no prompt is left."""
+        do. NO_PROMPT: none is left."""
         queue = self.work_queue
         queue.poll()
         if queue.claimed >= self.max_prompts:
-            return self.max_prompts
-        kept, known = sum(queue.outcomes.values()), len(queue.outcomes)  # in any order
-        expected = kept + (queue.claimed - known) * max(self.expected_rate, 1 / self.max_prompts)
-        return None if expected >= self.num_prompts else queue.claim()
+            return NO_PROMPT
+        unknown = queue.claimed - len(queue.outcomes)
+        expected = queue.num_kept + unknown * max(self.expected_rate, 1 / self.max_prompts)
+        if expected >= self.num_prompts:
+            return None
+        number = queue.claim()
+        return number if number < self.max_prompts else NO_PROMPT  # another process was faster
 
     @property
     def expected_rate(self) -> float:
@@ -121,8 +127,7 @@ class PromptQueue:
 
         (kept + rate_weight rate) / (known + rate_weight)
         """
-        outcomes = self.work_queue.outcomes
-        kept, known = sum(outcomes.values()), len(outcomes)
+        kept, known = self.work_queue.num_kept, len(self.work_queue.outcomes)
         return (kept + self.rate_weight * self.rate) / max(1.0, known + self.rate_weight)
 
     def problem(self, number: int) -> Problem:
@@ -133,21 +138,21 @@ class PromptQueue:
             self._after.append(self.source.get_state())
         return self.problems[number]
 
-    def report(self, number: int, group: Group) -> None:
-        """Takes the scored group of a prompt that this process claimed."""
+    def report(self, number: int, group: Group, call: int = 0) -> None:
+        """Takes the scored group of a prompt that this process claimed, and the number of the
+        decode call that sampled its last token."""
         self.groups[number] = group
-        self.work_queue.report(number, self.keeps(group))
+        self.work_queue.report(number, self.keeps(group), call)
 
     def resolved(self) -> list[Outcome]:
         """Returns the outcomes that were not returned before, in prompt order, up to the one that
-        fills the batch."""
+        ends the step."""
         self.work_queue.poll()
         found = []
-        while self.num_resolved in self.work_queue.outcomes and not self.full:
-            kept = self.work_queue.outcomes[self.num_resolved]
-            found.append(Outcome(self.num_resolved, kept))
-            self.num_resolved += 1
-            self.num_kept += kept
+        while self.num_resolved in self.work_queue.outcomes and not self.done:
+            outcome = Outcome(self.num_resolved, *self.work_queue.outcomes[self.num_resolved])
+            found.append(outcome)
+            self._take(outcome)
         return found
 
     @property
@@ -157,14 +162,20 @@ class PromptQueue:
 
     def follow(self, outcomes: Sequence[Outcome]) -> None:
         """Takes outcomes that the leader of the replica resolved."""
-        self.num_resolved += len(outcomes)
-        self.num_kept += sum(outcome.kept for outcome in outcomes)
+        for outcome in outcomes:
+            self._take(outcome)
+
+    def _take(self, outcome: Outcome) -> None:
+        self.num_resolved += 1
+        self.num_kept += outcome.kept
+        self.last_call = max(self.last_call, outcome.call)
 
     def commit(self, num_tried: int) -> list[Group]:
         """Moves the data past the first `num_tried` prompts, and returns their groups in prompt
         order, from all processes. Every process must call it."""
         mine = {number: g for number, g in self.groups.items() if number < num_tried}
-        for groups, unfinished in self.group.all_gather_objects((mine, self.unfinished)):
+        begun = {number: r for number, r in self.unfinished.items() if number >= num_tried}
+        for groups, unfinished in self.group.all_gather_objects((mine, begun)):
             self.groups |= groups
             self.unfinished |= unfinished
         self.num_returned = self.work_queue.claimed - num_tried
@@ -175,3 +186,64 @@ class PromptQueue:
             self.problem(last)
         self.source.set_state(self._after[num_tried - 1] if num_tried else self._first_state)
         return [self.groups[number] for number in range(num_tried)]
+
+
+class CarryQueue(PromptQueue):
+    """The prompts of a rollout step whose unfinished responses are carried, see `carry`.
+
+    Invariant: the prompts that a replica begins, and their order, depend on the data alone: every
+    `count`-th prompt is its own, up to a limit that verdicts move only when nothing is left to do.
+
+    Args:
+        carried: responses of earlier steps to resume.
+        ahead: prompts that may be begun, see `carry.most_begun`.
+        cut_delay_calls: decode calls whose tokens count after the batch is full.
+        share: index of this replica, and the number of replicas.
+    """
+
+    def __init__(
+        self,
+        source: PromptSource,
+        *,
+        num_prompts: int,
+        max_prompts: int,
+        keeps: Callable[[Group], bool],
+        carried: CarriedResponses,
+        ahead: int,
+        cut_delay_calls: int,
+        share: tuple[int, int] = (0, 1),
+        group: ProcessGroup = ALONE,
+    ):
+        super().__init__(
+            source, num_prompts=num_prompts, max_prompts=max_prompts, keeps=keeps, group=group
+        )
+        self.carried, self.ahead, self.cut_delay_calls = carried, ahead, cut_delay_calls
+        self.index, self.count = share
+        self.limit, self.num_own = ahead, 0
+
+    def claim(self) -> int | None:
+        number = self.index + self.count * self.num_own
+        if number >= self.limit:
+            return None
+        self.num_own += 1
+        self.work_queue.claimed = number + 1
+        return number
+
+    def extend(self) -> int | None:
+        """Lets more prompts begin, once all that could are scored and the batch is not full.
+
+        Returns:
+            The last decode call of those, after which the others begin on every engine; None: not
+            yet.
+        """
+        outcomes = self.work_queue.outcomes
+        if not all(number in outcomes for number in range(self.limit)):
+            return None
+        last = max(outcomes[number].call for number in range(self.limit))
+        self.limit += self.ahead
+        return last
+
+    @property
+    def cut(self) -> int:
+        """The last decode call whose tokens count, once the step is done."""
+        return self.last_call + self.cut_delay_calls

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from dapo_jax.rollout import carry
 from dapo_jax.rollout.admission import Admission, GenerationRequest, RequestTable, Sample
+from dapo_jax.rollout.carry import CarriedResponses
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.jetstream import NOT_FINITE, OVER, VALID, DecodeOutput
-from dapo_jax.rollout.partial_rollouts import PartialResponses
 from dapo_jax.rollout.slots import DecodeState
 from dapo_jax.rollout.stop_strings import first_completions
 from dapo_jax.types import Detokenize, Problem, Response
@@ -34,6 +35,7 @@ class RolloutStats(NamedTuple):
     idle_seconds: float = 0.0  # seconds without work, waiting for verdicts
     sampled: int = 0  # tokens sampled, discarded ones included
     could_sample: int = 0  # decode steps with any busy slot times the number of slots
+    discarded: int = 0  # tokens sampled after the cut of a carried rollout
 
     def __add__(self, other: tuple) -> "RolloutStats":
         return RolloutStats(*(a + b for a, b in zip(self, other)))
@@ -45,6 +47,7 @@ class Finished(NamedTuple):
     prompt: int  # number of its problem, in the order in which the loop took them
     sample: int
     response: Response
+    call: int = 0  # number of the decode call of its last token; 0: it ended in an earlier step
 
 
 class NewTokens(NamedTuple):
@@ -92,6 +95,7 @@ class _Call(NamedTuple):
     """A call of `generate` whose results are still to be read."""
 
     output: DecodeOutput
+    number: int  # from 1
     had_work_R: np.ndarray  # bool: whether the shard had samples
     arrivals: int  # requests handed over before the call
 
@@ -103,10 +107,10 @@ class GenerationLoop:
         engine: within `engine.weights(params)`.
         problems: taken one after another when there is room; None: no problem yet, ask again.
         key: of the rollout step.
-        step: rollout step of the tokens sampled now; recorded where `partial` has older ones.
-        partial: responses of earlier steps. Finished ones are reported as finished now. The others
+        step: rollout step of the tokens sampled now; recorded where `carried` has older ones.
+        carried: responses of earlier steps. Finished ones are reported as finished now. The others
             are resumed: their tokens stay, and new ones are sampled with this loop's parameters and
-            key.
+            key. None: there are none, and `unfinished` cannot leave out the last calls.
 
     Raises:
         UserError: a prompt is empty or longer than the engine takes, a limit is beyond what it
@@ -123,18 +127,20 @@ class GenerationLoop:
         telemetry: Telemetry = SILENT,
         *,
         step: int = 0,
-        partial: PartialResponses | None = None,
+        carried: CarriedResponses | None = None,
     ):
         self.engine, self.params, self.detokenize = engine, engine.loaded, detokenize
         self.request, self.telemetry = request, telemetry
         self.stats = RolloutStats()
-        self.table = RequestTable(engine.config, step)
-        self.admission = Admission(engine, self.table, problems, key, request, partial or {})
+        self.table = RequestTable(engine.config, step, keep_calls=carried is not None)
+        self.admission = Admission(engine, self.table, problems, key, request, carried or {})
         self.mode = self.admission.sampling.mode
         self.done = self.admission.done
         self.state: DecodeState = engine.init_decode_state()
         # Results are read one call late, so that the device never waits for the host.
         self.unread: _Call | None = None
+        self.num_calls = self.num_read = 0  # decode calls made, and read
+        self.done_calls: dict[tuple[int, int], np.ndarray | None] = {}  # by problem and sample
         self.skip_preemption = False  # the next results do not know of a cancellation
         # Tokens of cancelled samples in the in-flight call are discarded, even if their request
         # slot has been reused.
@@ -163,20 +169,40 @@ class GenerationLoop:
         num = self.request.num_samples
         return [[done[g] for g in range(num)] if len(done) == num else [] for done in self.done]
 
-    def unfinished(self) -> list[dict[int, Response]]:
+    def unfinished(self, last_call: int | None = None) -> list[dict[int, Response]]:
         """Ends the loop early; returns all responses so far to each problem taken, by sample,
-        finished or not."""
+        finished or not.
+
+        Args:
+            last_call: number of the last decode call whose tokens count; None: all do.
+        """
         last, self.unread = self.unread, None
-        if last is not None:
+        if last is not None and (last_call is None or last.number <= last_call):
             self._read(last)
         found = [dict(done) for done in self.done]
+        calls = self.done_calls
         for request in self.admission.queue:
             if request.partial is not None:
                 found[request.number][request.first] = request.partial
+                calls[request.number, request.first] = request.calls
         for r, e, c in np.argwhere(self.table.waiting & (self.table.count > 0)).tolist():
             number, sample = self.table.name(r, e, c)
             found[number][sample] = self.table.response(r, e, c)
+            calls[number, sample] = self.table.calls_of(r, e, c)
+        if last_call is None:
+            return found
+        for number, responses in enumerate(found):
+            for sample, response in responses.items():
+                of_tokens = calls.get((number, sample))
+                if of_tokens is not None:  # else all of earlier steps
+                    responses[sample] = carry.cut(response, of_tokens, last_call)
+                    discarded = len(response.tokens) - len(responses[sample].tokens)
+                    self.stats += RolloutStats(tokens=-discarded, discarded=discarded)
         return found
+
+    def skip_to(self, call: int) -> None:
+        """Numbers the next decode call after `call`, at least."""
+        self.num_calls = max(self.num_calls, call)
 
     def step(self) -> bool:
         """Admits prompts, calls `generate`, reads the previous call; returns whether any call was
@@ -189,7 +215,8 @@ class GenerationLoop:
             self.state, output = self.engine.generate(self.params, self.state, self.mode)
             output.copy_to_host_async()
             had_work_R = np.asarray(self.table.waiting.any(axis=(1, 2)))
-            self.unread = _Call(output, had_work_R, self.admission.arrivals)
+            self.num_calls += 1
+            self.unread = _Call(output, self.num_calls, had_work_R, self.admission.arrivals)
         if last is not None:
             self._read(last)
         return last is not None or self.unread is not None
@@ -202,6 +229,7 @@ class GenerationLoop:
             f"the device: {busy} slots at work, {waiting - busy} responses waiting for one"
         )
         output = call.output.convert_to_numpy()
+        self.num_read = call.number
         self.admission.read(output.free_R)
         valid_RkB = output.flags_RkB & VALID > 0
         if valid_RkB.any():
@@ -250,6 +278,8 @@ class GenerationLoop:
             table.tokens[place] = output.token_RkB[shard, i, slot]
             table.log_probs[place] = output.log_prob_RkB[shard, i, slot]
             table.model_log_probs[place] = output.model_log_prob_RkB[shard, i, slot]
+            if table.calls is not None:
+                table.calls[place] = self.num_read
             table.count[at] += 1
             offered_R = (output.waiting_Rk[:, i] > 0) | bool(self.admission.queue)
             self.stats += RolloutStats(
@@ -315,7 +345,8 @@ class GenerationLoop:
             number, sample = self.table.name(*place)
             response = response._replace(finish_reason=reason, text=text)
             self.done[number][sample] = response
-            self._finished.append(Finished(number, sample, response))
+            self.done_calls[number, sample] = self.table.calls_of(*place)
+            self._finished.append(Finished(number, sample, response, self.num_read))
             self.table.close(*place)
 
     def _preempt(self, r: int, num_waiting: int, arrivals: int) -> list[Sample]:
@@ -333,7 +364,10 @@ class GenerationLoop:
             return []
         e, c = in_slots[-1]
         request, response = table.request(r, e), table.response(r, e, c)
-        resumed = request._replace(first=request.first + c, samples=1, partial=response)
+        calls = table.calls_of(r, e, c)
+        resumed = request._replace(
+            first=request.first + c, samples=1, partial=response, calls=calls
+        )
         self.admission.queue.appendleft(resumed)
         table.close(r, e, c)
         self.stats += RolloutStats(preempted=1)

@@ -135,7 +135,7 @@ def samples(
     problems = [writer.problem(number, prompt) for number, prompt in enumerate(prompts)]
     ended: list[dict[int, Response]] = [{} for _ in problems]
     for turn in writer.turns(problems):
-        for index, sample, response in turn.finished:
+        for index, sample, response, _ in turn.finished:
             ended[index][sample] = response
     found = [
         {"prompt": problem.prompt if isinstance(prompt, str) else list(prompt)}
@@ -170,7 +170,7 @@ def many(request: Request, source: Path, target: Path) -> int | None:
     start = reported = time.monotonic()
     with target.open("a", encoding="utf-8") as out:
         for turn in writer.turns(problems):
-            for index, sample, response in turn.finished:
+            for index, sample, response, _ in turn.finished:
                 ended[index][sample] = response
                 tokens += len(response.tokens)
             num += len(turn.finished)

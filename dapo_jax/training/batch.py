@@ -180,7 +180,8 @@ def finished_columns(
     Adds `correction_BT` and `selected_BT`; tokens that a correction rejects leave `mask_BT`.
 
     Args:
-        columns: of the mini-batch's tokens [M], by the names of `Rows`.
+        columns: of the mini-batch's tokens [M], by the names of `Rows`; and `recomputed_M`, the
+            log-probs before the first update, where they were recomputed.
         lengths_R: tokens of each response.
         log_prob_rollout_M: under the distribution sampled from.
         current_M: log-probs at the parameters of the next gradient, where the loss or the
@@ -190,16 +191,21 @@ def finished_columns(
     o, settings = config.objective, config.correction
     mask_M = columns["mask_BT"]
     out = dict(columns)
+    recomputed_M = out.pop("recomputed_M", None)
     out["correction_BT"] = mask_M.astype(np.float64)
     if settings is not None:
-        compared_M = columns["log_prob_old_BT"] if settings.policy == "old" else current_M
-        assert compared_M is not None
+        # Where the ratio of a stale token is to the policy that sampled it, its weight is 1.
+        is_old = settings.policy == "old"
+        compared_M = recomputed_M if is_old else current_M
+        weighted_M = columns["log_prob_old_BT"] if is_old else current_M
+        assert compared_M is not None and weighted_M is not None
         correction = importance_correction.correct(
             settings,
             compared_M[mask_M],
             log_prob_rollout_M[mask_M],
             columns["advantage_BT"][mask_M],
             kept_lengths(mask_M, lengths_R),
+            weighted_M=weighted_M[mask_M],
         )
         out["correction_BT"][mask_M] = correction.weight_M
         out["mask_BT"] = mask_M.copy()

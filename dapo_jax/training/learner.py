@@ -294,10 +294,14 @@ class Learner:
         if self.config.rollout.log_prob_source == "recompute":
             recomputed_M = scored(self.score, state.policy.params)
             numbers = metrics.mismatch_metrics(samples, recomputed_M)
-            # Stale tokens keep the log-probs of the policy that sampled them: the ratio is to it.
-            columns["log_prob_old_BT"] = np.where(
-                samples.staleness_M == 0, recomputed_M, samples.log_prob_M
-            )
+            numbers |= metrics.stale_mismatch_metrics(samples, recomputed_M)
+            columns["recomputed_M"] = columns["log_prob_old_BT"] = recomputed_M
+            c = self.config.correction
+            if c is None or c.stale == "behaviour":
+                # The ratio of a stale token is to the policy that sampled it.
+                columns["log_prob_old_BT"] = np.where(
+                    samples.staleness_M == 0, recomputed_M, samples.log_prob_M
+                )
         if self.needs_reference:
             columns["log_prob_ref_BT"] = scored(self.score, self.reference)
         if state.critic is not None:

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from dapo_jax.algorithms import importance_correction
+from dapo_jax.algorithms.importance_correction import MAX_LOG_RATIO
 from dapo_jax.training.critic import CriticMetrics
 from dapo_jax.training.step import UpdateMetrics
 from dapo_jax.types import Samples
@@ -101,13 +102,42 @@ def critic_metrics(updates: Sequence[CriticMetrics]) -> dict[str, float]:
 
 
 def staleness_metrics(samples: Samples) -> dict[str, float]:
-    """Returns the share of trained tokens that an earlier step's policy sampled, and the oldest
-    staleness. Stale tokens keep the log-probs of that policy and are not in `mismatch_metrics`."""
-    stale_M = samples.staleness_M[np.repeat(samples.trained_R, samples.lengths_R)]
-    return {
-        "batch/stale_share": float((stale_M > 0).mean()) if len(stale_M) else 0.0,
-        "batch/staleness_max": int(stale_M.max(initial=0)),
+    """Returns how many rollout steps ago the trained tokens were sampled: mean, largest, and the
+    share of each age. Stale tokens keep the log-probs of the policy that sampled them and are not
+    in `mismatch_metrics`."""
+    age_M = samples.staleness_M[np.repeat(samples.trained_R, samples.lengths_R)]
+    numbers = {
+        "batch/stale_share": float((age_M > 0).mean()) if len(age_M) else 0.0,
+        "batch/staleness_mean": float(age_M.mean()) if len(age_M) else 0.0,
+        "batch/staleness_max": int(age_M.max(initial=0)),
     }
+    ages = np.unique(age_M[age_M > 0]).tolist()
+    return numbers | {f"batch/stale_share/{age}": float((age_M == age).mean()) for age in ages}
+
+
+def stale_mismatch_metrics(samples: Samples, log_prob_M: np.ndarray) -> dict[str, float]:
+    """Returns how far the policy has moved from those that sampled the stale tokens: the mean of
+    |log-prob - theirs| by age, and the effective sample size of all trained tokens,
+
+        (sum w)^2 / (n sum w^2), w = pi / mu
+
+    1 where the policy is the one that sampled. Empty where no token is stale.
+
+    Args:
+        log_prob_M: under the policy before the first update.
+    """
+    trained_M = np.repeat(samples.trained_R, samples.lengths_R)
+    age_M = samples.staleness_M[trained_M]
+    if not age_M.any():
+        return {}
+    log_ratio_M = (log_prob_M.astype(np.float64) - samples.log_prob_M)[trained_M]
+    w_M = np.exp(np.clip(log_ratio_M, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    size = float(w_M.sum() ** 2 / (len(w_M) * (w_M**2).sum()))
+    by_age = {
+        f"mismatch/stale/{age}": float(np.abs(log_ratio_M[age_M == age]).mean())
+        for age in np.unique(age_M[age_M > 0]).tolist()
+    }
+    return {"mismatch/effective_sample_size": size} | by_age
 
 
 def mismatch_metrics(samples: Samples, log_prob_old_M: np.ndarray) -> dict[str, float]:

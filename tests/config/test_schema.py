@@ -91,8 +91,9 @@ def changed(*changes):
         ("rollout.top_k", 5, "log_prob_source to 'recompute', or top_k to 0"),
         ("rollout.min_p", 0.1, "log_prob_source to 'recompute', or min_p to 0"),
         ("rollout.group_size", 1, "must be at least 2 with .*enabled"),
-        ("dynamic_sampling.max_staleness", 0, "must be greater than 0; got 0"),
-        ("dynamic_sampling.partial_rollouts", 1, r"must be bool; got 1 \(int\)"),
+        ("rollout.max_staleness", 0, "must be 1 to 8; got 0"),
+        ("rollout.max_staleness", 9, "must be 1 to 8; got 9"),
+        ("rollout.mode", "async", "must be one of 'sync', 'carry'; got 'async'"),
         ("dynamic_sampling.exhausted", "error", "must be one of 'train', 'skip', 'stop'"),
         ("train.prompts_per_update", 5, r"\(5\) must divide config\.train\.prompts_per_step"),
         ("train.row_tokens", 50, r"\(50\) is shorter .* Set it to 56"),
@@ -121,12 +122,11 @@ def test_a_wrong_field_is_named(field, value, message):
     assert "config." in str(error.value) and field.split(".")[-1] in str(error.value)
 
 
-def test_partial_rollouts_need_dynamic_sampling():
-    on = ("dynamic_sampling.partial_rollouts", True)
-    assert Config.from_dict(changed(on)).dynamic_sampling.partial_rollouts
-    message = r"partial_rollouts must be False without config\.dynamic_sampling\.enabled; got True"
-    with pytest.raises(UserError, match=message):
-        Config.from_dict(changed(on, ("dynamic_sampling.enabled", False)))
+def test_carried_tokens_have_the_log_probs_of_all_tokens():
+    carry, recompute = ("rollout.mode", "carry"), ("rollout.log_prob_source", "recompute")
+    assert Config.from_dict(changed(carry, recompute)).rollout.mode == "carry"
+    with pytest.raises(UserError, match=r"top_p \(0.9\) leaves tokens out.*mode to 'sync'"):
+        Config.from_dict(changed(carry, recompute, ("rollout.top_p", 0.9)))
 
 
 def test_gspo_needs_log_probs_of_the_training_program():

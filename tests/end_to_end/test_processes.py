@@ -21,6 +21,7 @@ from dapo_jax.distributed import (
     work_queue,
 )
 from dapo_jax.rollout.dynamic_sampling import SamplingState, open_queue
+from dapo_jax.rollout.prompt_queue import NO_PROMPT
 from dapo_jax.types import StopRequested, UserError
 from dapo_jax.utils.progress import Progress
 from tests.conftest import ROOT
@@ -246,7 +247,7 @@ def test_which_process_generates_what_and_when_does_not_matter(number, seed, mon
             break
         if not queues[i].done and rng.random() < 0.6:
             claimed = queues[i].claim()
-            if claimed is not None and claimed < queues[i].max_prompts:
+            if claimed not in (None, NO_PROMPT):
                 pending[i].append(claimed)
         elif pending[i]:
             found = pending[i].pop(rng.integers(len(pending[i])))

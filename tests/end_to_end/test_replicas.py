@@ -25,7 +25,7 @@ from dapo_jax.rollout.programs import rollout_dtypes, rollout_layout
 from dapo_jax.types import StopRequested, UserError
 from tests.support.helpers import tiny_config
 from tests.support.processes import RUN, Store, assert_same_run, run_all
-from tests.support.runs import run_here
+from tests.support.runs import metrics_of, rollouts_of, run_here
 
 
 def replicas(store, number=4):
@@ -161,3 +161,16 @@ def test_two_replicas_of_two_processes_train_as_one_process(home, tmp_path):
     _, *others = run_all(tmp_path / "four", home, 4, **settings)
     assert others == [[], [], []]
     assert_same_run(tmp_path / "one", tmp_path / "four")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes, rollout_tensor", [(2, 1), (4, 2)])
+def test_runs_of_two_replicas_that_carry_are_the_same(home, tmp_path, processes, rollout_tensor):
+    """Each replica numbers its decode calls; when verdicts arrive does not matter."""
+    settings = RUN | {"mesh__rollout_tensor": rollout_tensor, "rollout__mode": "carry"}
+    for name in ("first", "second"):
+        run_all(tmp_path / name, home, processes, **settings)
+    steps = metrics_of(tmp_path / "first")
+    assert sum(step.get("carry/tokens_continued", 0) for step in steps) > 0
+    assert steps == metrics_of(tmp_path / "second")
+    assert rollouts_of(tmp_path / "first") == rollouts_of(tmp_path / "second")

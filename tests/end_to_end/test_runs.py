@@ -31,6 +31,7 @@ from tests.support.runs import (
     metrics_of,
     params_at,
     rollouts_of,
+    run,
     run_here,
     start,
     write_config,
@@ -46,8 +47,8 @@ RUN = {
     "checkpoint__keep_newest": 20,
     "data__train__sums__num_problems": 20,
 }
-PARTIAL = {
-    "dynamic_sampling__partial_rollouts": True,
+CARRY = {
+    "rollout__mode": "carry",
     "evaluation__top_p": 1.0,
     "train__num_steps": 5,
     # Steps far enough apart that tokens of the older policy would show in the mismatch.
@@ -339,15 +340,27 @@ def test_recomputed_log_probs_reference_filter_and_stop_strings(tmp_path, home):
 
 
 @pytest.mark.slow
-def test_partial_rollouts_are_trained_on(tmp_path, home):
-    """An update has tokens of two policies; those of the older are not in the mismatch."""
-    run_here(tmp_path / "run", home, **RUN | PARTIAL)
-    steps = metrics_of(tmp_path / "run")[1:]
-    assert sum(numbers["partial/tokens_continued"] for numbers in steps) > 0
+def test_carried_responses_are_trained_on_and_a_killed_run_is_the_same(tmp_path, home):
+    """An update has tokens of several policies; those of the older are not in the mismatch."""
+    workdir, settings = tmp_path / "run", RUN | CARRY | {"checkpoint__every_steps": 1}
+    run(workdir, home, **settings)
+    steps = metrics_of(workdir)[1:]
+    assert sum(numbers["carry/tokens_continued"] for numbers in steps) > 0
     assert sum(numbers["optimizer/updates"] for numbers in steps) >= 6
     assert max(numbers.get("rollout/log_prob_gap_max", 0.0) for numbers in steps) < 1e-5
-    assert max(numbers["partial/staleness_max"] for numbers in steps) == 1
-    assert_documented(steps)
+    assert 1 <= max(numbers["carry/staleness_max"] for numbers in steps) <= 2
+    assert_documented([{re.sub(r"/\d$", "/AGE", name): 0 for name in step} for step in steps])
+    killed = tmp_path / "killed"
+    process, file = start(killed, home, **settings), killed / "metrics.jsonl"
+    while process.poll() is None and not (file.exists() and file.read_text().count("\n") > 3):
+        time.sleep(0.005)
+    process.kill()
+    assert finish(process)[0] == -signal.SIGKILL
+    assert "resuming after step" in run(killed, home, **settings)
+    assert metrics_of(killed) == metrics_of(workdir)
+    assert rollouts_of(killed) == rollouts_of(workdir)
+    ours, theirs = (params_at(place, 5, **settings) for place in (killed, workdir))
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
 @pytest.mark.slow

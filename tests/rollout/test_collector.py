@@ -1,5 +1,5 @@
 """Rollout collector: generates and scores at once, loses verdicts and no groups to dead workers,
-resumes partial responses in the next step."""
+resumes carried responses in the next step."""
 
 import json
 import multiprocessing
@@ -36,7 +36,7 @@ from tests.support.processes import Store
 
 SCORER = "tests.support.scorers:unhurried"
 RUBRICS = {"test": Rubric(((SCORER, 1.0),), 1.0, -1.0)}
-CONFIG = tiny_config(dynamic_sampling__partial_rollouts=True)
+CONFIG = tiny_config(rollout__mode="carry")
 
 
 def spell(sequences):
@@ -131,20 +131,20 @@ def first(engine, policies, pool):
 
 def test_responses_beyond_a_batch_are_resumed_in_the_next(engine, policies, pool, first):
     batch, state, position = first
-    assert state.partial and all(visit[0] >= position for visit, _ in state.partial)
-    tokens = sum(len(r.tokens) for group in state.partial for _, r in group.responses)
-    numbers = metrics.partial_metrics(batch, 1)
-    assert numbers["perf/partial_tokens_kept"] == tokens > 100
-    assert numbers["partial/tokens_continued"] == numbers["partial/staleness_max"] == 0
+    assert state.carried and all(visit[0] >= position for visit, _ in state.carried)
+    tokens = sum(len(r.tokens) for group in state.carried for _, r in group.responses)
+    numbers = metrics.carry_metrics(batch, 1)
+    assert numbers["carry/tokens_kept"] == tokens > 100
+    assert numbers["carry/tokens_continued"] == numbers["carry/staleness_max"] == 0
 
     second, after, end = one_step(engine, policies[1], pool, state, step=2, position=position)
     again = state_from_json(json.loads(json.dumps(state_to_json(state))))
     repeated, _, _ = one_step(engine, policies[1], pool, again, step=2, position=position)
     assert tokens_of(repeated) == tokens_of(second)
     assert [g.verdicts for g in repeated.sampled] == [g.verdicts for g in second.sampled]
-    assert all(visit[0] >= end for visit, _ in after.partial)
+    assert all(visit[0] >= end for visit, _ in after.carried)
 
-    resumed = {id: dict(responses) for (id, _), responses in state.partial if id < end}
+    resumed = {id: dict(responses) for (id, _), responses in state.carried if id < end}
     assert resumed
     for group in second.sampled:
         for sample, before in resumed.get(group.problem.id, {}).items():
@@ -158,13 +158,13 @@ def test_responses_beyond_a_batch_are_resumed_in_the_next(engine, policies, pool
     total = sum(len(tokens) for group in tokens_of(second) for tokens in group)
     finished = sum(r.finish_reason != "unfinished" for r in responses)
     assert finished > 0
-    assert metrics.partial_metrics(second, 2) == {
-        "partial/tokens_continued": stale,
-        "partial/share": pytest.approx(stale / total),
-        "partial/responses_finished": finished,
-        "partial/staleness_max": 1,
-        "partial/samples_too_old": 0,
-        "perf/partial_tokens_kept": second.partial_tokens,
+    assert metrics.carry_metrics(second, 2) == {
+        "carry/tokens_continued": stale,
+        "carry/share": pytest.approx(stale / total),
+        "carry/responses_finished": finished,
+        "carry/staleness_max": 1,
+        "carry/samples_too_old": 0,
+        "carry/tokens_kept": second.carried_tokens,
     }
 
 
@@ -172,9 +172,9 @@ def test_stale_responses_are_sampled_again(engine, policies, pool, first):
     """As if nothing had been kept."""
     _, state, position = first
     late, _, _ = one_step(engine, policies[2], pool, state, step=4, position=position)
-    empty = state._replace(partial=())
+    empty = state._replace(carried=())
     without, _, _ = one_step(engine, policies[2], pool, empty, step=4, position=position)
-    assert late.num_stale == sum(len(group.responses) for group in state.partial)
+    assert late.num_stale == sum(len(group.responses) for group in state.carried)
     assert without.num_stale == 0 and tokens_of(late) == tokens_of(without)
     assert all(r.versions is None for g in late.sampled for r in g.responses)
 

@@ -13,6 +13,7 @@ from dapo_jax.rollout.dynamic_sampling import (
     open_queue,
     take_informative,
 )
+from dapo_jax.rollout.prompt_queue import NO_PROMPT
 from dapo_jax.types import Problem
 from tests.support.helpers import make_group, tiny_config
 from tests.support.processes import Store
@@ -54,7 +55,7 @@ def outcomes_of(prompts, make, rng, claimed, most=6):
     while not prompts.done:
         while len(pending) < most:
             number = prompts.claim()
-            if number in (None, prompts.max_prompts):
+            if number in (None, NO_PROMPT):
                 break
             claimed.append(number)
             pending.append(number)

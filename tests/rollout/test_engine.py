@@ -107,7 +107,7 @@ def test_responses_are_reported_as_they_end(engine, params, problems):
     loop = make_loop(engine, params, problems, detokenize=spell, num_samples=3)
     calls = [output.finished for output in loop.run() if output.finished]
     responses = loop.responses()
-    ended = {(problem, sample): response for call in calls for problem, sample, response in call}
+    ended = {(problem, sample): response for call in calls for problem, sample, response, _ in call}
     assert len(ended) == sum(len(call) for call in calls) == 3 * len(problems)
     assert len(calls) > 3
     for (problem, number), response in ended.items():

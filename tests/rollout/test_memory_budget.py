@@ -83,7 +83,7 @@ def test_a_critic_holds_what_the_policy_does_and_a_reference_its_parameters():
         dict(mesh__fsdp=8, mesh__rollout_tensor=2),
         dict(mesh__fsdp=2, mesh__context=2, mesh__tensor=2, rollout__cache_gib=0.001),
         dict(mesh__data=8, model__compute_dtype="bfloat16"),
-        dict(mesh__data=4, mesh__tensor=2, dynamic_sampling__partial_rollouts=True),
+        dict(mesh__data=4, mesh__tensor=2, rollout__mode="carry"),
     ],
 )
 def test_held_bytes_are_those_of_the_arrays(changes):

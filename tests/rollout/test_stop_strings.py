@@ -83,7 +83,7 @@ def test_a_response_ends_with_the_token_that_completes_a_string(engine, params, 
     assert 20 < sum(shorter) < 80
     assert stats.tokens == sum(len(r.tokens) for row in responses for r in row)
     assert len(finished) == 80
-    for problem, sample, response in finished:
+    for problem, sample, response, _ in finished:
         assert streamed[problem, sample] == (response.tokens.tolist(), True)
 
 

@@ -91,7 +91,7 @@ def learned(rng: random.Random) -> dict[str, Any]:
     enabled = rng.random() < 0.8
     return chosen | {
         "dynamic_sampling__enabled": enabled,
-        "dynamic_sampling__partial_rollouts": enabled and rng.random() < 0.3,
+        "rollout__mode": "carry" if rng.random() < 0.3 else "sync",
     }
 
 

@@ -60,13 +60,13 @@ def no_text(sequences):
 
 
 def make_loop(
-    engine, params, problems, *, detokenize=no_text, key=KEY, step=0, partial=None, **request
+    engine, params, problems, *, detokenize=no_text, key=KEY, step=0, carried=None, **request
 ):
     """A generation loop over the problems, 4 samples each unless the request says otherwise."""
     asked = GenerationRequest(**({"num_samples": 4} | request))
     with engine.weights(params):
         return GenerationLoop(
-            engine, iter(problems), detokenize, key, asked, step=step, partial=partial
+            engine, iter(problems), detokenize, key, asked, step=step, carried=carried
         )
 
 

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from dapo_jax.config import CorrectionConfig
 from dapo_jax.setup import HostState
 from dapo_jax.training import metrics
 from dapo_jax.training.batch import make_samples, reward_kl
@@ -118,8 +119,26 @@ def test_recomputed_log_probs_are_those_of_tokens_that_the_policy_itself_sampled
     assert not (old_M[~stale_M] == -1.0).any()
     mismatch = np.abs(old_M[~stale_M] + 1.0)
     assert numbers["rollout/log_prob_gap_mean"] == pytest.approx(mismatch.mean(), rel=1e-5)
-    found = metrics.staleness_metrics(samples)
-    assert found == {"batch/stale_share": stale_M.mean(), "batch/staleness_max": 2}
+    assert metrics.staleness_metrics(samples) == {
+        "batch/stale_share": stale_M.mean(),
+        "batch/staleness_mean": samples.staleness_M.mean(),
+        "batch/staleness_max": 2,
+        "batch/stale_share/1": (samples.staleness_M == 1).mean(),
+        "batch/stale_share/2": (samples.staleness_M == 2).mean(),
+    }
+    # The rollout has -1 everywhere, so a weight is e to the log-prob + 1.
+    w_M = np.exp(columns["recomputed_M"].astype(float) + 1.0)
+    size = numbers["mismatch/effective_sample_size"]
+    assert size == pytest.approx(w_M.sum() ** 2 / (len(w_M) * (w_M**2).sum())) and 0 < size < 0.9
+    of_2 = np.abs(np.log(w_M[samples.staleness_M == 2])).mean()
+    assert numbers["mismatch/stale/2"] == pytest.approx(of_2)
+    # Decoupled PPO: the ratio of every token is to the policy before the update.
+    correction = CorrectionConfig(stale="proximal", importance="token", importance_cap=2.0)
+    decoupled, state = make_learner(
+        rollout__log_prob_source="recompute", rollout__mode="carry", correction=correction
+    )
+    columns, _ = decoupled._score(state, samples, decoupled._cut(samples))
+    assert (columns["log_prob_old_BT"] == columns["recomputed_M"]).all()
 
 
 @pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3"])

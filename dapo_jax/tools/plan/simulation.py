@@ -88,8 +88,8 @@ class OneWorkQueue(WorkQueue):
 
     news = False
 
-    def report(self, number: int, kept: bool) -> None:
-        super().report(number, kept)
+    def report(self, number: int, kept: bool, call: int = 0) -> None:
+        super().report(number, kept, call)
         self.news = True
 
 
@@ -177,7 +177,7 @@ def rollout(setting: Setting, workload: Workload, *, hosts: int, step: int, rate
         seconds,
         1 - (busy_H - np.maximum(0.0, device_H - seconds)) / seconds,
         seconds - np.minimum(device_H, seconds),
-        [i for i in range(tried) if queue.outcomes[i]],
+        [i for i in range(tried) if queue.outcomes[i].kept],
         tried,
         queue.claimed,
         sum(host.engine.slot_seconds for host in each) / (seconds * hosts * setting.slots),

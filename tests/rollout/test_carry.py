@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dapo_jax.models import log_probs
+from dapo_jax.rollout.carry import CarriedGroup, by_visit, next_carried, without_stale
 from dapo_jax.rollout.dynamic_sampling import SamplingState, state_from_json, state_to_json
-from dapo_jax.rollout.partial_rollouts import PartialGroup, by_visit, next_partial, without_stale
 from dapo_jax.types import Problem, Response
 from tests.support.engines import CONFIG, KEY, generate, make_engine, make_loop, make_problems
 from tests.support.helpers import Sample, make_params, rows_of
@@ -54,11 +54,11 @@ def unfinished_after(engine, params, problems, key, num_finished, **more):
 def partial(engine, policies, problems):
     """The responses that step 5 leaves when it is stopped in the middle."""
     left = unfinished_after(engine, policies[0], problems, KEY, 5, step=5)
-    return next_partial((), *left, num_tried=0, step=5)
+    return next_carried((), *left, num_tried=0, step=5)
 
 
 def step_6(partial):
-    return dict(detokenize=spell, key=NEXT_KEY, step=6, partial=by_visit(partial))
+    return dict(detokenize=spell, key=NEXT_KEY, step=6, carried=by_visit(partial))
 
 
 def assert_begins_with(response, before):
@@ -110,7 +110,7 @@ def test_stored_tokens_stay_and_new_ones_have_their_own_version(resumed, partial
     assert longer > 5
     total = sum(len(r.tokens) for group in responses for r in group)
     assert stats.tokens == total - kept, "only new tokens count"
-    places = [(problem, sample) for problem, sample, _ in reported]
+    places = [(finished.prompt, finished.sample) for finished in reported]
     assert sorted(places) == [(q, s) for q in range(len(responses)) for s in range(4)]
 
 
@@ -148,8 +148,8 @@ def test_slots_devices_and_preemption_do_not_matter(resumed, policies, problems,
 
 def test_a_response_is_resumed_more_than_once(engine, policies, problems, partial):
     old = by_visit(partial)
-    left = unfinished_after(engine, policies[1], problems, NEXT_KEY, 14, step=6, partial=old)
-    again = next_partial(partial, *left, num_tried=1, step=6)
+    left = unfinished_after(engine, policies[1], problems, NEXT_KEY, 14, step=6, carried=old)
+    again = next_carried(partial, *left, num_tried=1, step=6)
     assert (0, 0) not in by_visit(again), "its prompt is used up"
     seen = {tuple(sorted(set(r.versions.tolist()))) for group in again for _, r in group.responses}
     assert seen >= {(5,), (5, 6)}
@@ -167,40 +167,41 @@ def response(versions, reason="unfinished"):
     return Response(tokens, log_probs, reason, "", np.array(versions, np.int32))
 
 
-def test_stale_responses_are_discarded():
+def test_groups_with_a_stale_response_are_discarded():
     old = (
-        PartialGroup((1, 0), ((0, response([3, 4])), (2, response([4])))),
-        PartialGroup((2, 0), ((1, response([3], "stop")),)),
+        CarriedGroup((1, 0), ((0, response([3, 4])), (2, response([4])))),
+        CarriedGroup((2, 0), ((1, response([3], "stop")),)),
     )
     same, none = without_stale(old, step=4, max_staleness=1)
     assert same == old and none == 0
     fresh, num_stale = without_stale(old, step=5, max_staleness=1)
-    assert num_stale == 2
-    assert [(visit, [s for s, _ in rs]) for visit, rs in fresh] == [((1, 0), [2])]
+    assert fresh == () and num_stale == 3, "a group goes as a whole, its younger responses too"
+    young = CarriedGroup((3, 0), ((0, response([4, 5])),))
+    assert without_stale((*old, young), step=5, max_staleness=1) == ((young,), 3)
     assert without_stale(old, step=5, max_staleness=2) == (old, 0)
 
 
 def test_the_next_step_finds_responses_beyond_the_batch_and_those_not_reached():
     before = (
-        PartialGroup((7, 0), ((0, response([1])),)),
-        PartialGroup((9, 1), ((0, response([1])),)),
+        CarriedGroup((7, 0), ((0, response([1])),)),
+        CarriedGroup((9, 1), ((0, response([1])),)),
     )
     problems = [Problem(i, "", (1,), "", "") for i in (6, 7, 8)]
     fresh = response([0, 0], "stop")._replace(versions=None)
     invalid = fresh._replace(finish_reason="invalid")
     left = {0: {0: fresh}, 1: {1: response([1, 2]), 0: fresh}, 2: {0: invalid}}
-    found = next_partial(before, problems, left, num_tried=1, step=2)
+    found = next_carried(before, problems, left, num_tried=1, step=2)
     samples = [(visit, [s for s, _ in responses]) for visit, responses in found]
-    assert samples == [((7, 0), [0, 1]), ((9, 1), [0])]
+    assert samples == [((7, 0), [0, 1]), ((9, 1), [0])]  # the older epoch comes first
     versions = [r.versions.tolist() for _, r in found[0].responses]
     assert versions == [[2, 2], [1, 2]]
 
 
 def test_the_state_survives_json_bit_for_bit(partial):
-    state = SamplingState(informative_rate=0.1 + 0.2, partial=partial)
+    state = SamplingState(informative_rate=0.1 + 0.2, carried=partial)
     back = state_from_json(json.loads(json.dumps(state_to_json(state))))
     assert back.informative_rate == state.informative_rate
-    for (visit, ours), (same_visit, theirs) in zip(partial, back.partial, strict=True):
+    for (visit, ours), (same_visit, theirs) in zip(partial, back.carried, strict=True):
         assert visit == same_visit
         for (sample, a), (same, b) in zip(ours, theirs, strict=True):
             assert sample == same and a.finish_reason == b.finish_reason and a.text == b.text

@@ -1,0 +1,209 @@
+"""In the mode "carry", a run repeats bit for bit however long verdicts take, in one process or in
+several, and its slots stay busy."""
+
+import dataclasses
+import functools
+import json
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from dapo_jax.distributed import ProcessGroup, work_queue
+from dapo_jax.rewards.pool import Scored
+from dapo_jax.rewards.types import Rubric, Score
+from dapo_jax.rollout.admission import GenerationRequest
+from dapo_jax.rollout.carry import most_begun
+from dapo_jax.rollout.collector import RolloutCollector
+from dapo_jax.rollout.dynamic_sampling import (
+    SamplingState,
+    Taken,
+    commit,
+    open_queue,
+    state_from_json,
+    state_to_json,
+)
+from tests.rollout.test_collector import Data, spell
+from tests.support.engines import make_engine
+from tests.support.helpers import make_params, tiny_config
+from tests.support.processes import Store
+
+RUBRICS = {"test": Rubric((("begins", 1.0),), 1.0, -1.0)}
+CONFIG = tiny_config(rollout__mode="carry", rollout__max_staleness=2)
+STEPS = 5
+
+
+class SlowPool:
+    """Reward workers whose verdicts arrive after a random number of polls."""
+
+    def __init__(self, seed, most):
+        self.rng, self.most = np.random.default_rng(seed), most
+
+    def submit(self, tasks):
+        polls = int(self.rng.integers(self.most + 1))
+        return SimpleNamespace(tasks=tasks, left=polls)
+
+    def ready(self, pending):
+        pending.left -= 1
+        return pending.left < 0
+
+    def collect(self, pending):
+        return [Scored((Score(task.text.startswith("7")),), 0.0) for task in pending.tasks]
+
+
+@pytest.fixture(scope="module")
+def policies():
+    return [make_params(CONFIG, seed) for seed in range(STEPS)]
+
+
+@pytest.fixture(scope="module")
+def engines():
+    """Of two processes. One is short of pages, so that sequences are preempted."""
+    make = lambda pages: make_engine(
+        page_tokens=16, samples=4, num_pages=pages, decode_steps=4, resumes=True
+    )
+    return [make(400), make(14)]
+
+
+def run(config, engines, policies, *, seed, most_polls, processes=1, stop=None):
+    """What each step has made of the data, and how full the slots were. The processes move in a
+    random order, and the state goes through JSON between two steps, as in a checkpoint.
+
+    Args:
+        most_polls: that a verdict takes.
+        stop: number of steps after which the run is started again from its state.
+    """
+    rng, state, position, found, stats = np.random.default_rng(seed), SamplingState(), 0, [], []
+    pools = [SlowPool([seed, i], most_polls) for i in range(processes)]
+    for step in range(1, STEPS + 1):
+        store = Store() if processes > 1 else None
+        groups = [ProcessGroup(i, processes, store) for i in range(processes)]
+        data = [Data(position) for _ in groups]
+        queues = [
+            open_queue(config, state, data[i], step=step, share=(i, processes), group=groups[i])
+            for i in range(processes)
+        ]
+        request = GenerationRequest(config.rollout.group_size)
+        collectors = [
+            RolloutCollector(engines[i], pools[i], RUBRICS, spell, request)
+            for i in range(processes)
+        ]
+        generators = []
+        for queue, engine, rollouts in zip(queues, engines, collectors, strict=False):
+            with engine.weights(policies[step - 1]):
+                turns = rollouts.run(queue, jax.random.key(step), step=step)
+                next(turns)  # the loop has its parameters from here on
+                generators.append(turns)
+        left = list(generators)
+        while left:
+            turns = left[rng.integers(len(left))]
+            if next(turns, None) is None:
+                left.remove(turns)
+        queue = queues[0]
+        tried = queue.num_resolved
+        assert all(other.num_resolved == tried for other in queues)
+        parts = [
+            (
+                {n: g for n, g in q.groups.items() if n < tried},
+                {n: r for n, r in q.unfinished.items() if n >= tried},
+            )
+            for q in queues
+        ]
+        gathered = functools.partial(lambda parts, _: parts, parts)
+        queue.group = SimpleNamespace(all_gather_objects=gathered, is_primary=True)
+        kept = [n for n in range(tried) if queue.work_queue.outcomes[n].kept]
+        batch, state = commit(config, state, queue, Taken(tried, kept), step)
+        position = data[0].position
+        found.append(
+            (
+                position,
+                [[(r.tokens.tolist(), r.log_probs.tolist()) for r in g.responses]
+                 for g in batch.sampled],
+                [[None if r.versions is None else r.versions.tolist() for r in g.responses]
+                 for g in batch.sampled],
+                batch.num_returned,
+                json.dumps(state_to_json(state)),
+            )
+        )  # fmt: skip
+        stats.append(sum((r.stats for r in collectors), start=type(collectors[0].stats)()))
+        state = state_from_json(json.loads(json.dumps(state_to_json(state))))
+    return found, stats
+
+
+@pytest.fixture(scope="module")
+def prompt_verdicts(engines, policies):
+    return run(CONFIG, engines, policies, seed=0, most_polls=0)
+
+
+@pytest.mark.parametrize("seed, most_polls", [(1, 3), (2, 40)])
+def test_the_time_that_verdicts_take_changes_nothing(
+    engines, policies, prompt_verdicts, seed, most_polls
+):
+    found, stats = run(CONFIG, engines, policies, seed=seed, most_polls=most_polls)
+    assert found == prompt_verdicts[0]
+    # What was sampled while verdicts were awaited was discarded: it did happen.
+    discarded = [sum(one.discarded for one in of) for of in (stats, prompt_verdicts[1])]
+    assert discarded[0] > discarded[1]
+
+
+def test_responses_are_carried_by_the_hundred_and_no_group_is_too_old(prompt_verdicts):
+    found, stats = prompt_verdicts
+    carried = [state_from_json(json.loads(step[-1])).carried for step in found]
+    assert all(sum(len(group.responses) for group in groups) >= 8 for groups in carried)
+    ages = [
+        step - np.asarray(versions)
+        for step, (_, _, of_groups, _, _) in enumerate(found, start=1)
+        for of_responses in of_groups
+        for versions in of_responses
+        if versions is not None
+    ]
+    assert max(age.max() for age in ages) in (1, 2) and min(age.min() for age in ages) == 0
+    # 16 slots: hardly a decode step has an empty one, the first calls of a step aside.
+    assert sum(s.sampled for s in stats) / sum(s.could_sample for s in stats) > 0.9
+
+
+@pytest.mark.parametrize("most_polls", [0, 10])
+def test_two_processes_repeat_in_any_order(monkeypatch, engines, policies, most_polls):
+    monkeypatch.setattr(work_queue, "POLL_SECONDS", 0.0)
+    runs = [
+        run(CONFIG, engines, policies, seed=seed, most_polls=polls, processes=2)
+        for seed, polls in ((3, 0), (4, most_polls))
+    ]
+    assert runs[0][0] == runs[1][0]
+    assert sum(stats.preempted for stats in runs[0][1]) > 0, "the second has few pages"
+
+
+def test_more_prompts_begin_where_the_first_do_not_fill_the_batch(monkeypatch, engines, policies):
+    """At an estimate of 1 a step begins 3 batches at most; here it needs more."""
+    monkeypatch.setattr(work_queue, "POLL_SECONDS", 0.0)
+    few = lambda sequences: ["7" * (int(np.sum(s)) % 16 == 0) + str(s) for s in sequences]
+    monkeypatch.setattr("tests.rollout.test_carry_repeats.spell", few)
+    for processes in (1, 2):
+        runs = [
+            run(CONFIG, engines, policies, seed=seed, most_polls=5, processes=processes)
+            for seed in (5, 6)
+        ]
+        assert runs[0][0] == runs[1][0]
+        assert max(len(step[1]) for step in runs[0][0]) > most_begun(CONFIG, 1.0)
+
+
+def test_a_longer_delay_of_the_cut_keeps_more_tokens(engines, policies, prompt_verdicts):
+    rollout = dataclasses.replace(CONFIG.rollout, cut_delay_calls=4)
+    later = dataclasses.replace(CONFIG, rollout=rollout)
+    found, _ = run(later, engines, policies, seed=1, most_polls=40)
+    again, _ = run(later, engines, policies, seed=2, most_polls=2)
+    assert found == again
+    tokens = lambda step: sum(
+        len(r.tokens)
+        for group in state_from_json(json.loads(step[-1])).carried
+        for _, r in group.responses
+    )
+    assert tokens(found[0]) > tokens(prompt_verdicts[0][0])
+
+
+def test_without_dynamic_sampling_a_batch_is_the_next_prompts(engines, policies):
+    config = tiny_config(rollout__mode="carry", dynamic_sampling__enabled=False)
+    found, _ = run(config, engines, policies, seed=0, most_polls=5)
+    batch = config.train.prompts_per_step
+    assert [step[0] for step in found] == [batch * i for i in range(1, STEPS + 1)]
