@@ -156,7 +156,7 @@ class RolloutCollector:
                 if after is not None:
                     loop.skip_to(after)
                 if prompts.done and isinstance(prompts, CarryQueue):
-                    while loop.num_read < prompts.cut and not next(generation).idle:
+                    while loop.num_calls < prompts.cut and not next(generation).idle:
                         pass
                     prompts.unfinished = dict(zip(numbers, loop.unfinished(prompts.cut)))
                 idle = waits and not groups and not outcomes

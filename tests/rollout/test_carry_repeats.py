@@ -25,7 +25,7 @@ from dapo_jax.rollout.dynamic_sampling import (
     state_to_json,
 )
 from tests.rollout.test_collector import Data, spell
-from tests.support.engines import make_engine
+from tests.support.engines import generate, make_engine, tokens_of
 from tests.support.helpers import make_params, tiny_config
 from tests.support.processes import Store
 
@@ -66,13 +66,13 @@ def engines():
     return [make(400), make(14)]
 
 
-def run(config, engines, policies, *, seed, most_polls, processes=1, stop=None):
+def run(config, engines, policies, *, seed, most_polls, processes=1, fixed=False):
     """What each step has made of the data, and how full the slots were. The processes move in a
     random order, and the state goes through JSON between two steps, as in a checkpoint.
 
     Args:
         most_polls: that a verdict takes.
-        stop: number of steps after which the run is started again from its state.
+        fixed: whether all steps have the parameters and the key of the first.
     """
     rng, state, position, found, stats = np.random.default_rng(seed), SamplingState(), 0, [], []
     pools = [SlowPool([seed, i], most_polls) for i in range(processes)]
@@ -91,8 +91,9 @@ def run(config, engines, policies, *, seed, most_polls, processes=1, stop=None):
         ]
         generators = []
         for queue, engine, rollouts in zip(queues, engines, collectors, strict=False):
-            with engine.weights(policies[step - 1]):
-                turns = rollouts.run(queue, jax.random.key(step), step=step)
+            of = 1 if fixed else step
+            with engine.weights(policies[of - 1]):
+                turns = rollouts.run(queue, jax.random.key(of), step=step)
                 next(turns)  # the loop has its parameters from here on
                 generators.append(turns)
         left = list(generators)
@@ -207,3 +208,15 @@ def test_without_dynamic_sampling_a_batch_is_the_next_prompts(engines, policies)
     found, _ = run(config, engines, policies, seed=0, most_polls=5)
     batch = config.train.prompts_per_step
     assert [step[0] for step in found] == [batch * i for i in range(1, STEPS + 1)]
+
+
+def test_the_accepted_responses_are_those_of_a_synchronous_step(engines, policies):
+    """No bias: with the same parameters and key in all steps, each group is what a synchronous step
+    would have sampled for its prompt, whether and wherever it was carried."""
+    found, _ = run(CONFIG, engines, policies, seed=0, most_polls=5, fixed=True)
+    groups = [responses for step in found for responses in step[1]]
+    assert found[-1][0] == len(groups) > 5 * CONFIG.train.prompts_per_step
+    problems, key = Data(0).take(len(groups)), jax.random.key(1)
+    whole, _ = generate(engines[0], policies[0], problems, key=key)
+    assert [[tokens for tokens, _ in group] for group in groups] == tokens_of(whole)
+    assert any(v is not None and min(v) < max(v) for step in found for of in step[2] for v in of)

@@ -141,6 +141,17 @@ def test_runs_without_counts_have_no_panel_of_tokens(tmp_path):
     assert len(axes := draw([run])) == 9 and BY_TOKENS not in axes
 
 
+@pytest.mark.parametrize("age", [0, 2])
+def test_the_age_of_tokens_is_plotted_where_responses_were_carried(tmp_path, age):
+    run = write_run(tmp_path / "run")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    ages = {"batch/staleness_max": age, "batch/staleness_mean": age / 2}
+    text = "".join(json.dumps(line | ages) + "\n" for line in lines)
+    (run / "metrics.jsonl").write_text(text)
+    axes = draw([run])
+    assert (plots.AGE.title in axes) == (age > 0) and len(axes) == 10 + (age > 0)
+
+
 def test_every_plotted_metric_is_one_that_runs_log():
     documented = (ROOT / "docs" / "metrics.md").read_text()
     plotted = {metric for panel in plots.PANELS for metric, _ in panel.series}

@@ -1,5 +1,6 @@
 """launch/plan.py --simulate_hosts: what is generated, how long it takes, and what is refused."""
 
+import dataclasses
 import json
 import re
 
@@ -38,7 +39,8 @@ def play(group, *, hosts=1, rate=0.5, **settings):
         tokens, informative = group(number)
         return Group(np.broadcast_to(tokens, G), np.arange(G) < informative)
 
-    return simulation.rollout(setting(**settings), work, hosts=hosts, step=0, rate=rate)
+    state = SamplingState(rate)
+    return simulation.rollout(setting(**settings), work, hosts=hosts, step=0, state=state)[0]
 
 
 def simulated(capsys, *arguments):
@@ -243,7 +245,7 @@ def test_the_table(capsys):
         ("--accept=0", "--accept must be above 0 and at most 1; got 0"),
         ("--accept=1.5", "--accept must be above 0 and at most 1; got 1.5"),
         ("--length_distribution=lognormal:1e9:1", r"from 1 to .*'lognormal:1e9:1'"),
-        ("--length_distribution=normal:3", "must be lognormal:MEAN:SIGMA, .*'normal:3'"),
+        ("--length_distribution=normal:3", "must be lognormal:MEAN:SIGMA.*'normal:3'"),
         ("--length_distribution=uniform:99999", "from 1 to 72; got 'uniform:99999'"),
         ("--length_distribution=none.jsonl", "none.jsonl: no such file"),
         ("--lengths_from=nowhere", "--lengths_from=nowhere is not the directory of a run"),
@@ -257,3 +259,55 @@ def test_a_wrong_command_is_refused(capsys, argument, message):
     assert main(["program", TINY, "--simulate_hosts=2", *argument.split()]) == 2
     out, err = capsys.readouterr()
     assert out == "" and "Traceback" not in err and re.search(message, err), err
+
+
+def carrying(**changes):
+    rollout = dataclasses.replace(CONFIG.rollout, mode="carry", **changes)
+    return dataclasses.replace(CONFIG, rollout=rollout)
+
+
+def test_carried_prompts_keep_the_slots_full():
+    """Lengths 10, but one response of each sixth prompt is 32 long: a synchronous step ends with
+    the slots of the others empty. Carried, all tokens are sampled once, in full slots."""
+
+    def work(_, number):
+        lengths = np.full(G, 10)
+        lengths[0] += 22 * (number % 6 == 5)
+        return Group(lengths, np.arange(G) < 1)
+
+    run = lambda config: simulation.rollouts(setting(config=config), work, hosts=1, steps=6)
+    sync, carried = run(CONFIG), run(carrying())
+    assert all(one.batch == list(range(6)) == list(range(one.tried)) for one in (*sync, *carried))
+    assert [one.seconds for one in sync] == pytest.approx([82] * 6)
+    tokens = 6 * G * 10 + 22
+    assert all(one.slots_busy > 0.9 for one in carried[1:])
+    needed = 6 * tokens + carried[-1].tokens_carried + sum(one.tokens_lost for one in carried)
+    assert sum(one.tokens for one in carried) == needed
+    assert sum(one.seconds for one in carried) <= 0.9 * sum(one.seconds for one in sync)
+
+
+def test_the_lengths_of_carried_prompts_are_those_of_synchronous_ones():
+    """No bias: the prompts of the first steps are the same, in the same order, with the same
+    lengths, whoever ended first; more hosts change nothing."""
+    lengths = workload.lengths_of("lognormal:8:1:0.5", 32)
+    work = workload.sampled(lengths, 0.5, G, seed=3)
+    found = [
+        simulation.rollouts(setting(config=carrying()), work, hosts=hosts, steps=8)
+        for hosts in (1, 3)
+    ]
+    order, position = [], 0
+    for one in found[0]:
+        order += [position + i for i in one.batch]
+        position += one.tried
+    informative = [i for i in range(position) if 0 < work(0, i).correct_G.sum() < G]
+    assert order == informative, "every informative prompt, in the order of the data"
+    batches = [[(one.tried, one.batch) for one in of_hosts] for of_hosts in found]
+    assert batches[0] == batches[1]
+
+
+def test_correlated_lengths_of_a_group():
+    lengths = workload.lengths_of("lognormal:100:1:0.75", 10**9)
+    rng = np.random.default_rng(0)
+    logs = np.log([lengths(rng, 2) for _ in range(4000)])
+    assert np.corrcoef(logs.T)[0, 1] == pytest.approx(0.75, abs=0.03)
+    assert logs.std() == pytest.approx(1, abs=0.03)

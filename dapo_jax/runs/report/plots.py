@@ -53,11 +53,17 @@ WITHOUT_SIGNAL = (("share/all_right", "all right"), ("share/all_wrong", "all wro
 TRUNCATED = (("length/truncated_share", "while training"), ("eval/truncated_share", "held-out"))
 LENGTH = (("length/mean", "mean"), ("length/max", "longest"))
 PROBABILITY = (("policy/token_prob", "probability"),)
+AGE = Panel(
+    "age of the trained tokens, rollout steps",
+    NUMBER,
+    (("batch/staleness_mean", "mean"), ("batch/staleness_max", "oldest")),
+)
 PANELS = (
     Panel("held-out accuracy, %", PERCENT, ACCURACY),
     Panel(
         "held-out accuracy by tokens sampled, %", PERCENT, ACCURACY[:1], "tokens", "tokens sampled"
     ),
+    AGE,  # where any token is older than its step
     Panel("training accuracy, %", PERCENT, TRAINING),
     Panel("reward of the trained responses, mean", NUMBER, (("reward/mean", "reward"),)),
     Panel("response length, tokens", NUMBER, LENGTH),
@@ -136,10 +142,12 @@ def draw(
 
 def _axes(figure: Figure, methods: Sequence[Method]) -> Iterator[tuple[Panel, Any]]:
     """Yields the panels that the methods have with their axes: accuracy above, others in fours."""
+    ages = [p.value for method in methods for p in method.points("batch/staleness_max")]
     panels = [
         p
         for p in PANELS
-        if p.x == "step" or any(method.has("eval/avg@k", p.x) for method in methods)
+        if (p.x == "step" or any(method.has("eval/avg@k", p.x) for method in methods))
+        and (p is not AGE or any(ages))
     ]
     top = len(panels) - 2 * COLUMNS
     grid = figure.add_gridspec(3, top * COLUMNS)

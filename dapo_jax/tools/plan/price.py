@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dapo_jax.rollout.dynamic_sampling import SamplingState
 from dapo_jax.tools.plan import estimate, simulation
 from dapo_jax.tools.plan.chips import Chip
 from dapo_jax.tools.plan.simulation import Rollout, Setting
@@ -81,11 +82,13 @@ def _evaluation_seconds(setting: Setting, lengths: Lengths, hosts: int, prompts:
     prompts = math.ceil(prompts * num / samples)
     changed = dataclasses.replace(
         config,
-        rollout=dataclasses.replace(config.rollout, group_size=samples),
+        rollout=dataclasses.replace(config.rollout, group_size=samples, mode="sync"),
         train=dataclasses.replace(
             config.train, prompts_per_step=prompts, prompts_per_update=prompts
         ),
     )
     workload = sampled(lengths, 1.0, samples, config.seed)
     setting = setting._replace(config=changed)
-    return simulation.rollout(setting, workload, hosts=hosts, step=0, rate=1.0).seconds
+    state = SamplingState(informative_rate=1.0)
+    one, _ = simulation.rollout(setting, workload, hosts=hosts, step=0, state=state)
+    return one.seconds

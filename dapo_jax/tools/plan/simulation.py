@@ -15,9 +15,10 @@ import numpy as np
 from dapo_jax.config import Config
 from dapo_jax.distributed.work_queue import WorkQueue
 from dapo_jax.rewards.types import Rubric
+from dapo_jax.rollout import carry
 from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.collector import IDLE_SECONDS, RolloutCollector
-from dapo_jax.rollout.dynamic_sampling import PRIOR_OUTCOMES, SamplingState, next_rate
+from dapo_jax.rollout.dynamic_sampling import SamplingState, next_rate, open_queue
 from dapo_jax.rollout.engine_config import EngineConfig
 from dapo_jax.rollout.prompt_queue import ProblemList, PromptQueue
 from dapo_jax.rollout.sampling import SamplingParams
@@ -56,6 +57,7 @@ class Setting(NamedTuple):
             samples=r.group_size,
             page_tokens=most + 1,
             decode_steps=max(1, r.decode_steps // self.unit_tokens),
+            resumes=r.mode == "carry",
         )
 
 
@@ -78,7 +80,8 @@ class Rollout(NamedTuple):
     claimed: int  # prompts
     slots_busy: float  # share of the slots' seconds in which they held a sequence
     tokens: int  # tokens sampled, to the unit
-    tokens_lost: int  # tokens of prompts that went back to the data
+    tokens_lost: int  # tokens of prompts that went back to the data, or sampled after the cut
+    tokens_carried: int  # tokens of unfinished groups that the next step resumes
     tokens_cached: int  # largest number in one host's cache
     rate: float  # estimated informative rate at the start
 
@@ -113,8 +116,8 @@ class Host:
         engine: Any = self.engine
         pool: Any = self.pool
         request = GenerationRequest(setting.config.rollout.group_size)
-        collector = RolloutCollector(engine, pool, RUBRICS, detokenize, request)
-        self.turns = collector.run(prompts, jax.random.key(0))
+        self.collector = RolloutCollector(engine, pool, RUBRICS, detokenize, request)
+        self.turns = self.collector.run(prompts, jax.random.key(0), step=step)
 
 
 def play(hosts: list[Host], queue: OneWorkQueue) -> None:
@@ -142,26 +145,30 @@ def play(hosts: list[Host], queue: OneWorkQueue) -> None:
                 wake_H[j] = min(wake_H[j], max(hosts[j].clock.now + IDLE_SECONDS, at))
 
 
-def rollout(setting: Setting, workload: Workload, *, hosts: int, step: int, rate: float) -> Rollout:
-    """Returns one step's rollout.
+def rollout(
+    setting: Setting,
+    workload: Workload,
+    *,
+    hosts: int,
+    step: int,
+    state: SamplingState,
+    position: int = 0,
+) -> tuple[Rollout, SamplingState]:
+    """Returns one step's rollout, and the state after it.
 
     Args:
-        rate: estimated informative rate at its start.
+        state: at its start: the estimated informative rate, and what is carried.
+        position: in the data, of the first prompt. With the mode "sync" every step has prompts of
+            its own.
     """
     config, queue = setting.config, OneWorkQueue()
-    d = config.dynamic_sampling
-    max_prompts = d.max_prompts
-    problems = [Problem(i, "", (i,), "", "") for i in range(max_prompts)]
+    d, carries = config.dynamic_sampling, config.rollout.mode == "carry"
+    num = d.max_prompts + carries * carry.most_begun(config, state.informative_rate)
+    problems = [Problem(position + i, "", (position + i,), "", "") for i in range(num)]
     each = []
-    for _ in range(hosts):
-        prompts = PromptQueue(
-            ProblemList(problems),
-            num_prompts=config.train.prompts_per_step,
-            max_prompts=max_prompts,
-            keeps=lambda group: group.is_informative(overlong_filter=False),
-            rate=rate,
-            rate_weight=PRIOR_OUTCOMES,
-        )
+    for i in range(hosts):
+        source = ProblemList(problems)
+        prompts = open_queue(config, state, source, step=step, share=(i, hosts))
         prompts.work_queue = queue
         each.append(Host(setting, prompts, workload, step))
     play(each, queue)
@@ -170,30 +177,46 @@ def rollout(setting: Setting, workload: Workload, *, hosts: int, step: int, rate
         np.array([getattr(host.clock, name) for host in each]) for name in ("device", "busy")
     )
     tried = each[0].prompts.num_resolved
+    batch = [i for i in range(tried) if queue.outcomes[i].kept]
     units = sum(host.engine.units for host in each)
-    needed = sum(int(each[0].engine.group(i).lengths_G.sum()) for i in range(tried))
+    if carries:
+        unfinished = {n: r for host in each for n, r in host.prompts.unfinished.items()}
+        carried = carry.next_carried(
+            state.carried, problems, unfinished, num_tried=tried, step=step
+        )
+        lost = sum(host.collector.stats.discarded for host in each)
+    else:
+        carried = ()
+        lost = units - sum(int(each[0].engine.group(i).lengths_G.sum()) for i in range(tried))
+    carried_units = sum(len(r.tokens) for group in carried for _, r in group.responses)
     cached = max(host.engine.cached_units for host in each)
-    return Rollout(
+    one = Rollout(
         seconds,
         1 - (busy_H - np.maximum(0.0, device_H - seconds)) / seconds,
         seconds - np.minimum(device_H, seconds),
-        [i for i in range(tried) if queue.outcomes[i].kept],
+        batch,
         tried,
         queue.claimed,
         sum(host.engine.slot_seconds for host in each) / (seconds * hosts * setting.slots),
         units * setting.unit_tokens,
-        (units - needed) * setting.unit_tokens,
+        lost * setting.unit_tokens,
+        carried_units * setting.unit_tokens,
         math.ceil(cached * setting.unit_tokens),
-        rate,
+        state.informative_rate,
     )
+    rate = next_rate(state.informative_rate, len(batch), tried)
+    return one, SamplingState(rate, carried)
 
 
 def rollouts(setting: Setting, workload: Workload, *, hosts: int, steps: int) -> list[Rollout]:
     """Returns the first steps of a run. The first begins with a new run's informative rate, the
-    others with the estimate that a run has."""
-    found, rate = [], SamplingState().informative_rate
+    others with the estimate that a run has and, with the mode "carry", with what it carries."""
+    found, state, position = [], SamplingState(), 0
+    carries = setting.config.rollout.mode == "carry"
+    # Carried prompts keep their responses from step to step.
+    of = (lambda _, number: workload(0, number)) if carries else workload
     for step in range(steps):
-        one = rollout(setting, workload, hosts=hosts, step=step, rate=rate)
-        rate = next_rate(rate, len(one.batch), one.tried)
+        one, state = rollout(setting, of, hosts=hosts, step=step, state=state, position=position)
+        position += carries * one.tried
         found.append(one)
     return found

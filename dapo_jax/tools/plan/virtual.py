@@ -77,16 +77,16 @@ class Slots:
     def __init__(self, num: int):
         self.left_B, self.sampled_B = np.zeros((2, num), np.int32)  # units to come, units sampled
         self.request_B, self.sample_index_B, self.token_B = np.zeros((3, num), np.int32)
-        # (request, sample index, units, token) of each waiting sample
-        self.waiting: collections.deque[tuple[int, int, int, int]] = collections.deque()
+        # (request, sample index, units to come, units sampled, token) of each waiting sample
+        self.waiting: collections.deque[tuple[int, int, int, int, int]] = collections.deque()
 
     def refill(self) -> None:
         """Gives free slots to waiting samples."""
         for slot in np.flatnonzero(self.left_B == 0)[: len(self.waiting)].tolist():
-            request, index, units, token = self.waiting.popleft()
+            request, index, units, sampled, token = self.waiting.popleft()
             self.request_B[slot], self.sample_index_B[slot] = request, index
             self.left_B[slot], self.token_B[slot] = units, token
-            self.sampled_B[slot] = 0
+            self.sampled_B[slot] = sampled
 
 
 class VirtualEngine:
@@ -122,21 +122,24 @@ class VirtualEngine:
     def prefill(
         self, *, params: Any, padded_tokens: np.ndarray, true_length: np.ndarray, key_2: Any
     ) -> np.ndarray:
-        """Returns the numbers of the prompts."""
-        self.clock.enqueue(self.costs.prefill)
+        """Returns the numbers of the prompts. Prompts with the tokens of carried responses take as
+        much longer as the longest of them is."""
+        sampled = int(true_length.max()) - 1
+        self.clock.enqueue(self.costs.prefill * (1 + sampled / self.prompt_units))
         return padded_tokens[0, :, 0]
 
     def insert(self, prefix: np.ndarray, state: Slots, new: NewRequests) -> Slots:
         """Adds the samples of prefilled prompts to the waiting samples."""
-        arrays = prefix, new.request_P[0], new.num_samples_P[0], new.first_sample_P[0]
-        for number, request, samples, first in zip(*(x.tolist() for x in arrays)):
+        fields = new.request_P, new.num_samples_P, new.first_sample_P, new.sampled_P
+        arrays = prefix, *(x[0] for x in fields)
+        for number, request, samples, first, sampled in zip(*(x.tolist() for x in arrays)):
             if request >= self.config.requests:
                 continue
             group = self.group(number)
             for index in range(samples):
                 token = CORRECT if group.correct_G[first + index] else INCORRECT
-                units = int(group.lengths_G[first + index])
-                state.waiting.append((request, index, units, token))
+                units = int(group.lengths_G[first + index]) - sampled
+                state.waiting.append((request, index, units, sampled, token))
         return state
 
     def generate(self, params: Any, state: Slots, mode: Any) -> tuple[Slots, DecodeOutput]:

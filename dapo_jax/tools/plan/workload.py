@@ -15,13 +15,16 @@ from dapo_jax.types import UserError
 
 # (generator, number of responses) -> lengths in tokens.
 Lengths = Callable[[np.random.Generator, int], np.ndarray]
-KNOWN = "lognormal:MEAN:SIGMA, uniform:LENGTH or the path of a .jsonl file"
+KNOWN = "lognormal:MEAN:SIGMA[:CORRELATION], uniform:LENGTH or the path of a .jsonl file"
 # (rollout step, number of the prompt in it) -> its responses; repeatable.
 Workload = Callable[[int, int], Group]
 
 
 def lengths_of(text: str, most: int) -> Lengths:
     """Returns the distribution that --length_distribution names, cut at `most` tokens.
+
+    MEAN is before the cut. CORRELATION, 0 by default, is that of the logarithms of two lengths of
+    one group.
 
     Raises:
         UserError: no such distribution, or no such file.
@@ -37,10 +40,15 @@ def lengths_of(text: str, most: int) -> Lengths:
         values = []
     if kind == "uniform" and len(values) == 1 and 1 <= values[0] <= most:
         return lambda rng, num: cut(np.full(num, values[0]))
-    if kind == "lognormal" and len(values) == 2 and 0 < values[0] <= most and values[1] >= 0:
-        mean, sigma = values
-        mu = math.log(mean) - sigma**2 / 2
-        return lambda rng, num: cut(rng.lognormal(mu, sigma, num))
+    if kind == "lognormal" and len(values) in (2, 3):
+        mean, sigma, correlation = (*values, 0.0)[:3]
+        if 0 < mean <= most and sigma >= 0 and 0 <= correlation <= 1:
+            mu = math.log(mean) - sigma**2 / 2
+            own = sigma * math.sqrt(1 - correlation)
+            shared = lambda rng: sigma * math.sqrt(correlation) * rng.standard_normal()
+            if not correlation:
+                shared = lambda rng: 0.0
+            return lambda rng, num: cut(rng.lognormal(mu + shared(rng), own, num))
     raise UserError(
         f"--length_distribution must be {KNOWN}, with MEAN and LENGTH from 1 to {most:,}; got "
         f"{text!r}."
