@@ -135,18 +135,16 @@ def _check_advantage(config: "Config") -> None:
 
 
 def _check_correction(config: "Config", correction: "CorrectionConfig") -> None:
-    if correction.policy == "old" and config.rollout.log_prob_source == "rollout":
+    if correction.policy != "current" and config.rollout.log_prob_source == "rollout":
         raise UserError(
-            "config.correction.policy 'old' corrects the rollout's log-probs by the training "
-            "program's: set config.rollout.log_prob_source to 'recompute', or policy to 'current'."
+            f"config.correction.policy {correction.policy!r} corrects the rollout's log-probs by "
+            "the training program's: set config.rollout.log_prob_source to 'recompute', or policy "
+            "to 'current'."
         )
+    if correction.policy == "proximal":
+        wanted = "'carry' for config.correction.policy 'proximal': in 'sync' no token is stale"
+        require(config.rollout.mode == "carry", "rollout.mode", config.rollout.mode, wanted)
     used = correction.importance != "none"
-    if correction.stale == "proximal":
-        source, mode = config.rollout.log_prob_source, config.rollout.mode
-        wanted = "'recompute' for config.correction.stale 'proximal'"
-        require(source == "recompute", "rollout.log_prob_source", source, wanted)
-        wanted = "'carry' for config.correction.stale 'proximal': in 'sync' no token is stale"
-        require(mode == "carry", "rollout.mode", mode, wanted)
     cap, floor = correction.importance_cap, correction.importance_floor
     if used and cap is None:
         raise UserError("config.correction.importance_cap is needed with importance weights.")

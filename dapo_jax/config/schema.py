@@ -181,7 +181,7 @@ class RolloutConfig:
     max_staleness: Annotated[int, fields.Range(lambda x: 1 <= x <= 8, "1 to 8")] = 2
     # With carry, decode calls that count after the one that sampled the last token of the batch:
     # about as many as pass while its responses are scored. Tokens of later calls are discarded.
-    cut_delay_calls: NonNegativeInt = 1
+    cut_delay_calls: NonNegativeInt = 4
     # Seconds without progress in a step after which the run ends, to be restarted by
     # launch/restart.sh from its last checkpoint; 0: never.
     watchdog_limit_seconds: NonNegative = 0.0
@@ -264,11 +264,9 @@ class CorrectionConfig:
     `dapo_jax.algorithms.importance_correction`."""
 
     # Log-probs compared with the rollout's: recomputed before the first update, or at each update.
-    policy: Literal["old", "current"] = "old"
-    # Old log-probs of carried tokens: of the policy that sampled them, or recomputed like those of
-    # the others (decoupled PPO: clipped around the policy before the update, weighted by its ratio
-    # to the policy that sampled).
-    stale: Literal["behaviour", "proximal"] = "behaviour"
+    # proximal: as old, and the ratio of a carried token too is to the policy before the first
+    # update (decoupled PPO), no longer to the one that sampled it.
+    policy: Literal["old", "proximal", "current"] = "old"
     importance: Literal["none", "token", "sequence"] = "none"
     importance_cap: Positive | None = None
     # None: truncate at the cap; else mask outside both (IcePop).

@@ -158,7 +158,8 @@ class RolloutCollector:
                 if prompts.done and isinstance(prompts, CarryQueue):
                     while loop.num_calls < prompts.cut and not next(generation).idle:
                         pass
-                    prompts.unfinished = dict(zip(numbers, loop.unfinished(prompts.cut)))
+                    if leader:
+                        prompts.unfinished = dict(zip(numbers, loop.unfinished(prompts.cut)))
                 idle = waits and not groups and not outcomes
                 yield CollectorOutput(generated is not None, groups, outcomes, idle)
         finally:

@@ -195,7 +195,7 @@ def finished_columns(
     out["correction_BT"] = mask_M.astype(np.float64)
     if settings is not None:
         # Where the ratio of a stale token is to the policy that sampled it, its weight is 1.
-        is_old = settings.policy == "old"
+        is_old = settings.policy != "current"
         compared_M = recomputed_M if is_old else current_M
         weighted_M = columns["log_prob_old_BT"] if is_old else current_M
         assert compared_M is not None and weighted_M is not None

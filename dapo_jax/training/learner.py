@@ -297,7 +297,7 @@ class Learner:
             numbers |= metrics.stale_mismatch_metrics(samples, recomputed_M)
             columns["recomputed_M"] = columns["log_prob_old_BT"] = recomputed_M
             c = self.config.correction
-            if c is None or c.stale == "behaviour":
+            if c is None or c.policy != "proximal":
                 # The ratio of a stale token is to the policy that sampled it.
                 columns["log_prob_old_BT"] = np.where(
                     samples.staleness_M == 0, recomputed_M, samples.log_prob_M

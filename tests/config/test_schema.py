@@ -111,6 +111,7 @@ def changed(*changes):
         ("critic", {"learning_rate": 1e-4}, "is needed when .*'gae'.* critic given"),
         ("correction", {"policy": "current"}, "corrects nothing"),
         ("correction", {"policy": "old"}, r"correction\.policy 'old' corrects the"),
+        ("correction", {"policy": "proximal"}, r"correction\.policy 'proximal' corrects the"),
         ("correction", {"policy": "current", "normalise": True}, "normalise is not read when"),
     ],
 )
@@ -127,6 +128,10 @@ def test_carried_tokens_have_the_log_probs_of_all_tokens():
     assert Config.from_dict(changed(carry, recompute)).rollout.mode == "carry"
     with pytest.raises(UserError, match=r"top_p \(0.9\) leaves tokens out.*mode to 'sync'"):
         Config.from_dict(changed(carry, recompute, ("rollout.top_p", 0.9)))
+    weighted = {"policy": "proximal", "importance": "token", "importance_cap": 2.0}
+    Config.from_dict(changed(carry, recompute, ("correction", weighted)))
+    with pytest.raises(UserError, match="mode must be 'carry' .*'proximal'.* got 'sync'"):
+        Config.from_dict(changed(recompute, ("correction", weighted)))
 
 
 def test_gspo_needs_log_probs_of_the_training_program():

@@ -324,18 +324,18 @@ def test_a_rejected_response_leaves_the_mask_and_the_others_get_weights():
     assert columns["mask_BT"].tolist() == mask_M.tolist(), "the columns given are left alone"
 
 
-@pytest.mark.parametrize("stale, weights", [("behaviour", [1.0, 1.5]), ("proximal", [2.0, 1.5])])
-def test_a_stale_token_is_weighted_once_and_masked_by_the_policy_before_the_update(stale, weights):
+@pytest.mark.parametrize("policy, weights", [("old", [1.0, 1.5]), ("proximal", [2.0, 1.5])])
+def test_a_stale_token_is_weighted_once_and_masked_by_the_policy_before_the_update(policy, weights):
     """Two responses of two tokens; the first token of each is stale. The policy has moved far from
     those of the second response."""
     correction = CorrectionConfig(
-        stale=stale, importance="token", importance_cap=2.0, reject=(("seq-mean-k1", 0.2, 5.0),)
+        policy=policy, importance="token", importance_cap=2.0, reject=(("seq-mean-k1", 0.2, 5.0),)
     )
     config = dataclasses.replace(tiny_config(), correction=correction)
     rollout_M = np.full(4, -3.0, np.float32)
     recomputed_M = rollout_M + np.log([4.0, 1.5, 40.0, 1.5]).astype(np.float32)
     stale_M = np.array([True, False, True, False])
-    keeps = stale_M & (stale == "behaviour")  # the log-probs of the policy that sampled
+    keeps = stale_M & (policy == "old")  # the log-probs of the policy that sampled
     columns = dict(
         mask_BT=np.ones(4, bool),
         log_prob_old_BT=np.where(keeps, rollout_M, recomputed_M),
