@@ -361,6 +361,14 @@ def test_carried_responses_are_trained_on_and_a_killed_run_is_the_same(tmp_path,
     assert rollouts_of(killed) == rollouts_of(workdir)
     ours, theirs = (params_at(place, 5, **settings) for place in (killed, workdir))
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    # An evaluation in the gap between two steps changes nothing, with responses in flight.
+    evaluated = tmp_path / "evaluated"
+    run(evaluated, home, **settings | {"evaluation__every_steps": 1})
+    trained = lambda workdir: [
+        {name: value for name, value in step.items() if not name.startswith("eval/")}
+        for step in metrics_of(workdir)
+    ]
+    assert trained(evaluated) == trained(workdir)
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from tests.support.helpers import make_params, tiny_config
 from tests.support.processes import Store
 
 RUBRICS = {"test": Rubric((("begins", 1.0),), 1.0, -1.0)}
-CONFIG = tiny_config(rollout__mode="carry", rollout__max_staleness=2)
+CONFIG = tiny_config(rollout__mode="carry", rollout__max_staleness=2, rollout__cut_delay_calls=1)
 STEPS = 5
 
 
@@ -148,7 +148,7 @@ def test_the_time_that_verdicts_take_changes_nothing(
     assert discarded[0] > discarded[1]
 
 
-def test_responses_are_carried_by_the_hundred_and_no_group_is_too_old(prompt_verdicts):
+def test_every_step_carries_responses_and_no_group_is_too_old(prompt_verdicts):
     found, stats = prompt_verdicts
     carried = [state_from_json(json.loads(step[-1])).carried for step in found]
     assert all(sum(len(group.responses) for group in groups) >= 8 for groups in carried)
