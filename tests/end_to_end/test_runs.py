@@ -341,34 +341,32 @@ def test_recomputed_log_probs_reference_filter_and_stop_strings(tmp_path, home):
 
 @pytest.mark.slow
 def test_carried_responses_are_trained_on_and_a_killed_run_is_the_same(tmp_path, home):
-    """An update has tokens of several policies; those of the older are not in the mismatch."""
+    """An update has tokens of several policies; those of the older are not in the mismatch. The
+    run that is killed also evaluates between all steps, while responses are in flight."""
     workdir, settings = tmp_path / "run", RUN | CARRY | {"checkpoint__every_steps": 1}
     run(workdir, home, **settings)
     steps = metrics_of(workdir)[1:]
     assert sum(numbers["carry/tokens_continued"] for numbers in steps) > 0
     assert sum(numbers["optimizer/updates"] for numbers in steps) >= 6
-    assert max(numbers.get("rollout/log_prob_gap_max", 0.0) for numbers in steps) < 1e-5
+    # Rounding; tokens of the older policies would differ by 0.1 and more.
+    assert max(numbers.get("rollout/log_prob_gap_max", 0.0) for numbers in steps) < 1e-4
     assert 1 <= max(numbers["carry/staleness_max"] for numbers in steps) <= 2
     assert_documented([{re.sub(r"/\d$", "/AGE", name): 0 for name in step} for step in steps])
-    killed = tmp_path / "killed"
+    killed, settings = tmp_path / "killed", settings | {"evaluation__every_steps": 1}
     process, file = start(killed, home, **settings), killed / "metrics.jsonl"
     while process.poll() is None and not (file.exists() and file.read_text().count("\n") > 3):
         time.sleep(0.005)
     process.kill()
     assert finish(process)[0] == -signal.SIGKILL
     assert "resuming after step" in run(killed, home, **settings)
-    assert metrics_of(killed) == metrics_of(workdir)
-    assert rollouts_of(killed) == rollouts_of(workdir)
-    ours, theirs = (params_at(place, 5, **settings) for place in (killed, workdir))
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
-    # An evaluation in the gap between two steps changes nothing, with responses in flight.
-    evaluated = tmp_path / "evaluated"
-    run(evaluated, home, **settings | {"evaluation__every_steps": 1})
     trained = lambda workdir: [
         {name: value for name, value in step.items() if not name.startswith("eval/")}
         for step in metrics_of(workdir)
     ]
-    assert trained(evaluated) == trained(workdir)
+    assert trained(killed) == trained(workdir)
+    assert rollouts_of(killed) == rollouts_of(workdir)
+    ours, theirs = (params_at(place, 5, **settings) for place in (killed, workdir))
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
 @pytest.mark.slow

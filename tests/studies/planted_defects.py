@@ -36,6 +36,28 @@ DEFECTS = (
         "tests/training/test_packing.py",
     ),
     Defect(
+        "tokens sampled while verdicts were awaited are kept: a run depends on time",
+        "dapo_jax/rollout/collector.py",
+        "loop.unfinished(prompts.cut)",
+        "loop.unfinished()",
+        "tests/rollout/test_carry_repeats.py -k verdicts_take",
+    ),
+    Defect(
+        "old responses age out one by one, and leave their groups the short ones",
+        "dapo_jax/rollout/carry.py",
+        "    kept = tuple(group for group in groups if is_fresh(group))\n",
+        "    one = lambda v, r: CarriedGroup(v, (r,))\n"
+        "    kept = tuple(one(v, r) for v, rs in groups for r in rs if is_fresh(one(v, r)))\n",
+        "tests/rollout/test_carry.py",
+    ),
+    Defect(
+        "old log-probs of carried tokens are recomputed",
+        "dapo_jax/training/learner.py",
+        "samples.staleness_M == 0, recomputed_M, samples.log_prob_M",
+        "samples.staleness_M >= 0, recomputed_M, samples.log_prob_M",
+        "tests/training/test_learner.py",
+    ),
+    Defect(
         "responses that share their prompt begin at position 0",
         "dapo_jax/training/packing.py",
         "np.arange(first, end)",
