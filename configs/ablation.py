@@ -7,6 +7,8 @@ Time:      80 s on one core; 2 minutes more for the base model of a seed, which 
 Result:    held-out avg@32 from 13-16 % to 82-93 % (seeds 0 to 4), see docs/table1.md
 """
 
+from collections.abc import Callable, Sequence
+
 from ml_collections import ConfigDict
 
 from configs import tiny_dapo
@@ -73,18 +75,22 @@ ROWS = (
 )  # fmt: skip
 
 
+def change_of(row: str, rows: Sequence[Callable[[ConfigDict], None]]) -> Callable:
+    """Returns the function of this name; raises UserError where there is none."""
+    named = {change.__name__: change for change in rows}
+    if row not in named:
+        raise UserError(f"--config=FILE:ROW: {row!r} is not one of {', '.join(named)}.")
+    return named[row]
+
+
 def get_config(row: str = "dapo") -> ConfigDict:
     """Returns tiny_dapo on longer sums, judged as it samples, with the changes of a row."""
-    rows = {change.__name__: change for change in ROWS}
-    if row not in rows:
-        raise UserError(
-            f"--config=configs/ablation.py:ROW: {row!r} is not one of {', '.join(rows)}."
-        )
+    change = change_of(row, ROWS)
     c = tiny_dapo.get_config()
     c.data.train.sums.update(SUMS)
     c.data.heldout.sums.update(SUMS)
     c.rollout.max_response_tokens = 80
     c.evaluation.update(every_steps=4, num_samples=32, top_p=1.0)  # temperature 1 is the default
     c.train.num_steps = 24
-    rows[row](c)
+    change(c)
     return c

@@ -10,7 +10,6 @@ Result:    held-out avg@8 of GRPO 52.3, 40.4 and 63.1 %, of DAPO 66.8, 61.3 and 
 from ml_collections import ConfigDict
 
 from configs import ablation, smollm2_word_problems
-from dapo_jax.types import UserError
 
 
 def no_dynamic_sampling(c: ConfigDict) -> None:
@@ -23,11 +22,7 @@ ROWS = (ablation.grpo, ablation.dapo, no_dynamic_sampling, ablation.no_token_los
 
 def get_config(row: str = "dapo") -> ConfigDict:
     """Returns smollm2_word_problems with the changes of a row."""
-    rows = {change.__name__: change for change in ROWS}
-    if row not in rows:
-        raise UserError(
-            f"--config=configs/ablation_smollm2.py:ROW: {row!r} is not one of {', '.join(rows)}."
-        )
+    change = ablation.change_of(row, ROWS)
     c = smollm2_word_problems.get_config()
-    rows[row](c)
+    change(c)
     return c

@@ -146,12 +146,12 @@ def correct(
         weighted_M: log-probs of the importance weights, where they are not `log_prob_M`.
     """
     # float64 before the difference: sums over long responses are compared.
-    log_ratio_M = np.asarray(log_prob_M, np.float64) - np.asarray(log_prob_rollout_M, np.float64)
+    mu_M = np.asarray(log_prob_rollout_M, np.float64)
+    log_ratio_M = np.asarray(log_prob_M, np.float64) - mu_M
     weight_M, kept_M = np.ones(len(log_ratio_M)), np.ones(len(log_ratio_M), bool)
     if settings.importance != "none":
-        weighted_M = log_prob_M if weighted_M is None else weighted_M
         weight_M, kept_M = importance_weights(
-            np.asarray(weighted_M, np.float64) - np.asarray(log_prob_rollout_M, np.float64),
+            log_ratio_M if weighted_M is None else np.asarray(weighted_M, np.float64) - mu_M,
             lengths_R,
             level=settings.importance,
             cap=settings.importance_cap,

@@ -174,7 +174,7 @@ class RolloutConfig:
     # recomputed by the training program before the first update (bfloat16: they differ by 1e-2
     # nats a token). Tokens of earlier steps keep those of the policy that sampled them.
     log_prob_source: Literal["rollout", "recompute"] = "recompute"
-    # sync: a step waits for its last response. carry: slots are always filled, and unfinished
+    # sync: a step waits for its last response. carry: later prompts fill the slots, and unfinished
     # responses go on in the next step, under its parameters (docs/async.md).
     mode: Literal["sync", "carry"] = "sync"
     # With carry, rollout steps since the oldest token of a group was sampled, at most.

@@ -49,6 +49,7 @@ RUN = {
 }
 CARRY = {
     "rollout__mode": "carry",
+    "rollout__cut_delay_calls": 1,  # verdicts take longer: tokens are discarded
     "evaluation__top_p": 1.0,
     "train__num_steps": 5,
     # Steps far enough apart that tokens of the older policy would show in the mismatch.
@@ -348,8 +349,7 @@ def test_carried_responses_are_trained_on_and_a_killed_run_is_the_same(tmp_path,
     steps = metrics_of(workdir)[1:]
     assert sum(numbers["carry/tokens_continued"] for numbers in steps) > 0
     assert sum(numbers["optimizer/updates"] for numbers in steps) >= 6
-    # Rounding; tokens of the older policies would differ by 0.1 and more.
-    assert max(numbers.get("rollout/log_prob_gap_max", 0.0) for numbers in steps) < 1e-4
+    assert max(numbers.get("rollout/log_prob_gap_max", 0.0) for numbers in steps) < 1e-5
     assert 1 <= max(numbers["carry/staleness_max"] for numbers in steps) <= 2
     assert_documented([{re.sub(r"/\d$", "/AGE", name): 0 for name in step} for step in steps])
     killed, settings = tmp_path / "killed", settings | {"evaluation__every_steps": 1}

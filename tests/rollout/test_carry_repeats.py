@@ -66,15 +66,16 @@ def engines():
     return [make(400), make(14)]
 
 
-def run(config, engines, policies, *, seed, most_polls, processes=1, fixed=False):
+def run(config, engines, policies, *, seed, most_polls, processes=1, fixed=False, rate=0.5):
     """What each step has made of the data, and how full the slots were. The processes move in a
     random order, and the state goes through JSON between two steps, as in a checkpoint.
 
     Args:
         most_polls: that a verdict takes.
+        rate: estimated informative rate at the start.
         fixed: whether all steps have the parameters and the key of the first.
     """
-    rng, state, position, found, stats = np.random.default_rng(seed), SamplingState(), 0, [], []
+    rng, state, position, found, stats = np.random.default_rng(seed), SamplingState(rate), 0, [], []
     pools = [SlowPool([seed, i], most_polls) for i in range(processes)]
     for step in range(1, STEPS + 1):
         store = Store() if processes > 1 else None
@@ -116,6 +117,7 @@ def run(config, engines, policies, *, seed, most_polls, processes=1, fixed=False
         kept = [n for n in range(tried) if queue.work_queue.outcomes[n].kept]
         batch, state = commit(config, state, queue, Taken(tried, kept), step)
         position = data[0].position
+        calls = [queue.work_queue.outcomes[n].call for n in range(tried)]
         found.append(
             (
                 position,
@@ -124,6 +126,7 @@ def run(config, engines, policies, *, seed, most_polls, processes=1, fixed=False
                 [[None if r.versions is None else r.versions.tolist() for r in g.responses]
                  for g in batch.sampled],
                 batch.num_returned,
+                (queue.ahead, calls),
                 json.dumps(state_to_json(state)),
             )
         )  # fmt: skip
@@ -154,7 +157,7 @@ def test_every_step_carries_responses_and_no_group_is_too_old(prompt_verdicts):
     assert all(sum(len(group.responses) for group in groups) >= 8 for groups in carried)
     ages = [
         step - np.asarray(versions)
-        for step, (_, _, of_groups, _, _) in enumerate(found, start=1)
+        for step, (_, _, of_groups, *_) in enumerate(found, start=1)
         for of_responses in of_groups
         for versions in of_responses
         if versions is not None
@@ -182,11 +185,14 @@ def test_more_prompts_begin_where_the_first_do_not_fill_the_batch(monkeypatch, e
     monkeypatch.setattr("tests.rollout.test_carry_repeats.spell", few)
     for processes in (1, 2):
         runs = [
-            run(CONFIG, engines, policies, seed=seed, most_polls=5, processes=processes)
+            run(CONFIG, engines, policies, seed=seed, most_polls=5, processes=processes, rate=1.0)
             for seed in (5, 6)
         ]
         assert runs[0][0] == runs[1][0]
-        assert max(len(step[1]) for step in runs[0][0]) > most_begun(CONFIG, 1.0)
+        longer = [step[4] for step in runs[0][0] if len(step[1]) > step[4][0]]
+        assert longer[0][0] == most_begun(CONFIG, 1.0) == 12
+        # On every engine after the last call of those before, so that none is ahead of the cut.
+        assert all(min(calls[n:]) > max(calls[:n]) for n, calls in longer)
 
 
 def test_a_longer_delay_of_the_cut_keeps_more_tokens(engines, policies, prompt_verdicts):
