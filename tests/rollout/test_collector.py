@@ -37,6 +37,7 @@ from tests.support.processes import Store
 SCORER = "tests.support.scorers:unhurried"
 RUBRICS = {"test": Rubric(((SCORER, 1.0),), 1.0, -1.0)}
 CONFIG = tiny_config(rollout__mode="carry")
+SYNC = tiny_config()
 
 
 def spell(sequences):
@@ -79,15 +80,15 @@ def make_collector(engine, pool, *, detokenize=spell, **more):
     return RolloutCollector(engine, pool, RUBRICS, detokenize, request, **more)
 
 
-def one_step(engine, params, pool, state, *, step, position=0, **more):
+def one_step(engine, params, pool, state, *, step, position=0, config=CONFIG, **more):
     """(batch, state after it, position in the data), as the training loop has it."""
     data = Data(position)
     rollouts = make_collector(engine, pool, **more)
-    prompts = open_queue(CONFIG, state, data, step=step)
+    prompts = open_queue(config, state, data, step=step)
     with engine.weights(params):
         outcomes = rollouts.groups(prompts, jax.random.key(step), step=step)
-        taken = take_informative(outcomes, CONFIG.train.prompts_per_step)
-    batch, state = commit(CONFIG, state, prompts, taken, step)
+        taken = take_informative(outcomes, config.train.prompts_per_step)
+    batch, state = commit(config, state, prompts, taken, step)
     assert len(batch.groups) == 4 and data.position == position + len(batch.sampled)
     assert [g.problem.id for g in batch.sampled] == list(range(position, data.position))
     return batch, state, data.position
@@ -112,7 +113,9 @@ def test_workers_that_die_are_counted_and_nothing_waits_for_them(engine, policie
 
     start = time.monotonic()
     state = SamplingState(0.3)
-    batch, _, _ = one_step(engine, policies[0], pool, state, step=1, detokenize=spell_and_kill)
+    batch, _, _ = one_step(
+        engine, policies[0], pool, state, step=1, config=SYNC, detokenize=spell_and_kill
+    )
     assert time.monotonic() - start < 120 and len(calls) > 6
     pairs = [(r, v) for g in batch.sampled for r, v in zip(g.responses, g.verdicts, strict=True)]
     died = [v for r, v in pairs if fatal(r.tokens)]
