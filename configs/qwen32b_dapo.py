@@ -45,7 +45,7 @@ def get_config() -> ConfigDict:
     c.objective.update(clip_dual=10.0, advantage="grpo", advantage_args=dict(std_ddof=1))  # script
     # The paper gives the rate and 20 steps of warm-up; the script warms up in 10.
     c.optimizer = dict(learning_rate=1e-6, warmup_steps=20)
-    c.optimizer.update(weight_decay=0.1, beta1=0.9, beta2=0.999, max_grad_norm=1.0)  # script
+    c.optimizer.update(weight_decay=0.1, betas=(0.9, 0.999), max_grad_norm=1.0)  # script
     # 512 prompts a step in 16 updates of 512 responses; 625 steps are figure 1's 10,000 updates.
     c.train = dict(num_steps=625, prompts_per_step=512, prompts_per_update=32)
     c.train.update(row_tokens=22_528, rows_per_micro_batch=16)  # script; ours: one per fsdp shard

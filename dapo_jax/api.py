@@ -172,7 +172,12 @@ def generate(
 
 
 def export(
-    workdir: str | Path, output: str | Path, *, step: int | None = None, dtype: str | None = None
+    workdir: str | Path,
+    output: str | Path,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    adapter: bool = False,
 ) -> Path:
     """Writes a run's checkpoint as a Hugging Face directory and returns its path.
 
@@ -180,13 +185,15 @@ def export(
         output: a new or empty directory.
         step: of the checkpoint, default the newest.
         dtype: float32 or bfloat16, default the run's compute dtype.
+        adapter: write the adapters of a run with `config.model.lora_rank` alone, as peft keeps
+            them; without this they are merged into the weights.
 
     Raises:
         UserError: no such run or checkpoint, or the output is not empty.
     """
     from dapo_jax.tools.export import export
 
-    export(_place(workdir), step, _place(output), dtype)
+    export(_place(workdir), step, _place(output), dtype, adapter=adapter)
     return _place(output)
 
 

@@ -151,18 +151,20 @@ class TrainLoop:
         run.learner.compile()
         telemetry.phase("looking for a checkpoint")
         restored, base, base_seconds = self._restore(), None, 0.0
-        if restored is None or run.learner.needs_reference:
+        if restored is None or run.learner.needs_base:
             telemetry.phase("loading or making the base model")
             check_stop = telemetry.watchdog.moving(self.signals.check_together)
             base, base_seconds = run.load_base(self.directory.path, check_stop)
         learner = run.learner.start(base, None if restored is None else restored.learner)
         telemetry.phase("compiling the programs of the rollout")
-        run.warm_up(learner.policy.params)
-        return restored or self._evaluate_base(learner, base_seconds)
+        run.warm_up(learner.policy.model)
+        if restored is None:
+            return self._evaluate_base(learner, base_seconds)
+        return restored._replace(learner=learner)
 
     def _restore(self) -> RunState | None:
         """Returns the state of the newest checkpoint. Restoring needs only shapes of the state."""
-        found = self.checkpoints.restore(self.components.learner.state_like())
+        found = self.checkpoints.restore(self.components.learner.state_like().saved)
         if found is None:
             return None
         step, learner, values = found
@@ -203,10 +205,10 @@ class TrainLoop:
             group=self.process_group,
         )
         with (
-            run.engine.weights(learner.policy.params, telemetry) as weights,
+            run.engine.weights(learner.policy.model, telemetry) as weights,
             self.process_group.stop_together(telemetry.waiting_for),
         ):
-            copied_bytes = weights.copied_bytes(learner.policy.params)
+            copied_bytes = weights.copied_bytes(learner.policy.model)
             outcomes = self.collector.groups(prompts, key, step=step)
             taken = take_informative(outcomes, config.train.prompts_per_step)
         del weights  # the update needs their memory
@@ -266,7 +268,7 @@ class TrainLoop:
         host = state.host._replace(seconds=start - self.begun)
         self.checkpoints.save(
             state.step,
-            state.learner,
+            state.learner.saved,
             host.to_json() | {"config": run_directory.frozen(self.config)},
             accuracy=host.accuracy if self._is_evaluated(state.step) else None,
         )
@@ -365,7 +367,7 @@ class TrainLoop:
         self.telemetry.phase(f"step {step}: greedy baselines of {len(groups)} prompts")
         greedy = run.collector(run.train_rubrics, 1, GREEDY, self.pool, self.telemetry)
         problems = [group.problem for group in groups]
-        with run.engine.weights(learner.policy.params, self.telemetry):
+        with run.engine.weights(learner.policy.model, self.telemetry):
             scored = greedy.collect(problems, self._key(BASELINE_KEY, step), step=step)
         self.telemetry.add_seconds("rollout", sum(greedy.seconds.values()))
         return [float(shaped_rewards(self.config, group)[0]) for group in scored]
@@ -402,7 +404,7 @@ class TrainLoop:
         collector = run.collector(
             run.heldout_rubrics, num_samples, run.eval_sampling, self.pool, telemetry
         )
-        with run.engine.weights(learner.policy.params):
+        with run.engine.weights(learner.policy.model):
             numbers, groups = evaluate(collector, run.heldout, self._key(EVALUATION_KEY, step))
         self.directory.save_heldout(step, groups)
         return numbers

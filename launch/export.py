@@ -7,6 +7,8 @@ their index, tokenizer and generation_config.json.
 --output   a new or empty directory
 --step     of a checkpoint, default the newest
 --dtype    of the tensors, float32 or bfloat16; default the run's compute dtype
+--adapter  of a run with config.model.lora_rank: its adapters alone, as peft keeps them; without
+           this they are merged into the weights
 """
 
 import sys
@@ -26,12 +28,14 @@ def main(argv: list[str]) -> int:
             __doc__ or "",
             text={"workdir": None, "output": None, "dtype": ""},
             numbers={"step": -1},
+            switches=("adapter",),
         )
         from dapo_jax.tools.export import export
 
         place = lambda name: Path(flags[name]).expanduser().resolve()
         step = None if flags["step"] < 0 else flags["step"]
-        print(export(place("workdir"), step, place("output"), flags["dtype"] or None))
+        dtype, adapter = flags["dtype"] or None, flags["adapter"]
+        print(export(place("workdir"), step, place("output"), dtype, adapter=adapter))
     except Exception as error:
         return fail(error)
     return 0

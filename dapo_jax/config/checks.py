@@ -43,6 +43,9 @@ def check_model(model: "ModelConfig") -> None:
         wanted = f"in the vocabulary: from 0 to {model.vocab_size - 1}"
         require(0 <= token < model.vocab_size, "model.stop_token_ids", token, wanted)
     check_divides("model.num_kv_heads", model.num_kv_heads, "model.num_heads", model.num_heads)
+    if not model.lora_rank:
+        default = type(model).__dataclass_fields__["lora_alpha"].default
+        require_unset("model.lora_alpha", model.lora_alpha, "model.lora_rank is 0", default)
 
 
 def check_training(config: "Config") -> None:
@@ -58,6 +61,12 @@ def check_training(config: "Config") -> None:
 def check(config: "Config") -> None:
     """Raises UserError for the first contradiction: names the fields, the values, the remedy."""
     check_model(config.model)
+    if config.critic is not None and config.model.lora_rank:
+        raise UserError(
+            f"config.critic: with config.model.lora_rank {config.model.lora_rank} only adapters of "
+            "the policy are trained, and there is no value model for them. Set lora_rank to 0, or "
+            "an advantage without a critic."
+        )
     _check_data(config)
     _check_lengths(config)
     _check_sampling(config)

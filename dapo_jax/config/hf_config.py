@@ -17,6 +17,15 @@ from dapo_jax.types import UserError
 from dapo_jax.utils import hf_hub
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
+ADAPTER = "adapter_config.json"  # in the place of CONFIG in a directory of adapters of peft
+# Its keys that change what adapters compute, with the values that change nothing here.
+ADAPTER_COMPUTATION: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    **dict.fromkeys(("use_dora", "use_rslora", "fan_in_fan_out", "lora_bias"), (False,)),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), ({},)),
+    **dict.fromkeys(("modules_to_save", "layers_to_transform", "layer_replication"), ()),
+}
 # Our field: Hugging Face's key.
 SIZES = {name: name for name in ("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps")}
 SIZES |= {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
@@ -75,16 +84,56 @@ HARMLESS = set(
 
 
 def read(path: str) -> dict[str, Any]:
-    """Returns the config.json of a local directory or of a repository on the hub.
+    """Returns the config.json of a local directory or of a repository on the hub; for adapters of
+    peft that of their base model.
 
     Raises:
         UserError: there is none, or it is not JSON.
     """
-    return _read_json(path, CONFIG)
+    return _read_json(base_path(path), CONFIG)
+
+
+def base_path(path: str) -> str:
+    """Returns the directory or hub id of the base model where `path` holds adapters of peft, else
+    `path`.
+
+    Raises:
+        UserError: they name no base model.
+    """
+    values = _read_json(path, ADAPTER)
+    base = values.get("base_model_name_or_path")
+    if values and not isinstance(base, str):
+        raise UserError(
+            f"config.model.path ({path}): {ADAPTER} has base_model_name_or_path = {base!r}; it "
+            "must be the directory or hub id of the base model."
+        )
+    return base if isinstance(base, str) else path
+
+
+def adapter_fields(path: str) -> dict[str, Any]:
+    """Returns the fields of `ModelConfig` that an adapter_config.json determines; {} where `path`
+    holds no adapters.
+
+    Raises:
+        UserError: they are of another kind than those here.
+    """
+    values = _read_json(path, ADAPTER)
+    for key, harmless in ADAPTER_COMPUTATION.items():
+        value = values.get(key)
+        if value is not None and value not in harmless:
+            supported = " or ".join(map(repr, harmless)) or "null"
+            raise UserError(
+                f"config.model.path ({path}): {ADAPTER} has {key} = {value!r}; adapters here "
+                f"support {supported} only."
+            )
+    if not values:
+        return {}
+    return {"lora_rank": values.get("r"), "lora_alpha": float(values.get("lora_alpha", 8))}
 
 
 def _read_json(path: str, name: str) -> dict[str, Any]:
-    file = hf_hub.model_directory(path, [CONFIG, GENERATION]) / name
+    """Returns the content of a file; of one that need not exist {} where it does not."""
+    file = hf_hub.model_directory(path, [CONFIG, GENERATION, ADAPTER]) / name
     try:
         values = json.loads(file.read_text()) if name == CONFIG or file.exists() else {}
     except (OSError, ValueError) as error:
@@ -110,6 +159,7 @@ def filled(fields: Mapping[str, Any]) -> dict[str, Any]:
     if "rope_scaling" in given:
         given["rope_scaling"] = rope_scaling.of_field(given["rope_scaling"])
     found = model_fields(read(path), path) | {"stop_token_ids": stop_token_ids(path)}
+    found |= adapter_fields(path)
     _check_same(given, found, path)
     return found | given
 
@@ -121,7 +171,7 @@ def check(config: ModelConfig) -> None:
         UserError: a field differs.
     """
     assert config.path is not None
-    found = model_fields(read(config.path), config.path)
+    found = model_fields(read(config.path), config.path) | adapter_fields(config.path)
     found["stop_token_ids"] = stop_token_ids(config.path)
     _check_same(vars(config), found, config.path)
 
@@ -152,7 +202,7 @@ def stop_token_ids(path: str) -> tuple[int, ...]:
     Raises:
         UserError: it is neither a token nor a list of tokens.
     """
-    file, found = GENERATION, _read_json(path, GENERATION).get("eos_token_id")
+    file, found = GENERATION, _read_json(base_path(path), GENERATION).get("eos_token_id")
     if found is None:
         file, found = CONFIG, read(path).get("eos_token_id")
     tokens = tuple(found) if isinstance(found, list) else () if found is None else (found,)

@@ -66,13 +66,12 @@ def _check_kl(objective: "ObjectiveConfig", prefix: str) -> None:
             f"config.objective.{prefix}kl_coefficient and must be None without one; got "
             f"{estimator!r} and {coefficient}."
         )
-    target, horizon = objective.reward_kl_target, objective.reward_kl_horizon
-    adapts = target is not None
-    if prefix and (adapts != (horizon is not None) or (adapts and coefficient == 0)):
+    adaptation = objective.reward_kl_adaptation
+    if prefix and adaptation is not None and coefficient == 0:
         raise UserError(
-            "config.objective.reward_kl_target and reward_kl_horizon adapt a positive "
-            "config.objective.reward_kl_coefficient: give both, or set both to None for a fixed "
-            f"one; got {target!r} and {horizon!r} with coefficient {coefficient}."
+            "config.objective.reward_kl_adaptation adapts a positive "
+            "config.objective.reward_kl_coefficient: give one, or set reward_kl_adaptation to "
+            f"None; got {adaptation!r} with coefficient {coefficient}."
         )
 
 

@@ -51,7 +51,12 @@ class ModelConfig:
     sliding_layers: tuple[int, ...] = ()
     # Tokens that end a response, besides the tokenizer's end of sequence.
     stop_token_ids: tuple[int, ...] = ()
-    # Dtype of the master weights. Training refuses bfloat16, which rounds its updates away.
+    # LoRA (docs/lora.md): rank of the adapters beside all linear layers, which alone are trained;
+    # 0: none, everything is trained. Their product counts alpha / rank times.
+    lora_rank: NonNegativeInt = 0
+    lora_alpha: Positive = 32.0
+    # Dtype of the trained weights. Training refuses bfloat16, which rounds its updates away. With
+    # adapters the others are frozen in the compute dtype.
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # activations and matmul inputs
     # Values of each layer kept for the backward pass, from most memory to least. none: all; dots:
@@ -247,8 +252,9 @@ class ObjectiveConfig:
     kl_estimator: KLEstimator | None = None
     reward_kl_coefficient: NonNegative = 0.0  # weight of the KL to the base model in the reward
     reward_kl_estimator: Literal["k1", "abs", "k2", "k3"] | None = None
-    reward_kl_target: Positive | None = None  # nats per token to adapt to; None: fixed coefficient
-    reward_kl_horizon: PositiveInt | None = None  # responses over which the coefficient adapts
+    # The KL in nats per token that the coefficient adapts to, and the responses over which it does;
+    # None: fixed coefficient.
+    reward_kl_adaptation: tuple[Positive, PositiveInt] | None = None
 
 
 # A divergence and its reduction.
@@ -296,8 +302,7 @@ class OptimizerConfig:
     # Share of the rate at the end of the cosine after the warm-up; None: constant rate.
     final_rate_share: Share | None = None
     weight_decay: NonNegative = 0.1
-    beta1: Below1 = 0.9
-    beta2: Below1 = 0.999
+    betas: tuple[Below1, Below1] = (0.9, 0.999)  # decay of the first and second moment
     eps: Positive = 1e-8
     max_grad_norm: Positive = 1.0
 

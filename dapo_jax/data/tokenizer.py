@@ -11,7 +11,7 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from dapo_jax.config import ModelConfig
+from dapo_jax.config import ModelConfig, hf_config
 from dapo_jax.data import arithmetic
 from dapo_jax.types import UserError
 from dapo_jax.utils import hf_hub
@@ -57,7 +57,7 @@ def load_tokenizer(config: ModelConfig, save_to: Path | None = None) -> Any:
     Raises:
         UserError: it cannot be loaded, has no end-of-sequence token, or more tokens than the model.
     """
-    place = config.tokenizer or config.path
+    place = config.tokenizer or (config.path and hf_config.base_path(config.path))
     if place is None:
         tokenizer = arithmetic_tokenizer()
     else:

@@ -5,10 +5,12 @@ Biases on q, k and v make it Qwen2 (arXiv:2407.10671), norms on q and k Qwen3 (a
 neither of them Llama (arXiv:2407.21783). Layers are stacked and scanned.
 
 Training, prefill and decoding differ in how a query finds its keys: the `attend` argument. Outside
-this module parameters are a nested dict of arrays; `bind` puts them into the module.
+this module parameters are a nested dict of arrays; `bind` puts them into the module. With
+`lora_rank` each product with a matrix of a layer has a low-rank one beside it (`models.lora`).
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +27,8 @@ from dapo_jax.utils.precision import at_least_float32
 
 Params = dict[str, Any]
 NO_WINDOW = 2**30  # positions: more than any sequence has
+# The matrices of a layer that adapters stand beside, with the number of their input axes.
+ADAPTED = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
 # (layer index, q_BTNH, k_BTKH, v_BTKH, cache, window) -> (attended values BTNH, cache). The window
 # is how many positions a query sees, itself included; None: no layer of the model slides.
 Attend = Callable[
@@ -43,9 +47,12 @@ class Decoder(nnx.Module):
             unrolled: hold the layers one by one, see `unstacked`.
         """
         self.config = c = config
-        dtype = jnp.dtype(c.param_dtype)
+        # Adapters alone are trained where there are any, and the rest is frozen.
+        dtype = jnp.dtype(c.compute_dtype if c.lora_rank else c.param_dtype)
 
-        def normal(shape: tuple[int, ...], axes: tuple[str | None, ...], fan_in: int) -> nnx.Param:
+        def normal(
+            shape: tuple[int, ...], axes: tuple[str | None, ...], fan_in: int, dtype: Any = dtype
+        ) -> nnx.Param:
             # 1/sqrt(fan_in) keeps the variance of activations; Qwen2's own 0.02 is for width 2048+.
             value = jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5
             return nnx.Param(value.astype(dtype), logical_axes=axes)
@@ -77,6 +84,15 @@ class Decoder(nnx.Module):
         if c.qk_norm:
             layers["q_norm"] = constant(1.0, (L, H), "layers", None)
             layers["k_norm"] = constant(1.0, (L, H), "layers", None)
+        for name, num_in in ADAPTED.items() if c.lora_rank else ():
+            shape, axes = layers[name].shape, layers[name].get_metadata()["logical_axes"]
+            into, out = slice(1, 1 + num_in), slice(1 + num_in, None)
+            a = (L, *shape[into], c.lora_rank), ("layers", *axes[into], None)
+            b = (L, c.lora_rank, *shape[out]), ("layers", None, *axes[out])
+            # As peft: the variance of its uniform distribution for A, and B is 0.
+            dtype = jnp.dtype(c.param_dtype)
+            layers[f"{name}_lora_a"] = normal(*a, 3 * math.prod(shape[into]), dtype)
+            layers[f"{name}_lora_b"] = nnx.Param(jnp.zeros(b[0], dtype), logical_axes=b[1])
         one = lambda i: {name: nnx.Param(param[i]) for name, param in layers.items()}
         self.layers = nnx.data([one(i) for i in range(L)] if unrolled else layers)
 
@@ -121,10 +137,19 @@ class Decoder(nnx.Module):
             weights, index, window = weights_and_index
             window = window if c.sliding_layers else None
             w = {name: value.astype(dtype) for name, value in weights.items()}
+
+            def project(equation: str, x: jax.Array, name: str) -> jax.Array:
+                y = jnp.einsum(equation, x, w[name])
+                if not c.lora_rank:
+                    return y
+                a, b = w[f"{name}_lora_a"], w[f"{name}_lora_b"]
+                low_XR = jnp.tensordot(x, a, ADAPTED[name])
+                return y + (c.lora_alpha / c.lora_rank) * jnp.tensordot(low_XR, b, 1)
+
             y_XD = rms_norm(x_XD, weights["attention_norm"], c.rms_norm_eps)
-            q_XNH = jnp.einsum("XD,DNH->XNH", y_XD, w["q"])
-            k_XKH = jnp.einsum("XD,DKH->XKH", y_XD, w["k"])
-            v_XKH = jnp.einsum("XD,DKH->XKH", y_XD, w["v"])
+            q_XNH = project("XD,DNH->XNH", y_XD, "q")
+            k_XKH = project("XD,DKH->XKH", y_XD, "k")
+            v_XKH = project("XD,DKH->XKH", y_XD, "v")
             if c.qkv_bias:
                 q_XNH = q_XNH + w["q_bias"][None]
                 k_XKH = k_XKH + w["k_bias"][None]
@@ -134,11 +159,11 @@ class Decoder(nnx.Module):
                 k_XKH = rms_norm(k_XKH, weights["k_norm"], c.rms_norm_eps)
             q_BTNH, k_BTKH = rotate(split(q_XNH), sin_cos), rotate(split(k_XKH), sin_cos)
             a_BTNH, cache = attend(index, q_BTNH, k_BTKH, split(v_XKH), cache, window)
-            x_XD = x_XD + jnp.einsum("XNH,NHD->XD", join(a_BTNH), w["o"])
+            x_XD = x_XD + project("XNH,NHD->XD", join(a_BTNH), "o")
             y_XD = rms_norm(x_XD, weights["mlp_norm"], c.rms_norm_eps)
-            gate_XF = checkpoint_name(jnp.einsum("XD,DF->XF", y_XD, w["gate"]), "mlp")
-            up_XF = checkpoint_name(jnp.einsum("XD,DF->XF", y_XD, w["up"]), "mlp")
-            x_XD = x_XD + jnp.einsum("XF,FD->XD", jax.nn.silu(gate_XF) * up_XF, w["down"])
+            gate_XF = checkpoint_name(project("XD,DF->XF", y_XD, "gate"), "mlp")
+            up_XF = checkpoint_name(project("XD,DF->XF", y_XD, "up"), "mlp")
+            x_XD = x_XD + project("XF,FD->XD", jax.nn.silu(gate_XF) * up_XF, "down")
             return (x_XD, cache), None
 
         carry = self.embed[...].astype(dtype)[join(tokens_BT)], cache
@@ -206,6 +231,11 @@ def unstacked(layers: Params) -> tuple[Params, ...]:
     """Returns stacked layers one by one; with them the decoder unrolls instead of scanning."""
     num = len(next(iter(layers.values())))
     return tuple({n: x[i] for n, x in layers.items()} for i in range(num))
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of a layer is a part of an adapter."""
+    return name.endswith(("_lora_a", "_lora_b"))
 
 
 def unembedding(params: Params) -> jax.Array:

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,34 +83,51 @@ def tensors(c: ModelConfig) -> dict[str, Tensor]:
     return found
 
 
-def _every(c: ModelConfig) -> Iterator[tuple[str, int | None, Tensor]]:
+def every(
+    sources: Mapping[str, Tensor], num_layers: int
+) -> Iterator[tuple[str, int | None, Tensor]]:
     """Yields (our name, layer, tensor) of each tensor of the checkpoint."""
-    for ours, tensor in tensors(c).items():
+    for ours, tensor in sources.items():
         if not ours.startswith("layers."):
             yield ours, None, tensor
             continue
-        for i in range(c.num_layers):
+        for i in range(num_layers):
             yield ours, i, tensor._replace(name=tensor.name.format(i=i))
 
 
 def expected_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every tensor that a checkpoint of the model must hold."""
-    return {tensor.name: tensor.shape for _, _, tensor in _every(c)}
+    return shapes_of(tensors(c), c.num_layers)
+
+
+def shapes_of(sources: Mapping[str, Tensor], num_layers: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every tensor of a checkpoint, by its name there."""
+    return {tensor.name: tensor.shape for _, _, tensor in every(sources, num_layers)}
 
 
 def check_tensors(c: ModelConfig, found: Mapping[str, tuple[int, ...]], place: Any) -> None:
+    """Raises UserError as `check_shapes`, for the checkpoint of a whole model."""
+    ignored = {name for name in found if name.endswith(COMPUTED)}
+    # A tied checkpoint may hold its one matrix under both names.
+    ignored |= {"lm_head.weight"} if c.tie_embeddings else set()
+    check_shapes(expected_shapes(c), found, place, ignored)
+
+
+def check_shapes(
+    wanted: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
+    place: Any,
+    ignored: Set[str] = frozenset(),
+) -> None:
     """Checks that every tensor is used and every parameter filled.
 
     Args:
-        found: shape of each tensor of the checkpoint.
+        wanted, found: shapes by name.
+        ignored: names that may be found besides.
 
     Raises:
         UserError: lists missing and surplus tensors and those of another shape.
     """
-    wanted = expected_shapes(c)
-    ignored = {n for n in found if n.endswith(COMPUTED)}
-    # A tied checkpoint may hold its one matrix under both names.
-    ignored |= {"lm_head.weight"} if c.tie_embeddings else set()
     problems = {
         "missing": sorted(wanted.keys() - found.keys()),
         "not known": sorted(found.keys() - wanted.keys() - ignored),
@@ -127,12 +144,12 @@ def check_tensors(c: ModelConfig, found: Mapping[str, tuple[int, ...]], place: A
     ]
     if listed:
         raise UserError(
-            f"config.model.path: {place} does not hold the tensors of its config.json: "
-            f"{'; '.join(listed)}. Check that the download is complete and config.json its own."
+            f"config.model.path: {place} does not hold the tensors of its config: "
+            f"{'; '.join(listed)}. Check that the download is complete and the config its own."
         )
 
 
-class _Stored(NamedTuple):
+class Stored(NamedTuple):
     """The bytes of a tensor in a safetensors file."""
 
     file: Path
@@ -141,12 +158,12 @@ class _Stored(NamedTuple):
     shape: tuple[int, ...]
 
 
-def _stored_tensors(directory: Path) -> dict[str, _Stored]:
+def _stored_tensors(directory: Path) -> dict[str, Stored]:
     """Returns every tensor of a checkpoint by its name, from the index and the files' headers."""
     index = directory / INDEX
     if not index.exists():
         if (directory / SINGLE).exists():
-            return _header(directory / SINGLE)
+            return header(directory / SINGLE)
         raise UserError(
             f"config.model.path: {directory} has neither {INDEX} nor {SINGLE}: there are no "
             "weights in it (only safetensors are read)."
@@ -155,7 +172,7 @@ def _stored_tensors(directory: Path) -> dict[str, _Stored]:
         file_of = dict(json.loads(index.read_text())["weight_map"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"config.model.path: {index} cannot be read: {error}.") from error
-    headers = {file: _header(directory / file) for file in dict.fromkeys(file_of.values())}
+    headers = {file: header(directory / file) for file in dict.fromkeys(file_of.values())}
     for name, file in file_of.items():
         if name not in headers[file]:
             raise UserError(
@@ -165,8 +182,12 @@ def _stored_tensors(directory: Path) -> dict[str, _Stored]:
     return {name: headers[file][name] for name, file in file_of.items()}
 
 
-def _header(file: Path) -> dict[str, _Stored]:
-    """Returns the tensors of one file; the library checks the header and the file's length."""
+def header(file: Path) -> dict[str, Stored]:
+    """Returns the tensors of one file; the library checks the header and the file's length.
+
+    Raises:
+        UserError: the file is missing or damaged.
+    """
     try:
         with safetensors.safe_open(file, "np"):
             pass
@@ -180,12 +201,16 @@ def _header(file: Path) -> dict[str, _Stored]:
         ) from error
     entries.pop("__metadata__", None)
     return {
-        name: _Stored(file, start + e["data_offsets"][0], e["dtype"], tuple(e["shape"]))
+        name: Stored(file, start + e["data_offsets"][0], e["dtype"], tuple(e["shape"]))
         for name, e in entries.items()
     }
 
 
-def _read(name: str, stored: _Stored, index: tuple[slice, ...]) -> np.ndarray:
+def _num_bytes(stored: Stored) -> int:
+    return math.prod(stored.shape) * np.dtype(DTYPES[stored.dtype]).itemsize
+
+
+def _read(name: str, stored: Stored, index: tuple[slice, ...]) -> np.ndarray:
     """Reads a slice of a tensor of one or two axes, at most about READ_BYTES at a time.
 
     The library's own slices hold Python's lock as long as the storage takes, which would stop the
@@ -234,26 +259,40 @@ def load(
     assert c.path is not None
     hf_config.check(c)
     directory = hf_hub.model_directory(c.path, ["*.json", "*.safetensors"])
-    stored = _stored_tensors(directory)
+    stored, begun = _stored_tensors(directory), time.monotonic()
     check_tensors(c, {name: tensor.shape for name, tensor in stored.items()}, directory)
-    shapes, sources = decoder.param_shapes(c), tensors(c)
-    total = sum(math.prod(shape) for shape in expected_shapes(c).values())
+    shapes = decoder.param_shapes(c)
+    params = read_arrays(tensors(c), stored, shapes, shardings, say=say, check_stop=check_stop)
+    num_bytes = sum(map(_num_bytes, stored.values()))
+    say(f"{c.path}: {num_bytes / 1e9:.1f} GB in {duration(time.monotonic() - begun)}")
+    return params
+
+
+def read_arrays(
+    sources: Mapping[str, Tensor],
+    stored: Mapping[str, Stored],
+    shapes: decoder.Params,
+    shardings: decoder.Params,
+    *,
+    say: Callable[[str], None] = lambda _: None,
+    check_stop: Callable[[], None] = lambda: None,
+) -> decoder.Params:
+    """Returns the arrays of these shapes, read from files; each device reads the slices it needs.
+
+    Args:
+        sources: by our names.
+        stored: by their names in the files.
+    """
+    total, done = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)), 0
     begun = reported = time.monotonic()
-    done = num_bytes = 0
 
     def on_devices(tensor: Tensor, name: str, ours: NamedSharding) -> jax.Array:
         """Returns a tensor in the shape of its file, each device with the slice it needs."""
         nonlocal done, reported
         check_stop()
-
-        def read(index: Any) -> np.ndarray:
-            nonlocal num_bytes
-            value = _read(name, stored[name], index)
-            num_bytes += value.nbytes
-            return value
-
         parts = [*ours.spec[1 if "{i}" in tensor.name else 0 :], *[None] * 8]
         sharding = NamedSharding(ours.mesh, PartitionSpec(*(parts[i] for i in tensor.axes)))
+        read: Any = functools.partial(_read, name, stored[name])
         value = jax.make_array_from_callback(tensor.shape, sharding, read)
         done += math.prod(tensor.shape)
         now = time.monotonic()
@@ -271,7 +310,7 @@ def load(
         tensor = sources[f"layers.{name}"]
         empty, put = _stacking(tensor.order, like.shape, like.dtype, ours)
         layers = empty()
-        for i in range(c.num_layers):
+        for i in range(len(like)):
             layers = put(layers, on_devices(tensor, tensor.name.format(i=i), ours), np.int32(i))
             # Or the host would read ahead, and hold layers that the devices have not taken yet.
             jax.block_until_ready(layers)
@@ -282,9 +321,7 @@ def load(
     }
     at = shardings["layers"]
     params["layers"] = {n: stack(n, x, at[n]) for n, x in shapes["layers"].items()}
-    jax.block_until_ready(params)
-    say(f"{c.path}: {num_bytes / 1e9:.1f} GB in {duration(time.monotonic() - begun)}")
-    return params
+    return jax.block_until_ready(params)
 
 
 # The programs are kept: a second checkpoint of the same shapes compiles nothing.
@@ -319,7 +356,7 @@ def save(c: ModelConfig, params: decoder.Params, directory: Path, dtype: str) ->
     """
     shards: list[list[tuple[str, int | None, Tensor]]] = [[]]
     size, total, item = 0, 0, jnp.dtype(dtype).itemsize
-    for each in _every(c):
+    for each in every(tensors(c), c.num_layers):
         num_bytes = math.prod(each[2].shape) * item
         if shards[-1] and size + num_bytes > MAX_SHARD_BYTES:
             shards.append([])
@@ -330,21 +367,32 @@ def save(c: ModelConfig, params: decoder.Params, directory: Path, dtype: str) ->
     names = [f"model-{n:05d}-of-{num:05d}.safetensors" for n in range(1, num + 1)]
     names = names if num > 1 else [SINGLE]
     for file, shard in zip(names, shards):
-        values = {}
-        for ours, layer, tensor in shard:
-            if layer is None:
-                value = np.asarray(jax.device_get(params[ours]))
-            else:
-                stack = params["layers"][ours.removeprefix("layers.")]
-                value = np.asarray(jax.device_get(stack[layer]))
-            value = value.reshape([tensor.shape[axis] for axis in tensor.order])
-            value = value.transpose(np.argsort(tensor.order)).astype(jnp.dtype(dtype))
-            values[tensor.name] = np.ascontiguousarray(value)
-        temporary = directory / f".{file}.tmp"
-        save_file(values, temporary, metadata={"format": "pt"})
-        temporary.chmod(0o644)  # or only its owner could read it
-        os.replace(temporary, directory / file)
+        write_arrays(params, shard, directory / file, dtype)
     if num > 1:
         weight_map = {t.name: file for file, shard in zip(names, shards) for _, _, t in shard}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def write_arrays(
+    params: decoder.Params, shard: Iterable[tuple[str, int | None, Tensor]], file: Path, dtype: str
+) -> None:
+    """Writes arrays into one file of safetensors.
+
+    Args:
+        shard: (our name, layer, tensor) of each, see `every`.
+    """
+    values = {}
+    for ours, layer, tensor in shard:
+        if layer is None:
+            value = np.asarray(jax.device_get(params[ours]))
+        else:
+            stack = params["layers"][ours.removeprefix("layers.")]
+            value = np.asarray(jax.device_get(stack[layer]))
+        value = value.reshape([tensor.shape[axis] for axis in tensor.order])
+        value = value.transpose(np.argsort(tensor.order)).astype(jnp.dtype(dtype))
+        values[tensor.name] = np.ascontiguousarray(value)
+    temporary = file.with_name(f".{file.name}.tmp")
+    save_file(values, temporary, metadata={"format": "pt"})
+    temporary.chmod(0o644)  # or only its owner could read it
+    os.replace(temporary, file)

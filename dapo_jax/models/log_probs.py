@@ -39,6 +39,7 @@ class _Plan(NamedTuple):
     temperature: float
     chunk_tokens: int
     layout: HeadLayout | None
+    frozen: bool = False  # nobody asks for the gradient of the unembedding
 
 
 class _Slopes(NamedTuple):
@@ -90,11 +91,13 @@ def _statistics(plan: _Plan, *inputs: Any) -> TokenStatistics:
 def _statistics_forward(plan: _Plan, *primals: Any) -> tuple[TokenStatistics, Any]:
     inputs = jax.tree.map(lambda primal: primal.value, primals)
     statistics, residuals = _on_mesh(plan, _forward)(*inputs)
-    return statistics, (inputs, residuals)
+    is_trained = () if primals[1].perturbed else None  # in the structure: it is static
+    return statistics, (inputs, residuals, is_trained)
 
 
 def _statistics_backward(plan: _Plan, saved: Any, cotangents: TokenStatistics) -> Any:
-    inputs, residuals = saved
+    inputs, residuals, is_trained = saved
+    plan = plan._replace(frozen=is_trained is None)
     # A statistic that no loss reads costs no gradient.
     unread = lambda x: isinstance(x, jax.custom_derivatives.SymbolicZero)
     slopes = _Slopes(*(None if unread(x) else x for x in cotangents))
@@ -168,8 +171,8 @@ def _backward(
     wanted_BT: jax.Array | None,
     residuals: _Residuals,
     slopes: _Slopes,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the gradients of hidden states and unembedding, of one device.
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the gradients of hidden states and unembedding, None where frozen, of one device.
 
         dz_v = g ([v = target] - p_v) - e p_v (log p_v + H)
 
@@ -183,11 +186,11 @@ def _backward(
     tokens = order.chunks((hidden_BTD, targets_BT, residuals, slopes))
     product = functools.partial(jnp.einsum, preferred_element_type=dtype)
 
-    def add_part(d_hidden: jax.Array, part: Any) -> tuple[jax.Array, jax.Array]:
+    def add_part(d_hidden: jax.Array, part: Any) -> tuple[jax.Array, jax.Array | None]:
         start, unembed_PD = part[0], parts.gather(part[1])
         weights_PD = unembed_PD.astype(hidden_BTD.dtype)
 
-        def add_chunk(carry: tuple[jax.Array, jax.Array], i: jax.Array, chunk: Any) -> Any:
+        def add_chunk(carry: tuple[Any, jax.Array], i: jax.Array, chunk: Any) -> Any:
             d_unembed_PD, d_hidden = carry
             hidden_XD, targets_X, kept, slopes = chunk
             log_p_XP = parts.logits(hidden_XD, unembed_PD, start) - kept.log_total[:, None]
@@ -204,9 +207,10 @@ def _backward(
                 pull_XP = pull_XP - e_X1 * (log_p_XP + kept.entropy[:, None])
             d_logits_XP = (d_logits_XP + jnp.exp(log_p_XP) * pull_XP) / plan.temperature
             d_logits_XP = d_logits_XP.astype(hidden_XD.dtype)
-            d_unembed_PD = d_unembed_PD + product(
-                "XP,XD->PD", columns_first(d_logits_XP), hidden_XD
-            )
+            if not plan.frozen:
+                d_unembed_PD = d_unembed_PD + product(
+                    "XP,XD->PD", columns_first(d_logits_XP), hidden_XD
+                )
             # Into the whole array: a chunk handed in and out would be copied.
             d_hidden = d_hidden.at[i].add(product("XP,PD->XD", d_logits_XP, weights_PD))
             return d_unembed_PD, d_hidden
@@ -214,9 +218,11 @@ def _backward(
         add_wanted = order.where_wanted(add_chunk, lambda carry, *_: carry)
         (d_unembed_PD, d_hidden), _ = jax.lax.scan(
             lambda carry, x: (add_wanted(x[0], carry, *x[1:]), None),
-            (jnp.zeros((parts.size, D), dtype), d_hidden),
+            (None if plan.frozen else jnp.zeros((parts.size, D), dtype), d_hidden),
             (order.wanted, jnp.arange(len(d_hidden)), tokens),
         )
+        if plan.frozen:
+            return d_hidden, None
         return d_hidden, parts.reduce(d_unembed_PD).astype(unembed_VD.dtype)
 
     d_hidden = jnp.zeros(tokens[0].shape, dtype)
@@ -224,6 +230,8 @@ def _backward(
     if parts.axis is not None:
         d_hidden = jax.lax.psum(d_hidden, parts.axis)
     d_hidden_BTD = order.join(d_hidden, shape=(B, T, D)).astype(hidden_BTD.dtype)
+    if d_unembed is None:
+        return d_hidden_BTD, None
     return d_hidden_BTD, d_unembed.reshape(-1, unembed_VD.shape[1])[: len(unembed_VD)]
 
 

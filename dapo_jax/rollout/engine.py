@@ -261,7 +261,7 @@ class DecoderEngine(jetstream.Engine):
         """
         p, config = self._programs, self.config
         if program == "weights":
-            return p.to_rollout.lower(params)
+            return p.lower_move(params)
         sharded = lambda shapes, at: jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, at
         )

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from dapo_jax.config import Config
-from dapo_jax.models import decoder
+from dapo_jax.models import decoder, lora
 from dapo_jax.models.sharding import (
     AXES,
     bytes_per_device,
@@ -61,11 +61,13 @@ def held(config: Config, sizes: Mapping[str, int], *, training: bool = True) -> 
         UserError: the KV cache of `config.rollout.cache_gib` does not hold one sequence.
     """
     shapes, specs = decoder.param_shapes(config.model), param_specs(config.model, config.mesh)
+    (shapes, frozen), (specs, frozen_specs) = lora.split(shapes), lora.split(specs)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), shapes)
     parameters = bytes_per_device(shapes, specs, sizes)
     gradients = bytes_per_device(like, specs, sizes)  # as large as each of the two moments
     copy, cache = rollout_copy_and_cache(config, sizes)
     always, update = {"parameters": parameters}, {}
+    always["frozen parameters"] = bytes_per_device(frozen, frozen_specs, sizes)
     if training:
         o = config.objective
         always["optimiser state"] = 2 * gradients

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.config import MeshConfig
-from dapo_jax.models import chunked_softmax, decoder
+from dapo_jax.models import chunked_softmax, decoder, lora
 from dapo_jax.models.attention import xla
 from dapo_jax.models.sharding import (
     BATCH_AXES,
@@ -145,18 +145,23 @@ class Programs:
         self.rolled_at = param_shardings(c, layout, rollout_mesh(trained_on, tensor))
         path = reshard_steps(c, config.layout, trained_on, tensor)
 
-        def to_rollout(params: decoder.Params) -> decoder.Params:
-            params = rollout_dtypes(params, jnp.dtype(c.compute_dtype))
-            for stop in path:
-                params = jax.tree.map(
-                    lambda at, x: x if at is None else jax.lax.with_sharding_constraint(x, at),
-                    stop,
-                    params,
-                    is_leaf=lambda node: node is None,
-                )
-            return params
+        def mover(part: int) -> Any:
+            """Returns the program for the trained parameters (0) or the frozen ones (1)."""
 
-        self.to_rollout = jax.jit(to_rollout, out_shardings=self.rolled_at)
+            def move(params: decoder.Params) -> decoder.Params:
+                params = rollout_dtypes(params, jnp.dtype(c.compute_dtype))
+                for stop in path:
+                    params = jax.tree.map(
+                        lambda at, x: x if at is None else jax.lax.with_sharding_constraint(x, at),
+                        lora.split(stop)[part],
+                        params,
+                        is_leaf=lambda node: node is None,
+                    )
+                return params
+
+            return jax.jit(move, out_shardings=lora.split(self.rolled_at)[part])
+
+        self.movers = mover(0), mover(1)
 
     def _on_shards(
         self,
@@ -203,19 +208,42 @@ class Programs:
 
     def load(self, params: decoder.Params) -> RolloutParams:
         """See `DecoderEngine.load_params`."""
-        c = self.config.model
-        there = jax.tree.map(
-            lambda x, at: x.sharding.is_equivalent_to(at, x.ndim), params, self.rolled_at
-        )
-        # One program moves them. `device_put` would take what is laid out otherwise through the
-        # host's memory.
-        if c.compute_dtype != c.param_dtype or not jax.tree.all(there):
-            params = self.to_rollout(params)
+        # One program moves each part. `device_put` would take what is laid out otherwise through
+        # the host's memory.
+        moves = zip(lora.split(params), self._in_place(params), self.movers, strict=True)
+        trained, frozen = (part if there else mover(part) for part, there, mover in moves)
+        assert trained is not None
+        params = lora.join(trained, frozen)
         if self.elsewhere:
             params = own_part(params, self.params_at)
         else:
             params = jax.device_put(params, self.params_at)
         return RolloutParams(params, self.for_decoding(params, self.unstack))
+
+    def _in_place(self, params: decoder.Params) -> list[bool]:
+        """Whether the trained and the frozen parameters are in the rollout's dtype and layout."""
+        wanted = jax.eval_shape(
+            lambda params: rollout_dtypes(params, jnp.dtype(self.config.model.compute_dtype)),
+            params,
+        )
+        there = jax.tree.map(
+            lambda x, like, at: x.dtype == like.dtype and x.sharding.is_equivalent_to(at, x.ndim),
+            params,
+            wanted,
+            self.rolled_at,
+        )
+        return [jax.tree.all(part) for part in lora.split(there)]
+
+    def lower_move(self, params: decoder.Params) -> Any:
+        """Returns the program that moves the parameters, lowered; of two the second, which moves
+        the most.
+
+        Args:
+            params: shapes of the trainer's parameters with their shardings, not all in place.
+        """
+        moves = zip(lora.split(params), self._in_place(params), self.movers, strict=True)
+        part, _, mover = [move for move in moves if not move[1]][-1]
+        return mover.lower(part)
 
     def for_decoding(self, params: Any, unstack: Callable[[Any], Any]) -> Any:
         """Returns the parameters, or a tree like theirs, as `decode` takes them.

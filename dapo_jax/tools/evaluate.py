@@ -20,7 +20,7 @@ from dapo_jax.evaluation import benchmarks
 from dapo_jax.evaluation.benchmark_page import table
 from dapo_jax.evaluation.benchmarks import Benchmark
 from dapo_jax.evaluation.majority_vote import equivalences
-from dapo_jax.models import decoder
+from dapo_jax.models import decoder, lora
 from dapo_jax.models.sharding import make_mesh, param_shardings
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.scorers import load_scorer
@@ -257,6 +257,13 @@ def load_params(
     Raises:
         UserError: there is no such run or checkpoint, or it is of another model.
     """
+
+    def base(config: Config, directory: Path | None) -> decoder.Params:
+        say = progress.say
+        return base_model.load_or_make(
+            config, mesh, tokenizer, directory, say=say, check_stop=check_stop
+        )[0]
+
     if workdir is not None:
         run = _run_of(config, workdir)
         shardings = param_shardings(config.model, config.mesh, mesh)
@@ -266,12 +273,16 @@ def load_params(
             shardings,
         )
         place = run_directory.checkpoints(workdir, run)
-        step, params = restore_part(place, step, ("policy", "params"), shapes)
-        return f"{workdir.name}, step {step}", params
-    params, _ = base_model.load_or_make(
-        config, mesh, tokenizer, None, say=progress.say, check_stop=check_stop
-    )
-    return f"base model {config.model.path or ''}".strip(), params
+        trained, frozen = lora.split(shapes)
+        step, trained = restore_part(place, step, ("policy", "params"), trained)
+        label = f"{workdir.name}, step {step}"
+        if frozen is None:
+            return label, trained
+        _, frozen = lora.split(
+            base(dataclasses.replace(config, seed=run["seed"]), workdir / "base")
+        )
+        return label, lora.join(trained, frozen)
+    return f"base model {config.model.path or ''}".strip(), base(config, None)
 
 
 def _run_of(config: Config, workdir: Path) -> dict[str, Any]:

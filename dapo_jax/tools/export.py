@@ -10,7 +10,7 @@ import jax
 from dapo_jax.config import Config, hf_config
 from dapo_jax.data.tokenizer import load_tokenizer, stop_tokens
 from dapo_jax.distributed.preemption import StopSignals
-from dapo_jax.models import hf_weights
+from dapo_jax.models import hf_weights, lora, peft_adapter
 from dapo_jax.models.sharding import fitting, make_mesh
 from dapo_jax.runs import run_directory
 from dapo_jax.tools.evaluate import load_params
@@ -18,13 +18,17 @@ from dapo_jax.types import UserError
 from dapo_jax.utils.progress import Progress
 
 
-def export(workdir: Path, step: int | None, output: Path, dtype: str | None) -> str:
+def export(
+    workdir: Path, step: int | None, output: Path, dtype: str | None, *, adapter: bool = False
+) -> str:
     """Writes config.json, safetensors with their index, tokenizer and generation_config.json.
+    Adapters are merged into the weights.
 
     Args:
         step: of the checkpoint; None: the newest.
         output: a new or empty directory.
         dtype: of the tensors; None: the run's compute dtype.
+        adapter: write the adapters alone, in the format of peft, with the tokenizer.
 
     Returns:
         A line of text about the files.
@@ -39,6 +43,8 @@ def export(workdir: Path, step: int | None, output: Path, dtype: str | None) -> 
     dtype = dtype or config.model.compute_dtype
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"--dtype={dtype} must be float32 or bfloat16.")
+    if adapter and not config.model.lora_rank:
+        raise UserError(f"--adapter: {workdir} has config.model.lora_rank 0: it has no adapters.")
     try:
         output.mkdir(parents=True, exist_ok=True)
         if any(output.iterdir()):
@@ -54,12 +60,19 @@ def export(workdir: Path, step: int | None, output: Path, dtype: str | None) -> 
     mesh = make_mesh(config.mesh)
     with StopSignals(progress) as signals:
         label, params = load_params(config, workdir, step, mesh, tokenizer, progress, signals.check)
+    tokenizer.save_pretrained(str(output))
+    if adapter:
+        peft_adapter.save(config.model, params, output, dtype)
+        return _line(label, output, dtype)
     eos = list(stop_tokens(config.model, tokenizer))
     values = hf_config.to_hf(config.model, eos=eos, bos=tokenizer.bos_token_id, dtype=dtype)
-    hf_weights.save(config.model, params, output, dtype)
-    tokenizer.save_pretrained(str(output))
+    hf_weights.save(config.model, lora.merged(config.model, params), output, dtype)
     _write(output / "config.json", values)
     _write(output / "generation_config.json", _generation(config, values))
+    return _line(label, output, dtype)
+
+
+def _line(label: str, output: Path, dtype: str) -> str:
     size = sum(file.stat().st_size for file in output.glob("*.safetensors"))
     return f"{label}: {size / 1e6:,.1f} MB in {dtype} at {output}"
 

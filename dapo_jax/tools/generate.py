@@ -14,8 +14,8 @@ from dapo_jax.config import ModelConfig, hf_config, model_config
 from dapo_jax.data import prompts
 from dapo_jax.data.tokenizer import load_tokenizer, stop_tokens, text_stream
 from dapo_jax.distributed.preemption import StopSignals
-from dapo_jax.models import hf_weights
-from dapo_jax.models.sharding import fitting, make_mesh, param_shardings
+from dapo_jax.models import pretrained
+from dapo_jax.models.sharding import fitting, make_mesh
 from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.engine_config import EngineConfig
@@ -259,12 +259,8 @@ class _Writer:
             telemetry = Telemetry(self.progress, watch, signals.check)
             try:
                 telemetry.phase("the model to be loaded")
-                params = hf_weights.load(
-                    c,
-                    param_shardings(c, layout, mesh),
-                    say=self.progress.say,
-                    check_stop=watch.moving(signals.check),
-                )
+                say, check_stop = self.progress.say, watch.moving(signals.check)
+                params = pretrained.load(c, layout, mesh, 0, say=say, check_stop=check_stop)
                 engine = DecoderEngine(engine_config, mesh)
                 telemetry.phase("the device")
                 with engine.weights(params):

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from dapo_jax.config import Config
 from dapo_jax.data import arithmetic, tokenizer
 from dapo_jax.distributed.process_group import ALONE, ProcessGroup
-from dapo_jax.models import decoder, hf_weights, log_probs, rotary
+from dapo_jax.models import decoder, log_probs, lora, pretrained, rotary
 from dapo_jax.models.attention import kernels, xla
 from dapo_jax.models.sharding import initial_params, param_shardings
 from dapo_jax.runs.checkpoint import Checkpoints
@@ -72,10 +72,22 @@ def load_or_make(
     Raises:
         UserError: the checkpoint of `config.model.path` does not fit or cannot be read.
     """
+    c = config.model
+    if c.lora_rank and c.path is None:  # a base that is made is one, with adapters or without
+        plain = dataclasses.replace(lora.base_of(c), param_dtype=c.param_dtype)
+        params, seconds = load_or_make(
+            dataclasses.replace(config, model=plain),
+            mesh,
+            tokenizer,
+            directory,
+            say=say,
+            check_stop=check_stop,
+            process_group=process_group,
+        )
+        return lora.attached(c, config.mesh, mesh, params, config.seed), seconds
     start = time.monotonic()
-    if config.model.path is not None:
-        shardings = param_shardings(config.model, config.mesh, mesh)
-        params = hf_weights.load(config.model, shardings, say=say, check_stop=check_stop)
+    if c.path is not None:
+        params = pretrained.load(c, config.mesh, mesh, config.seed, say=say, check_stop=check_stop)
         return params, time.monotonic() - start
     if config.pretrain is None:
         say("base model: random parameters, from config.seed")

@@ -258,9 +258,10 @@ def next_kl_coefficient(
     config: Config, coefficient: float, numbers: Mapping[str, Any], groups: Sequence[Group]
 ) -> float:
     """Returns the coefficient of the KL in the reward for the step after this one."""
-    target, horizon = config.objective.reward_kl_target, config.objective.reward_kl_horizon
-    if target is None or horizon is None or "reward/kl" not in numbers:
+    adaptation = config.objective.reward_kl_adaptation
+    if adaptation is None or "reward/kl" not in numbers:
         return coefficient
+    target, horizon = adaptation
     n, kl = sum(len(group.responses) for group in groups), numbers["reward/kl"]
     return adapted_kl_coefficient(coefficient, kl, target=target, horizon=horizon, num_responses=n)
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from dapo_jax.algorithms import aggregation
 from dapo_jax.algorithms.losses import COVARIANCE_LOSSES
 from dapo_jax.config import Config
-from dapo_jax.models import decoder
+from dapo_jax.models import decoder, lora
 from dapo_jax.models.sharding import BATCH_AXES, parts_of, row_sharding, to_host, to_mesh
 from dapo_jax.training import critic, metrics, packing
 from dapo_jax.training import step as train_step
@@ -46,6 +46,11 @@ class LearnerState(NamedTuple):
     policy: train_step.TrainState
     critic: train_step.TrainState | None
 
+    @property
+    def saved(self) -> "LearnerState":
+        """What a checkpoint holds: all but the frozen parameters, which are those of the base."""
+        return self._replace(policy=self.policy._replace(frozen=None))
+
 
 class MiniBatch(NamedTuple):
     """A slice of the batch with its packed rows."""
@@ -68,8 +73,8 @@ def state_shapes(config: Config) -> LearnerState:
 
 
 def state_bytes(config: Config) -> int:
-    """Returns the bytes of the state, over all devices."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state_shapes(config)))
+    """Returns the bytes of a checkpoint of the state."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state_shapes(config).saved))
 
 
 class Learner:
@@ -93,7 +98,8 @@ class Learner:
         multiply_in(config.model.compute_dtype, mesh.devices.flat[0].platform)
         self.config, self.mesh, self.detokenize = config, mesh, detokenize
         self.say, self.doing = say, doing
-        self.reference: decoder.Params | None = None  # the base model, where the objective needs it
+        # The trained parameters of the base model, where the objective needs them.
+        self.reference: decoder.Params | None = None
         # Jitted; see `compile`.
         self.update: Any = train_step.compile_update(config, mesh)
         self.score: Any = train_step.compile_scoring(config, mesh)
@@ -103,6 +109,7 @@ class Learner:
             self.update_critic: Any = critic.compile_update(config, mesh)
         o, c = config.objective, config.correction
         self.needs_reference = o.kl_coefficient > 0 or o.reward_kl_coefficient > 0
+        self.needs_base = self.needs_reference or config.model.lora_rank > 0  # to resume
         # Log-probs of a whole mini-batch at the parameters of its own gradient.
         self.needs_current = o.loss in COVARIANCE_LOSSES or (
             c is not None and c.policy == "current"
@@ -120,7 +127,7 @@ class Learner:
         return LearnerState(train_step.state_shardings(config, mesh), value_model)
 
     def state_like(self) -> LearnerState:
-        """Returns shapes, dtypes and shardings of the state, for `Checkpoints.restore`."""
+        """Returns shapes, dtypes and shardings of the state."""
         return jax.tree.map(
             lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
             state_shapes(self.config),
@@ -145,7 +152,7 @@ class Learner:
         try:
             self.update = compiled(self.update, state.policy, rows, integer, real, real)
             if self.needs_scoring:
-                self.score = compiled(self.score, state.policy.params, rows, integer)
+                self.score = compiled(self.score, state.policy.model, rows, integer)
             if state.critic is not None:
                 self.values = compiled(self.values, state.critic.params, rows, integer)
                 self.update_critic = compiled(
@@ -156,12 +163,21 @@ class Learner:
 
     def start(self, base: decoder.Params | None, restored: LearnerState | None) -> LearnerState:
         """Returns the state to start from: the restored one, else that of the base model. The base
-        becomes the reference where the objective needs one."""
+        becomes the reference where the objective needs one.
+
+        Args:
+            base: may be None where there is a restored state and not `needs_base`. Its memory is
+                taken over unless it is the reference.
+            restored: as a checkpoint holds it, see `LearnerState.saved`.
+        """
+        trained, frozen = (None, None) if base is None else lora.split(base)
         if self.needs_reference:
-            self.reference = base
+            # The reference of adapters is the base without them: no second copy of it.
+            off = jax.jit(lora.switched_off, out_shardings=self._shardings().policy.params)
+            self.reference = trained if frozen is None else off(trained)
         if restored is not None:
-            return restored
-        return self.init_state(base, donate=not self.needs_reference)
+            return restored._replace(policy=restored.policy._replace(frozen=frozen))
+        return self.init_state(base, donate=frozen is not None or not self.needs_reference)
 
     def init_state(self, params: decoder.Params | None, *, donate: bool = False) -> LearnerState:
         """Returns the state of a base model.
@@ -292,7 +308,7 @@ class Learner:
             "log_prob_old_BT": samples.log_prob_M,
         }
         if self.config.rollout.log_prob_source == "recompute":
-            recomputed_M = scored(self.score, state.policy.params)
+            recomputed_M = scored(self.score, state.policy.model)
             numbers = metrics.mismatch_metrics(samples, recomputed_M)
             numbers |= metrics.stale_mismatch_metrics(samples, recomputed_M)
             columns["recomputed_M"] = columns["log_prob_old_BT"] = recomputed_M
@@ -303,7 +319,9 @@ class Learner:
                     samples.staleness_M == 0, recomputed_M, samples.log_prob_M
                 )
         if self.needs_reference:
-            columns["log_prob_ref_BT"] = scored(self.score, self.reference)
+            assert self.reference is not None
+            reference = lora.join(self.reference, state.policy.frozen)
+            columns["log_prob_ref_BT"] = scored(self.score, reference)
         if state.critic is not None:
             columns["value_old_BT"] = scored(self.values, state.critic.params)
         return columns, numbers
@@ -354,7 +372,7 @@ class Learner:
         lengths_R = samples.lengths_R[batch.responses]
         current_M = None
         if self.needs_current:
-            current = self.score(policy.params, *_on_device(batch))
+            current = self.score(policy.model, *_on_device(batch))
             current_M = take_columns(batch.packed, to_host(current))
             self.doing("updating, each mini-batch scored first")
         mine = finished_columns(

@@ -15,7 +15,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     """
     return optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),
-        optax.scale_by_adam(config.beta1, config.beta2, config.eps),
+        optax.scale_by_adam(*config.betas, config.eps),
         optax.add_decayed_weights(config.weight_decay),
         optax.scale(-1.0),
     )

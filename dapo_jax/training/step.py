@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from dapo_jax.algorithms import losses, surrogate
 from dapo_jax.config import Config, OptimizerConfig
-from dapo_jax.models import decoder, log_probs
+from dapo_jax.models import decoder, log_probs, lora
 from dapo_jax.models.sharding import (
     HeadLayout,
     head_layout,
@@ -32,10 +32,16 @@ from dapo_jax.utils.precision import sum_dtype
 class TrainState(NamedTuple):
     """Parameters with their optimiser, policy or critic."""
 
-    params: Any  # decoder.Params or CriticParams
+    params: Any  # the trained ones: decoder.Params or CriticParams
     moments: Any  # optax state, float32 whatever the parameters are
     updates: Array  # int32, optimiser steps taken
     skipped: Array  # int32, updates in a row that were skipped for a non-finite gradient
+    frozen: Any = None  # the base model's parameters where adapters alone are trained
+
+    @property
+    def model(self) -> Any:
+        """All parameters of the model."""
+        return lora.join(self.params, self.frozen)
 
 
 class Sums(NamedTuple):
@@ -79,13 +85,15 @@ def new_state(optimizer: OptimizerConfig, params: Any) -> TrainState:
 
 def init_state(config: Config, params: decoder.Params) -> TrainState:
     """Returns the state of the policy before its first update; jittable."""
-    return new_state(config.optimizer, params)
+    trained, frozen = lora.split(params)
+    return new_state(config.optimizer, trained)._replace(frozen=frozen)
 
 
 def state_shardings(config: Config, mesh: Mesh) -> TrainState:
     """Returns the shardings of the policy's state."""
-    params_at = param_shardings(config.model, config.mesh, mesh)
-    return shardings_of(config.optimizer, decoder.param_shapes(config.model), params_at, mesh)
+    trained_at, frozen_at = lora.split(param_shardings(config.model, config.mesh, mesh))
+    shapes, _ = lora.split(decoder.param_shapes(config.model))
+    return shardings_of(config.optimizer, shapes, trained_at, mesh)._replace(frozen=frozen_at)
 
 
 def shardings_of(
@@ -220,13 +228,15 @@ def gradient(
     num_micro_batches: Array,
     denominator: Array,
     mesh: Mesh | None = None,
+    frozen: decoder.Params | None = None,
 ) -> tuple[decoder.Params, Sums, Extremes]:
-    """Returns the gradient of the mini-batch loss and its statistics.
+    """Returns the gradient of the mini-batch loss by `params`, and its statistics.
 
     Args:
         rows_ABT, num_micro_batches: see `summed_gradient`.
         denominator: of the mini-batch, see `algorithms.aggregation`.
         mesh: see `loss_and_sums`.
+        frozen: the other parameters of the model, see `models.lora`.
     """
     zero = (
         Sums(*(jnp.zeros((), jnp.float32) for _ in Sums._fields)),
@@ -237,7 +247,7 @@ def gradient(
         return jax.tree.map(jnp.add, a[0], b[0]), jax.tree.map(jnp.maximum, a[1], b[1])
 
     grads, (sums, extremes) = summed_gradient(
-        lambda params, rows: loss_and_sums(config, params, rows, mesh),
+        lambda params, rows: loss_and_sums(config, lora.join(params, frozen), rows, mesh),
         zero,
         join,
         params,
@@ -262,7 +272,7 @@ def optimizer_step(
     params, moments = jax.tree.map(keep, (params, moments), (state.params, state.moments))
     updates = state.updates + finite.astype(jnp.int32)
     skipped = jnp.where(finite, 0, state.skipped + 1)
-    return TrainState(params, moments, updates, skipped), grad_norm
+    return TrainState(params, moments, updates, skipped, state.frozen), grad_norm
 
 
 def update(
@@ -277,7 +287,7 @@ def update(
 ) -> tuple[TrainState, UpdateMetrics]:
     """Returns the state after one optimiser step on one mini-batch; arguments as `gradient`."""
     grads, sums, extremes = gradient(
-        config, state.params, rows_ABT, num_micro_batches, denominator, mesh
+        config, state.params, rows_ABT, num_micro_batches, denominator, mesh, state.frozen
     )
     state, grad_norm = optimizer_step(config.optimizer, state, grads, sums.loss, learning_rate)
     return state, UpdateMetrics(sums, extremes, grad_norm, state.skipped)

@@ -105,7 +105,7 @@ def changed(*changes):
         ("objective.advantage_args", {"normalise_std": 1}, r"must be bool; got 1 \(int\)"),
         ("objective.overlong_in_baseline", False, "not read when .*overlong_filter is False"),
         ("objective.kl_coefficient", 0.1, "kl_estimator is needed .* None and 0.1"),
-        ("objective.reward_kl_target", 0.1, "reward_kl_horizon .* 0.1 and None"),
+        ("objective.reward_kl_adaptation", (0.1, 100), "with coefficient 0.0"),
         ("objective.advantage", "gae", "critic is needed when .* 'gae' and critic None"),
         ("objective.advantage", "maxrl", r"reward\.incorrect must be 0 or more for .*'maxrl'"),
         ("critic", {"learning_rate": 1e-4}, "is needed when .*'gae'.* critic given"),

@@ -138,7 +138,7 @@ def rollouts_of(workdir, name="rollouts"):
 
 
 def params_at(workdir, step, **overrides):
-    """The parameters of a checkpoint, on one device."""
+    """The trained parameters of a checkpoint, on one device."""
     config = tiny_config(**overrides | {f"mesh__{axis}": 1 for axis in AXES})
     mesh = make_mesh(config.mesh, jax.devices()[:1])
     state = LearnerState(train_step.state_shardings(config, mesh), None)
@@ -156,6 +156,6 @@ def params_at(workdir, step, **overrides):
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(workdir / "checkpoints" / str(step), copy / str(step))
     with Checkpoints(copy, keep_newest=20, keep_best=0) as checkpoints:
-        restored = checkpoints.restore(like)
+        restored = checkpoints.restore(like.saved)
     assert restored is not None and restored[0] == step
     return jax.device_get(restored[1].policy.params)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.models import chunked_softmax, sharding
+from dapo_jax.models import chunked_softmax, decoder, lora, sharding
 from dapo_jax.models.attention import kernels, xla
 from dapo_jax.models.rotary import rotary_angles
 from dapo_jax.training import packing, step
@@ -129,8 +129,8 @@ def plain_loss(params, rows):
     return jnp.where(rows.mask_BT[:, 1:], rows.weight_BT[:, 1:] * loss, 0.0).sum()
 
 
-def gradient(way, dtype, params, samples, monkeypatch):
-    """By the package, of the same samples."""
+def gradient(way, dtype, params, samples, monkeypatch, **model):
+    """By the package, of the same samples and the trained parameters."""
     monkeypatch.setattr(chunked_softmax, "VOCAB_CHUNK", way.vocab_chunk)
     monkeypatch.setattr(kernels, "KERNELS", {"cpu": way.attention})
     if way.query_chunk is not None:
@@ -142,6 +142,7 @@ def gradient(way, dtype, params, samples, monkeypatch):
         compute_dtype=dtype,
         remat=way.remat,
         log_prob_chunk_tokens=way.chunk_tokens,
+        **model,
     )
     rules = (("vocab", way.vocab), *CONFIG.mesh.rules[1:])
     sizes = dict(zip(sharding.AXES, way.mesh, strict=True))
@@ -164,7 +165,8 @@ def gradient(way, dtype, params, samples, monkeypatch):
     params = jax.device_put(params, sharding.param_shardings(config.model, config.mesh, mesh))
     rows = jax.device_put(rows, sharding.row_sharding(mesh, batch_dim=1))
     run = jax.jit(functools.partial(step.gradient, config, mesh=mesh))
-    return jax.device_get(run(params, rows, np.int32(used), denominator)[0])
+    trained, frozen = lora.split(params)
+    return jax.device_get(run(trained, rows, np.int32(used), denominator, frozen=frozen)[0])
 
 
 def joined(rows):
@@ -188,3 +190,59 @@ def test_gradient_in_float64(monkeypatch, params, samples, expected, name):
 def test_gradient_in_float32(monkeypatch, params, samples, expected, name):
     found = gradient(WAYS[name], "float32", params, samples, monkeypatch)
     assert_close(expected, found, 1e-5, "float32")
+
+
+def random_way(rng):
+    """Any mesh, packing, cut and remat."""
+    choose = lambda *values: values[rng.integers(len(values))]
+    mesh = choose(
+        (1, 1, 1, 1), (2, 2, 1, 2), (1, 2, 2, 2), (4, 1, 1, 2), (1, 1, 8, 1), (1, 4, 2, 1)
+    )
+    return Way(
+        row_tokens=choose(64, 96),
+        backwards=choose(False, True),
+        share_prompts=choose(False, True),
+        rows=mesh[0] * mesh[1] * choose(1, 2),
+        mesh=mesh,
+        vocab=choose(None, "tensor") if mesh[3] > 1 else None,
+        chunk_tokens=choose(16, 50, 16384),
+        vocab_chunk=choose(6, 12, 4096),
+        remat=choose("none", "dots", "dots_no_batch", "attention_mlp", "attention", "full"),
+    )
+
+
+def check_adapters(seed, samples, monkeypatch):
+    """The gradient of adapters, computed in a random way, is that of the merged weights
+    W + (alpha / rank) A B by the chain rule."""
+    rng = np.random.default_rng(seed)
+    way, rank, alpha = random_way(rng), int(rng.integers(1, 5)), float(rng.uniform(1, 9))
+    model = {"lora_rank": rank, "lora_alpha": alpha}
+    params = decoder.init_params(replace_model(CONFIG, **model), jax.random.key(seed))
+    trained, frozen = lora.split(jax.device_get(params))
+    drawn = lambda x: (rng.standard_normal(x.shape) / 6).astype(np.float32)
+    trained = jax.tree.map(drawn, trained)  # B too, which begins with 0
+
+    def loss(trained, frozen, rows):
+        layers = dict(frozen["layers"])
+        for name in layers.keys() & decoder.ADAPTED.keys():
+            a, b = (trained["layers"][f"{name}_lora_{part}"] for part in "ab")
+            flat = jnp.einsum(
+                "lir,lro->lio", a.reshape(len(a), -1, rank), b.reshape(len(b), rank, -1)
+            )
+            layers[name] = layers[name] + alpha / rank * flat.reshape(layers[name].shape)
+        return plain_loss(frozen | {"layers": layers}, rows) / DENOMINATOR
+
+    rows = joined([rows_of([sample], LONGEST) for sample in samples])
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        wide = in_float64((trained, frozen, rows))
+        expected = jax.device_get(jax.jit(jax.grad(loss))(*wide))
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        params = lora.join(trained, frozen)
+        found = gradient(way, "float64", params, samples, monkeypatch, **model)
+    assert_close(expected, found, 1e-13, "float64")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gradient_of_adapters_in_float64(monkeypatch, samples, seed):
+    """Twenty seeds: tests/studies/lora_gradients.py."""
+    check_adapters(seed, samples, monkeypatch)

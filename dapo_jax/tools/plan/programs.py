@@ -7,7 +7,7 @@ donations. Nothing here is compiled; `compiled` does that.
 import bisect
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dapo_jax.config import Config
-from dapo_jax.models import decoder
+from dapo_jax.models import decoder, lora
 from dapo_jax.models.sharding import check_batch_shapes, param_shardings, rollout_mesh, row_sharding
 from dapo_jax.rollout import memory_budget
 from dapo_jax.rollout.engine import DecoderEngine
@@ -97,10 +97,19 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
     rolled = jax.eval_shape(lambda p: rollout_dtypes(p, jnp.dtype(c.compute_dtype)), params)
     rolled_at = param_shardings(c, rollout_layout(engine_config.layout), rollout_on)
     same = jax.tree.map(
-        lambda x, a, b: a.is_equivalent_to(b, len(x.shape)), params, params_at, rolled_at
+        lambda x, y, a, b: x.dtype == y.dtype and a.is_equivalent_to(b, len(x.shape)),
+        params,
+        rolled,
+        params_at,
+        rolled_at,
     )
-    shared = c.param_dtype == c.compute_dtype and all(jax.tree.leaves(same))
-    read, copy = (("parameters",), 0) if shared else ((), device_bytes(rolled, rolled_at))
+    read, copy = [], 0  # what rollouts read of the trainer's arrays; bytes of copies of others
+    parts = zip(("parameters", "frozen parameters"), *map(lora.split, (same, rolled, rolled_at)))
+    for name, there, arrays, at in parts:
+        if arrays is not None and jax.tree.all(there):
+            read.append(name)
+        else:
+            copy += device_bytes(arrays, at)
     lower = lambda name: lambda: engine.lower(rolled, name, engine_config.params.mode)
 
     # The run holds this throughout a step. The rollout's copy is dropped before the update.
@@ -110,35 +119,34 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
         held["critic's optimiser"] = held.pop("critic with optimiser") - held["critic"]
 
     def program(
-        lower: Callable[[], Any], own: tuple[str, ...], argument_bytes: int = 0, **more: int
+        lower: Callable[[], Any], own: Sequence[str], argument_bytes: int = 0, **more: int
     ) -> Program:
         """`own`: what of `held` is among the arguments."""
         besides = {name: size for name, size in held.items() if name not in own} | more
         return Program(lower, besides, argument_bytes + sum(held[name] for name in own))
 
+    own = tuple(name for name in held if name.endswith("parameters"))
     update: Any = step.compile_update(config, mesh)
     score: Any = step.compile_scoring(config, mesh)
     found = {
         "train": program(
             lambda: update.lower(state, rows_ABT, integer, real, real),
-            ("parameters", "optimiser state"),
+            ("optimiser state", *own),
             rows,
         ),
-        "old_logprobs": program(
-            lambda: score.lower(params, rows_ABT, integer), ("parameters",), rows
-        ),
+        "old_logprobs": program(lambda: score.lower(params, rows_ABT, integer), own, rows),
         "decode": program(lower("decode"), read, copy + pool),
         "prefill": program(lower("prefill"), read, copy, cache=pool),
     }
     # A preempted sequence is prefilled with what it had sampled.
     if engine_config.num_pages is not None:
         found[PREEMPTED] = program(lower(PREEMPTED), read, copy, cache=pool)
-    if not shared:
+    if copy:
         here = jax.tree.map(
             lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), params, params_at
         )
         found["weights"] = program(
-            lambda: engine.lower(here, "weights", engine_config.params.mode), ("parameters",)
+            lambda: engine.lower(here, "weights", engine_config.params.mode), own
         )
     if config.critic is not None:
         change: Any = critic.compile_update(config, mesh)

@@ -1,0 +1,192 @@
+"""Adapters: their logits and gradients are those of peft (goldens/make_lora.py), and its files.
+
+transformers computes norms and softmax in float32 whatever the parameters are: 5e-6 of a gradient's
+largest entry.
+"""
+
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from dapo_jax.models import chunked_softmax, decoder, lora, peft_adapter, pretrained
+from dapo_jax.models.attention import xla
+from dapo_jax.models.log_probs import row_statistics
+from dapo_jax.models.sharding import param_shardings
+from dapo_jax.training import packing
+from dapo_jax.types import UserError
+from tests.support import checkpoints
+from tests.support.helpers import in_float64, make_mesh, replace_model, tiny_config
+
+GOLDENS = Path(__file__).parent.parent / "goldens" / "lora.npz"
+CASES = "qwen2-tied", "qwen3-untied", "llama", "llama-qv"
+
+
+class Case:
+    """Adapters of peft beside their base model, in two directories."""
+
+    def __init__(self, place, name, **changes):
+        with np.load(GOLDENS) as file:
+            own = {n.removeprefix(f"{name}."): file[n] for n in file.files if n.startswith(name)}
+        of = lambda kind: {n[len(kind) :]: x for n, x in own.items() if n.startswith(kind)}
+        self.tensors, self.grads = of("tensor."), of("grad.")
+        self.logits = own["logits"]
+        self.base = checkpoints.golden(own["family"].item())
+        checkpoints.write(place / "base", self.base.config, self.base.weights)
+        self.place = place / "adapter"
+        self.place.mkdir()
+        values = json.loads(own["config"].item())
+        values |= {"base_model_name_or_path": str(place / "base")} | changes
+        (self.place / "adapter_config.json").write_text(json.dumps(values))
+        save_file(
+            {n: x.astype(np.float32) for n, x in self.tensors.items()},
+            self.place / "adapter_model.safetensors",
+        )
+
+    def load(self, devices=1, **changes):
+        config = checkpoints.config_of(self.place, **changes)
+        mesh = make_mesh(config, devices)
+        return config, pretrained.load(config.model, config.mesh, mesh, seed=0)
+
+
+def logits_of(c, params, tokens_T):
+    T = len(tokens_T)
+    attend = xla.packed(jnp.ones((1, T), jnp.int32))
+    run = lambda params, tokens_BT: decoder.bind(c, params)(tokens_BT, jnp.arange(T)[None], attend)
+    hidden_BTD, _ = jax.jit(run)(params, tokens_T[None])
+    return chunked_softmax.logits(hidden_BTD[0], decoder.unembedding(params), temperature=1.0)
+
+
+def mean_loss(c, trained, frozen, *, tokens_T):
+    """Mean negative log-prob of each token after the first."""
+    rows = packing.pack([tokens_T[:1].tolist()], tokens_T[1:], np.array([39]), len(tokens_T)).rows
+    rows = jax.tree.map(jnp.asarray, rows)
+    statistics = row_statistics(c, lora.join(trained, frozen), rows, temperature=1.0)
+    return -jnp.sum(jnp.where(rows.mask_BT, statistics.log_prob_BT, 0.0)) / 39
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_gradients_are_those_of_peft(tmp_path, name):
+    case = Case(tmp_path, name)
+    config, params = case.load()
+    c = config.model
+    assert config.model.path == str(case.place) and c.lora_rank in (1, 2, 3, 4)
+    found = np.asarray(logits_of(c, params, case.base.tokens_T))[::5]
+    np.testing.assert_allclose(found, case.logits, rtol=0, atol=1e-4)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        wide = replace_model(config, param_dtype="float64", compute_dtype="float64")
+        gradient = jax.grad(functools.partial(mean_loss, wide, tokens_T=case.base.tokens_T))
+        grads = jax.device_get(jax.jit(gradient)(*lora.split(in_float64(params))))
+    sources = peft_adapter.tensors(c)
+    checked = 0
+    for ours, tensor in sources.items():
+        for i in range(c.num_layers):
+            expected = case.grads.get(tensor.name.format(i=i))
+            if expected is None:  # no adapter there
+                continue
+            found = grads["layers"][ours.removeprefix("layers.")][i]
+            found = found.reshape(expected.shape[::-1]).T
+            np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+            checked += 1
+    assert checked == len(case.grads) == len(case.tensors)
+
+
+def test_merged_the_model_is_the_same(tmp_path):
+    case = Case(tmp_path, "qwen2-tied")
+    config, params = case.load()
+    plain = lora.merged(config.model, params)
+    c = lora.base_of(config.model)
+    assert jax.tree.structure(plain) == jax.tree.structure(decoder.param_shapes(c))
+    found = np.asarray(logits_of(c, plain, case.base.tokens_T))[::5]
+    np.testing.assert_allclose(found, case.logits, rtol=0, atol=1e-4)
+
+
+def test_switched_off_and_new_it_is_the_base(tmp_path):
+    case = Case(tmp_path, "llama")
+    config, params = case.load()
+    trained, frozen = lora.split(params)
+    off = lora.join(lora.switched_off(trained), frozen)
+    new = checkpoints.config_of(tmp_path / "base", model__lora_rank=2)
+    fresh = pretrained.load(new.model, new.mesh, make_mesh(new, 1), seed=3)
+    for c, params in ((config.model, off), (new.model, fresh)):
+        found = np.asarray(logits_of(c, params, case.base.tokens_T))[case.base.positions_X]
+        np.testing.assert_allclose(found, case.base.logits_XV, rtol=0, atol=1e-4)
+    # A new adapter is not symmetric: its A is drawn, and from the seed.
+    again = pretrained.load(new.model, new.mesh, make_mesh(new, 1), seed=4)
+    a, b = (x["layers"]["gate_lora_a"] for x in (fresh, again))
+    assert np.std(a) > 0 and not np.array_equal(a, b)
+
+
+def test_files_are_those_of_peft(tmp_path):
+    """What is saved has its names, shapes and values, and loads on a mesh as it was."""
+    case = Case(tmp_path, "qwen3-untied")
+    config, params = case.load()
+    (tmp_path / "out").mkdir()
+    peft_adapter.save(config.model, params, tmp_path / "out", "float32")
+    saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert saved.keys() == case.tensors.keys()
+    for name, value in case.tensors.items():
+        np.testing.assert_array_equal(saved[name], value.astype(np.float32))
+    written = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    theirs = json.loads((case.place / "adapter_config.json").read_text())
+    assert {n: x for n, x in written.items() if n != "target_modules"}.items() <= theirs.items()
+    assert sorted(written["target_modules"]) == theirs["target_modules"]
+    case.place = tmp_path / "out"
+    config, spread = case.load(2, mesh__fsdp=2)
+    at = param_shardings(config.model, config.mesh, make_mesh(config, 2))
+    for x, y, where in zip(*map(jax.tree.leaves, (params, spread, at)), strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert y.sharding.is_equivalent_to(where, y.ndim)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_dora": True}, "use_dora = True"),
+        ({"peft_type": "IA3"}, "peft_type = 'IA3'"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"base_model_name_or_path": None}, "base_model_name_or_path = None"),
+        ({"r": 5}, "of another shape"),
+    ],
+)
+def test_other_adapters_are_refused(tmp_path, change, message):
+    with pytest.raises(UserError, match=message):
+        Case(tmp_path, "llama", **change).load()
+
+
+def test_tensors_that_are_missing_or_not_known_are_named(tmp_path):
+    case = Case(tmp_path, "llama")
+    file = case.place / "adapter_model.safetensors"
+    tensors = load_file(file)
+    gone = tensors.pop("base_model.model.model.layers.1.mlp.up_proj.lora_B.weight")
+    save_file(tensors | {"base_model.model.lm_head.lora_A.weight": gone}, file)
+    message = r"1 missing: .*layers\.1\.mlp\.up_proj\.lora_B.*1 not known: .*lm_head"
+    with pytest.raises(UserError, match=message):
+        case.load()
+    file.unlink()
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors is missing"):
+        case.load()
+
+
+def test_contradictions_are_refused(tmp_path):
+    case = Case(tmp_path, "llama")
+    with pytest.raises(UserError, match=r"model\.lora_rank is 8, and 4 in"):
+        case.load(model__lora_rank=8)
+    with pytest.raises(UserError, match=r"model\.lora_alpha is not read when"):
+        tiny_config(model__lora_alpha=8.0)
+    values = {"learning_rate": 1e-4}
+    with pytest.raises(UserError, match=r"config\.critic: with config\.model\.lora_rank 2"):
+        tiny_config(model__lora_rank=2, objective__advantage="gae", critic=values)
+
+
+def test_the_base_is_frozen_in_the_compute_dtype():
+    c = replace_model(tiny_config(), lora_rank=2, compute_dtype="bfloat16")
+    trained, frozen = lora.split(decoder.param_shapes(c))
+    assert {x.dtype for x in jax.tree.leaves(trained)} == {jnp.dtype("float32")}
+    assert {x.dtype for x in jax.tree.leaves(frozen)} == {jnp.dtype("bfloat16")}
