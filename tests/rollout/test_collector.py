@@ -208,7 +208,7 @@ class Waiting:
         self.now, self.every, self.last = 0, every, last
         store = Store()
         self.prompts = open_queue(
-            CONFIG, SamplingState(1.0), Data(0), step=1, group=ProcessGroup(0, 2, store)
+            SYNC, SamplingState(1.0), Data(0), step=1, group=ProcessGroup(0, 2, store)
         )
         self.others = ProcessGroup(1, 2, store).work_queue()
         self.numbers = [self.others.claim() for _ in range(4)]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from dapo_jax.algorithms.losses import COVARIANCE_LOSSES
 from dapo_jax.config import Config, ModelConfig, RolloutConfig
-from dapo_jax.models import decoder
+from dapo_jax.models import decoder, lora
 from dapo_jax.models.attention import kernels, xla
 from dapo_jax.models.sharding import rollout_shape
 from dapo_jax.rollout import paged
@@ -102,6 +102,12 @@ def matrices(c: ModelConfig) -> Matrices:
     )
 
 
+@functools.cache
+def adapters(c: ModelConfig) -> int:
+    """Returns the elements of all adapters."""
+    return sum(x.size for x in jax.tree.leaves(lora.split(decoder.param_shapes(c))[0]))
+
+
 def attention_flops(c: ModelConfig, pairs: float) -> float:
     """Returns the forward operations of attention for `pairs` of a query and a key in each layer:
     4 L N H pairs. A score and a weighted value take 2 H each.
@@ -114,10 +120,12 @@ def model_flops(config: Config, sequence_tokens: float) -> float:
 
         6 (matrix elements) + 6 L N H S
 
-    The second term is causal attention, 3 x 4 L N H x S / 2, in a sequence of S tokens.
+    The second term is causal attention, 3 x 4 L N H x S / 2, in a sequence of S tokens. With
+    adapters the first is 4 (matrix elements): no gradients of matrices.
     """
     m = matrices(config.model)
-    return 6.0 * (m.layers + m.head) + 3 * attention_flops(config.model, sequence_tokens / 2)
+    passes = 4.0 if config.model.lora_rank else 6.0
+    return passes * (m.layers + m.head) + 3 * attention_flops(config.model, sequence_tokens / 2)
 
 
 def kernel(config: Config, platform: str) -> str:
@@ -198,7 +206,8 @@ def batch_work(
                   products against 2), 2 in XLA's
 
     Each pass moves the matrices once, and inputs and outputs of products once. An update also adds
-    to the gradients, and at its end reads and writes parameters and moments.
+    to the gradients, and at its end reads and writes parameters and moments. With adapters there
+    are no gradients of the matrices; the adapters' own products are left out.
 
     Received: matrices gathered over fsdp and context, forward and backward, and their gradients
     reduced; activations summed over tensor, after attention and after the MLP, each pass; and with
@@ -220,22 +229,26 @@ def batch_work(
     remade = again.attention * m.attention + again.gate_up * m.gate_up
 
     # Passes over layers, head and attention, in units of a forward pass.
+    grads = 0 if c.lora_rank else 1  # products that make the gradients of matrices
     backward = 2 if kernel(config, platform) == "xla" else 3.5
     of_scores = 1 + (backward + again.scores if update else 0)
-    products = 2 * ((3 if update else 1) * m.layers + remade + (4 if update else 1) * head)
+    of_layers, of_head = (2 + grads, 3 + grads) if update else (1, 1)
+    products = 2 * (of_layers * m.layers + remade + of_head * head)
     pairs = keys_per_query(config, platform, sequence_tokens)
     flops = tokens * (products + of_scores * attention_flops(c, pairs))
 
-    passes = (3 if update else 1) + remade / m.layers
+    passes = of_layers + remade / m.layers
     heads, kv, ff = (n / tensor for n in (c.num_heads, c.num_kv_heads, c.intermediate_size))
     ends = 4 * c.hidden_size + (2 * heads + 2 * kv) * c.head_dim + 3 * ff
     moved = width * passes * ((m.layers + head) / tensor + own_tokens * c.num_layers * ends)
     own = (m.layers + head) / tensor / parts
+    if c.lora_rank:
+        own = adapters(c) / tensor / parts
     if update:
         moved += 2 * 4 * own
 
     stage = 2 if update else 1
-    gathered = (stage + (1 if update else 0)) * (m.layers + head) / tensor * (1 - 1 / parts)
+    gathered = (stage + (grads if update else 0)) * (m.layers + head) / tensor * (1 - 1 / parts)
     sums = 2 * stage + (1 if again.attention else 0)
     summed = sums * c.num_layers * own_tokens * c.hidden_size * 2 * (1 - 1 / tensor)
     rows = own_tokens * sizes["context"] * 2 * kv * c.head_dim * (1 - 1 / sizes["context"])
@@ -293,7 +306,7 @@ def weights_call(config: Config, sizes: Mapping[str, int]) -> Work:
     width = jnp.dtype(c.compute_dtype).itemsize
     copy = number * width / rollout_shape(sizes, config.mesh.rollout_tensor)["tensor"]
     own = number / devices
-    read = own * jnp.dtype(c.param_dtype).itemsize
+    read = own * jnp.dtype(c.compute_dtype if c.lora_rank else c.param_dtype).itemsize
     return Work(0.0, read + copy, max(0.0, copy - own * width))
 
 
@@ -362,7 +375,9 @@ def step(
     token = decode_token(config, devices, slots=slots, live=live, cached_tokens=cached)
     prefill = prefill_call(config, devices, prompts=prompts, prompt_tokens=prompt_tokens)
     weights = weights_call(config, sizes)
-    shared = config.model.param_dtype == config.model.compute_dtype and not weights.received_bytes
+    m = config.model
+    in_dtype = bool(m.lora_rank) or m.param_dtype == m.compute_dtype
+    shared = in_dtype and not weights.received_bytes
     works = {
         "weights": (0 if shared else 1, weights),
         "prefill": (math.ceil(t.prompts_per_step / r.prefill_prompts), prefill),
