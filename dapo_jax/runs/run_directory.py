@@ -20,6 +20,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -111,7 +112,6 @@ class RunDirectory:
         trackers."""
         if not self.writes:
             return
-        logged = max(_steps(self.path), default=-1)
         lines = self._metrics.read_text().splitlines() if self._metrics.exists() else []
         kept = [line for line in lines if _step_of(line) <= step]
         write_atomically(self._metrics, "".join(line + "\n" for line in kept))
@@ -121,7 +121,7 @@ class RunDirectory:
                     file.unlink()
         (self.path / "summary.json").unlink(missing_ok=True)
         name = trackers.run_id(self.path)
-        run = trackers.TrackedRun(name, str(self.path), frozen(self._config), step, logged)
+        run = trackers.TrackedRun(name, str(self.path), frozen(self._config), step)
         self._trackers = trackers.open_trackers(self._config.log.trackers, run, self._say)
 
     def log(self, metrics: dict[str, Any]) -> None:
@@ -254,7 +254,7 @@ def _frozen_config(config: Config) -> dict[str, Any]:
         "config": config.to_dict(),
         "versions": {"python": platform.python_version()} | versions,
         "git_commit": _git_commit(),
-        "command": " ".join(sys.argv),
+        "command": shlex.join(sys.argv),
     }
 
 

@@ -44,7 +44,6 @@ class TrackedRun(NamedTuple):
     directory: str
     config: dict[str, Any]
     step: int  # the run goes on after it; -1 for a new run
-    logged: int  # last step that was logged before: after a kill, more than `step`
 
 
 class Tracker(Protocol):
@@ -86,7 +85,8 @@ class WandB:
 
     def start(self, run: TrackedRun) -> int:
         wandb = importlib.import_module("wandb")
-        known = any(Path(run.directory, "wandb").glob(f"*run-*-{run.id}"))
+        # Offline each start writes a directory of its own and knows of no other.
+        self.sent = Path(run.directory, "wandb", f"{run.id}.step")
         self.table = wandb.Table
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
@@ -98,13 +98,15 @@ class WandB:
             settings=wandb.Settings(console="off", x_stats_pid=os.getppid()),
         )
         self.run.config.update(run.config, allow_val_change=True)
-        if self.run.offline:  # each start writes a directory of its own and knows no other
-            return run.logged if known else -1
+        if self.run.offline:
+            return int(self.sent.read_text()) if self.sent.exists() else -1
         return self.run.starting_step - 1
 
     def log(self, step: int, metrics: Mapping[str, float], tables: Tables) -> None:
         shown = {name: self.table(*_rows(tables[name]), allow_mixed_types=True) for name in tables}
         self.run.log({**metrics, **_transcripts(shown)}, step=step, commit=True)
+        self.sent.parent.mkdir(exist_ok=True)
+        self.sent.write_text(str(step))
 
     def close(self) -> None:
         self.run.finish()

@@ -13,13 +13,14 @@ from dapo_jax.distributed.preemption import StopSignals
 from dapo_jax.models import hf_weights
 from dapo_jax.models.sharding import fitting, make_mesh
 from dapo_jax.runs import run_directory
+from dapo_jax.tools import model_card
 from dapo_jax.tools.evaluate import load_params
 from dapo_jax.types import UserError
 from dapo_jax.utils.progress import Progress
 
 
 def export(workdir: Path, step: int | None, output: Path, dtype: str | None) -> str:
-    """Writes config.json, safetensors with their index, tokenizer and generation_config.json.
+    """Writes safetensors with their index, config files, tokenizer and the model card README.md.
 
     Args:
         step: of the checkpoint; None: the newest.
@@ -60,6 +61,7 @@ def export(workdir: Path, step: int | None, output: Path, dtype: str | None) -> 
     tokenizer.save_pretrained(str(output))
     _write(output / "config.json", values)
     _write(output / "generation_config.json", _generation(config, values))
+    model_card.write(output, workdir, label, dtype)
     size = sum(file.stat().st_size for file in output.glob("*.safetensors"))
     return f"{label}: {size / 1e6:,.1f} MB in {dtype} at {output}"
 
