@@ -206,7 +206,7 @@ class Isolated:
         self.reports, report = context.Pipe(duplex=False)
         self.items = context.Queue(QUEUE_STEPS)
         self.items.cancel_join_thread()  # the end of the run does not wait for a full pipe
-        arguments = (self.name, run, self.items, report)
+        arguments = (self.name, run, PAUSE_SECONDS, self.items, report)
         self.process = context.Process(target=_work, args=arguments, daemon=True)
         self.process.start()
         report.close()
@@ -302,7 +302,7 @@ def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
     }
 
 
-def _work(name: str, run: TrackedRun, items: Any, reports: Any) -> None:
+def _work(name: str, run: TrackedRun, pause: float, items: Any, reports: Any) -> None:
     """The process of a tracker: logs what arrives, until None arrives or the run's process dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's, which then closes this
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(GRACE_SECONDS))
@@ -322,7 +322,7 @@ def _work(name: str, run: TrackedRun, items: Any, reports: Any) -> None:
                 if not left:
                     reports.send("is switched off")
                     raise
-            time.sleep(PAUSE_SECONDS)
+            time.sleep(pause)
         raise AssertionError
 
     try:
