@@ -48,16 +48,16 @@ def card(
     config = Config.from_dict(frozen["config"])
     name, _, step = label.rpartition(", step ")
     name, versions = without_paths(name), frozen.get("versions", {})
-    made = [
+    made = [f"commit `{frozen['git_commit']}`"] if frozen.get("git_commit") else []
+    made += [
         f"{package} {versions[package]}" for package in ("python", "jax") if package in versions
     ]
-    commit = frozen.get("git_commit")
+    where = f" ({', '.join(made)})" if made else ""
     parts = [
         _front_matter(config),
         f"# {name}",
-        f"{_base(config)} Trained with DAPO's reinforcement learning in JAX (dapo_jax"
-        f"{f' at commit `{commit}`' if commit else ''}{''.join(f', {text}' for text in made)}): "
-        f"rollout step {step} of {config.train.num_steps}, tensors in {dtype}.",
+        f"{_base(config)} Trained by reinforcement learning in JAX with dapo_jax{where}: rollout "
+        f"step {step} of {config.train.num_steps}, tensors in {dtype}.",
         f"## Method\n\n{_method(config)}",
         f"## Results\n\n{_results(config, steps, int(step))}",
         f"## Commands\n\n{_commands(frozen.get('command', ''), name)}",

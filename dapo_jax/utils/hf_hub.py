@@ -100,11 +100,11 @@ def upload(directory: Path, repository: str) -> str:
     """
     api = huggingface_hub.HfApi()
     try:
-        api.create_repo(repository, exist_ok=True)
+        url = api.create_repo(repository, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=directory)
     except Exception as error:  # the client's HTTP and transfer libraries have their own errors
         raise UserError(
             f"--push_to_hub={repository}: the upload failed ({reason(error)}). {directory} is "
             f"complete. To try again: hf upload {repository} {directory}"
         ) from error
-    return f"{api.endpoint}/{repository}"
+    return str(url)
