@@ -289,8 +289,9 @@ def test_a_tracker_that_is_not_installed_or_not_known_is_named_at_the_start(tmp_
 def of_wandb(path):
     directories = sorted((path / "wandb").glob("offline-run-*"))
     ids = {directory.name.split("-", 3)[3] for directory in directories}
-    tables = [f.name.split("_")[1] for f in (path / "wandb").rglob("rollouts_*.table.json")]
-    return ids, sorted(map(int, tables)), len(directories) == 2
+    tables = [json.loads(f.read_text()) for f in (path / "wandb").rglob("rollouts_*.table.json")]
+    steps = sorted(table["data"][0][table["columns"].index("step")] for table in tables)
+    return ids, steps, len(directories) == 2
 
 
 def of_trackio(path):
