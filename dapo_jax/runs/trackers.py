@@ -315,7 +315,7 @@ def _work(name: str, run: TrackedRun, pause: float, items: Any, reports: Any) ->
             try:
                 return action()
             except Exception as error:
-                line = (str(error).strip() or repr(error)).splitlines()[0][:300]
+                line = (str(error).strip() or repr(error)).splitlines()[0][:200]
                 if not warned:
                     reports.send(f"failed: {line}; the run goes on, metrics.jsonl has everything")
                     warned = True
