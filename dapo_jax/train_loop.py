@@ -73,7 +73,7 @@ def train(config: Config, workdir: Path, process_group: ProcessGroup = ALONE) ->
     progress = Progress(config.train.num_steps, 0, quiet=not primary)
     say, give_up = progress.say, process_group.give_up
     with (
-        contextlib.closing(RunDirectory(workdir, config, writes=primary)) as directory,
+        contextlib.closing(RunDirectory(workdir, config, writes=primary, say=say)) as directory,
         StopSignals(progress, process_group) as signals,
         Watchdog(WATCHDOG_SECONDS, say, most=limit, give_up=give_up) as watchdog,
         reward_pool(config) as pool,

@@ -27,7 +27,7 @@ PLACES = {
     "pyarrow": {"data.records", "data.dataset"},
     "jinja2": {"data.prompts"},
     "matplotlib": {"runs.report.plots"},
-    "tensorboardX": {"runs.run_directory"},
+    "tensorboardX": {"runs.trackers"},
     "pebble": {"rewards.pool"},
     "math_verify": {"rewards.scorers"},
     "ml_collections": {"config.cli"},

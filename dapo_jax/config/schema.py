@@ -340,10 +340,17 @@ Steps = Annotated[
 ]
 
 
+Trackers = Annotated[
+    tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...],
+    fields.Range(lambda names: len(set(names)) == len(names), "names, each once"),
+]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogConfig:
     rollouts_per_step: NonNegativeInt = 16  # responses written to rollouts/ at each step
     profile_steps: Steps = ()  # rollout steps traced by JAX's profiler, see docs/metrics.md
+    trackers: Trackers = ("tensorboard",)  # besides metrics.jsonl, see docs/trackers.md
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,9 @@
 
 config.json              the frozen config, versions, git commit and command
 metrics.jsonl            one object per rollout step
-tensorboard/             the same as TensorBoard events
+tensorboard/, wandb/, mlflow.db, mlartifacts/
+                         the same for config.log.trackers
+trackers.json            the id of the run in them, see `dapo_jax.runs.trackers`
 rollouts/step_*.jsonl    some responses with their rewards
 heldout/step_*.jsonl     the first response to a few held-out problems, at each evaluation
 tokenizer/               in Hugging Face format
@@ -18,15 +20,17 @@ import json
 import math
 import os
 import platform
+import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dapo_jax.config import Config
+from dapo_jax.runs import trackers
 from dapo_jax.types import Attempts, Group, Problem, RunError, UserError
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy")
@@ -66,16 +70,25 @@ class RunDirectory:
 
     Args:
         writes: whether this process writes: the primary one.
+        say: prints a line, for the warnings of trackers.
 
     Raises:
         UserError: it is not writable, belongs to a run with another config, or is past the last
-            step of this one.
+            step of this one; or a tracker is not installed.
     """
 
-    def __init__(self, path: Path, config: Config, *, writes: bool = True):
-        self.path, self.writes = path, writes
+    def __init__(
+        self,
+        path: Path,
+        config: Config,
+        *,
+        writes: bool = True,
+        say: Callable[[str], None] = print,
+    ):
+        self.path, self.writes, self._config, self._say = path, writes, config, say
         if not writes:
             return
+        trackers.check_installed(config.log.trackers)
         try:
             path.mkdir(parents=True, exist_ok=True)
             probe = path / ".writable"
@@ -91,10 +104,12 @@ class RunDirectory:
             _check_resumes(file, config)
         write_atomically(file, json.dumps(_frozen_config(config), indent=1))
         self._metrics = path / "metrics.jsonl"
-        self._events: Any = None  # a SummaryWriter
+        self._trackers: list[trackers.Tracker] | None = None
+        self._tables: dict[str, list[dict[str, Any]]] = {}  # of the step that is not logged yet
 
     def rewind(self, step: int) -> None:
-        """Deletes metrics, events and responses after `step`, which a resumed run repeats."""
+        """Deletes metrics and responses after `step`, which a resumed run repeats, and opens the
+        trackers."""
         if not self.writes:
             return
         lines = self._metrics.read_text().splitlines() if self._metrics.exists() else []
@@ -105,14 +120,13 @@ class RunDirectory:
                 if int(file.stem.removeprefix("step_")) > step:
                     file.unlink()
         (self.path / "summary.json").unlink(missing_ok=True)
-        import tensorboardX  # here, because it takes a second to load
-
-        self._events = tensorboardX.SummaryWriter(
-            str(self.path / "tensorboard"), purge_step=step + 1, flush_secs=10
-        )
+        name = trackers.run_id(self.path)
+        run = trackers.TrackedRun(name, str(self.path), frozen(self._config), step)
+        self._trackers = trackers.open_trackers(self._config.log.trackers, run, self._say)
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Appends one object to metrics.jsonl and to the TensorBoard events.
+        """Appends one object to metrics.jsonl, and gives it to the trackers with the responses
+        saved since the last one.
 
         Raises:
             RunError: a value is not finite.
@@ -130,9 +144,10 @@ class RunDirectory:
             file.write(json.dumps(metrics) + "\n")
             file.flush()
             os.fsync(file.fileno())  # a checkpoint must never be newer than its metrics
-        assert self._events is not None, "rewind() comes before log()"
-        for name, value in metrics.items():
-            self._events.add_scalar(name, value, metrics["step"])
+        assert self._trackers is not None, "rewind() comes before log()"
+        for tracker in self._trackers:
+            tracker.log(metrics["step"], metrics, self._tables)
+        self._tables = {}
 
     def save_rollouts(
         self, step: int, groups: Sequence[Group], rewards: Sequence, most: int
@@ -192,6 +207,8 @@ class RunDirectory:
         directory.mkdir(exist_ok=True)
         lines = (json.dumps(record) + "\n" for record in records)
         write_atomically(directory / f"step_{step:06d}.jsonl", "".join(lines))
+        if records:
+            self._tables[name] = list(records)
 
     def save_summary(self, summary: dict[str, Any]) -> None:
         """Writes summary.json."""
@@ -200,9 +217,10 @@ class RunDirectory:
         write_atomically(self.path / "summary.json", json.dumps(summary, indent=1) + "\n")
 
     def close(self) -> None:
-        """Flushes the TensorBoard events."""
-        if self.writes and self._events is not None:
-            self._events.close()
+        """Closes the trackers, and waits some seconds for them."""
+        if self.writes:
+            trackers.close_trackers(self._trackers or ())
+            self._trackers = None
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -236,7 +254,7 @@ def _frozen_config(config: Config) -> dict[str, Any]:
         "config": config.to_dict(),
         "versions": {"python": platform.python_version()} | versions,
         "git_commit": _git_commit(),
-        "command": " ".join(sys.argv),
+        "command": shlex.join(sys.argv),
     }
 
 
@@ -247,16 +265,6 @@ def _git_commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(values, dict):
-        return {prefix: values}
-    return {
-        key: value
-        for name, inner in values.items()
-        for key, value in _flat(inner, f"{prefix}.{name}" if prefix else name).items()
-    }
 
 
 def _check_resumes(file: Path, config: Config) -> None:
@@ -311,7 +319,7 @@ def check_same(old: dict[str, Any], config: Config, where: Any) -> None:
         old: the run's config, from `frozen`.
         where: its place, for the error.
     """
-    old, new = _flat(old), _flat(frozen(config))
+    old, new = trackers.flatten(old), trackers.flatten(frozen(config))
     differing = [
         f"config.{name}: {old.get(name)!r} there, {new.get(name)!r} now"
         for name in sorted(old.keys() | new.keys())

@@ -13,6 +13,7 @@ from dapo_jax.distributed.preemption import StopSignals
 from dapo_jax.models import hf_weights, lora, peft_adapter
 from dapo_jax.models.sharding import fitting, make_mesh
 from dapo_jax.runs import run_directory
+from dapo_jax.tools import model_card
 from dapo_jax.tools.evaluate import load_params
 from dapo_jax.types import UserError
 from dapo_jax.utils.progress import Progress
@@ -21,7 +22,7 @@ from dapo_jax.utils.progress import Progress
 def export(
     workdir: Path, step: int | None, output: Path, dtype: str | None, *, adapter: bool = False
 ) -> str:
-    """Writes config.json, safetensors with their index, tokenizer and generation_config.json.
+    """Writes safetensors with their index, config files, tokenizer and the model card README.md.
     Adapters are merged into the weights.
 
     Args:
@@ -63,16 +64,13 @@ def export(
     tokenizer.save_pretrained(str(output))
     if adapter:
         peft_adapter.save(config.model, params, output, dtype)
-        return _line(label, output, dtype)
-    eos = list(stop_tokens(config.model, tokenizer))
-    values = hf_config.to_hf(config.model, eos=eos, bos=tokenizer.bos_token_id, dtype=dtype)
-    hf_weights.save(config.model, lora.merged(config.model, params), output, dtype)
-    _write(output / "config.json", values)
-    _write(output / "generation_config.json", _generation(config, values))
-    return _line(label, output, dtype)
-
-
-def _line(label: str, output: Path, dtype: str) -> str:
+    else:
+        eos = list(stop_tokens(config.model, tokenizer))
+        values = hf_config.to_hf(config.model, eos=eos, bos=tokenizer.bos_token_id, dtype=dtype)
+        hf_weights.save(config.model, lora.merged(config.model, params), output, dtype)
+        _write(output / "config.json", values)
+        _write(output / "generation_config.json", _generation(config, values))
+    model_card.write(output, workdir, label, dtype, library="peft" if adapter else "transformers")
     size = sum(file.stat().st_size for file in output.glob("*.safetensors"))
     return f"{label}: {size / 1e6:,.1f} MB in {dtype} at {output}"
 

@@ -1,7 +1,8 @@
-"""Repositories of the Hugging Face hub, in its cache on this machine."""
+"""Repositories of the Hugging Face hub: in its cache on this machine, and uploads to it."""
 
 import contextlib
 import functools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -75,3 +76,35 @@ def model_directory(path: str, patterns: Sequence[str], field: str = "config.mod
             "HF_TOKEN if it is gated or private. Without a network give a directory, made "
             f"elsewhere by: hf download {path} --local-dir DIRECTORY"
         ) from error
+
+
+def check_upload(repository: str) -> None:
+    """Raises UserError unless `repository` is an OWNER/NAME and there is a token to upload with."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
+        raise UserError(f"--push_to_hub={repository} must be OWNER/NAME, an id on the hub.")
+    if huggingface_hub.get_token() is None:
+        raise UserError(
+            f"--push_to_hub={repository}: there is no token for the hub. Run hf auth login, or set "
+            "HF_TOKEN to one with write access."
+        )
+
+
+def upload(directory: Path, repository: str) -> str:
+    """Uploads a directory to a model repository, which is made where it is missing.
+
+    Returns:
+        The address of the repository.
+
+    Raises:
+        UserError: the hub refused, or cannot be reached.
+    """
+    api = huggingface_hub.HfApi()
+    try:
+        url = api.create_repo(repository, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=directory)
+    except Exception as error:  # the client's HTTP and transfer libraries have their own errors
+        raise UserError(
+            f"--push_to_hub={repository}: the upload failed ({reason(error)}). {directory} is "
+            f"complete. To try again: hf upload {repository} {directory}"
+        ) from error
+    return str(url)

@@ -255,7 +255,7 @@ def test_an_exported_checkpoint_is_read_again(finished, tmp_path, capsys):
     assert exporting(arguments) == 0
     assert "step 3: 0.1 MB in float32" in capsys.readouterr().out
     names = {file.name for file in out.iterdir()}
-    assert names >= {"config.json", "generation_config.json", "model.safetensors"}
+    assert names >= {"config.json", "generation_config.json", "model.safetensors", "README.md"}
     assert AutoTokenizer.from_pretrained(out).eos_token == "<eos>"
     said = GenerationConfig.from_pretrained(out)
     assert said.do_sample and (said.temperature, said.top_p, said.top_k) == (1.0, 0.7, 0)

@@ -1,5 +1,6 @@
 """A hub on loopback: what `huggingface_hub` asks, with files that a test makes."""
 
+import base64
 import hashlib
 import http.server
 import json
@@ -20,20 +21,23 @@ class Hub(http.server.ThreadingHTTPServer):
         gated: ids whose list of files is public and whose files are not, as on the real hub.
         private: ids that look missing without a token.
         broken: ids for which the server fails.
+        token: that uploads to `models` need, whose content they become; "": there are none.
     """
 
     def __init__(
         self,
         datasets: Mapping[str, Mapping[str, bytes]],
         *,
-        models: Mapping[str, Mapping[str, bytes]] | None = None,
+        models: Mapping[str, dict[str, bytes]] | None = None,
         gated: str = "",
         private: str = "",
         broken: str = "",
+        token: str = "",
     ):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.models = models or {}
         self.datasets, self.gated, self.private, self.broken = datasets, gated, private, broken
+        self.token = token
         self.asked: list[str] = []  # method and path of every request
         self.thread = threading.Thread(target=self.serve_forever, args=(0.05,))
         self.thread.start()
@@ -65,6 +69,34 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer()
 
+    def do_POST(self) -> None:
+        path = urllib.parse.urlsplit(self.path).path
+        self.server.asked.append(f"POST {path}")
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        repository = "/".join(path.removeprefix("/api/models/").split("/")[:2])
+        if not self.server.token or self.headers["Authorization"] != f"Bearer {self.server.token}":
+            self._send(401, b"{}")
+        elif path == "/api/repos/create":
+            asked = json.loads(body)
+            url = f"{self.server.url}/{asked['organization']}/{asked['name']}"
+            self._send(200, json.dumps({"url": url}).encode())
+        elif path == "/api/validate-yaml":
+            self._send(200, b'{"errors": [], "warnings": []}')
+        elif repository == self.server.broken:
+            self._send(501, b"")
+        elif path.endswith("/preupload/main"):
+            mode = {"uploadMode": "regular", "shouldIgnore": False}
+            files = [{"path": file["path"], **mode} for file in json.loads(body)["files"]]
+            self._send(200, json.dumps({"files": files}).encode())
+        else:  # commit/main
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    content = base64.b64decode(line["value"]["content"])
+                    self.server.models[repository][line["value"]["path"]] = content
+            url = f"{self.server.url}/{repository}/commit/{COMMIT}"
+            done = {"commitUrl": url, "commitOid": COMMIT}
+            self._send(200, json.dumps(done | {"success": True}).encode())
+
     def log_message(self, *_: object) -> None:
         pass
 
@@ -75,7 +107,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         path = path.removeprefix("/api")
         known = self.server.datasets if path.startswith("/datasets/") else self.server.models
         path = path.removeprefix("/datasets/").removeprefix("/models/").removeprefix("/")
-        owner, name, *rest = path.split("/")
+        owner, name, *rest = path.split("/") if "/" in path else ("", path)
         repository = f"{owner}/{name}"
         files = known.get(repository)
         if repository == self.server.broken:
