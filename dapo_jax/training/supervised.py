@@ -5,7 +5,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,31 @@ def supervised_loss(
     return total / denominator
 
 
+def gradient(
+    model: ModelConfig,
+    trained: Any,
+    rows_ABT: Rows,
+    num_micro_batches: Array,
+    denominator: Array,
+    layout: HeadLayout | None = None,
+) -> tuple[Any, jax.Array]:
+    """Returns (gradient, loss) of a mini-batch.
+
+    Args:
+        trained: the parameters that are trained.
+        rows_ABT, num_micro_batches: see `step.summed_gradient`.
+        denominator, layout: see `supervised_loss`.
+    """
+
+    def loss(trained: Any, rows: Rows) -> tuple[jax.Array, jax.Array]:
+        params = trained  # all of them are trained
+        value = supervised_loss(model, params, rows, denominator, layout)
+        return value, jax.lax.stop_gradient(value)
+
+    zero = jnp.zeros((), jnp.float32)
+    return train_step.summed_gradient(loss, zero, jnp.add, trained, rows_ABT, num_micro_batches)
+
+
 def update(
     model: ModelConfig,
     optimizer: OptimizerConfig,
@@ -62,24 +87,10 @@ def update(
     *,
     layout: HeadLayout | None = None,
 ) -> tuple[TrainState, SupervisedMetrics]:
-    """Returns the state after one optimiser step on one mini-batch.
-
-    Args:
-        rows_ABT, num_micro_batches: see `step.summed_gradient`.
-        denominator, layout: see `supervised_loss`.
-    """
-
-    def loss(trained: decoder.Params, rows: Rows) -> tuple[jax.Array, jax.Array]:
-        params = trained  # all of them are trained
-        value = supervised_loss(model, params, rows, denominator, layout)
-        return value, jax.lax.stop_gradient(value)
-
-    zero = jnp.zeros((), jnp.float32)
-    grads, value = train_step.summed_gradient(
-        loss, zero, jnp.add, state.params, rows_ABT, num_micro_batches
-    )
-    state, grad_norm = train_step.optimizer_step(optimizer, state, grads, value, learning_rate)
-    return state, SupervisedMetrics(value, grad_norm, state.skipped)
+    """Returns the state after one optimiser step on one mini-batch; arguments as `gradient`."""
+    grads, loss = gradient(model, state.params, rows_ABT, num_micro_batches, denominator, layout)
+    state, grad_norm = train_step.optimizer_step(optimizer, state, grads, loss, learning_rate)
+    return state, SupervisedMetrics(loss, grad_norm, state.skipped)
 
 
 def state_shardings(
