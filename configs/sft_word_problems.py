@@ -21,8 +21,8 @@ def get_config() -> ConfigDict:
     one, two = smollm2_word_problems.ONE_STEP, smollm2_word_problems.TWO_STEPS
     c.data = dict(chat=rl.data.chat)
     c.data.train = dict(
-        one_step=dict(one, split="train", num_examples=480),
-        two_steps=dict(two, split="train", num_examples=160),
+        one_step=dict(one, split="train", num_examples=240),
+        two_steps=dict(two, split="train", num_examples=80),
     )
     c.data.heldout = dict(
         one_step=dict(one, split="heldout", num_examples=48),
@@ -31,5 +31,5 @@ def get_config() -> ConfigDict:
     c.optimizer = dict(learning_rate=4e-5, warmup_steps=2, final_rate_share=0.1, beta2=0.99)
     c.train = dict(num_epochs=1, examples_per_update=32, row_tokens=320, rows_per_micro_batch=2)
     c.evaluation = dict(every_steps=5)
-    c.checkpoint = dict(every_steps=10)
+    c.checkpoint = dict(every_steps=5)
     return c

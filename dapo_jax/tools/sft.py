@@ -213,14 +213,15 @@ class FineTuning:
         config, progress = self.config, self.progress
         assert config.train.num_steps is not None
         sizes = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
-        kind = self.mesh.devices.flat[0].device_kind
-        place = self.directory.path
+        kind, place = self.mesh.devices.flat[0].device_kind, self.directory.path
         progress.say(f"{self.mesh.devices.size} {kind} device(s), mesh {sizes}; {place}")
         try:
             step, state, host = self._start()
         except StopRequested:
             progress.say("stopped while starting; the same command starts again")
             return
+        if self.directory.writes:  # that of fewer steps
+            shutil.rmtree(place / MODEL, ignore_errors=True)
         try:
             while step < config.train.num_steps:
                 self.signals.check_together()
