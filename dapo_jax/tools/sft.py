@@ -42,7 +42,7 @@ from dapo_jax.runs.run_directory import RunDirectory
 from dapo_jax.tools.export import write_directory
 from dapo_jax.training import packing, supervised
 from dapo_jax.training.optimizer import learning_rate
-from dapo_jax.training.step import TrainState, new_state
+from dapo_jax.training.step import TrainState
 from dapo_jax.types import Rows, StopRequested, UserError
 from dapo_jax.utils.compilations import return_memory
 from dapo_jax.utils.precision import multiply_in
@@ -242,11 +242,10 @@ class FineTuning:
     def _start(self) -> tuple[int, TrainState, HostState]:
         """Restores the newest checkpoint, or loads the base model and evaluates it."""
         config, progress, directory = self.config, self.progress, self.directory
-        shapes = jax.eval_shape(
-            functools.partial(new_state, config.optimizer), decoder.param_shapes(config.model)
-        )
         like = jax.tree.map(
-            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, self.state_at
+            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+            supervised.state_shapes(config.model, config.optimizer),
+            self.state_at,
         )
         progress.doing("looking for a checkpoint")
         found = self.checkpoints.restore(like)
@@ -267,7 +266,7 @@ class FineTuning:
             progress.say(f"resuming after step {step} of {config.train.num_steps}")
             return step, state, host
         progress.doing("loading the base model")
-        make = functools.partial(new_state, config.optimizer)
+        make = functools.partial(supervised.init_state, config.optimizer)
         state = jax.jit(make, out_shardings=self.state_at, donate_argnums=0)(self._base())
         directory.rewind(-1)
         start = time.monotonic()

@@ -14,7 +14,6 @@ from dapo_jax.data import arithmetic
 from dapo_jax.models import decoder
 from dapo_jax.models.sharding import initial_params, row_sharding, to_mesh
 from dapo_jax.training import packing, supervised
-from dapo_jax.training.step import new_state
 from dapo_jax.types import Rows
 
 LEARNING_RATE = 3e-3
@@ -95,7 +94,8 @@ def make_base(
     update = supervised.compile_update(config.model, config.mesh, OPTIMIZER, mesh)
     params = initial_params(config.model, config.mesh, mesh, config.seed)
     state_at = supervised.state_shardings(config.model, config.mesh, OPTIMIZER, mesh)
-    state = jax.jit(functools.partial(new_state, OPTIMIZER), out_shardings=state_at)(params)
+    init_state = functools.partial(supervised.init_state, OPTIMIZER)
+    state = jax.jit(init_state, out_shardings=state_at)(params)
     batches = text_rows(config, tokenizer)
     at = row_sharding(mesh, batch_dim=1)
     value = None

@@ -93,10 +93,20 @@ def update(
     return state, SupervisedMetrics(loss, grad_norm, state.skipped)
 
 
+def init_state(optimizer: OptimizerConfig, params: decoder.Params) -> TrainState:
+    """Returns the state of a model before its first update; jittable."""
+    return train_step.new_state(optimizer, params)
+
+
+def state_shapes(model: ModelConfig, optimizer: OptimizerConfig) -> TrainState:
+    """Returns the shapes and dtypes of the state that `update` changes."""
+    return jax.eval_shape(functools.partial(init_state, optimizer), decoder.param_shapes(model))
+
+
 def state_shardings(
     model: ModelConfig, mesh_config: MeshConfig, optimizer: OptimizerConfig, mesh: Mesh
 ) -> TrainState:
-    """Returns the shardings of the state that `update` changes."""
+    """Returns the shardings of that state."""
     params_at = param_shardings(model, mesh_config, mesh)
     return train_step.shardings_of(optimizer, decoder.param_shapes(model), params_at, mesh)
 

@@ -10,6 +10,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import dapo_jax
 from dapo_jax.config.cli import load_config
@@ -21,10 +22,19 @@ from dapo_jax.tools import sft
 from dapo_jax.types import RunError, UserError
 from dapo_jax.utils.progress import Progress
 from tests.conftest import ROOT
-from tests.support.runs import finish, load_launcher, metrics_of, run_here, start, write_config
+from tests.support.runs import (
+    finish,
+    load_launcher,
+    metrics_of,
+    run_here,
+    start,
+    start_all,
+    write_config,
+)
 from tests.support.sft import fine_tune_here, sft_config, sft_dict, write_file
 
 STEPS = 6
+LAUNCH = ROOT / "launch" / "sft.py"
 launch = load_launcher("sft")
 
 
@@ -141,7 +151,7 @@ def test_a_run_that_was_stopped_is_the_same_bit_for_bit(
 def test_a_killed_run_is_the_same_bit_for_bit(tmp_path, home, place):
     """The launcher, killed with SIGKILL at a time of its own."""
     file = write_file(tmp_path, sft_dict(place, checkpoint__every_steps=1))
-    begin = lambda workdir: start(workdir, home, program=ROOT / "launch" / "sft.py", config=file)
+    begin = lambda workdir: start(workdir, home, program=LAUNCH, config=file)
     killed = tmp_path / "killed"
     process, metrics = begin(killed), killed / "metrics.jsonl"
     while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 3):
@@ -162,6 +172,22 @@ def test_eight_devices_train_as_one(finished, tmp_path, home, place):
         for name in ("loss/train", "loss/heldout", "optimizer/grad_norm"):
             assert (name in one) == (name in many)
             assert one.get(name, 0) == pytest.approx(many.get(name, 0), rel=1e-3), (one, name)
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(finished, tmp_path, home, place):
+    file, workdir = write_file(tmp_path, sft_dict(place, mesh__data=2)), tmp_path / "run"
+    settings = {"processes": 2, "devices": 1, "program": LAUNCH, "config": file}
+    for process in start_all(workdir, home, **settings):
+        code, _, err = finish(process)
+        assert code == 0, err
+    for one, many in zip(metrics_of(finished[0]), metrics_of(workdir), strict=True):
+        name = "loss/train" if one["step"] else "loss/heldout"
+        assert one[name] == pytest.approx(many[name], rel=1e-3), one["step"]
+    files = (run / "model" / "model.safetensors" for run in (workdir, finished[0]))
+    ours, whole = map(load_file, files)
+    for name, value in whole.items():
+        np.testing.assert_allclose(ours[name], value, atol=1e-3)
 
 
 def test_a_dapo_run_starts_from_the_model(finished, tmp_path, home, place):
