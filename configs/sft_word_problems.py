@@ -5,6 +5,8 @@ Command:   python launch/sft.py --config=configs/sft_word_problems.py
            python launch/train.py --config=configs/smollm2_word_problems.py
            --model=runs/sft_word_problems --workdir=runs/smollm2_after_sft
 Hardware:  one device, such as 2 CPU cores
+Result:    10 steps; held-out loss from 1.280 to 0.073 nats a token, avg@8 on the held-out problems
+           of smollm2_word_problems from 18.6 to 68.9 % (seed 0): docs/sft.md
 """
 
 from ml_collections import ConfigDict

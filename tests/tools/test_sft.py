@@ -118,32 +118,34 @@ class Crash(Exception):
     pass
 
 
-@pytest.mark.parametrize("end", [signal.SIGTERM, None])
-def test_a_run_that_was_stopped_is_the_same_bit_for_bit(
-    finished, tmp_path, home, place, monkeypatch, end
+def test_a_run_that_crashed_and_was_stopped_is_the_same_bit_for_bit(
+    finished, tmp_path, home, place, monkeypatch
 ):
-    """By a signal, which saves first, or by a crash in the middle of a step."""
+    """It crashes in the middle of step 4 and resumes after step 2. A signal comes before step 5,
+    which saves."""
     real, workdir = sft.FineTuning._one_step, tmp_path / "run"
 
-    def one_step(self, step, state, host):
-        if step == 4 and end is not None:
-            signal.raise_signal(end)
+    def crashing(self, step, state, host):
         result = real(self, step, state, host)
-        if step == 4 and end is None:
+        if step == 4:
             raise Crash
         return result
 
+    def signalled(self, step, state, host):
+        if step == 5:
+            signal.raise_signal(signal.SIGTERM)
+        return real(self, step, state, host)
+
+    with monkeypatch.context() as patch, pytest.raises(Crash):
+        patch.setattr(sft.FineTuning, "_one_step", crashing)
+        fine_tune_here(workdir, home, sft_config(place))
     with monkeypatch.context() as patch:
-        patch.setattr(sft.FineTuning, "_one_step", one_step)
-        if end is None:
-            with pytest.raises(Crash):
-                fine_tune_here(workdir, home, sft_config(place))
-        else:
-            stopped_by, out = fine_tune_here(workdir, home, sft_config(place))
-            assert stopped_by == end and "stopped after step 4; the same command" in out
-    assert not (workdir / "model").exists()
+        patch.setattr(sft.FineTuning, "_one_step", signalled)
+        stopped_by, out = fine_tune_here(workdir, home, sft_config(place))
+    assert stopped_by == signal.SIGTERM and "stopped after step 5; the same command" in out
+    assert f"resuming after step 2 of {STEPS}" in out and not (workdir / "model").exists()
     _, out = fine_tune_here(workdir, home, sft_config(place))
-    assert f"resuming after step {2 if end is None else 4} of {STEPS}" in out
+    assert f"resuming after step 5 of {STEPS}" in out
     assert_same(workdir, finished[0], place)
 
 
@@ -207,17 +209,6 @@ def test_a_dapo_run_starts_from_the_model(finished, tmp_path, home, place):
     assert [numbers["step"] for numbers in metrics_of(tmp_path / "run")] == [0, 1]
 
 
-def test_a_further_run_starts_from_the_model(finished, tmp_path, home, place):
-    """Its base loss is the final loss of the run before."""
-    file = write_file(tmp_path, sft_dict(place, train__num_steps=1))
-    config = dapo_jax.load_sft_config(str(file), model=finished[0])
-    fine_tune_here(tmp_path / "run", home, config)
-    summary = json.loads((finished[0] / "summary.json").read_text())
-    assert metrics_of(tmp_path / "run")[0]["loss/heldout"] == pytest.approx(
-        summary["final_loss"], rel=1e-6
-    )
-
-
 def test_other_data_and_another_config_are_refused(finished, tmp_path, home, place):
     before = (finished[0] / "metrics.jsonl").read_bytes()
     with pytest.raises(UserError, match=r"optimizer.learning_rate: 0.01 there, 0.5 now"):
@@ -237,9 +228,17 @@ def test_other_data_and_another_config_are_refused(finished, tmp_path, home, pla
     assert (finished[0] / "metrics.jsonl").read_bytes() == before
 
 
-def test_divergence_ends_the_run(tmp_path, home, place):
+def test_a_run_starts_from_the_model_of_another_and_divergence_ends_it(
+    finished, tmp_path, home, place
+):
+    """Its base loss is the final loss of the run before."""
+    file = write_file(tmp_path, sft_dict(place, optimizer__learning_rate=1e38))
+    config = dapo_jax.load_sft_config(str(file), model=finished[0])
     with pytest.raises(RunError, match=r"is (nan|inf) at step \d.*learning_rate"):
-        fine_tune_here(tmp_path / "run", home, sft_config(place, optimizer__learning_rate=1e38))
+        fine_tune_here(tmp_path / "run", home, config)
+    summary = json.loads((finished[0] / "summary.json").read_text())
+    base_loss = metrics_of(tmp_path / "run")[0]["loss/heldout"]
+    assert base_loss == pytest.approx(summary["final_loss"], rel=1e-6)
     assert not (tmp_path / "run" / "model").exists()
 
 
