@@ -6,12 +6,14 @@ from dapo_jax.api import (
     export,
     generate,
     load_config,
+    load_sft_config,
     plan,
     report,
     score,
+    sft,
     train,
 )
 
 __version__ = "0.1.0"
-__all__ = ["RunRecord", "evaluate", "export", "generate", "load_config"]
-__all__ += ["plan", "report", "score", "train"]
+__all__ = ["RunRecord", "evaluate", "export", "generate", "load_config", "load_sft_config"]
+__all__ += ["plan", "report", "score", "sft", "train"]

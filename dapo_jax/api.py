@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from dapo_jax.config import Config
+    from dapo_jax.config.sft import SftConfig
     from dapo_jax.tools.evaluate import Evaluation
 
 
@@ -57,8 +58,34 @@ def train(config: "Config", workdir: str | Path) -> RunRecord:
     from dapo_jax.train_loop import train
 
     check_training(config)
-    place = _place(workdir)
-    stopped_by = train(config, place)
+    return _record(_place(workdir), train(config, _place(workdir)))
+
+
+def load_sft_config(
+    file: str, overrides: Mapping[str, Any] | None = None, *, model: str | Path | None = None
+) -> "SftConfig":
+    """Returns the checked config of a supervised run; arguments and errors as `load_config`."""
+    from dapo_jax.config.cli import load_config
+    from dapo_jax.config.sft import SftConfig
+
+    model = None if model is None else str(model)
+    return load_config(file, overrides or {}, model=model, kind=SftConfig)
+
+
+def sft(config: "SftConfig", workdir: str | Path) -> RunRecord:
+    """Fine-tunes on written responses in `workdir`, as `train`. At the end `workdir` can be
+    `config.model.path` of `train`, or `model` of `load_config`.
+
+    Raises:
+        UserError: the config or an example is wrong, or `workdir` holds another run.
+        RunError: the run failed; what is saved is intact.
+    """
+    from dapo_jax.tools.sft import fine_tune
+
+    return _record(_place(workdir), fine_tune(config, _place(workdir)))
+
+
+def _record(place: Path, stopped_by: int | None) -> RunRecord:
     metrics, summary = place / "metrics.jsonl", place / "summary.json"
     return RunRecord(
         place,

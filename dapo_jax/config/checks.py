@@ -12,6 +12,7 @@ from dapo_jax.types import UserError
 
 if TYPE_CHECKING:  # dapo_jax.config.schema calls these checks
     from dapo_jax.config.schema import Config, MeshConfig, ModelConfig, SourceConfig
+    from dapo_jax.config.sft import SftConfig
 
 
 def require(condition: bool, field: str, value: object, wanted: str) -> None:
@@ -48,7 +49,7 @@ def check_model(model: "ModelConfig") -> None:
         require_unset("model.lora_alpha", model.lora_alpha, "model.lora_rank is 0", default)
 
 
-def check_training(config: "Config") -> None:
+def check_training(config: "Config | SftConfig") -> None:
     """Raises UserError for a config that can be evaluated and not trained."""
     if config.model.param_dtype == "bfloat16":
         raise UserError(
@@ -71,7 +72,7 @@ def check(config: "Config") -> None:
     _check_lengths(config)
     _check_sampling(config)
     _check_pretrain(config)
-    _check_mesh(config.mesh)
+    check_mesh(config.mesh)
     small, large = config.train.prompts_per_update, config.train.prompts_per_step
     check_divides("train.prompts_per_update", small, "train.prompts_per_step", large)
 
@@ -192,7 +193,8 @@ def _check_pretrain(config: "Config") -> None:
         )
 
 
-def _check_mesh(mesh: "MeshConfig") -> None:
+def check_mesh(mesh: "MeshConfig") -> None:
+    """Raises UserError for contradictions within a mesh."""
     split = ("data", "fsdp", "tensor")  # the axes of parameters; context splits them as fsdp does
     sizes = {axis: getattr(mesh, axis) for axis in (*split, "context")}
     if sum(size == -1 for size in sizes.values()) > 1:

@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from absl import flags
@@ -15,12 +15,14 @@ from ml_collections import ConfigDict
 
 from dapo_jax.config import hf_config
 from dapo_jax.config.schema import Config, ModelConfig
+from dapo_jax.config.sft import SftConfig
 from dapo_jax.distributed.process_group import EXIT_RESTART
 from dapo_jax.types import RunError, UserError
 from dapo_jax.utils import fields, hf_hub
 from dapo_jax.utils.fields import Text
 
 ROOT = Path(__file__).resolve().parents[2]
+AnyConfig = TypeVar("AnyConfig", Config, SftConfig)
 # Status codes of JAX's runtime that another start would meet again.
 PERMANENT_STATUS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
 # Words of compilers that refuse a program, under any status code.
@@ -38,7 +40,8 @@ def parse(
     texts: Sequence[str] = (),
     integers: Sequence[str] = (),
     floats: Sequence[str] = (),
-) -> tuple[Config, Any]:
+    kind: type[AnyConfig] = Config,
+) -> tuple[AnyConfig, Any]:
     """Returns the checked config and the flags of a command line: `workdir` and the named ones.
 
     A flag that is not given is None, a switch False. A given `model` replaces the config's model,
@@ -58,10 +61,16 @@ def parse(
         before=("config=FILE", "config.FIELD=VALUE"),
     )
     model = values.model if "model" in texts else None
-    return load_config(place, overrides, model=model), values
+    return load_config(place, overrides, model=model, kind=kind), values
 
 
-def load_config(place: str, overrides: Mapping[str, Any], *, model: str | None = None) -> Config:
+def load_config(
+    place: str,
+    overrides: Mapping[str, Any],
+    *,
+    model: str | None = None,
+    kind: type[AnyConfig] = Config,
+) -> AnyConfig:
     """Returns the checked config of FILE or FILE:ARGUMENT, a file here or in the project's
     directory.
 
@@ -69,6 +78,7 @@ def load_config(place: str, overrides: Mapping[str, Any], *, model: str | None =
         overrides: values by field, such as "train.num_steps".
         model: Hugging Face directory or hub id. It replaces the config's model and tokenizer,
             except for the fields that are overridden.
+        kind: of the config.
 
     Raises:
         UserError: the file or a field is wrong.
@@ -85,10 +95,10 @@ def load_config(place: str, overrides: Mapping[str, Any], *, model: str | None =
             kept = lambda name: name not in taken or f"model.{name}" in overrides
             section = {name: value for name, value in section.items() if kept(name)}
             section = {"tokenizer": model} | section | {"path": model}
-            given["pretrain"] = None
+            given.pop("pretrain", None)
         section = {name: value for name, value in section.items() if value is not None}
         given["model"] = hf_config.filled(fields.converted(ModelConfig, section, "config.model"))
-    config = Config.from_dict(given)
+    config = kind.from_dict(given)
     # The hub is asked for missing fields only; the others are checked when weights are loaded.
     if config.model.path is not None and not hf_hub.is_repository(config.model.path):
         hf_config.check(config.model)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jinja2
 
-from dapo_jax.data.records import Prompt
+from dapo_jax.data.records import Message, Prompt
 from dapo_jax.types import UserError
 
 # The template of the published data set, DAPO-Math-17k.
@@ -45,25 +45,103 @@ def render(
                 "it into. Set it to None, or add chat_template to its tokenizer_config.json."
             )
         chat, template = False, template or DAPO_TEMPLATE
-    if isinstance(prompt, str):
-        prompt = (("user", prompt if template is None else template.format(prompt=prompt)),)
+    messages = _messages(prompt, template)
     if not chat:
-        if len(prompt) != 1:
+        if len(messages) != 1:
             raise UserError(
-                f"a prompt is a chat of {len(prompt)} messages ({prompt[0][1][:40]!r}...), which "
-                "needs a chat template. Set config.data.chat to True, and add chat_template to the "
+                f"a prompt is a chat of {len(messages)} messages ({messages[0][1][:40]!r}...), "
+                "which needs a chat template. Set config.data.chat to True, and add chat_template "
+                "to the tokenizer_config.json of config.model.tokenizer where there is none."
+            )
+        return messages[0][1]
+    return _chat_text(tokenizer, _with_system(messages, system_prompt))
+
+
+def render_turns(
+    tokenizer: Any,
+    prompt: Prompt,
+    turns: Sequence[Message],
+    *,
+    template: str | None,
+    chat: bool,
+    system_prompt: str | None,
+) -> list[tuple[str, bool]]:
+    """Returns the text of a conversation in pieces: (text, whether the assistant writes it).
+
+    The pieces alternate, and the first is `render`'s text. A chat template's marks after an
+    assistant's turn are part of the turn.
+
+    Args:
+        turns: from the assistant's first turn to its last.
+        template, chat, system_prompt: see `render`.
+
+    Raises:
+        UserError: as `render`; or the tokenizer's chat template does not write what `render` gives
+            before the assistant's turns, or later turns change it.
+    """
+    first = render(tokenizer, prompt, template=template, chat=chat, system_prompt=system_prompt)
+    if not (chat and tokenizer.chat_template):
+        if len(turns) > 1:
+            raise UserError(
+                f"the conversation that begins with {first[:40]!r} has several turns, which need a "
+                "chat template. Set config.data.chat to True, and add chat_template to the "
                 "tokenizer_config.json of config.model.tokenizer where there is none."
             )
-        return prompt[0][1]
-    if system_prompt is not None and prompt[0][0] != "system":
-        prompt = (("system", system_prompt), *prompt)
-    messages = [{"role": role, "content": content} for role, content in prompt]
+        return [(first, False), (turns[0][1], True)]
+    messages = (*_with_system(_messages(prompt, template), system_prompt), *turns)
+    pieces: list[tuple[str, bool]] = []
+    done = ""
+    for i, (role, content) in enumerate(messages):
+        if role != "assistant" or i < len(messages) - len(turns):
+            continue
+        before = _chat_text(tokenizer, messages[:i])
+        after = _chat_text(tokenizer, messages[: i + 1], generation=False)
+        if not (before.startswith(done) and after.startswith(before)):
+            raise UserError(
+                f"the chat template of config.model.tokenizer writes the turns before "
+                f"{content[:40]!r} differently once that turn is there, so they are not what the "
+                "model continues. Give each assistant's turn as an example of its own, with a "
+                "prompt and a response, or change the template."
+            )
+        turn = after[len(before) :]
+        head, found, _ = turn.partition(content.strip())
+        if (
+            found
+            and head.strip()
+            and before == _chat_text(tokenizer, messages[:i], generation=False)
+        ):
+            raise UserError(
+                f"the chat template of config.model.tokenizer ignores add_generation_prompt: the "
+                f"model would have to write {head!r} itself. Add the generation prompt to the "
+                "template, or set config.data.chat to False."
+            )
+        pieces += [(before[len(done) :], False), (turn, True)]
+        done = after
+    return pieces
+
+
+def _messages(prompt: Prompt, template: str | None) -> tuple[Message, ...]:
+    if not isinstance(prompt, str):
+        return prompt
+    return (("user", prompt if template is None else template.format(prompt=prompt)),)
+
+
+def _with_system(messages: tuple[Message, ...], text: str | None) -> tuple[Message, ...]:
+    return messages if text is None or messages[0][0] == "system" else (("system", text), *messages)
+
+
+def _chat_text(tokenizer: Any, messages: Sequence[Message], *, generation: bool = True) -> str:
+    """Returns messages in the chat template, with the generation prompt where asked for."""
+    values = [{"role": role, "content": content} for role, content in messages]
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(
+            values, tokenize=False, add_generation_prompt=generation
+        )
     except jinja2.TemplateError as error:
         raise UserError(
             f"the chat template of config.model.tokenizer does not take the prompt "
-            f"{prompt[-1][1][:40]!r}: {error}. Set config.data.chat to False, or change the prompt."
+            f"{messages[-1][1][:40]!r}: {error}. Set config.data.chat to False, or change the "
+            "prompt."
         ) from error
 
 

@@ -20,6 +20,8 @@ from dapo_jax.types import UserError
 # Column names, tried in this order where none is configured.
 PROMPT_KEYS = ("prompt", "problem", "question")
 ANSWER_KEYS = ("reward_model.ground_truth", "answer", "ground_truth", "solution")
+RESPONSE_KEYS = ("response", "completion", "output", "answer", "solution")
+MESSAGES_KEY = "messages"
 ABSENT = object()  # no such column
 BATCH_RECORDS = 1024  # of a parquet file in memory at once
 
@@ -42,8 +44,23 @@ class Record(NamedTuple):
     metadata: dict[str, Any]  # the other columns
 
 
+class ExampleColumns(NamedTuple):
+    """The columns of supervised examples; None: found by name."""
+
+    prompt_key: str | None
+    response_key: str | None
+    messages_key: str | None
+
+
+class Conversation(NamedTuple):
+    """A prompt with the assistant's turns."""
+
+    prompt: Prompt
+    turns: tuple[Message, ...]  # from the assistant's first to its last, with those between them
+
+
 class Unusable(NamedTuple):
-    """A record without a problem."""
+    """A record without a problem, or without an assistant's turn."""
 
     reason: str  # with file and line
 
@@ -57,10 +74,22 @@ def read_records(file: Path, columns: Columns, field: str) -> Iterator[Record | 
     Raises:
         UserError: the file cannot be read, or a record has the wrong shape; with its number.
     """
+    for where, row in _rows(file, field):
+        yield _record(row, columns, field, where)
+
+
+def read_conversations(
+    file: Path, columns: ExampleColumns, field: str
+) -> Iterator[Conversation | Unusable]:
+    """Yields the records of a file of supervised examples, as `read_records`, which says more."""
+    for where, row in _rows(file, field):
+        yield _conversation(row, columns, field, where)
+
+
+def _rows(file: Path, field: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (its place, columns) of each record."""
     try:
-        found = _jsonl(file, field) if file.suffix == ".jsonl" else _parquet(file, field)
-        for where, columns_of_record in found:
-            yield _record(columns_of_record, columns, field, where)
+        yield from _jsonl(file, field) if file.suffix == ".jsonl" else _parquet(file, field)
     except OSError as error:
         raise UserError(
             f"{field}: cannot read {file.absolute()}: {error.strerror or error}."
@@ -130,6 +159,45 @@ def _record(row: dict[str, Any], columns: Columns, field: str, where: str) -> Re
             return Unusable(f"{where}: {key!r} holds half of a surrogate pair")
     others = {k: v for k, v in row.items() if k not in (prompt_key, answer_key)}
     return Record(prompt, answer.strip(), json.loads(json.dumps(others, default=str)))
+
+
+def _conversation(
+    row: dict[str, Any], columns: ExampleColumns, field: str, where: str
+) -> Conversation | Unusable:
+    texts = columns.prompt_key is not None or columns.response_key is not None
+    messages_key = columns.messages_key or MESSAGES_KEY
+    if columns.messages_key is not None or (not texts and messages_key in row):
+        name = f"{field}.messages_key"
+        _, value = _column(row, messages_key, (), name, where)
+        messages = _prompt(value, messages_key, where)
+        if isinstance(messages, str):
+            raise UserError(f"{where}: {messages_key!r} must be a list of messages, not a text.")
+        ours = [i for i, (role, _) in enumerate(messages) if role == "assistant"]
+        if not ours:
+            return Unusable(f"{where}: {messages_key!r} has no message of the role 'assistant'")
+        if ours[0] == 0:
+            return Unusable(f"{where}: {messages_key!r} begins with the assistant: no prompt")
+        found = Conversation(messages[: ours[0]], messages[ours[0] : ours[-1] + 1])
+    else:
+        name = f"{field}.prompt_key"
+        prompt_key, value = _column(row, columns.prompt_key, PROMPT_KEYS, name, where)
+        prompt = _prompt(value, prompt_key, where)
+        name = f"{field}.response_key"
+        key, value = _column(row, columns.response_key, RESPONSE_KEYS, name, where)
+        if not isinstance(value, str):
+            raise UserError(f"{where}: {key!r} must be text, not {_kind(value)}.")
+        found = Conversation(prompt, (("assistant", value),))
+    prompt = found.prompt
+    messages = [("", prompt)] if isinstance(prompt, str) else [*prompt]
+    if not any(content.strip() for _, content in messages):
+        return Unusable(f"{where}: the prompt is empty")
+    if not all(content.strip() for role, content in found.turns if role == "assistant"):
+        return Unusable(f"{where}: a response is empty")
+    try:
+        "".join(role + content for role, content in (*messages, *found.turns)).encode()
+    except UnicodeEncodeError:
+        return Unusable(f"{where}: it holds half of a surrogate pair")
+    return found
 
 
 def _column(

@@ -206,23 +206,40 @@ def check_batch_shapes(config: Config, axis_sizes: Mapping[str, int]) -> None:
     """Raises UserError unless rows, their tokens, slots and prompts split evenly over the mesh."""
     rows, context = parts_of(BATCH_AXES, axis_sizes), axis_sizes["context"]
     of_rows = rows, "config.mesh.data x config.mesh.fsdp"
-    of_slots, of_tokens = of_rows, (1, "")
+    of_slots = of_rows
     if context > 1:
         of_slots = rows * context, f"{of_rows[1]} x config.mesh.context"
-        of_tokens = 2 * context, "2 x config.mesh.context"  # see `zigzag`
     replica = config.mesh.rollout_tensor
     if replica is not None:
         devices = math.prod(axis_sizes.values())
         of_slots = devices // replica, f"the devices ({devices}) / config.mesh.rollout_tensor"
         sizes, fields = {**axis_sizes, "tensor": replica}, {"tensor": "rollout_tensor"}
         check_divides(config.model, config.mesh, sizes, fields)
-    t, r = config.train, config.rollout
-    for field, value, (shards, product) in (
-        ("train.rows_per_micro_batch", t.rows_per_micro_batch, of_rows),
-        ("train.row_tokens", t.row_tokens, of_tokens),
+    r = config.rollout
+    check_row_shapes(config.train.rows_per_micro_batch, config.train.row_tokens, axis_sizes)
+    _check_multiples(
         ("rollout.slots", r.slots, of_slots),
         ("rollout.prefill_prompts", r.prefill_prompts, of_slots),
-    ):
+    )
+
+
+def check_row_shapes(
+    rows_per_micro_batch: int, row_tokens: int, axis_sizes: Mapping[str, int]
+) -> None:
+    """Raises UserError unless packed rows and their tokens split evenly over the mesh."""
+    rows, context = parts_of(BATCH_AXES, axis_sizes), axis_sizes["context"]
+    of_rows = rows, "config.mesh.data x config.mesh.fsdp"
+    # See `zigzag`.
+    of_tokens = (2 * context, "2 x config.mesh.context") if context > 1 else (1, "")
+    _check_multiples(
+        ("train.rows_per_micro_batch", rows_per_micro_batch, of_rows),
+        ("train.row_tokens", row_tokens, of_tokens),
+    )
+
+
+def _check_multiples(*entries: tuple[str, int, tuple[int, str]]) -> None:
+    """Raises UserError unless each (field, value) is a multiple of its (number, its name)."""
+    for field, value, (shards, product) in entries:
         if value % shards:
             raise UserError(
                 f"config.{field} ({value}) must be a multiple of {product} = {shards}; nearest: "

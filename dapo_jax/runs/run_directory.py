@@ -47,14 +47,17 @@ HELDOUT_PROBLEMS = 8  # with a response in each file of heldout/
 UNREADABLE = (OSError, ValueError, LookupError, TypeError)  # errors of `read_config`
 
 
-def read_config(file: Path) -> dict[str, Any]:
+def read_config(file: Path, kind: Any = Config) -> dict[str, Any]:
     """Returns the config in a config.json, as `frozen` wrote it.
+
+    Args:
+        kind: its class.
 
     Raises:
         UNREADABLE: the file holds no complete config.
     """
     config = json.loads(file.read_text())["config"]
-    missing = [field.name for field in dataclasses.fields(Config) if field.name not in config]
+    missing = [field.name for field in dataclasses.fields(kind) if field.name not in config]
     if missing:
         raise ValueError(f"its config has no {missing[0]}")
     return config
@@ -270,7 +273,7 @@ def _git_commit() -> str | None:
 def _check_resumes(file: Path, config: Config) -> None:
     path = file.parent
     try:
-        old = read_config(file)
+        old = read_config(file, type(config))
     except UNREADABLE as error:
         raise UserError(
             f"{file} cannot be read ({error}). If this directory holds a run, restore that file; "

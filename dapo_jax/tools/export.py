@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
-from dapo_jax.config import Config, hf_config
+from dapo_jax.config import Config, ModelConfig, hf_config
 from dapo_jax.data.tokenizer import load_tokenizer, stop_tokens
 from dapo_jax.distributed.preemption import StopSignals
-from dapo_jax.models import hf_weights, lora, peft_adapter
+from dapo_jax.models import decoder, hf_weights, lora, peft_adapter
 from dapo_jax.models.sharding import fitting, make_mesh
 from dapo_jax.runs import run_directory
 from dapo_jax.tools import model_card
@@ -61,30 +61,47 @@ def export(
     mesh = make_mesh(config.mesh)
     with StopSignals(progress) as signals:
         label, params = load_params(config, workdir, step, mesh, tokenizer, progress, signals.check)
-    tokenizer.save_pretrained(str(output))
     if adapter:
+        tokenizer.save_pretrained(str(output))
         peft_adapter.save(config.model, params, output, dtype)
     else:
-        eos = list(stop_tokens(config.model, tokenizer))
-        values = hf_config.to_hf(config.model, eos=eos, bos=tokenizer.bos_token_id, dtype=dtype)
-        hf_weights.save(config.model, lora.merged(config.model, params), output, dtype)
-        _write(output / "config.json", values)
-        _write(output / "generation_config.json", _generation(config, values))
+        write_directory(config.model, params, tokenizer, output, dtype, _sampling(config))
     model_card.write(output, workdir, label, dtype, library="peft" if adapter else "transformers")
     size = sum(file.stat().st_size for file in output.glob("*.safetensors"))
     return f"{label}: {size / 1e6:,.1f} MB in {dtype} at {output}"
 
 
-def _generation(config: Config, values: dict[str, Any]) -> dict[str, Any]:
+def write_directory(
+    model: ModelConfig,
+    params: decoder.Params,
+    tokenizer: Any,
+    output: Path,
+    dtype: str,
+    sampling: dict[str, Any],
+) -> None:
+    """Writes a model in Hugging Face format into a directory, adapters merged into its weights.
+
+    Args:
+        dtype: of the tensors.
+        sampling: values of generation_config.json besides the stop tokens.
+    """
+    eos = list(stop_tokens(model, tokenizer))
+    values = hf_config.to_hf(model, eos=eos, bos=tokenizer.bos_token_id, dtype=dtype)
+    hf_weights.save(model, lora.merged(model, params), output, dtype)
+    tokenizer.save_pretrained(str(output))
+    _write(output / "config.json", values)
+    ends = {key: values[key] for key in ("bos_token_id", "eos_token_id")}
+    _write(output / "generation_config.json", ends | sampling)
+
+
+def _sampling(config: Config) -> dict[str, Any]:
     """Returns the sampling of the run's evaluation, for tools that read the directory."""
-    keys = ("bos_token_id", "eos_token_id")
     evaluation = config.evaluation
+    if evaluation.temperature == 0:
+        return {"do_sample": False}
     # transformers takes top_k 50 unless it is given.
     sampling = {"do_sample": True, "top_k": 0, "min_p": 0.0}
-    sampling |= {"temperature": evaluation.temperature, "top_p": evaluation.top_p}
-    return {key: values[key] for key in keys} | (
-        sampling if evaluation.temperature > 0 else {"do_sample": False}
-    )
+    return sampling | {"temperature": evaluation.temperature, "top_p": evaluation.top_p}
 
 
 def _write(file: Path, values: dict[str, Any]) -> None:

@@ -24,11 +24,13 @@ from dapo_jax.models import decoder, log_probs, lora, pretrained, rotary
 from dapo_jax.models.attention import kernels, xla
 from dapo_jax.models.sharding import initial_params, param_shardings
 from dapo_jax.runs.checkpoint import Checkpoints
-from dapo_jax.training import packing, pretrain
+from dapo_jax.training import optimizer, packing, pretrain, supervised
+from dapo_jax.training import step as train_step
 from dapo_jax.types import RunError, UserError
 
 REPORT_EVERY_STEPS = 50
 CODE = arithmetic, xla, kernels, packing, log_probs, decoder, pretrain, rotary, tokenizer
+CODE += optimizer, supervised, train_step
 
 
 def fingerprint(config: Config) -> str:

@@ -48,8 +48,8 @@ class LearnerState(NamedTuple):
 
     @property
     def saved(self) -> "LearnerState":
-        """What a checkpoint holds: all but the frozen parameters, which are those of the base."""
-        return self._replace(policy=self.policy._replace(frozen=None))
+        """What a checkpoint holds."""
+        return self._replace(policy=self.policy.saved)
 
 
 class MiniBatch(NamedTuple):

@@ -206,6 +206,18 @@ def used_micro_batches(num_rows: int, rows_per_micro_batch: int) -> int:
     return -(-num_rows // rows_per_micro_batch)
 
 
+def most_rows(lengths: Sequence[int], row_tokens: int) -> int:
+    """Returns a bound on the rows of `first_fit_decreasing`, for sequences of at most these
+    lengths.
+
+    As many of the longest as fit together are in each row; and any two rows hold more than
+    `row_tokens` together, or the first would have taken a sequence of the second.
+    """
+    by_number = -(-len(lengths) // (row_tokens // max(lengths)))
+    by_tokens = 2 * -(-sum(lengths) // row_tokens) - 1
+    return min(by_number, by_tokens)
+
+
 def max_micro_batches(config: Config) -> int:
     """Returns the micro-batches that the longest possible mini-batch needs: the fixed shape of an
     update.

@@ -5,26 +5,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from dapo_jax.config import Config, PretrainConfig
+from dapo_jax.config import Config, OptimizerConfig, PretrainConfig
 from dapo_jax.data import arithmetic
 from dapo_jax.models import decoder
-from dapo_jax.models.log_probs import row_statistics
-from dapo_jax.models.sharding import (
-    head_layout,
-    initial_params,
-    param_shardings,
-    row_sharding,
-    to_mesh,
-)
-from dapo_jax.training import packing
+from dapo_jax.models.sharding import initial_params, row_sharding, to_mesh
+from dapo_jax.training import packing, step, supervised
 from dapo_jax.types import Rows
 
 LEARNING_RATE = 3e-3
+OPTIMIZER = OptimizerConfig(betas=(0.9, 0.98), weight_decay=0.01)
 ROW_MULTIPLE = 128  # tokens; whatever the mesh, its context axis divides a row
 
 
@@ -97,37 +90,23 @@ def make_base(
     """
     p = config.pretrain
     assert p is not None
-    shardings = param_shardings(config.model, config.mesh, mesh)
-    layout = head_layout(config.model, config.mesh, mesh)
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(schedule(p), b1=0.9, b2=0.98, weight_decay=0.01),
-    )
-
-    def loss(params: decoder.Params, rows: Rows) -> jax.Array:
-        statistics = row_statistics(config.model, params, rows, temperature=1.0, layout=layout)
-        log_prob_BT = statistics.log_prob_BT
-        total = -jnp.sum(jnp.where(rows.mask_BT, log_prob_BT, 0.0))
-        return total / jnp.sum(rows.mask_BT, dtype=jnp.float32)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(carry: Any, rows: Rows) -> tuple[Any, jax.Array]:
-        params, moments = carry
-        value, grads = jax.value_and_grad(loss)(params, rows)
-        changes, moments = optimizer.update(grads, moments, params)
-        return (optax.apply_updates(params, changes), moments), value
-
+    rate = jax.jit(schedule(p))
+    update = supervised.compile_update(config.model, config.mesh, OPTIMIZER, mesh)
     params = initial_params(config.model, config.mesh, mesh, config.seed)
-    carry = (params, jax.jit(optimizer.init)(params))
+    state_at = step.model_state_shardings(config.model, config.mesh, OPTIMIZER, mesh)
+    new_state = functools.partial(step.model_state, OPTIMIZER)
+    state = jax.jit(new_state, out_shardings=state_at)(params)
     batches = text_rows(config, tokenizer)
-    at = row_sharding(mesh)
+    at = row_sharding(mesh, batch_dim=1)
     value = None
     for i in range(1, p.num_steps + 1):
-        rows = to_mesh(next(batches), at)  # made while the device works on the step before
-        carry, new_value = step(carry, rows)
+        rows = next(batches)  # made while the device works on the step before
+        tokens = np.float32(rows.mask_BT.sum())
+        rows = to_mesh(jax.tree.map(lambda x: x[None], rows), at)
+        state, metrics = update(state, rows, np.int32(1), tokens, rate(i - 1))
         if value is not None:  # one step late: the device is already at the next
             report(i - 1, float(value))
-        value = new_value
+        value = metrics.loss
     assert value is not None
     report(p.num_steps, float(value))
-    return jax.device_put(carry[0], shardings)
+    return state.params

@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh
 
 from dapo_jax.algorithms import losses, surrogate
-from dapo_jax.config import Config, OptimizerConfig
+from dapo_jax.config import Config, MeshConfig, ModelConfig, OptimizerConfig
 from dapo_jax.models import decoder, log_probs, lora
 from dapo_jax.models.sharding import (
     HeadLayout,
@@ -42,6 +42,11 @@ class TrainState(NamedTuple):
     def model(self) -> Any:
         """All parameters of the model."""
         return lora.join(self.params, self.frozen)
+
+    @property
+    def saved(self) -> "TrainState":
+        """What a checkpoint holds: all but the frozen parameters, which are those of the base."""
+        return self._replace(frozen=None)
 
 
 class Sums(NamedTuple):
@@ -85,15 +90,27 @@ def new_state(optimizer: OptimizerConfig, params: Any) -> TrainState:
 
 def init_state(config: Config, params: decoder.Params) -> TrainState:
     """Returns the state of the policy before its first update; jittable."""
+    return model_state(config.optimizer, params)
+
+
+def model_state(optimizer: OptimizerConfig, params: decoder.Params) -> TrainState:
+    """Returns the state of a model before its first update; jittable."""
     trained, frozen = lora.split(params)
-    return new_state(config.optimizer, trained)._replace(frozen=frozen)
+    return new_state(optimizer, trained)._replace(frozen=frozen)
 
 
 def state_shardings(config: Config, mesh: Mesh) -> TrainState:
     """Returns the shardings of the policy's state."""
-    trained_at, frozen_at = lora.split(param_shardings(config.model, config.mesh, mesh))
-    shapes, _ = lora.split(decoder.param_shapes(config.model))
-    return shardings_of(config.optimizer, shapes, trained_at, mesh)._replace(frozen=frozen_at)
+    return model_state_shardings(config.model, config.mesh, config.optimizer, mesh)
+
+
+def model_state_shardings(
+    model: ModelConfig, mesh_config: MeshConfig, optimizer: OptimizerConfig, mesh: Mesh
+) -> TrainState:
+    """Returns the shardings of `model_state`."""
+    trained_at, frozen_at = lora.split(param_shardings(model, mesh_config, mesh))
+    shapes, _ = lora.split(decoder.param_shapes(model))
+    return shardings_of(optimizer, shapes, trained_at, mesh)._replace(frozen=frozen_at)
 
 
 def shardings_of(

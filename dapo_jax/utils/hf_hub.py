@@ -51,7 +51,8 @@ def is_repository(path: str) -> bool:
 
 
 def model_directory(path: str, patterns: Sequence[str], field: str = "config.model.path") -> Path:
-    """Returns the directory of a model: `path` itself, or that of the hub's repository.
+    """Returns the directory of a model: `path` itself, `path`/model where that holds one, as in the
+    directory of a supervised run, or that of the hub's repository.
 
     Args:
         field: the config field or flag that holds `path`, for errors.
@@ -60,6 +61,9 @@ def model_directory(path: str, patterns: Sequence[str], field: str = "config.mod
         UserError: there is neither such a directory nor such a repository.
     """
     place = Path(path).expanduser()
+    inner = place / "model"
+    if (inner / "config.json").is_file() and not any(place.glob("*.safetensors")):
+        return inner
     if place.is_dir():
         return place
     if not is_repository(path):

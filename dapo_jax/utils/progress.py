@@ -2,9 +2,30 @@
 
 import sys
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 HEADER_EVERY_LINES = 20
+
+
+class Column(NamedTuple):
+    """A column of the lines of steps."""
+
+    title: str
+    width: int
+    metric: str  # that it shows; one that ends in @ stands for the first that begins so
+    form: str  # of its value, as of `format`; "%": as a percentage
+
+
+COLUMNS = (
+    Column("reward", 8, "reward/mean", "+.3f"),
+    Column("sampled", 8, "accuracy/sampled", "%"),
+    Column("trained", 8, "accuracy/trained", "%"),
+    Column("held-out", 9, "eval/avg@", "%"),
+    Column("length", 7, "length/mean", ".1f"),
+    Column("entropy", 8, "policy/entropy", ".3f"),
+    Column("tok/s", 7, "perf/tokens_per_second", ".0f"),
+    Column("s/step", 7, "time/step", ".1f"),
+)
 
 
 def duration(seconds: float) -> str:
@@ -22,11 +43,19 @@ class Progress:
 
     Args:
         quiet: shows nothing.
+        columns: between the number of the step and the time left.
     """
 
     def __init__(
-        self, num_steps: int, last_step: int, out: TextIO | None = None, *, quiet: bool = False
+        self,
+        num_steps: int,
+        last_step: int,
+        out: TextIO | None = None,
+        *,
+        quiet: bool = False,
+        columns: tuple[Column, ...] = COLUMNS,
     ):
+        self.columns = columns
         self.num_steps, self.out, self.quiet = num_steps, out, quiet
         self.first_step = last_step
         self.seconds = 0.0
@@ -53,22 +82,22 @@ class Progress:
         step = metrics["step"]
         self.seconds += metrics["time/step"]
         left = self.seconds / max(1, step - self.first_step) * (self.num_steps - step)
-        accuracy = next((key for key in metrics if key.startswith("eval/avg@")), "")
-        percent = lambda key: f"{100 * metrics[key]:.1f} %" if key in metrics else ""
-        number = lambda key, form: format(metrics[key], form) if key in metrics else ""
         columns = (
             ("step", 9, f"{step}/{self.num_steps}"),
-            ("reward", 8, number("reward/mean", "+.3f")),
-            ("sampled", 8, percent("accuracy/sampled")),
-            ("trained", 8, percent("accuracy/trained")),
-            ("held-out", 9, percent(accuracy)),
-            ("length", 7, number("length/mean", ".1f")),
-            ("entropy", 8, number("policy/entropy", ".3f")),
-            ("tok/s", 7, number("perf/tokens_per_second", ".0f")),
-            ("s/step", 7, number("time/step", ".1f")),
+            *((c.title, c.width, _cell(metrics, c)) for c in self.columns),
             ("left", 8, duration(left) if step else ""),
         )
         if self.lines % HEADER_EVERY_LINES == 0:
             self.say("".join(title.rjust(width) for title, width, _ in columns))
         self.lines += 1
         self.say("".join(text.rjust(max(width, len(text) + 1)) for _, width, text in columns))
+
+
+def _cell(metrics: dict[str, Any], column: Column) -> str:
+    """Returns the text of a column; "" where the step has no such metric."""
+    name, form = column.metric, column.form
+    if name.endswith("@"):
+        name = next((key for key in metrics if key.startswith(name)), "")
+    if name not in metrics:
+        return ""
+    return f"{100 * metrics[name]:.1f} %" if form == "%" else format(metrics[name], form)

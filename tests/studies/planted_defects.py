@@ -173,6 +173,34 @@ DEFECTS = (
         "loss_BT = -terms.objective_BT",
         "tests/training/test_step.py",
     ),
+    Defect(
+        "the supervised loss is a mean of each micro-batch",
+        "dapo_jax/training/supervised.py",
+        "return total / denominator",
+        "return total / jnp.maximum(jnp.sum(rows.mask_BT, dtype=jnp.float32), 1)",
+        "tests/training/test_supervised.py -k cut",
+    ),
+    Defect(
+        "the turns of the user are trained",
+        "dapo_jax/data/examples.py",
+        "own = ends[-1] if is_assistant else 0",
+        "own = ends[-1] if ends else 0",
+        "tests/data/test_examples.py",
+    ),
+    Defect(
+        "the end of a turn is not trained",
+        "dapo_jax/data/examples.py",
+        "own = ends[-1] if is_assistant else 0",
+        "own = ends[-1] - 1 if is_assistant else 0",
+        "tests/training/test_supervised.py -k labels",
+    ),
+    Defect(
+        "every epoch of supervised examples has one order",
+        "dapo_jax/tools/sft.py",
+        'named_generator("sft-order", self.seed, epoch)',
+        'named_generator("sft-order", self.seed)',
+        "tests/tools/test_sft.py -k epoch",
+    ),
 )
 
 

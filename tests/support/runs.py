@@ -69,12 +69,15 @@ def run_here(workdir, home, *, devices=1, config=None, **overrides):
 TRAIN = ROOT / "launch" / "train.py"
 
 
-def start(workdir, home, *, devices=1, optimise=False, flags=(), program=TRAIN, **overrides):
+def start(
+    workdir, home, *, devices=1, optimise=False, flags=(), program=TRAIN, config=None, **overrides
+):
     """Starts launch/train.py, or another program, in a process of its own."""
+    config = config or write_config(workdir.with_name(workdir.name + "_config"), **overrides)
     command = [
         sys.executable,
         str(program),
-        f"--config={write_config(workdir.with_name(workdir.name + '_config'), **overrides)}",
+        f"--config={config}",
         f"--workdir={workdir}",
         *flags,
     ]
