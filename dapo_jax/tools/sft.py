@@ -269,8 +269,8 @@ class FineTuning:
             progress.say(f"resuming after step {step} of {config.train.num_steps}")
             return step, state, host
         progress.doing("loading the base model")
-        start = jax.jit(new_state, out_shardings=self.state_at, donate_argnums=0)
-        state = start(self._base())
+        make = jax.jit(new_state, out_shardings=self.state_at, donate_argnums=0)
+        state = make(self._base())
         directory.rewind(-1)
         start = time.monotonic()
         numbers = self._evaluate(state)

@@ -38,7 +38,7 @@ def trained(tmp_path_factory, home):
 def test_what_samples_is_what_trains(trained):
     first, second = metrics_of(trained)[1:]
     assert all(step["rollout/log_prob_gap_max"] < 1e-5 for step in (first, second))
-    assert first["policy/kl_ref"] == 0.0 and second["policy/kl_ref"] > 1e-4
+    assert first["policy/kl_ref"] < 1e-12 and second["policy/kl_ref"] > 1e-4
 
 
 @pytest.mark.slow

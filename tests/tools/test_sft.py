@@ -267,3 +267,31 @@ def test_the_function_of_the_public_interface(tmp_path, place, finished, monkeyp
         run = dapo_jax.sft(config, finished[0])  # done: the model and the summary are written again
     assert run.stopped_by is None and run.summary["steps"] == STEPS
     assert [line["step"] for line in run.metrics] == list(range(STEPS + 1))
+
+
+@pytest.mark.slow
+def test_adapters_are_tuned_resumed_and_merged(finished, tmp_path, home, place, monkeypatch):
+    """On the model of another run; a third run starts from what is written, at the same loss."""
+    file = write_file(tmp_path, sft_dict(place))
+    more = {"model.lora_rank": 2, "optimizer.learning_rate": 0.003}
+    load = lambda path, changes: load_config(
+        str(file), changes, model=str(path), kind=type(sft_config(place))
+    )
+    config, real = load(finished[0], more), sft.FineTuning._one_step
+
+    def signalled(self, step, state, host):
+        if step == 4:
+            signal.raise_signal(signal.SIGTERM)
+        return real(self, step, state, host)
+
+    fine_tune_here(tmp_path / "whole", home, config)
+    with monkeypatch.context() as patch:
+        patch.setattr(sft.FineTuning, "_one_step", signalled)
+        assert fine_tune_here(tmp_path / "stopped", home, config)[0] == signal.SIGTERM
+    assert "resuming after step 4" in fine_tune_here(tmp_path / "stopped", home, config)[1]
+    steps = metrics_of(tmp_path / "whole")
+    assert metrics_of(tmp_path / "stopped") == steps
+    before, after = metrics_of(finished[0])[-1]["loss/heldout"], steps[-1]["loss/heldout"]
+    assert steps[0]["loss/heldout"] == pytest.approx(before, rel=1e-6) and after < before - 0.003
+    fine_tune_here(tmp_path / "third", home, load(tmp_path / "whole", {"train.num_steps": 1}))
+    assert metrics_of(tmp_path / "third")[0]["loss/heldout"] == pytest.approx(after, rel=1e-4)
