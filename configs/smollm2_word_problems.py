@@ -1,7 +1,7 @@
 """DAPO on a pretrained model of 135 million parameters and generated word problems, on a laptop.
 
 Command:   python launch/train.py --config=configs/smollm2_word_problems.py
-           --config=configs/smollm2_word_problems.py:grpo is the baseline
+           --config=configs/smollm2_word_problems.py:grpo is the baseline, :lora trains adapters
            --model=DIRECTORY where the hub cannot be reached
 Hardware:  one device, such as 2 CPU cores; for more, another mesh and micro-batch
 Time:      20 minutes on 2 CPU cores, with two evaluations; 8 GB of memory
@@ -19,9 +19,9 @@ TWO_STEPS = dict(path="word_problems", levels=(2,))
 
 
 def get_config(method: str = "") -> ConfigDict:
-    """Returns tiny_dapo with a pretrained model, its chat template and word problems; of a method
-    of configs/tiny.py, the lines that differ."""
-    c = tiny.get_config(method) if method else tiny_dapo.get_config()
+    """Returns tiny_dapo with a pretrained model, its chat template and word problems; with "lora"
+    adapters of rank 16; of a method of configs/tiny.py, the lines that differ."""
+    c = tiny_dapo.get_config() if method in ("", "lora") else tiny.get_config(method)
     c.pretrain = None
     c.model.update(path=NAME, tokenizer=NAME, vocab_size=49_152, num_layers=30, hidden_size=576)
     c.model.update(intermediate_size=1536, num_heads=9, num_kv_heads=3, head_dim=64)
@@ -45,4 +45,7 @@ def get_config(method: str = "") -> ConfigDict:
     c.train.update(num_steps=13, prompts_per_step=16, prompts_per_update=4, row_tokens=320)
     c.train.update(rows_per_micro_batch=2, share_prompts=True)
     c.evaluation.update(every_steps=13, num_samples=8, temperature=0.6, top_p=1.0)
+    if method == "lora":
+        c.model.update(lora_rank=16, lora_alpha=32.0)
+        c.optimizer.learning_rate = 4e-4  # ten times that of all parameters
     return c
