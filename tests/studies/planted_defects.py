@@ -51,6 +51,20 @@ DEFECTS = (
         "tests/rollout/test_carry.py",
     ),
     Defect(
+        "adapters are trained and do not reach the rollouts",
+        "dapo_jax/rollout/programs.py",
+        "params = lora.join(trained, frozen)\n",
+        "params = lora.join(lora.switched_off(trained), frozen)\n",
+        "tests/end_to_end/test_lora.py -m slow",
+    ),
+    Defect(
+        "the scale of adapters forgets their rank",
+        "dapo_jax/models/decoder.py",
+        "(c.lora_alpha / c.lora_rank)",
+        "c.lora_alpha",
+        "tests/models/test_lora.py",
+    ),
+    Defect(
         "old log-probs of carried tokens are recomputed",
         "dapo_jax/training/learner.py",
         "samples.staleness_M == 0, recomputed_M, samples.log_prob_M",

@@ -15,6 +15,7 @@ from dapo_jax.models.sharding import AXES, check_batch_shapes, check_divides, me
 from dapo_jax.rewards.scorers import load_scorer
 from dapo_jax.rewards.types import parse_scorers
 from dapo_jax.rollout import memory_budget
+from dapo_jax.tools.plan.estimate import adapters
 from dapo_jax.training.packing import max_micro_batches
 
 Lines = list[tuple[str, str]]
@@ -54,14 +55,20 @@ def describe(config: Config) -> str:
 def _model_lines(config: Config) -> Lines:
     m = config.model
     parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(decoder.param_shapes(m)))
+    dtypes = f"{m.param_dtype} parameters, {m.compute_dtype} compute"
+    trained = []
+    if m.lora_rank:
+        dtypes = f"{m.param_dtype} adapters, {m.compute_dtype} base and compute"
+        trained = [("trained", f"{adapters(m):,} in adapters of rank {m.lora_rank}")]
     layers = f"{m.num_layers} x {m.hidden_size}, feed-forward {m.intermediate_size}"
     return [
         ("weights", m.path or ("random" if config.pretrain is None else "made by this run")),
         ("parameters", f"{parameters:,}"),
+        *trained,
         ("layers x hidden size", layers),
         ("heads", f"{m.num_heads} query, {m.num_kv_heads} key-value, of {m.head_dim}"),
         ("vocabulary", f"{m.vocab_size:,}" + (", tied" if m.tie_embeddings else "")),
-        ("dtypes", f"{m.param_dtype} parameters, {m.compute_dtype} compute"),
+        ("dtypes", dtypes),
     ]
 
 
