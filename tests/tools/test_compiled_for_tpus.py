@@ -20,8 +20,8 @@ TOPOLOGIES = {
     "qwen0_5b_gsm8k": "v5e:1x1",
     "qwen1_5b_gsm8k_lora": "v5e:1x1",
 }
-# qwen7b_dapo has the layers of the 32B and the slice of the 8B. That of adapters takes as long as
-# all others together; docs/lora.md has its figure.
+# qwen7b_dapo has the layers of the 32B and the slice of the 8B. The update of adapters takes some
+# minutes to compile; docs/lora.md has its figure.
 COMPILED = [name for name in TOPOLOGIES if name not in ("qwen7b_dapo", "qwen1_5b_gsm8k_lora")]
 
 
