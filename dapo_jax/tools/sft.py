@@ -92,7 +92,9 @@ def fine_tune(config: SftConfig, workdir: Path, process_group: ProcessGroup = AL
         progress.num_steps = config.train.num_steps
         like_run = cast(Any, config)  # it has the sections that a run directory reads
         with (
-            contextlib.closing(RunDirectory(workdir, like_run, writes=primary)) as directory,
+            contextlib.closing(
+                RunDirectory(workdir, like_run, writes=primary, say=progress.say)
+            ) as directory,
             Checkpoints(
                 run_directory.checkpoints(workdir, run_directory.frozen(like_run)),
                 keep_newest=config.checkpoint.keep_newest,
