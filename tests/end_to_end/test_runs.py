@@ -184,19 +184,23 @@ def test_a_stop_while_the_base_is_made(tmp_path, home, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_eight_devices_train_as_one(tmp_path, home, finished):
-    """The same rewards, and the same parameters to 1e-5 after 3 steps, sharded 2 x 2 x 2."""
+    """The same rewards, and the same parameters to 1e-5 after 3 steps, sharded 2 x 2 x 2.
+
+    With the usual eps of 1e-8 Adam makes whole steps of the rounding of a gradient that is 0.
+    """
+    settings = RUN | {"train__num_steps": 3, "optimizer__eps": 1e-6}
     eight = {"mesh__data": 2, "mesh__context": 2, "mesh__tensor": 2}
-    workdir = tmp_path / "eight"
-    shutil.copytree(finished[0] / "base", workdir / "base")  # the same base to the last bit
-    run_here(workdir, home, devices=8, **RUN | {"train__num_steps": 3} | eight)
-    one, many = metrics_of(finished[0])[:4], metrics_of(workdir)
-    for ours, theirs in zip(one[1:], many[1:], strict=True):
+    first, workdir = tmp_path / "one", tmp_path / "eight"
+    for place in (first, workdir):
+        shutil.copytree(finished[0] / "base", place / "base")  # the same base to the last bit
+    run_here(first, home, **settings)
+    run_here(workdir, home, devices=8, **settings | eight)
+    for ours, theirs in zip(metrics_of(first)[1:], metrics_of(workdir)[1:], strict=True):
         for name in ("reward/mean", "accuracy/sampled", "length/mean", "batch/tokens_trained"):
             assert ours.get(name) == theirs.get(name), (ours["step"], name)
-    a, b = params_at(finished[0], 3, **RUN), params_at(workdir, 3, **RUN)
+    a, b = params_at(first, 3, **settings), params_at(workdir, 3, **settings)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), a, b)
-    for name, text in rollouts_of(workdir).items():
-        assert text == rollouts_of(finished[0])[name]
+    assert rollouts_of(workdir) == rollouts_of(first)
 
 
 def evaluate(finished, output, *arguments):
