@@ -5,8 +5,8 @@ Command:   python launch/train.py --config=configs/qwen1_5b_gsm8k_lora.py
 Hardware:  one TPU v5e chip (v5e-1) or one GPU of 24 GB; :t4 for one GPU of 16 GB without bfloat16
 Memory:    docs/lora.md
 Time:      not yet run on any of them
-Result:    none yet. Others report 73.2 % of the test split before (Qwen2.5's own report) and 77.9
-           after PPO without LoRA: github.com/verl-project/verl, docs/algo/baseline.md
+Result:    none yet. Others report 77.9 % of the test split after GRPO with LoRA of rank 32:
+           github.com/verl-project/verl, docs/algo/baseline.md
 
 The base is frozen in bfloat16, adapters of rank 32 stand beside all linear layers, and the rate is
 ten times that of training all parameters (docs/lora.md). All else is as in qwen0_5b_gsm8k.

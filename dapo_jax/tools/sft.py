@@ -195,7 +195,9 @@ class FineTuning:
         return_memory()
         multiply_in(model.compute_dtype, mesh.devices.flat[0].platform)
         self.update: Any = supervised.compile_update(model, config.mesh, config.optimizer, mesh)
-        self.score = supervised.compile_scoring(model, config.mesh, mesh)
+        self.score = train_step.compile_log_probs(
+            model, config.mesh, mesh, temperature=1.0, share_prompts=False
+        )
         self.state_at = train_step.model_state_shardings(model, config.mesh, config.optimizer, mesh)
         self.order = ExampleOrder(len(self.examples.train), config.seed)
         longest = sorted((example.length for example in self.examples.train), reverse=True)

@@ -340,18 +340,34 @@ def compile_scoring(
 ) -> Callable[[decoder.Params, Rows, Array], jax.Array]:
     """Returns (params, rows [A, B, T], micro-batches used) -> log-probs [A, B, T], jitted for the
     mesh."""
+    temperature, share_prompts = config.rollout.temperature, config.train.share_prompts
+    return compile_log_probs(
+        config.model, config.mesh, mesh, temperature=temperature, share_prompts=share_prompts
+    )
+
+
+def compile_log_probs(
+    model: ModelConfig,
+    mesh_config: MeshConfig,
+    mesh: Mesh,
+    *,
+    temperature: float,
+    share_prompts: bool,
+) -> Callable[[decoder.Params, Rows, Array], jax.Array]:
+    """Returns `compile_scoring`'s program, for programs without the config of a run."""
+    layout = head_layout(model, mesh_config, mesh)
 
     def log_prob(params: decoder.Params, rows: Rows) -> jax.Array:
         return log_probs.row_statistics(
-            config.model,
+            model,
             params,
             rows,
-            temperature=config.rollout.temperature,
-            layout=_head_layout(config, mesh),
-            share_prompts=config.train.share_prompts,
+            temperature=temperature,
+            layout=layout,
+            share_prompts=share_prompts,
         ).log_prob_BT
 
-    return compile_map(log_prob, param_shardings(config.model, config.mesh, mesh), mesh)
+    return compile_map(log_prob, param_shardings(model, mesh_config, mesh), mesh)
 
 
 def compile_map(

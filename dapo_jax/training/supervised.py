@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from dapo_jax.config import MeshConfig, ModelConfig, OptimizerConfig
 from dapo_jax.models import decoder, lora
 from dapo_jax.models.log_probs import row_statistics
-from dapo_jax.models.sharding import HeadLayout, head_layout, param_shardings
+from dapo_jax.models.sharding import HeadLayout, head_layout
 from dapo_jax.training import step as train_step
 from dapo_jax.training.step import TrainState
 from dapo_jax.types import Array, Rows
@@ -106,16 +106,3 @@ def compile_update(
     return train_step.jit_update(
         functools.partial(update, model, optimizer, layout=layout), state_at, mesh
     )
-
-
-def compile_scoring(
-    model: ModelConfig, mesh_config: MeshConfig, mesh: Mesh
-) -> Callable[[decoder.Params, Rows, Array], jax.Array]:
-    """Returns (params, rows [A, B, T], micro-batches used) -> log-probs [A, B, T], jitted for the
-    mesh."""
-    layout = head_layout(model, mesh_config, mesh)
-
-    def log_prob(params: decoder.Params, rows: Rows) -> jax.Array:
-        return row_statistics(model, params, rows, temperature=1.0, layout=layout).log_prob_BT
-
-    return train_step.compile_map(log_prob, param_shardings(model, mesh_config, mesh), mesh)

@@ -72,7 +72,7 @@ def model_directory(path: str, patterns: Sequence[str], field: str = "config.mod
             "Hugging Face format or the id of a repository on the hub (owner/name)."
         )
     try:
-        return snapshot(path, "model", patterns)
+        return _model_snapshot(path, tuple(patterns))
     except Exception as error:
         raise UserError(
             f"{field}: there is no directory {place.absolute()}, and {path} could not be "
@@ -80,6 +80,11 @@ def model_directory(path: str, patterns: Sequence[str], field: str = "config.mod
             "HF_TOKEN if it is gated or private. Without a network give a directory, made "
             f"elsewhere by: hf download {path} --local-dir DIRECTORY"
         ) from error
+
+
+@functools.cache  # config.json is read several times: one request, and one time-out without the hub
+def _model_snapshot(repository: str, patterns: tuple[str, ...]) -> Path:
+    return snapshot(repository, "model", patterns)
 
 
 def check_upload(repository: str) -> None:
