@@ -14,13 +14,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from dapo_jax.config.cli import load_config
 from dapo_jax.models import chunked_softmax, decoder, lora, peft_adapter, pretrained
 from dapo_jax.models.attention import xla
 from dapo_jax.models.log_probs import row_statistics
-from dapo_jax.models.sharding import param_shardings
+from dapo_jax.models.sharding import AXES, param_shardings
+from dapo_jax.rollout import memory_budget
 from dapo_jax.training import packing
 from dapo_jax.types import UserError
 from tests.support import checkpoints
+from tests.support.engines import make_engine
 from tests.support.helpers import in_float64, make_mesh, replace_model, tiny_config
 
 GOLDENS = Path(__file__).parent.parent / "goldens" / "lora.npz"
@@ -190,3 +193,30 @@ def test_the_base_is_frozen_in_the_compute_dtype():
     trained, frozen = lora.split(decoder.param_shapes(c))
     assert {x.dtype for x in jax.tree.leaves(trained)} == {jnp.dtype("float32")}
     assert {x.dtype for x in jax.tree.leaves(frozen)} == {jnp.dtype("bfloat16")}
+
+
+def test_rollouts_read_the_frozen_arrays_in_place():
+    """In bfloat16 the adapters alone are copied, and on a CPU the layers as decoding has them."""
+    engine = make_engine(model={"lora_rank": 2, "compute_dtype": "bfloat16"})
+    params = decoder.init_params(engine.config.model, jax.random.key(0))
+    loaded = engine.load_params(params).prefill
+    place = lambda tree: {
+        jax.tree_util.keystr(path): x.unsafe_buffer_pointer()
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    }
+    ours, theirs = place(params), place(loaded)
+    copied = {name for name in ours if ours[name] != theirs[name]}
+    assert copied == {name for name in ours if "_lora_" in name} and len(copied) == 14
+
+
+def test_the_plan_counts_what_is_trained_and_what_is_frozen():
+    """36,929,536 is what peft prints for rank 32 on Qwen2.5-1.5B; r (in + out) for each matrix."""
+    config = load_config("configs/qwen1_5b_gsm8k_lora.py", {"mesh.fsdp": 1})
+    held = memory_budget.held(config, dict.fromkeys(AXES, 1))
+    sizes = (1536, 1536), (1536, 256), (1536, 256), (1536, 1536)
+    sizes += (1536, 8960), (1536, 8960), (8960, 1536)
+    assert 28 * 32 * sum(map(sum, sizes)) == 36_929_536
+    assert held.always["parameters"] == held.update["gradients"] == 4 * 36_929_536
+    assert held.always["optimiser state"] == 8 * 36_929_536
+    assert held.always["frozen parameters"] == 2 * 1_543_714_304  # Qwen2.5-1.5B, tied
+    assert held.rollout["rollout copy of the parameters"] == 2 * 36_929_536
