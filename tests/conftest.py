@@ -1,5 +1,6 @@
 """Eight virtual CPU devices, strict promotion, and small configs shared by the tests."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -44,6 +45,15 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 from tests.support.helpers import tiny_config
+
+
+@pytest.fixture(scope="module", autouse=True)
+def freeze():
+    """Compiled programs stay until the end, millions of objects, and each collection of garbage
+    looked through all of them, for 2 s after some files. It passes over what is frozen."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

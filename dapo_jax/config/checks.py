@@ -51,6 +51,11 @@ def check_model(model: "ModelConfig") -> None:
 
 def check_training(config: "Config | SftConfig") -> None:
     """Raises UserError for a config that can be evaluated and not trained."""
+    if config.model.param_dtype == "int8" and not config.model.lora_rank:
+        raise UserError(
+            "config.model.param_dtype 'int8' is for the frozen base of adapters, and "
+            "config.model.lora_rank is 0. Set lora_rank, or param_dtype to 'float32'."
+        )
     if config.model.param_dtype == "bfloat16":
         raise UserError(
             "config.model.param_dtype 'bfloat16' is for evaluation: it rounds away updates at "

@@ -56,8 +56,9 @@ class ModelConfig:
     lora_rank: NonNegativeInt = 0
     lora_alpha: Positive = 32.0
     # Dtype of the trained weights. Training refuses bfloat16, which rounds its updates away. With
-    # adapters the others are frozen in the compute dtype.
-    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    # adapters the others are frozen in the compute dtype. int8, with adapters alone: the frozen
+    # matrices of the layers are in int8, and adapters in float32.
+    param_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # activations and matmul inputs
     # Values of each layer kept for the backward pass, from most memory to least. none: all; dots:
     # all products; dots_no_batch: products with weights; attention_mlp: attention's output and the
@@ -68,6 +69,22 @@ class ModelConfig:
     attention: Literal["auto", "xla", "splash", "flash"] = "auto"
     # Tokens per device whose logits are in memory at once.
     log_prob_chunk_tokens: PositiveInt = 4096
+
+    @property
+    def trained_dtype(self) -> str:
+        """Of what is trained: all parameters, or the adapters."""
+        return "float32" if self.param_dtype == "int8" else self.param_dtype
+
+    @property
+    def base_dtype(self) -> str:
+        """Of all but adapters, and of int8 matrices."""
+        frozen = self.lora_rank or self.param_dtype == "int8"
+        return self.compute_dtype if frozen else self.param_dtype
+
+    @property
+    def matrix_dtype(self) -> str:
+        """Of the layers' matrices beside which adapters stand."""
+        return "int8" if self.param_dtype == "int8" else self.base_dtype
 
 
 AxisSize = Annotated[int, fields.Range(lambda x: x == -1 or x > 0, "positive, or -1 for the rest")]

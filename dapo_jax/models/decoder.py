@@ -6,7 +6,8 @@ neither of them Llama (arXiv:2407.21783). Layers are stacked and scanned.
 
 Training, prefill and decoding differ in how a query finds its keys: the `attend` argument. Outside
 this module parameters are a nested dict of arrays; `bind` puts them into the module. With
-`lora_rank` each product with a matrix of a layer has a low-rank one beside it (`models.lora`).
+`lora_rank` each product with a matrix of a layer has a low-rank one beside it (`models.lora`), and
+the matrix may be in int8 (`models.int8`).
 """
 
 import functools
@@ -22,13 +23,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from dapo_jax.config import ModelConfig
+from dapo_jax.models import int8
+from dapo_jax.models.int8 import INPUT_AXES
 from dapo_jax.models.rotary import rotary_angles, rotate
 from dapo_jax.utils.precision import at_least_float32
 
 Params = dict[str, Any]
 NO_WINDOW = 2**30  # positions: more than any sequence has
-# The matrices of a layer that adapters stand beside, with the number of their input axes.
-ADAPTED = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
 # (layer index, q_BTNH, k_BTKH, v_BTKH, cache, window) -> (attended values BTNH, cache). The window
 # is how many positions a query sees, itself included; None: no layer of the model slides.
 Attend = Callable[
@@ -47,8 +48,7 @@ class Decoder(nnx.Module):
             unrolled: hold the layers one by one, see `unstacked`.
         """
         self.config = c = config
-        # Adapters alone are trained where there are any, and the rest is frozen.
-        dtype = jnp.dtype(c.compute_dtype if c.lora_rank else c.param_dtype)
+        dtype = jnp.dtype(c.base_dtype)
 
         def normal(
             shape: tuple[int, ...], axes: tuple[str | None, ...], fan_in: int, dtype: Any = dtype
@@ -84,15 +84,21 @@ class Decoder(nnx.Module):
         if c.qk_norm:
             layers["q_norm"] = constant(1.0, (L, H), "layers", None)
             layers["k_norm"] = constant(1.0, (L, H), "layers", None)
-        for name, num_in in ADAPTED.items() if c.lora_rank else ():
+        for name, num_in in INPUT_AXES.items() if c.lora_rank else ():
             shape, axes = layers[name].shape, layers[name].get_metadata()["logical_axes"]
             into, out = slice(1, 1 + num_in), slice(1 + num_in, None)
             a = (L, *shape[into], c.lora_rank), ("layers", *axes[into], None)
             b = (L, c.lora_rank, *shape[out]), ("layers", None, *axes[out])
             # As peft: the variance of its uniform distribution for A, and B is 0.
-            dtype = jnp.dtype(c.param_dtype)
+            dtype = jnp.dtype(c.trained_dtype)
             layers[f"{name}_lora_a"] = normal(*a, 3 * math.prod(shape[into]), dtype)
             layers[f"{name}_lora_b"] = nnx.Param(jnp.zeros(b[0], dtype), logical_axes=b[1])
+        if c.param_dtype == "int8":
+            axes = {name: param.get_metadata()["logical_axes"] for name, param in layers.items()}
+            for name, num_in in INPUT_AXES.items():
+                axes[int8.scale_name(name)] = "layers", *axes[name][1 + num_in :]
+            values = int8.quantized_layers({name: param[...] for name, param in layers.items()})
+            layers = {n: nnx.Param(x, logical_axes=axes[n]) for n, x in values.items()}
         one = lambda i: {name: nnx.Param(param[i]) for name, param in layers.items()}
         self.layers = nnx.data([one(i) for i in range(L)] if unrolled else layers)
 
@@ -140,10 +146,13 @@ class Decoder(nnx.Module):
 
             def project(equation: str, x: jax.Array, name: str) -> jax.Array:
                 y = jnp.einsum(equation, x, w[name])
+                if (scale := weights.get(int8.scale_name(name))) is not None:
+                    y = at_least_float32(y)
+                    y = (y * scale.astype(y.dtype)[None]).astype(dtype)
                 if not c.lora_rank:
                     return y
                 a, b = w[f"{name}_lora_a"], w[f"{name}_lora_b"]
-                low_XR = jnp.tensordot(x, a, ADAPTED[name])
+                low_XR = jnp.tensordot(x, a, INPUT_AXES[name])
                 return y + (c.lora_alpha / c.lora_rank) * jnp.tensordot(low_XR, b, 1)
 
             y_XD = rms_norm(x_XD, weights["attention_norm"], c.rms_norm_eps)

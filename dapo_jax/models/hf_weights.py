@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 from dapo_jax.config import ModelConfig, hf_config
-from dapo_jax.models import decoder
+from dapo_jax.models import decoder, int8
 from dapo_jax.types import UserError
 from dapo_jax.utils import hf_hub
 from dapo_jax.utils.progress import duration
@@ -283,6 +283,7 @@ def read_arrays(
         sources: by our names.
         stored: by their names in the files.
     """
+    of_layers: decoder.Params = shapes["layers"]
     total, done = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)), 0
     begun = reported = time.monotonic()
 
@@ -306,12 +307,17 @@ def read_arrays(
         value = on_devices(tensor, tensor.name, ours)
         return _to_ours(tensor.order, like.shape, like.dtype, ours)(value)
 
-    def stack(name: str, like: jax.ShapeDtypeStruct, ours: NamedSharding) -> jax.Array:
-        tensor = sources[f"layers.{name}"]
-        empty, put = _stacking(tensor.order, like.shape, like.dtype, ours)
+    def stack(name: str) -> decoder.Params:
+        """Returns a matrix of all layers, in int8 with its scale. Layer by layer, so that there is
+        never more than one in the dtype of the file."""
+        tensor, at = sources[f"layers.{name}"], shardings["layers"]
+        names = tuple(n for n in (name, int8.scale_name(name)) if n in of_layers)
+        like, where = (tuple((n, x[n]) for n in names) for x in (of_layers, at))
+        empty, put = _stacking(tensor.order, like, where)
         layers = empty()
-        for i in range(len(like)):
-            layers = put(layers, on_devices(tensor, tensor.name.format(i=i), ours), np.int32(i))
+        for i in range(len(of_layers[name])):
+            layer = on_devices(tensor, tensor.name.format(i=i), at[name])
+            layers = put(layers, layer, np.int32(i))
             # Or the host would read ahead, and hold layers that the devices have not taken yet.
             jax.block_until_ready(layers)
         return layers
@@ -319,8 +325,10 @@ def read_arrays(
     params: decoder.Params = {
         n: one(n, x, shardings[n]) for n, x in shapes.items() if n != "layers"
     }
-    at = shardings["layers"]
-    params["layers"] = {n: stack(n, x, at[n]) for n, x in shapes["layers"].items()}
+    params["layers"] = {}
+    for name in of_layers:
+        if not int8.is_scale(name):
+            params["layers"] |= stack(name)
     return jax.block_until_ready(params)
 
 
@@ -334,17 +342,32 @@ def _to_ours(order: tuple[int, ...], shape: tuple[int, ...], dtype: Any, at: Nam
 
 @functools.cache
 def _stacking(
-    order: tuple[int, ...], shape: tuple[int, ...], dtype: Any, at: NamedSharding
+    order: tuple[int, ...],
+    like: tuple[tuple[str, jax.ShapeDtypeStruct], ...],
+    at: tuple[tuple[str, NamedSharding], ...],
 ) -> tuple[Any, Any]:
-    """Returns the programs that make an empty stack of layers and put one into it."""
+    """Returns the programs that make an empty stack of layers and put one into it.
 
-    def put(stack: jax.Array, layer: jax.Array, i: jax.Array) -> jax.Array:
-        ours = jnp.transpose(layer, order).reshape(shape[1:]).astype(dtype)
-        return jax.lax.dynamic_update_index_in_dim(stack, ours, i, 0)
+    Args:
+        like: name and shape of the stack; where it is in int8, of its scale, too.
+        at: where they lie.
+    """
+    (name, matrix), is_int8 = like[0], len(like) == 2
 
+    def put(stack: decoder.Params, layer: jax.Array, i: jax.Array) -> decoder.Params:
+        ours = jnp.transpose(layer, order).reshape(matrix.shape[1:])
+        if is_int8:
+            values, scale = int8.quantized(ours[None], name)
+            parts = {name: values[0], int8.scale_name(name): scale[0]}
+        else:
+            parts = {name: ours.astype(matrix.dtype)}
+        into = jax.lax.dynamic_update_index_in_dim
+        return {n: into(stack[n], part, i, 0) for n, part in parts.items()}
+
+    empty = lambda: {n: jnp.zeros(x.shape, x.dtype) for n, x in like}
     return (
-        jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=at),
-        jax.jit(put, donate_argnums=0, out_shardings=at),
+        jax.jit(empty, out_shardings=dict(at)),
+        jax.jit(put, donate_argnums=0, out_shardings=dict(at)),
     )
 
 

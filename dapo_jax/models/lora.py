@@ -1,9 +1,9 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) beside every linear layer of the decoder.
 
-A layer computes x W + (alpha / rank) (x A) B. W is frozen in the compute dtype; A and B, of
-`config.model.lora_rank` columns and rows, are trained. Training and rollouts run the same decoder
-with the same arrays, and nothing is merged during a run: the policy that samples is the one that
-trains.
+A layer computes x W + (alpha / rank) (x A) B. W is frozen in the compute dtype, or in int8; A and
+B, of `config.model.lora_rank` columns and rows, are trained. Training and rollouts run the same
+decoder with the same arrays, and nothing is merged during a run: the policy that samples is the one
+that trains.
 
 The parameters of such a model are one tree with two parts: `split` and `join`.
 """
@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dapo_jax.config import MeshConfig, ModelConfig, hf_config
-from dapo_jax.models import decoder
+from dapo_jax.models import decoder, int8
 from dapo_jax.models.sharding import param_shardings
 
 
@@ -45,14 +45,15 @@ def switched_off(trained: decoder.Params) -> decoder.Params:
 
 
 def base_of(c: ModelConfig) -> ModelConfig:
-    """Returns the model without adapters, its parameters in the dtype in which they are frozen.
+    """Returns the model without adapters, its parameters in the dtypes in which they are frozen.
 
     Raises:
         UserError: `c.path` holds adapters of peft that name no base model.
     """
     path = None if c.path is None else hf_config.base_path(c.path)
     default = ModelConfig.__dataclass_fields__["lora_alpha"].default
-    changes = {"lora_rank": 0, "lora_alpha": default, "param_dtype": c.compute_dtype}
+    dtype = "int8" if c.param_dtype == "int8" else c.compute_dtype
+    changes = {"lora_rank": 0, "lora_alpha": default, "param_dtype": dtype}
     return dataclasses.replace(c, path=path, **changes)
 
 
@@ -62,15 +63,19 @@ def attached(
     """Returns the base with new adapters, which change nothing yet: A is random and B is 0.
 
     Args:
-        base: parameters of `base_of(c)`, in any dtype; their memory is taken over.
+        base: parameters of `base_of(c)`, in these or floating dtypes; their memory is taken over.
         seed: of A.
     """
     trained_at, frozen_at = split(param_shardings(c, config, mesh))
-    frozen = jax.jit(
-        lambda params: jax.tree.map(lambda x: x.astype(c.compute_dtype), params),
-        out_shardings=frozen_at,
-        donate_argnums=0,
-    )(base)
+    like = split(decoder.param_shapes(c))[1]
+
+    def freeze(params: decoder.Params) -> decoder.Params:
+        layers = params["layers"]
+        if c.param_dtype == "int8" and int8.scale_name("q") not in layers:
+            params = params | {"layers": int8.quantized_layers(layers)}
+        return jax.tree.map(lambda x, like: x.astype(like.dtype), params, like)
+
+    frozen = jax.jit(freeze, out_shardings=frozen_at, donate_argnums=0)(base)
     # As data: a key is an array of one device, which other processes do not have.
     data = np.asarray(jax.random.key_data(jax.random.key(seed)))
     make = lambda data: split(decoder.init_params(c, jax.random.wrap_key_data(data)))[0]
@@ -83,8 +88,9 @@ def merged(c: ModelConfig, params: decoder.Params) -> decoder.Params:
     trained, frozen = split(params)
     if frozen is None:
         return params
-    plain = jax.tree.map(lambda x: x.astype(jnp.float32), frozen)
-    for name in decoder.ADAPTED:
+    plain = frozen | {"layers": int8.plain_layers(frozen["layers"])}
+    plain = jax.tree.map(lambda x: x.astype(jnp.float32), plain)
+    for name in int8.INPUT_AXES:
         a, b = (trained["layers"][f"{name}_lora_{part}"] for part in "ab")
         product = jax.vmap(lambda a, b: jnp.tensordot(a, b, 1))(a, b)
         plain["layers"][name] += (c.lora_alpha / c.lora_rank) * product

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_jax.config import ModelConfig, hf_config
-from dapo_jax.models import decoder, hf_weights, lora
+from dapo_jax.models import decoder, hf_weights, int8, lora
 from dapo_jax.models.hf_weights import Tensor
 from dapo_jax.utils import hf_hub
 
@@ -20,7 +20,7 @@ PREFIX = "base_model.model."  # of every tensor
 def tensors(c: ModelConfig) -> dict[str, Tensor]:
     """Returns the source of each part of our adapters by its name, as `hf_weights.tensors`."""
     found, sources = {}, hf_weights.tensors(c)
-    for name, num_in in decoder.ADAPTED.items():
+    for name, num_in in int8.INPUT_AXES.items():
         (out, into), linear = sources[f"layers.{name}"].shape, sources[f"layers.{name}"].name
         module, rank = PREFIX + linear.removesuffix(".weight"), c.lora_rank
         a, b = f"{module}.lora_A.weight", f"{module}.lora_B.weight"
@@ -82,4 +82,4 @@ def save(c: ModelConfig, params: decoder.Params, directory: Path, dtype: str) ->
 
 
 def _is_adapted(ours: str) -> bool:
-    return ours.removeprefix("layers.") in decoder.ADAPTED
+    return ours.removeprefix("layers.") in int8.INPUT_AXES

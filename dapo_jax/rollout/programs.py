@@ -65,11 +65,15 @@ def rollout_layout(layout: MeshConfig) -> MeshConfig:
 def rollout_dtypes(params: decoder.Params, dtype: Any) -> decoder.Params:
     """Returns the parameters as decoding reads them: matrices and biases in the compute dtype.
 
-    Norms keep theirs, because they scale in float32.
+    Norms and the scales of int8 matrices keep theirs, because they scale in float32.
     """
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: x if "norm" in jax.tree_util.keystr(path) else x.astype(dtype), params
-    )
+
+    def of_rollout(path: Any, x: jax.Array) -> jax.Array:
+        name = jax.tree_util.keystr(path)
+        keeps = "norm" in name or "scale" in name or x.dtype == jnp.int8
+        return x if keeps else x.astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(of_rollout, params)
 
 
 @functools.cache

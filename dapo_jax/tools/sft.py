@@ -388,7 +388,7 @@ class FineTuning:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             sampling = {"do_sample": True, "top_k": 0}  # transformers takes top_k 50 without it
-            write_directory(model, params, tokenizer, temporary, model.param_dtype, sampling)
+            write_directory(model, params, tokenizer, temporary, model.trained_dtype, sampling)
             shutil.rmtree(place, ignore_errors=True)
             temporary.rename(place)
         seconds = time.monotonic() - self.begun

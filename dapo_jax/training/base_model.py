@@ -76,7 +76,7 @@ def load_or_make(
     """
     c = config.model
     if c.lora_rank and c.path is None:  # a base that is made is one, with adapters or without
-        plain = dataclasses.replace(lora.base_of(c), param_dtype=c.param_dtype)
+        plain = dataclasses.replace(lora.base_of(c), param_dtype=c.trained_dtype)
         params, seconds = load_or_make(
             dataclasses.replace(config, model=plain),
             mesh,

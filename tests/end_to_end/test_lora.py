@@ -64,8 +64,9 @@ def test_on_several_devices_too(trained, tmp_path, home):
 
 
 @pytest.mark.slow
-def test_a_carried_run_resumes_bit_for_bit(tmp_path, home, monkeypatch):
+def test_a_carried_run_on_int8_resumes_bit_for_bit(tmp_path, home, monkeypatch):
     settings = LORA | CARRY | {"train__num_steps": 4, "optimizer__learning_rate": 1e-2}
+    settings["model__param_dtype"] = "int8"
     run_here(tmp_path / "whole", home, **settings)
     steps = metrics_of(tmp_path / "whole")
     assert max(step.get("rollout/log_prob_gap_max", 0.0) for step in steps) < 1e-5

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from dapo_jax.config.checks import check_training
 from dapo_jax.config.cli import load_config
-from dapo_jax.models import chunked_softmax, decoder, lora, peft_adapter, pretrained
+from dapo_jax.models import chunked_softmax, decoder, int8, lora, peft_adapter, pretrained
 from dapo_jax.models.attention import xla
 from dapo_jax.models.log_probs import row_statistics
 from dapo_jax.models.sharding import AXES, param_shardings
@@ -207,6 +208,81 @@ def test_rollouts_read_the_frozen_arrays_in_place():
     ours, theirs = place(params), place(loaded)
     copied = {name for name in ours if ours[name] != theirs[name]}
     assert copied == {name for name in ours if "_lora_" in name} and len(copied) == 14
+
+
+def test_int8_is_off_by_half_a_step_at_most():
+    base = jax.device_get(decoder.init_params(tiny_config().model, jax.random.key(0)))
+    base["layers"]["q"] = base["layers"]["q"].copy()
+    base["layers"]["q"][0, :, 0, 1] = 0.0  # a channel of zeros
+    found = jax.device_get(int8.quantized_layers(base["layers"]))
+    for name, w in base["layers"].items():
+        if name not in int8.INPUT_AXES:
+            np.testing.assert_array_equal(found[name], w)
+            continue
+        values, scale = found[name], found[f"{name}_scale"]
+        assert values.dtype == np.int8 and scale.dtype == np.float32
+        inputs = 2 if name == "o" else 1
+        assert scale.shape == w.shape[:1] + w.shape[1 + inputs :]
+        scale = scale.reshape(len(w), *[1] * inputs, *scale.shape[1:])
+        assert np.all(np.abs(values * scale - w) <= scale * 0.5001)
+        largest = np.abs(values).max(tuple(range(1, 1 + inputs)))
+        assert np.all((largest == 127) | (np.abs(w).max(tuple(range(1, 1 + inputs))) == 0))
+
+
+def test_an_int8_base_is_read_from_files_layer_by_layer(tmp_path):
+    """The same bits as of the plain base, on a mesh; what is merged is the same function."""
+    case = Case(tmp_path, "qwen2-tied")
+    config = checkpoints.config_of(tmp_path / "base", model__lora_rank=2)
+    plain = pretrained.load(config.model, config.mesh, make_mesh(config, 1), seed=0)
+    of_base = lora.split(plain)[1]["layers"]
+    sizes = {"mesh__fsdp": 2, "mesh__tensor": 2, "model__param_dtype": "int8"}
+    config = checkpoints.config_of(tmp_path / "base", model__lora_rank=2, **sizes)
+    c, mesh = config.model, make_mesh(config, 4)
+    params = pretrained.load(c, config.mesh, mesh, seed=0)
+    expected = int8.quantized_layers(of_base)
+    found = lora.split(params)[1]["layers"]
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), jax.device_get(expected))
+    assert found["gate_scale"].sharding.spec[1] == "tensor"
+    drawn = lambda x: jnp.asarray(np.random.default_rng(0).standard_normal(x.shape), x.dtype) / 9
+    params = lora.join(jax.tree.map(drawn, lora.split(params)[0]), lora.split(params)[1])
+    params = jax.device_put(jax.device_get(params), jax.devices()[0])
+    ours = logits_of(c, params, case.base.tokens_T)
+    merged = lora.merged(c, params)
+    theirs = logits_of(
+        replace_model(config, lora_rank=0, lora_alpha=32.0, param_dtype="float32"),
+        merged,
+        case.base.tokens_T,
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+    off = lora.join(lora.switched_off(lora.split(params)[0]), lora.split(params)[1])
+    rounded = np.asarray(logits_of(c, off, case.base.tokens_T))[case.base.positions_X]
+    assert 1e-3 < np.abs(rounded - case.base.logits_XV).max() < 0.3
+
+
+def test_int8_is_for_a_frozen_base():
+    with pytest.raises(UserError, match=r"'int8' is for the frozen base of adapters.*lora_rank"):
+        check_training(tiny_config(model__param_dtype="int8"))
+
+
+def test_int8_is_read_in_place_and_counted():
+    """On a CPU decoding has a copy of the layers, in int8 too."""
+    model = {"lora_rank": 2, "param_dtype": "int8", "compute_dtype": "bfloat16"}
+    engine = make_engine(model=model)
+    params = decoder.init_params(engine.config.model, jax.random.key(0))
+    loaded = engine.load_params(params)
+    for name in ("q", "q_scale"):
+        ours, theirs = params["layers"][name], loaded.prefill["layers"][name]
+        assert ours.unsafe_buffer_pointer() == theirs.unsafe_buffer_pointer()
+    assert loaded.decode["layers"][0]["down"].dtype == jnp.int8
+    config = load_config(
+        "configs/qwen1_5b_gsm8k_lora.py", {"mesh.fsdp": 1, "model.param_dtype": "int8"}
+    )
+    held = memory_budget.held(config, dict.fromkeys(AXES, 1))
+    of_layers = 28 * (2 * 1536 * 1536 + 2 * 1536 * 256 + 3 * 1536 * 8960)
+    channels = 28 * (1536 + 2 * 256 + 1536 + 2 * 8960 + 1536)
+    frozen = of_layers + 4 * channels + 2 * (1_543_714_304 - of_layers)
+    assert held.always["frozen parameters"] == frozen
+    assert held.always["parameters"] == 4 * 36_929_536
 
 
 def test_the_plan_counts_what_is_trained_and_what_is_frozen():

@@ -138,11 +138,10 @@ def gradient(way, dtype, params, samples, monkeypatch, **model):
         monkeypatch.setattr(xla, "QUERY_CHUNK", way.query_chunk)
     changed = replace_model(
         CONFIG,
-        param_dtype=dtype,
         compute_dtype=dtype,
         remat=way.remat,
         log_prob_chunk_tokens=way.chunk_tokens,
-        **model,
+        **{"param_dtype": dtype} | model,
     )
     rules = (("vocab", way.vocab), *CONFIG.mesh.rules[1:])
     sizes = dict(zip(sharding.AXES, way.mesh, strict=True))
@@ -213,10 +212,12 @@ def random_way(rng):
 
 def check_adapters(seed, samples, monkeypatch):
     """The gradient of adapters, computed in a random way, is that of the merged weights
-    W + (alpha / rank) A B by the chain rule."""
+    W + (alpha / rank) A B by the chain rule. W is in int8 with every other seed."""
     rng = np.random.default_rng(seed)
     way, rank, alpha = random_way(rng), int(rng.integers(1, 5)), float(rng.uniform(1, 9))
     model = {"lora_rank": rank, "lora_alpha": alpha}
+    if seed % 2:
+        model["param_dtype"] = "int8"
     params = decoder.init_params(replace_model(CONFIG, **model), jax.random.key(seed))
     trained, frozen = lora.split(jax.device_get(params))
     drawn = lambda x: (rng.standard_normal(x.shape) / 6).astype(np.float32)
@@ -224,7 +225,12 @@ def check_adapters(seed, samples, monkeypatch):
 
     def loss(trained, frozen, rows):
         layers = dict(frozen["layers"])
-        for name in layers.keys() & decoder.ADAPTED.keys():
+        for name in ("q", "k", "v", "o", "gate", "up", "down"):
+            if seed % 2:
+                scale, of_inputs = layers.pop(f"{name}_scale"), 2 if name == "o" else 1
+                scale = scale.reshape(len(scale), *[1] * of_inputs, *scale.shape[1:])
+                assert layers[name].dtype == np.int8
+                layers[name] = layers[name].astype(scale.dtype) * scale
             a, b = (trained["layers"][f"{name}_lora_{part}"] for part in "ab")
             flat = jnp.einsum(
                 "lir,lro->lio", a.reshape(len(a), -1, rank), b.reshape(len(b), rank, -1)

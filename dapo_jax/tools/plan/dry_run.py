@@ -58,7 +58,9 @@ def _model_lines(config: Config) -> Lines:
     dtypes = f"{m.param_dtype} parameters, {m.compute_dtype} compute"
     trained = []
     if m.lora_rank:
-        dtypes = f"{m.param_dtype} adapters, {m.compute_dtype} base and compute"
+        dtypes = f"{m.trained_dtype} adapters, {m.base_dtype} base and compute"
+        if m.matrix_dtype == "int8":
+            dtypes += ", the base's matrices int8"
         trained = [("trained", f"{adapters(m):,} in adapters of rank {m.lora_rank}")]
     layers = f"{m.num_layers} x {m.hidden_size}, feed-forward {m.intermediate_size}"
     return [

@@ -240,7 +240,8 @@ def batch_work(
     passes = of_layers + remade / m.layers
     heads, kv, ff = (n / tensor for n in (c.num_heads, c.num_kv_heads, c.intermediate_size))
     ends = 4 * c.hidden_size + (2 * heads + 2 * kv) * c.head_dim + 3 * ff
-    moved = width * passes * ((m.layers + head) / tensor + own_tokens * c.num_layers * ends)
+    weights = matrix_width(c) * m.layers + width * head
+    moved = passes * (weights / tensor + width * own_tokens * c.num_layers * ends)
     own = (m.layers + head) / tensor / parts
     if c.lora_rank:
         own = adapters(c) / tensor / parts
@@ -248,18 +249,20 @@ def batch_work(
         moved += 2 * 4 * own
 
     stage = 2 if update else 1
-    gathered = (stage + (grads if update else 0)) * (m.layers + head) / tensor * (1 - 1 / parts)
+    reduced = width * grads * (m.layers + head) if update else 0
+    gathered = (stage * weights + reduced) / tensor * (1 - 1 / parts)
     sums = 2 * stage + (1 if again.attention else 0)
     summed = sums * c.num_layers * own_tokens * c.hidden_size * 2 * (1 - 1 / tensor)
     rows = own_tokens * sizes["context"] * 2 * kv * c.head_dim * (1 - 1 / sizes["context"])
-    received = width * (gathered + summed + (stage + bool(again.attention)) * c.num_layers * rows)
+    received = gathered
+    received += width * (summed + (stage + bool(again.attention)) * c.num_layers * rows)
     received += 4 * c.num_layers * rows if update else 0
 
     total = Work(micro_batches * flops / devices, micro_batches * moved, micro_batches * received)
     if not update:
         return total
     # Parameters and moments are read and written, gradients read.
-    state_bytes = own * (2 * jnp.dtype(c.param_dtype).itemsize + 4 * 4 + 4)
+    state_bytes = own * (2 * jnp.dtype(c.trained_dtype).itemsize + 4 * 4 + 4)
     return total._replace(memory_bytes=total.memory_bytes + state_bytes)
 
 
@@ -292,7 +295,7 @@ def prefill_call(config: Config, devices: int, *, prompts: int, prompt_tokens: i
     c, tokens = config.model, prompts * prompt_tokens
     flops = 2 * tokens * matrices(c).layers + attention_flops(c, tokens * prompt_tokens)
     chunks = math.ceil(prompt_tokens / PREFILL_CHUNK_TOKENS)
-    layers = matrices(c).layers * jnp.dtype(c.compute_dtype).itemsize
+    layers = matrices(c).layers * matrix_width(c)
     read = chunks * (layers + tokens * token_bytes(c, config.rollout))
     return Work(flops / devices, read / devices)
 
@@ -302,12 +305,17 @@ def weights_call(config: Config, sizes: Mapping[str, int]) -> Work:
     writes its share of the replica's, and receives what it lacks of that."""
     c, devices = config.model, math.prod(sizes.values())
     m = matrices(c)
-    number = m.layers + m.head * (1 if c.tie_embeddings else 2)
-    width = jnp.dtype(c.compute_dtype).itemsize
-    copy = number * width / rollout_shape(sizes, config.mesh.rollout_tensor)["tensor"]
-    own = number / devices
-    read = own * jnp.dtype(c.compute_dtype if c.lora_rank else c.param_dtype).itemsize
-    return Work(0.0, read + copy, max(0.0, copy - own * width))
+    ends = m.head * (1 if c.tie_embeddings else 2)
+    width = lambda dtype: jnp.dtype(dtype).itemsize
+    whole = m.layers * matrix_width(c) + ends * width(c.compute_dtype)
+    copy = whole / rollout_shape(sizes, config.mesh.rollout_tensor)["tensor"]
+    read = (m.layers * width(c.matrix_dtype) + ends * width(c.base_dtype)) / devices
+    return Work(0.0, read + copy, max(0.0, copy - whole / devices))
+
+
+def matrix_width(c: ModelConfig) -> int:
+    """Returns the bytes of a weight of a layer as products read it."""
+    return jnp.dtype("int8" if c.matrix_dtype == "int8" else c.compute_dtype).itemsize
 
 
 @functools.cache
