@@ -38,6 +38,10 @@ def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, float]:
         "optimizer/grad_norm": float(np.mean([u.grad_norm for u in taken])),
         "batch/tokens_trained": total.tokens,
     }
+    for bound in ("clip_high", "clip_low", "clip_dual"):
+        if clipped := getattr(total, bound):
+            probability = getattr(total, f"{bound}_prob") / clipped
+            metrics[f"policy/{bound}_prob"] = probability
     if total.tokens > 0:
         metrics |= {
             "policy/ratio_max": most.ratio_max,

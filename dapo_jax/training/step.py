@@ -59,6 +59,9 @@ class Sums(NamedTuple):
     clip_high: jax.Array
     clip_low: jax.Array
     clip_dual: jax.Array
+    clip_high_prob: jax.Array  # probability of the tokens that each bound clipped
+    clip_low_prob: jax.Array
+    clip_dual_prob: jax.Array
     kl_old: jax.Array  # k3 estimate of KL(old || current); old is the denominator of the ratio
     kl_ref: jax.Array
     mismatch: jax.Array  # |log-prob - old log-prob| of tokens that are not stale
@@ -176,7 +179,10 @@ def loss_and_sums(
         loss_BT = loss_BT - o.entropy_coefficient * jnp.where(mask_BT, entropy_BT, 0.0)
     loss = jnp.sum(rows.weight_BT * loss_BT)
 
-    no_BT = jnp.zeros_like(mask_BT)
+    prob_BT = jnp.exp(log_prob_BT)
+    dual_BT = terms.clipped_dual_BT
+    if dual_BT is None:
+        dual_BT = jnp.zeros_like(mask_BT)
     fresh_BT = mask_BT & (rows.staleness_BT == 0)
     mismatch_BT = jnp.where(fresh_BT, jnp.abs(log_prob_BT - rows.log_prob_old_BT), 0.0)
     count = lambda x_BT: jnp.sum(jnp.where(mask_BT, x_BT.astype(jnp.float32), 0.0))
@@ -184,10 +190,13 @@ def loss_and_sums(
         tokens=count(mask_BT),
         loss=loss,
         entropy=count(entropy_BT),
-        token_prob=count(jnp.exp(log_prob_BT)),
+        token_prob=count(prob_BT),
         clip_high=count(terms.clipped_high_BT),
         clip_low=count(terms.clipped_low_BT),
-        clip_dual=count(no_BT if terms.clipped_dual_BT is None else terms.clipped_dual_BT),
+        clip_dual=count(dual_BT),
+        clip_high_prob=count(jnp.where(terms.clipped_high_BT, prob_BT, 0.0)),
+        clip_low_prob=count(jnp.where(terms.clipped_low_BT, prob_BT, 0.0)),
+        clip_dual_prob=count(jnp.where(dual_BT, prob_BT, 0.0)),
         # In this order: the old policy sampled the tokens.
         kl_old=count(
             surrogate.kl_estimate(rows.log_prob_old_BT, log_prob_BT, mask_BT, estimator="k3")

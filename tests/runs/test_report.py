@@ -39,6 +39,7 @@ def write_run(directory, *, steps=6, summary=True, k=4, sources=(), updates=8, s
                 "policy/entropy": 1 / step,
                 "policy/token_prob": 0.9,
                 "policy/clip_high_share": 0.01,
+                "policy/clip_high_prob": 0.1,
                 "sampling/prompts_tried": 8,
                 "sampling/prompts_all_right": step,
                 "sampling/prompts_all_wrong": 0,
@@ -149,7 +150,7 @@ def test_the_age_of_tokens_is_plotted_where_responses_were_carried(tmp_path, age
     text = "".join(json.dumps(line | ages) + "\n" for line in lines)
     (run / "metrics.jsonl").write_text(text)
     axes = draw([run])
-    assert (plots.AGE.title in axes) == (age > 0) and len(axes) == 10 + (age > 0)
+    assert (plots.AGE.title in axes) == (age > 0) and len(axes) == 11 + (age > 0)
 
 
 def test_every_plotted_metric_is_one_that_runs_log():
@@ -289,7 +290,7 @@ def second_axes(axis):
 
 def test_the_papers_own_curves(tmp_path):
     paper = load_paper()
-    assert len(paper) == 8
+    assert len(paper) == 9
     last = {curve.label: curve.points[-1] for curve in paper}
     # The paper's headline: 50 % with DAPO at the end of figure 1.
     assert last["paper, figure 1: DAPO avg@32"][1] == pytest.approx(0.5, abs=0.02)

@@ -29,6 +29,15 @@ def test_a_step_without_a_token_to_train_has_no_extremes():
     assert jax.tree.all(jax.tree.map(np.isfinite, numbers))
 
 
+def test_the_probability_of_clipped_tokens_is_a_mean_over_them_alone():
+    step = update(100, np.float32(1.0))
+    few = step._replace(sums=step.sums._replace(clip_high=np.float32(4), clip_high_prob=0.5))
+    more = step._replace(sums=step.sums._replace(clip_high=np.float32(6), clip_high_prob=1.0))
+    numbers = metrics.update_metrics([few, more])
+    assert numbers["policy/clip_high_prob"] == pytest.approx(0.15)
+    assert "policy/clip_low_prob" not in numbers and "policy/clip_dual_prob" not in numbers
+
+
 def with_faults(number, of):
     group = make_group([False] * of)
     failed = [v._replace(note="error: TypeError: None") for v in group.verdicts[:number]]

@@ -129,6 +129,23 @@ def test_loss_is_the_weighted_sum_over_response_tokens(params, samples):
     np.testing.assert_allclose(sums.kl_old, kl_old, rtol=1e-4)
     assert sums.tokens == sum(len(s.response_tokens) for s in samples)
 
+    clipped = {"high": [], "low": [], "dual": []}  # probabilities of the tokens
+    for sample in samples:
+        logp, _ = log_probs_by_hand(CONFIG, params, sample)
+        for log_prob, old in zip(logp, sample.log_prob_old):
+            ratio = np.exp(log_prob - old)
+            if sample.advantage > 0 and ratio > 1 + o.clip_high:
+                clipped["high"].append(np.exp(log_prob))
+            if sample.advantage < 0 and ratio < 1 - o.clip_low:
+                clipped["low"].append(np.exp(log_prob))
+            if sample.advantage < 0 and ratio > o.clip_dual:
+                clipped["dual"].append(np.exp(log_prob))
+    for bound, probabilities in clipped.items():
+        assert len(probabilities) > 0
+        assert getattr(sums, f"clip_{bound}") == len(probabilities)
+        total = getattr(sums, f"clip_{bound}_prob")
+        np.testing.assert_allclose(total, sum(probabilities), rtol=1e-4)
+
 
 def test_micro_batches_beyond_the_used_are_not_computed(params, samples):
     rows, n, W = stack(samples, rows_per_micro_batch=4, num_micro_batches=8)

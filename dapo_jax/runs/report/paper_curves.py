@@ -23,6 +23,7 @@ PERCENT = {"aime24_pct": 0.01}  # columns in percent; the others have the unit o
 SOURCES = (  # figure, file, metric
     ("1", "fig1_aime24_pct.csv", "eval/avg@k"),
     ("2a", "fig2a_aime_avg32.csv", "eval/avg@k"),
+    ("3a", "fig3a_mean_up_clipped_prob.csv", "policy/clip_high_prob"),
     ("3b", "fig3b_frac_prompts_acc1.csv", "share/all_right"),
     ("7a", "fig7a_mean_resp_len.csv", "length/mean"),
     ("7b", "fig7b_reward.csv", "reward/mean"),

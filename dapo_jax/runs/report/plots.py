@@ -49,6 +49,11 @@ CLIPPED = (
     ("policy/clip_high_share", "above 1 + clip_high"),
     ("policy/clip_low_share", "below 1 - clip_low"),
 )
+CLIPPED_PROBABILITY = (
+    ("policy/clip_high_prob", "above 1 + clip_high"),
+    ("policy/clip_low_prob", "below 1 - clip_low"),
+    ("policy/clip_dual_prob", "above clip_dual"),
+)
 WITHOUT_SIGNAL = (("share/all_right", "all right"), ("share/all_wrong", "all wrong"))
 TRUNCATED = (("length/truncated_share", "while training"), ("eval/truncated_share", "held-out"))
 LENGTH = (("length/mean", "mean"), ("length/max", "longest"))
@@ -58,6 +63,7 @@ AGE = Panel(
     NUMBER,
     (("batch/staleness_mean", "mean"), ("batch/staleness_max", "oldest")),
 )
+PROBABILITY_OF_CLIPPED = Panel("probability of clipped tokens, mean", NUMBER, CLIPPED_PROBABILITY)
 PANELS = (
     Panel("held-out accuracy, %", PERCENT, ACCURACY),
     Panel(
@@ -70,6 +76,7 @@ PANELS = (
     Panel("entropy, nats per token", NUMBER, (("policy/entropy", "entropy"),)),
     Panel("probability of the sampled token, mean", NUMBER, PROBABILITY),
     Panel("clipped tokens, %", PERCENT, CLIPPED),
+    PROBABILITY_OF_CLIPPED,  # where a bound clipped any
     Panel("sampled prompts without signal, %", PERCENT, WITHOUT_SIGNAL),
     Panel("responses cut at the limit, %", PERCENT, TRUNCATED),
 )
@@ -142,12 +149,15 @@ def draw(
 
 def _axes(figure: Figure, methods: Sequence[Method]) -> Iterator[tuple[Panel, Any]]:
     """Yields the panels that the methods have with their axes: accuracy above, others in fours."""
-    ages = [p.value for method in methods for p in method.points("batch/staleness_max")]
+    metrics = lambda panel: [metric for metric, _ in panel.series]
+    counts = lambda panel: any(
+        p.value for metric in metrics(panel) for method in methods for p in method.points(metric)
+    )
     panels = [
         p
         for p in PANELS
         if (p.x == "step" or any(method.has("eval/avg@k", p.x) for method in methods))
-        and (p is not AGE or any(ages))
+        and (p not in (AGE, PROBABILITY_OF_CLIPPED) or counts(p))
     ]
     top = len(panels) - 2 * COLUMNS
     grid = figure.add_gridspec(3, top * COLUMNS)
