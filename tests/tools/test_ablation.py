@@ -4,6 +4,7 @@ import csv
 
 import pytest
 
+import dapo_jax
 from dapo_jax.tools import ablation
 from dapo_jax.types import RunError, UserError
 from tests.runs.test_report import write_run
@@ -74,3 +75,29 @@ def test_rows_are_the_functions_that_a_config_file_lists(tmp_path):
     ]  # fmt: skip
     with pytest.raises(UserError, match="configs/tiny.py: the file has no ROWS"):
         ablation.row_names("configs/tiny.py")
+
+
+# clip_high, aggregation, filter of cut responses, punished tokens, dynamic sampling.
+MEAN = "seq-mean-token-mean"
+TABLE_1 = {
+    "grpo": (0.2, MEAN, False, 0, False),
+    "overlong_filter": (0.2, MEAN, True, 0, False),
+    "clip_higher": (0.28, MEAN, True, 0, False),
+    "overlong_punishment": (0.28, MEAN, False, 4096, False),
+    "token_loss": (0.28, "token-mean", False, 4096, False),
+    "dapo": (0.28, "token-mean", False, 4096, True),
+}
+
+
+def test_the_rows_of_table_1_at_32b():
+    found = {}
+    for row in TABLE_1:
+        c = dapo_jax.load_config(f"configs/qwen32b_dapo.py:{row}")
+        o, punished = c.objective, c.reward.overlong_buffer_tokens
+        of_samples = punished, c.dynamic_sampling.enabled
+        found[row] = (o.clip_high, o.aggregation, o.overlong_filter, *of_samples)
+    assert found == TABLE_1
+    plain = dapo_jax.load_config("configs/qwen32b_dapo.py")
+    assert plain == dapo_jax.load_config("configs/qwen32b_dapo.py:dapo")
+    with pytest.raises(UserError, match="'naive' is not one of grpo, overlong_filter"):
+        dapo_jax.load_config("configs/qwen32b_dapo.py:naive")
