@@ -46,7 +46,9 @@ def log_probs(config, mesh, texts):
         logits = chunked_softmax.logits(hidden_BTD[0], unembedding, temperature=1.0)
         return jax.nn.log_softmax(logits.astype(jnp.float32), -1)
 
-    return [np.asarray(of_text(params, np.asarray(text, np.int32))) for text in texts]
+    longest = max(map(len, texts))  # padding comes after a text, and changes nothing in it
+    padded = lambda text: np.asarray(text + [0] * (longest - len(text)), np.int32)
+    return [np.asarray(of_text(params, padded(text)))[: len(text)] for text in texts]
 
 
 def main(model):
