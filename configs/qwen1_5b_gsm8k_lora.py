@@ -3,7 +3,7 @@ r"""DAPO with LoRA on Qwen2.5-1.5B-Instruct and GSM8K: a free accelerator is eno
 Command:   python launch/train.py --config=configs/qwen1_5b_gsm8k_lora.py
            --config=configs/qwen1_5b_gsm8k_lora.py:t4 on a T4, which has no bfloat16
 Hardware:  one TPU v5e chip (v5e-1) or one GPU of 24 GB; :t4 for one GPU of 16 GB without bfloat16
-Memory:    docs/lora.md
+Memory:    11 of 15.75 GiB, compiled for a v5e; others: docs/lora.md
 Time:      not yet run on any of them
 Result:    none yet. Others report 77.9 % of the test split after GRPO with LoRA of rank 32:
            github.com/verl-project/verl, docs/algo/baseline.md
