@@ -12,6 +12,7 @@ from statistics import fmean
 import pytest
 
 from tests.conftest import ROOT
+from tests.support.runs import programs
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MOST_BYTES = 2_000_000
@@ -62,6 +63,10 @@ def execute(notebook, result, home, *parameters):
     command = [sys.executable, "-c", RUN, str(notebook), place, str(result), *parameters]
     # Without the tests' own flags: evaluations take longer than compilation.
     environment = os.environ | {"XLA_FLAGS": "", "XDG_CACHE_HOME": str(home)}
+    environment |= {
+        "JAX_COMPILATION_CACHE_DIR": programs(home),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
     subprocess.run(command, check=True, timeout=300, env=environment)
     return json.loads(result.read_text())
 
