@@ -2,8 +2,8 @@
 
 Command: python -m tests.studies.program_texts [CONFIG ...]     in a clone of each of two commits
 
-One line for each program of a run on one CPU device: its length and hash before XLA. Equal lines are
-equal programs, with the same speed and the same bits.
+One line for each program of a run on one CPU device: its length and hash before XLA. Equal lines
+are equal programs, with the same speed and the same bits.
 """
 
 import hashlib
