@@ -77,7 +77,7 @@ class ModelConfig:
 
     @property
     def base_dtype(self) -> str:
-        """Of all but adapters, and of int8 matrices."""
+        """Of everything else but matrices in int8."""
         frozen = self.lora_rank or self.param_dtype == "int8"
         return self.compute_dtype if frozen else self.param_dtype
 

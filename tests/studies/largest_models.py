@@ -1,7 +1,7 @@
 """The largest model of each family that one accelerator trains: all parameters, LoRA, LoRA on int8.
 
 Command: python -m tests.studies.largest_models             # by arithmetic, a minute
-         python -m tests.studies.largest_models v5e v6e     # and compiled: an hour on 2 cores,
+         python -m tests.studies.largest_models v5e v6e     # and compiled: 5 minutes each,
                                                             # needs uv sync --extra tpu
 
 The work is that of configs/qwen1_5b_gsm8k_lora.py with 32 slots and one row of 2,048 tokens in each
@@ -22,19 +22,17 @@ import json
 import sys
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 
 import dapo_jax
-from dapo_jax.models import decoder
 from dapo_jax.models.sharding import AXES
 from dapo_jax.rollout import memory_budget
+from dapo_jax.rollout.memory_budget import GIB
 from dapo_jax.tools.plan import chips
 from dapo_jax.tools.plan.plan import plan
 from dapo_jax.tools.plan.programs import PROGRAMS
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "qwen1_5b_gsm8k_lora.py"
-GIB = 2**30
 # Memory in GiB, and the dtype of the arithmetic.
 DEVICES = {
     "T4, 16 GB": (0.9 * 15.0, "float32"),
@@ -132,9 +130,8 @@ def largest(family, method, gib, dtype):
     return [s for s in FAMILIES[family][1] if needed(family, s, method, dtype) <= gib]
 
 
-def compiled(family, method, topology):
-    """(size, GiB of the largest program with what lies beside it) of the largest that the compiler
-    takes; (None, None): none."""
+def compile_largest(family, method, topology):
+    """Prints the GiB of each program with what lies beside it, until a size fits."""
     target = chips.target(f"{topology}:1x1")
     gib, dtype = DEVICES[f"{topology}-1"]
     for size in largest(family, method, gib, dtype):
@@ -146,14 +143,7 @@ def compiled(family, method, topology):
         line = dict(topology=topology, method=method, model=f"{family} {size}", fits=found["fits"])
         print(json.dumps(line | {"GiB": numbers}), flush=True)
         if found["fits"]:
-            return size, max(peaks.values()) / GIB
-    return None, None
-
-
-def parameters(family, size):
-    """Billions."""
-    shapes = decoder.param_shapes(config_of(family, size, "all parameters", "bfloat16").model)
-    return sum(x.size for x in jax.tree.leaves(shapes)) / 1e9
+            return
 
 
 def main(topologies):
@@ -168,8 +158,8 @@ def main(topologies):
             print(f"| {device} | {method} | " + " | ".join(cells) + " |", flush=True)
     for topology in topologies:
         for method in METHODS:
-            for family in ("Qwen2.5", "Qwen3"):
-                compiled(family, method, topology)
+            for family in FAMILIES:
+                compile_largest(family, method, topology)
 
 
 if __name__ == "__main__":

@@ -150,14 +150,14 @@ def draw(
 def _axes(figure: Figure, methods: Sequence[Method]) -> Iterator[tuple[Panel, Any]]:
     """Yields the panels that the methods have with their axes: accuracy above, others in fours."""
     metrics = lambda panel: [metric for metric, _ in panel.series]
-    counts = lambda panel: any(
+    has_values = lambda panel: any(
         p.value for metric in metrics(panel) for method in methods for p in method.points(metric)
     )
     panels = [
         p
         for p in PANELS
         if (p.x == "step" or any(method.has("eval/avg@k", p.x) for method in methods))
-        and (p not in (AGE, PROBABILITY_OF_CLIPPED) or counts(p))
+        and (p not in (AGE, PROBABILITY_OF_CLIPPED) or has_values(p))
     ]
     top = len(panels) - 2 * COLUMNS
     grid = figure.add_gridspec(3, top * COLUMNS)

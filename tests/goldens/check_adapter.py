@@ -1,8 +1,8 @@
 """Whether peft reads an exported adapter as we do.
 
 Command: python launch/export.py --workdir=RUN --output=DIR --adapter
-         python tests/studies/adapter_in_peft.py DIR FILE.npz   # where torch and peft are installed
-         python -m tests.studies.adapter_in_peft DIR FILE.npz   # here
+         python tests/goldens/check_adapter.py DIR FILE.npz   # where torch and peft are installed
+         python -m tests.goldens.check_adapter DIR FILE.npz   # here
 
 The first writes the logits of one text by peft, the second compares ours with them.
 """
