@@ -2,6 +2,7 @@
 
 from dapo_jax.api import (
     RunRecord,
+    diagnose,
     evaluate,
     export,
     generate,
@@ -15,5 +16,5 @@ from dapo_jax.api import (
 )
 
 __version__ = "0.1.0"
-__all__ = ["RunRecord", "evaluate", "export", "generate", "load_config", "load_sft_config"]
-__all__ += ["plan", "report", "score", "sft", "train"]
+__all__ = ["RunRecord", "diagnose", "evaluate", "export", "generate", "load_config"]
+__all__ += ["load_sft_config", "plan", "report", "score", "sft", "train"]

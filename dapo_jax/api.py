@@ -148,6 +148,21 @@ def report(workdir: str | Path, compare: Sequence[str | Path] = (), *, paper: bo
     return write_report(_place(workdir), others=others, paper=load_paper() if paper else ())
 
 
+def diagnose(
+    workdir: str | Path, compare: Sequence[str | Path] = (), *, paper: bool = False
+) -> list[str]:
+    """Returns what the metrics of runs show to be wrong, as sentences (docs/diagnose.md).
+
+    Arguments and errors: see `report`.
+    """
+    from dapo_jax.runs.report.data import load_runs
+    from dapo_jax.runs.report.diagnosis import in_words
+    from dapo_jax.runs.report.paper_curves import load_paper
+
+    runs = load_runs([_place(workdir), *map(_place, compare)])
+    return [line for run in runs for line in in_words(run, load_paper() if paper else ())]
+
+
 def generate(
     model: str | Path,
     prompts: Sequence[str | Sequence[int]],

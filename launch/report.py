@@ -6,6 +6,8 @@ configs differ in config.seed alone are one line, with an interval over seeds.
 --workdir  the run
 --compare  other runs, in the same plots
 --paper    the curves of the DAPO paper in the same plots, in grey
+--diagnose print what the metrics show to be wrong, also on the page; with --paper the trends that
+           are like the paper's and unlike them
 """
 
 import argparse
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
-FLAGS = "Flags: --workdir=DIR, --compare DIR2 DIR3 ..., --paper."
+FLAGS = "Flags: --workdir=DIR, --compare DIR2 DIR3 ..., --paper, --diagnose."
 
 
 class Parser(argparse.ArgumentParser):
@@ -34,7 +36,7 @@ def directory(text: str) -> Path:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Returns the flags `workdir`, `compare` and `paper`.
+    """Returns the flags `workdir`, `compare`, `paper` and `diagnose`.
 
     Raises:
         UserError: an unknown, missing or malformed flag.
@@ -43,6 +45,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--workdir", type=directory)
     parser.add_argument("--compare", type=directory, nargs="+", action="extend", default=[])
     parser.add_argument("--paper", action="store_true")
+    parser.add_argument("--diagnose", action="store_true")
     # argparse accepts an equals sign only before the first directory of a list.
     apart = [
         part
@@ -69,7 +72,10 @@ def main(argv: list[str]) -> int:
         flags = parse(argv[1:])
         import dapo_jax
 
-        print(dapo_jax.report(flags.workdir, flags.compare, paper=flags.paper))
+        page = dapo_jax.report(flags.workdir, flags.compare, paper=flags.paper)
+        if flags.diagnose:
+            print(*dapo_jax.diagnose(flags.workdir, flags.compare, paper=flags.paper), sep="\n")
+        print(page)
     except Exception as error:
         return fail(error)
     return 0

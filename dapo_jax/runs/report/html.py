@@ -67,6 +67,11 @@ def pre(text: str, *, bold: str = "") -> str:
     return f"<pre>{f'<b>{html.escape(bold)}</b>' if bold else ''}{html.escape(text)}</pre>"
 
 
+def paragraph(text: str) -> str:
+    """Returns a paragraph."""
+    return f"<p>{html.escape(text)}</p>"
+
+
 def note(text: str, *, kind: str = "") -> str:
     """Returns a paragraph in small type, of a class of the style."""
     return f'<p class="note {kind}">{html.escape(text)}</p>'

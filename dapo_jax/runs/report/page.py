@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dapo_jax.runs.report import html
+from dapo_jax.runs.report import diagnosis, html
 from dapo_jax.runs.report.data import Method, Run, by_method, load_runs
 from dapo_jax.runs.report.paper_curves import Curve
 from dapo_jax.runs.report.plots import plot
@@ -62,6 +62,8 @@ def write_report(
             html.heading(f"{_title(method)}: before and after") + html.table(_rows(method), header)
             for method in methods
         ),
+        html.heading("Diagnosis"),
+        *(html.paragraph(line) for run in runs for line in diagnosis.in_words(run, paper)),
         *_transcripts(runs[0]),
         html.heading("Sampled responses in training"),
         *_examples(runs[0]),
