@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from dapo_jax.rewards.reflection import find_reflection
 from dapo_jax.rollout.dynamic_sampling import Batch
 from dapo_jax.rollout.scheduler import RolloutStats
 from dapo_jax.types import Group, RunError
@@ -32,6 +33,7 @@ def sampling_metrics(batch: Batch) -> dict[str, float]:
             "length/mean": float(lengths.mean()),
             "length/max": float(lengths.max()),
             "length/truncated_share": float(np.mean([r.truncated for r in responses])),
+            "reflection/share": float(np.mean([bool(find_reflection(r.text)) for r in responses])),
         }
     if kept:
         metrics["accuracy/trained"] = _accuracy(kept)

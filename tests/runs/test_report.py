@@ -153,6 +153,40 @@ def test_the_age_of_tokens_is_plotted_where_responses_were_carried(tmp_path, age
     assert (plots.AGE.title in axes) == (age > 0) and len(axes) == 11 + (age > 0)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.2])
+def test_reflection_is_plotted_where_there_is_any(tmp_path, share):
+    run = write_run(tmp_path / "run")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    text = "".join(json.dumps(line | {"reflection/share": share}) + "\n" for line in lines)
+    (run / "metrics.jsonl").write_text(text)
+    assert (plots.REFLECTION.title in draw([run])) == (share > 0)
+
+
+def test_the_first_responses_that_check_or_go_back(tmp_path, without_plots):
+    run = write_run(tmp_path / "run")
+    assert "check or go back" not in report.write_report(run).read_text()
+    for step in range(2, 6):
+        record = json.loads((run / "rollouts" / "step_000001.jsonl").read_text())
+        records = [record, record | {"response": f"Wait, {step} is wrong. Answer: 7"}]
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        (run / "rollouts" / f"step_{step:06d}.jsonl").write_text(text)
+    page = report.write_report(run).read_text()
+    found = page.partition("check or go back</h2>")[2].partition("Sampled responses")[0]
+    assert re.findall(r"Wait, (\d) is wrong", found) == ["2", "3", "4"]
+    assert "step 2: &#x27;Wait,&#x27;; wrong, 8 is right" in found
+
+
+def test_held_out_responses_before_halfway_and_after(tmp_path, without_plots):
+    run = write_run(tmp_path / "run")
+    for step in (2, 4, 5):
+        text = (run / "heldout" / "step_000000.jsonl").read_text()
+        records = [json.loads(line) | {"step": step} for line in text.splitlines()]
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        (run / "heldout" / f"step_{step:06d}.jsonl").write_text(text)
+    page = report.write_report(run).read_text()
+    assert "<th>base model</th><th>after step 4</th><th>after step 6</th>" in page
+
+
 def test_every_plotted_metric_is_one_that_runs_log():
     documented = (ROOT / "docs" / "metrics.md").read_text()
     plotted = {metric for panel in plots.PANELS for metric, _ in panel.series}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dapo_jax.rewards.reflection import find_reflection
 from dapo_jax.runs.report import diagnosis, html
 from dapo_jax.runs.report.data import Method, Run, by_method, load_runs
 from dapo_jax.runs.report.paper_curves import Curve
@@ -14,7 +15,8 @@ from dapo_jax.types import UserError
 from dapo_jax.utils.progress import duration
 
 EXAMPLES = 4  # responses shown of the first and of the last step
-TRANSCRIPTS = 5  # held-out problems shown with a response before and one after
+TRANSCRIPTS = 5  # held-out problems shown with a response before, halfway and after
+REFLECTIONS = 3  # responses shown that check or go back
 ENDS = {"stop": "ended by itself", "length": "cut at the limit", "invalid": "invalid"}
 ABOUT = """One point per rollout step. Held-out accuracy has a band: its 95 % interval over the
 choice of problems. Entropy, probability and clipping are means over trained tokens."""
@@ -22,6 +24,8 @@ ABOUT_SEEDS = """Runs that differ in their seed alone are one line: their mean a
 have done. Their band is the 95 % bootstrap interval over seeds, too narrow where these are few."""
 ABOUT_TRANSCRIPTS = """The first sample of each problem, not a chosen one; problems whose verdict
 changed stand first."""
+ABOUT_REFLECTION = """By a list of phrases, docs/metrics.md; of the responses that log.rollouts_per_step
+keeps."""
 ABOUT_PAPER = """Grey: the curves of the DAPO paper (arXiv:2503.14476), of a model with 32 billion
 parameters and of AIME 2024; compare their shape, not their height. The paper counts updates, 16 of
 them to a rollout step, on the axis above each plot. Where that axis has a scale of its own, the
@@ -65,6 +69,7 @@ def write_report(
         html.heading("Diagnosis"),
         *(html.paragraph(line) for run in runs for line in diagnosis.in_words(run, paper)),
         *_transcripts(runs[0]),
+        *_reflections(runs[0]),
         html.heading("Sampled responses in training"),
         *_examples(runs[0]),
         html.heading("Config"),
@@ -134,16 +139,19 @@ def _rows(method: Method) -> list[tuple[str, str, str]]:
 
 
 def _transcripts(run: Run) -> list[str]:
-    """Returns responses of the base model and of the last evaluation side by side, as HTML."""
+    """Returns responses of the first evaluation, one in the middle and the last side by side, as
+    HTML."""
     files = sorted((run.directory / "heldout").glob("step_*.jsonl"))
     if len(files) < 2:
         return []
-    before, after = (_records(file) for file in (files[0], files[-1]))
-    pairs = sorted(zip(before, after), key=lambda pair: pair[0]["correct"] == pair[1]["correct"])
+    shown = list(dict.fromkeys((files[0], files[len(files) // 2], files[-1])))
+    of_step = [_records(file) for file in shown]
+    problems = sorted(zip(*of_step), key=lambda of: of[0]["correct"] == of[-1]["correct"])
     parts = [html.heading(f"{run.name}: the same held-out problems, before and after")]
     parts.append(html.note(ABOUT_TRANSCRIPTS))
-    k, header = run.num_samples, ("base model", f"after step {after[0]['step']}")
-    for pair in pairs[:TRANSCRIPTS]:
+    k, steps = run.num_samples, [records[0]["step"] for records in of_step]
+    header = [f"after step {step}" if step else "base model" for step in steps]
+    for of_problem in problems[:TRANSCRIPTS]:
         cells = [
             html.pre(record["response"])
             + html.note(
@@ -151,10 +159,24 @@ def _transcripts(run: Run) -> list[str]:
                 f"{record['accuracy'] * k:.0f} of {k} samples correct",
                 kind="right" if record["correct"] else "wrong",
             )
-            for record in pair
+            for record in of_problem
         ]
-        parts += [html.pre("", bold=pair[0]["prompt"]), html.columns(header, cells)]
+        parts += [html.pre("", bold=of_problem[0]["prompt"]), html.columns(header, cells)]
     return parts
+
+
+def _reflections(run: Run) -> list[str]:
+    """Returns the first sampled responses with a phrase of reflection, as HTML."""
+    parts = [html.heading("The first responses that check or go back"), html.note(ABOUT_REFLECTION)]
+    for file in sorted((run.directory / "rollouts").glob("step_*.jsonl")):
+        for record in _records(file):
+            if (phrase := find_reflection(record["response"])) is None:
+                continue
+            about = f"step {_step(file)}: {phrase[0]!r}; {_verdict(record)}"
+            parts += [html.pre(record["response"], bold=record["prompt"]), html.note(about)]
+            if len(parts) >= 2 + 2 * REFLECTIONS:
+                return parts
+    return parts if len(parts) > 2 else []
 
 
 def _examples(run: Run) -> list[str]:
@@ -163,11 +185,15 @@ def _examples(run: Run) -> list[str]:
     parts = []
     for file in [files[0], files[-1]] if len(files) > 1 else files:
         records = _records(file)
-        parts.append(html.heading(f"step {int(file.stem.removeprefix('step_'))}", level=3))
+        parts.append(html.heading(f"step {_step(file)}", level=3))
         for record in records[:: max(1, len(records) // EXAMPLES)][:EXAMPLES]:
             about = f"{_verdict(record)}; {record['length']} tokens, reward {record['reward']:+.2f}"
             parts += [html.pre(record["response"], bold=record["prompt"]), html.note(about)]
     return parts
+
+
+def _step(file: Path) -> int:
+    return int(file.stem.removeprefix("step_"))
 
 
 def _records(file: Path) -> list[dict[str, Any]]:

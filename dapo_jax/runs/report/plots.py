@@ -63,6 +63,9 @@ AGE = Panel(
     NUMBER,
     (("batch/staleness_mean", "mean"), ("batch/staleness_max", "oldest")),
 )
+REFLECTION = Panel(
+    "sampled responses that check or go back, %", PERCENT, (("reflection/share", "reflection"),)
+)
 PROBABILITY_OF_CLIPPED = Panel("probability of clipped tokens, mean", NUMBER, CLIPPED_PROBABILITY)
 PANELS = (
     Panel("held-out accuracy, %", PERCENT, ACCURACY),
@@ -77,6 +80,7 @@ PANELS = (
     Panel("probability of the sampled token, mean", NUMBER, PROBABILITY),
     Panel("clipped tokens, %", PERCENT, CLIPPED),
     PROBABILITY_OF_CLIPPED,  # where a bound clipped any
+    REFLECTION,  # where any response does
     Panel("sampled prompts without signal, %", PERCENT, WITHOUT_SIGNAL),
     Panel("responses cut at the limit, %", PERCENT, TRUNCATED),
 )
@@ -157,7 +161,7 @@ def _axes(figure: Figure, methods: Sequence[Method]) -> Iterator[tuple[Panel, An
         p
         for p in PANELS
         if (p.x == "step" or any(method.has("eval/avg@k", p.x) for method in methods))
-        and (p not in (AGE, PROBABILITY_OF_CLIPPED) or has_values(p))
+        and (p not in (AGE, PROBABILITY_OF_CLIPPED, REFLECTION) or has_values(p))
     ]
     top = len(panels) - 2 * COLUMNS
     grid = figure.add_gridspec(3, top * COLUMNS)
