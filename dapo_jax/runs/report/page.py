@@ -24,8 +24,8 @@ ABOUT_SEEDS = """Runs that differ in their seed alone are one line: their mean a
 have done. Their band is the 95 % bootstrap interval over seeds, too narrow where these are few."""
 ABOUT_TRANSCRIPTS = """The first sample of each problem, not a chosen one; problems whose verdict
 changed stand first."""
-ABOUT_REFLECTION = """By a list of phrases, docs/metrics.md; of the responses that log.rollouts_per_step
-keeps."""
+ABOUT_REFLECTION = """By a list of phrases, docs/metrics.md; of the responses that
+log.rollouts_per_step keeps."""
 ABOUT_PAPER = """Grey: the curves of the DAPO paper (arXiv:2503.14476), of a model with 32 billion
 parameters and of AIME 2024; compare their shape, not their height. The paper counts updates, 16 of
 them to a rollout step, on the axis above each plot. Where that axis has a scale of its own, the
