@@ -5,6 +5,7 @@ from dapo_jax.api import (
     diagnose,
     evaluate,
     export,
+    fit_curves,
     generate,
     load_config,
     load_sft_config,
@@ -16,5 +17,5 @@ from dapo_jax.api import (
 )
 
 __version__ = "0.1.0"
-__all__ = ["RunRecord", "diagnose", "evaluate", "export", "generate", "load_config"]
-__all__ += ["load_sft_config", "plan", "report", "score", "sft", "train"]
+__all__ = ["RunRecord", "diagnose", "evaluate", "export", "fit_curves"]
+__all__ += ["generate", "load_config", "load_sft_config", "plan", "report", "score", "sft", "train"]

@@ -163,6 +163,28 @@ def diagnose(
     return [line for run in runs for line in in_words(run, load_paper() if paper else ())]
 
 
+def fit_curves(
+    workdir: str | Path, compare: Sequence[str | Path] = (), *, compute: str = "tokens"
+) -> list[str]:
+    """Fits held-out accuracy against compute and returns parameters, extrapolations and warnings as
+    sentences; writes fit.png into the run's directory (docs/diagnose.md).
+
+    Args:
+        compare: directories of other runs. Runs that differ in their seed alone are one method.
+        compute: "tokens", those sampled, or "seconds", those of training without evaluations.
+
+    Raises:
+        UserError: a directory holds no run, or a run has too few evaluations.
+    """
+    from dapo_jax.runs.report import scaling
+    from dapo_jax.runs.report.data import by_method, load_runs
+
+    methods = by_method(load_runs([_place(workdir), *map(_place, compare)]))
+    fits = [scaling.fit_method(method, compute) for method in methods]
+    (_place(workdir) / "fit.png").write_bytes(scaling.plot(fits))
+    return [line for fit in fits for line in scaling.in_words(fit)]
+
+
 def generate(
     model: str | Path,
     prompts: Sequence[str | Sequence[int]],

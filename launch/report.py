@@ -8,6 +8,8 @@ configs differ in config.seed alone are one line, with an interval over seeds.
 --paper    the curves of the DAPO paper in the same plots, in grey
 --diagnose print what the metrics show to be wrong, also on the page; with --paper the trends that
            are like the paper's and unlike them
+--fit      fit held-out accuracy against compute, "tokens" or "seconds": asymptote, extrapolation,
+           and a warning where the runs do not determine it; writes fit.png, too
 """
 
 import argparse
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
-FLAGS = "Flags: --workdir=DIR, --compare DIR2 DIR3 ..., --paper, --diagnose."
+FLAGS = "Flags: --workdir=DIR, --compare DIR2 DIR3 ..., --paper, --diagnose, --fit=tokens."
 
 
 class Parser(argparse.ArgumentParser):
@@ -36,7 +38,7 @@ def directory(text: str) -> Path:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Returns the flags `workdir`, `compare`, `paper` and `diagnose`.
+    """Returns the flags `workdir`, `compare`, `paper`, `diagnose` and `fit`.
 
     Raises:
         UserError: an unknown, missing or malformed flag.
@@ -46,6 +48,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--compare", type=directory, nargs="+", action="extend", default=[])
     parser.add_argument("--paper", action="store_true")
     parser.add_argument("--diagnose", action="store_true")
+    parser.add_argument("--fit", choices=("tokens", "seconds"))
     # argparse accepts an equals sign only before the first directory of a list.
     apart = [
         part
@@ -75,6 +78,9 @@ def main(argv: list[str]) -> int:
         page = dapo_jax.report(flags.workdir, flags.compare, paper=flags.paper)
         if flags.diagnose:
             print(*dapo_jax.diagnose(flags.workdir, flags.compare, paper=flags.paper), sep="\n")
+        if flags.fit:
+            print(*dapo_jax.fit_curves(flags.workdir, flags.compare, compute=flags.fit), sep="\n")
+            print(flags.workdir / "fit.png")
         print(page)
     except Exception as error:
         return fail(error)

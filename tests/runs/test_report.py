@@ -8,6 +8,7 @@ import struct
 import numpy as np
 import pytest
 
+import dapo_jax
 from dapo_jax.runs.report import page as report
 from dapo_jax.runs.report import plots
 from dapo_jax.runs.report.data import by_method, load_runs
@@ -252,6 +253,13 @@ def test_flags_of_the_program(capsys, tmp_path, monkeypatch):
         assert asked.pop() == ((tmp_path / "a",), {"others": others, "paper": load_paper()})
     status, out, _ = call(capsys, "--help", main=launcher)
     assert status == 0 and "--compare" in out and not asked
+    monkeypatch.setattr(dapo_jax, "diagnose", lambda *a, **kw: asked.append((a, kw)) or ["WORDS"])
+    monkeypatch.setattr(dapo_jax, "fit_curves", lambda *a, **kw: asked.append((a, kw)) or ["FIT"])
+    flags = ("--workdir", "a", "--compare", "b", "--paper", "--diagnose", "--fit=seconds")
+    status, out, _ = call(capsys, *flags, main=launcher)
+    assert status == 0 and out == f"WORDS\nFIT\n{tmp_path / 'a' / 'fit.png'}\nPAGE\n"
+    runs = (tmp_path / "a", [tmp_path / "b"])
+    assert asked[1:] == [(runs, {"paper": True}), (runs, {"compute": "seconds"})]
 
 
 @pytest.mark.parametrize(
@@ -264,6 +272,7 @@ def test_flags_of_the_program(capsys, tmp_path, monkeypatch):
         (["--workdir=a", "--compare"], "--compare: expected at least one argument. Flags:"),
         (["--workdir=none"], "none holds no run.* --workdir"),
         (["--workdir=a", "--compare=./a"], "a is given twice"),
+        (["--workdir=a", "--fit=hours"], "--fit: invalid choice: 'hours'.*tokens.*seconds"),
     ],
 )
 def test_mistakes_on_the_command_line(capsys, tmp_path, monkeypatch, arguments, message):
