@@ -64,7 +64,7 @@ def finished(tmp_path_factory, home):
     """The directory of an undisturbed run, and what it printed."""
     workdir = tmp_path_factory.mktemp("runs") / "undisturbed"
     write_config(workdir.with_name("undisturbed_config"), **RUN)  # for launch/evaluate.py
-    return workdir, run_here(workdir, home, **RUN)[1]
+    return workdir, run_here(workdir, home, page=True, **RUN)[1]
 
 
 def test_a_run_leaves_what_it_promises(finished):

@@ -17,6 +17,7 @@ from dapo_jax import setup, train_loop
 from dapo_jax.models import decoder
 from dapo_jax.models.sharding import AXES, make_mesh
 from dapo_jax.runs.checkpoint import Checkpoints
+from dapo_jax.runs.report import page as report_page
 from dapo_jax.training import step as train_step
 from dapo_jax.training.learner import LearnerState
 from tests.conftest import FAST_COMPILATION, ROOT
@@ -48,9 +49,13 @@ def programs(home):
     return os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(shared / "programs")
 
 
-def run_here(workdir, home, *, devices=1, config=None, **overrides):
+def run_here(workdir, home, *, devices=1, config=None, page=False, **overrides):
     """Trains in this process, on so many of its devices. Returns the signal that stopped the run,
-    if one did, and what the run printed."""
+    if one did, and what the run printed.
+
+    Args:
+        page: make the page of the run, which takes as long as many steps.
+    """
     config = config or tiny_config(**overrides)
     mesh_of = lambda config: make_mesh(config, jax.devices()[:devices])
     jax.config.update("jax_compilation_cache_dir", programs(home))
@@ -59,6 +64,7 @@ def run_here(workdir, home, *, devices=1, config=None, **overrides):
     with (
         mock.patch.dict(os.environ, XDG_CACHE_HOME=str(home)),
         mock.patch.object(setup, "make_mesh", mesh_of),
+        contextlib.nullcontext() if page else mock.patch.object(report_page, "write_report"),
         jax.numpy_dtype_promotion("standard"),
         contextlib.redirect_stdout(out),
     ):
