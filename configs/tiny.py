@@ -135,6 +135,12 @@ def opo(c: ConfigDict) -> None:
     c.objective.update(advantage="opo", aggregation="token-mean")
 
 
+def otb(c: ConfigDict) -> None:
+    """Optimal Token Baseline (arXiv:2602.07078): the baseline of least variance of each token."""
+    _on_policy(c)
+    c.objective.update(advantage="optimal-token-baseline", aggregation="token-mean")
+
+
 def rloo(c: ConfigDict) -> None:
     """RLOO (arXiv:2402.14740): the other responses as baseline, KL in the reward (factor ours)."""
     _on_policy(c)

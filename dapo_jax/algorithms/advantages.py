@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int, Real
+from jaxtyping import Bool, Float, Int, Real
 
 from dapo_jax.utils.fields import Argument, Positive, Share, UpTo1
 
 EPSILON = 1e-6  # keeps the division finite when all rewards are equal, as in the reference
 WHITEN_EPSILON = 1e-8  # the same for whole batches
+BASELINE_EPSILON = 1e-8  # the same for weights of 0, of tokens that were certain
 
 
 class Outcomes(NamedTuple):
@@ -32,6 +33,7 @@ class Outcomes(NamedTuple):
     steps: tuple[tuple[tuple[int, float], ...], ...] = ()  # (tokens up to its end, reward) of each
     baselines_R: np.ndarray | None = None  # reward of the greedy response to the same prompt
     values_M: np.ndarray | None = None  # critic's value before each token
+    energy_M: np.ndarray | None = None  # squared norm of each token's gradient by its logits
 
 
 class Advantages(NamedTuple):
@@ -299,6 +301,62 @@ def gae(
     return advantage_M, advantage_M + values_M
 
 
+def optimal_token_baseline(
+    token_rewards_M: Float[np.ndarray, " M"],
+    groups_R: Int[np.ndarray, " R"],
+    lengths_R: Int[np.ndarray, " R"],
+    energy_M: Float[np.ndarray, " M"],
+    *,
+    zero_tail: bool,
+) -> Float[np.ndarray, " M"]:
+    """Rewards to go less the baseline of least variance at their position in the group [M].
+
+        A_it = G_it - sum_j G_jt W_jt / (sum_j W_jt + 1e-8),   W_jt = sum over s <= t of w_js
+        w = 1 - 2 pi + sum over the vocabulary of pi^2
+
+    The sums are over the responses j of the group that have a token t. Source: Optimal Token
+    Baseline, arXiv:2602.07078.
+
+    Args:
+        energy_M: w, the squared norm of the gradient of log pi by the logits.
+        zero_tail: no baseline where one response of the group alone still goes on: it would be
+            that response's own reward. As in the reference implementation.
+    """
+    mask_RT = np.arange(int(lengths_R.max(initial=0))) < lengths_R[:, None]
+    returns_RT, energy_RT = np.zeros(mask_RT.shape), np.zeros(mask_RT.shape)
+    returns_RT[mask_RT], energy_RT[mask_RT] = _to_go(token_rewards_M, lengths_R, 1.0), energy_M
+    out_RT = np.zeros(mask_RT.shape)
+    for group in np.unique(groups_R[lengths_R > 0]):
+        at = (groups_R == group) & (lengths_R > 0)
+        if at.sum() > 1:
+            baseline_GT = optimal_baselines(
+                returns_RT[at], energy_RT[at], mask_RT[at], zero_tail=zero_tail
+            )
+            out_RT[at] = returns_RT[at] - baseline_GT
+    return out_RT[mask_RT]
+
+
+def optimal_baselines(
+    returns_GT: Float[np.ndarray, "G T"],
+    energy_GT: Float[np.ndarray, "G T"],
+    mask_GT: Bool[np.ndarray, "G T"],
+    *,
+    zero_tail: bool,
+) -> Float[np.ndarray, "G T"]:
+    """Baselines of the tokens of a group; see `optimal_token_baseline`. Others have any value.
+
+    Args:
+        mask_GT: the group's tokens; a response may have others between them.
+    """
+    weights_GT = np.cumsum(energy_GT * mask_GT, axis=1) * mask_GT
+    baseline_T = (returns_GT * weights_GT).sum(0) / (weights_GT.sum(0) + BASELINE_EPSILON)
+    baseline_GT = np.tile(baseline_T, (len(mask_GT), 1))
+    second, longest = np.sort(mask_GT.sum(axis=1))[-2:]
+    if zero_tail and longest > second:
+        baseline_GT[mask_GT.sum(axis=1).argmax(), second:] = 0.0
+    return baseline_GT
+
+
 def whiten(
     x: Float[np.ndarray, " n"], counts: Int[np.ndarray, " n"] | None = None
 ) -> Float[np.ndarray, " n"]:
@@ -352,6 +410,12 @@ ADVANTAGES = {
         process_grpo,
         ("steps", *GROUPS, "lengths_R"),
         {**STD, "outcome_as_step": Argument(bool, False)},
+        per_token=True,
+    ),
+    "optimal-token-baseline": Advantage(
+        optimal_token_baseline,
+        ("token_rewards_M", "groups_R", "lengths_R", "energy_M"),
+        {"zero_tail": Argument(bool, True)},
         per_token=True,
     ),
     "gae": Advantage(

@@ -39,12 +39,13 @@ class Sums(NamedTuple):
     total: jax.Array  # sum exp(z - top)
     spread: jax.Array  # sum exp(z - top) (z - top)
     target: jax.Array  # z of the target token; 0 before its part
+    squares: jax.Array | None  # sum exp(z - top)^2; None: not summed
 
 
-def empty_sums(shape: tuple[int, ...], dtype: Any) -> Sums:
+def empty_sums(shape: tuple[int, ...], dtype: Any, *, squares: bool = False) -> Sums:
     """Returns the sums over nothing."""
     zero, below = jnp.zeros(shape, dtype), jnp.full(shape, BELOW_ALL, dtype)
-    return Sums(below, zero, zero, zero)
+    return Sums(below, zero, zero, zero, zero if squares else None)
 
 
 def add_part(sums: Sums, z_XP: Float[Array, "X P"], targets_X: Int[Array, " X"]) -> Sums:
@@ -67,6 +68,7 @@ def add_part(sums: Sums, z_XP: Float[Array, "X P"], targets_X: Int[Array, " X"])
         total=sums.total + jnp.sum(exp_XP, axis=1),
         spread=sums.spread + dot(below_XP),
         target=jnp.where((targets_X >= 0) & (targets_X < P), z_target_X, sums.target),
+        squares=None if sums.squares is None else sums.squares + dot(exp_XP),
     )
 
 
@@ -77,7 +79,7 @@ def sum_shards(sums: Sums, axis: Any) -> Sums:
     largest = functools.partial(jax.lax.pmax, axis_name=axis)
     added = functools.partial(jax.lax.psum, axis_name=axis)
     sums = _with_top(sums, largest(sums.top))
-    return Sums(sums.top, added(sums.total), added(sums.spread), added(sums.target))
+    return Sums(sums.top, *(None if x is None else added(x) for x in sums[1:]))
 
 
 def _with_top(sums: Sums, top: jax.Array) -> Sums:
@@ -89,6 +91,7 @@ def _with_top(sums: Sums, top: jax.Array) -> Sums:
         total=sums.total * scale,
         spread=(sums.spread + sums.total * down) * scale,
         target=sums.target,
+        squares=None if sums.squares is None else sums.squares * scale**2,
     )
 
 

@@ -31,6 +31,8 @@ class TokenStatistics(NamedTuple):
 
     log_prob_BT: jax.Array  # of the target
     entropy_BT: jax.Array  # in nats
+    # Sum over the vocabulary of the squared probabilities, without a gradient; None: not asked for.
+    collision_BT: jax.Array | None = None
 
 
 class _Plan(NamedTuple):
@@ -40,6 +42,7 @@ class _Plan(NamedTuple):
     chunk_tokens: int
     layout: HeadLayout | None
     frozen: bool = False  # nobody asks for the gradient of the unembedding
+    collision: bool = False
 
 
 class _Slopes(NamedTuple):
@@ -65,6 +68,7 @@ def token_statistics(
     chunk_tokens: int,
     layout: HeadLayout | None = None,
     wanted_BT: Bool[Array, "B T"] | None = None,
+    collision: bool = False,
 ) -> TokenStatistics:
     """Returns the log-prob of each target and the entropy of its distribution.
 
@@ -76,10 +80,11 @@ def token_statistics(
         layout: where the arrays lie on a mesh. None: the compiler decides, which is right on any
             mesh but gathers the unembedding.
         wanted_BT: where it is False the results are finite and meaningless; None: all are wanted.
+        collision: ask for `collision_BT`, too.
     """
     if layout is not None and layout.mesh.size == 1:
         layout = None
-    plan = _Plan(temperature, chunk_tokens, layout)
+    plan = _Plan(temperature, chunk_tokens, layout, collision=collision)
     return _statistics(plan, hidden_BTD, unembed_VD, targets_BT, wanted_BT)
 
 
@@ -100,7 +105,9 @@ def _statistics_backward(plan: _Plan, saved: Any, cotangents: TokenStatistics) -
     plan = plan._replace(frozen=is_trained is None)
     # A statistic that no loss reads costs no gradient.
     unread = lambda x: isinstance(x, jax.custom_derivatives.SymbolicZero)
-    slopes = _Slopes(*(None if unread(x) else x for x in cotangents))
+    *read, collision = cotangents
+    assert collision is None or unread(collision), "no gradient of the collision probability"
+    slopes = _Slopes(*(None if unread(x) else x for x in read))
     d_hidden_BTD, d_unembed_VD = _on_mesh(plan, _backward)(*inputs, residuals, slopes)
     return d_hidden_BTD, d_unembed_VD, None, None
 
@@ -151,12 +158,14 @@ def _forward(
         return jax.lax.map(lambda x: add_wanted(x[2], *x[:2]), (sums, tokens, order.wanted)), None
 
     shape, dtype = tokens[1].shape, sum_dtype(hidden_BTD)
-    sums = chunked_softmax.empty_sums(shape, dtype)
+    sums = chunked_softmax.empty_sums(shape, dtype, squares=plan.collision)
     sums, _ = jax.lax.scan(add_part, sums, parts.each)
     sums = chunked_softmax.sum_shards(sums, parts.axis)
     log_total = jnp.log(sums.total)
     log_prob, entropy = sums.target - sums.top - log_total, log_total - sums.spread / sums.total
-    found = TokenStatistics(log_prob, entropy), _Residuals(log_total + sums.top, entropy)
+    collision = None if sums.squares is None else sums.squares / sums.total**2
+    statistics = TokenStatistics(log_prob, entropy, collision)
+    found = statistics, _Residuals(log_total + sums.top, entropy)
     if order.wanted is not None:  # a skipped chunk has no sum to take the logarithm of
         seen_X1 = order.wanted[:, None]
         found = jax.tree.map(lambda x: jnp.where(seen_X1, x, jnp.zeros_like(x)), found)
@@ -277,13 +286,14 @@ def row_statistics(
     temperature: float,
     layout: HeadLayout | None = None,
     share_prompts: bool = False,
+    collision: bool = False,
 ) -> TokenStatistics:
     """Returns the statistics [B, T] of each token of `rows.mask_BT` given its segment before it.
 
     The statistics of other tokens are meaningless.
 
     Args:
-        layout: see `token_statistics`.
+        layout, collision: see `token_statistics`.
         share_prompts: see `row_hidden`.
     """
     context = 1 if layout is None else layout.context
@@ -297,9 +307,9 @@ def row_statistics(
         chunk_tokens=config.log_prob_chunk_tokens,
         layout=layout,
         wanted_BT=of_next(rows.mask_BT),
+        collision=collision,
     )
-    own = lambda x_BT: to_own_token(zigzag.to_rows(x_BT, context))
-    return TokenStatistics(*map(own, statistics))
+    return jax.tree.map(lambda x_BT: to_own_token(zigzag.to_rows(x_BT, context)), statistics)
 
 
 def row_hidden(

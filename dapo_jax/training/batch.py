@@ -120,6 +120,7 @@ def estimate_advantages(
     kl_penalty_M: np.ndarray | None = None,
     values_M: np.ndarray | None = None,
     baselines_R: np.ndarray | None = None,
+    energy_M: np.ndarray | None = None,
 ) -> advantages.Advantages:
     """Returns advantages, and returns where there is a critic, of every token of the batch [M]; 0
     for tokens that are not trained.
@@ -128,6 +129,7 @@ def estimate_advantages(
         kl_penalty_M: coefficient times KL estimate of each token, subtracted from its reward.
         values_M: the critic's value before each token.
         baselines_R: reward of the greedy response to the same prompt.
+        energy_M: squared norm of each token's gradient by its logits.
     """
     trained_M = np.repeat(samples.trained_R, samples.lengths_R)
     counted_R = samples.counted_R
@@ -151,6 +153,7 @@ def estimate_advantages(
         steps=tuple(s for s, counted in zip(samples.steps, counted_R) if counted),
         baselines_R=None if baselines_R is None else baselines_R[counted_R],
         values_M=None if values_M is None else values_M[trained_M].astype(np.float64),
+        energy_M=None if energy_M is None else energy_M[trained_M],
     )
     o = config.objective
     result = advantages.estimate(o.advantage, outcomes, o.advantage_args)

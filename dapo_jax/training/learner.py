@@ -103,6 +103,7 @@ class Learner:
         # Jitted; see `compile`.
         self.update: Any = train_step.compile_update(config, mesh)
         self.score: Any = train_step.compile_scoring(config, mesh)
+        self.collision: Any = train_step.compile_scoring(config, mesh, collision=True)
         if config.critic is not None:
             self.critic_optimizer = critic.optimizer_config(config)
             self.values: Any = critic.compile_values(config, mesh)
@@ -114,8 +115,10 @@ class Learner:
         self.needs_current = o.loss in COVARIANCE_LOSSES or (
             c is not None and c.policy == "current"
         )
+        self.needs_energy = o.advantage == "optimal-token-baseline"
         self.needs_scoring = (
             self.needs_current
+            or self.needs_energy
             or self.needs_reference
             or config.critic is not None
             or config.rollout.log_prob_source == "recompute"
@@ -153,6 +156,8 @@ class Learner:
             self.update = compiled(self.update, state.policy, rows, integer, real, real)
             if self.needs_scoring:
                 self.score = compiled(self.score, state.policy.model, rows, integer)
+            if self.needs_energy:
+                self.collision = compiled(self.collision, state.policy.model, rows, integer)
             if state.critic is not None:
                 self.values = compiled(self.values, state.critic.params, rows, integer)
                 self.update_critic = compiled(
@@ -324,6 +329,9 @@ class Learner:
             columns["log_prob_ref_BT"] = scored(self.score, reference)
         if state.critic is not None:
             columns["value_old_BT"] = scored(self.values, state.critic.params)
+        if self.needs_energy:
+            probability_M = np.exp(columns["log_prob_old_BT"].astype(np.float64))
+            columns["energy_M"] = 1 - 2 * probability_M + scored(self.collision, state.policy.model)
         return columns, numbers
 
     def _add_advantages(
@@ -354,6 +362,7 @@ class Learner:
             kl_penalty_M=kl_penalty_M,
             values_M=columns.get("value_old_BT"),
             baselines_R=baselines_R,
+            energy_M=columns.pop("energy_M", None),
         )
         columns["advantage_BT"] = advantages.advantage_M
         if advantages.return_M is not None:

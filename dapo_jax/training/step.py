@@ -345,13 +345,18 @@ def jit_update(
 
 
 def compile_scoring(
-    config: Config, mesh: Mesh
+    config: Config, mesh: Mesh, *, collision: bool = False
 ) -> Callable[[decoder.Params, Rows, Array], jax.Array]:
     """Returns (params, rows [A, B, T], micro-batches used) -> log-probs [A, B, T], jitted for the
-    mesh."""
+    mesh; with `collision` the sums of squared probabilities in their place."""
     temperature, share_prompts = config.rollout.temperature, config.train.share_prompts
     return compile_log_probs(
-        config.model, config.mesh, mesh, temperature=temperature, share_prompts=share_prompts
+        config.model,
+        config.mesh,
+        mesh,
+        temperature=temperature,
+        share_prompts=share_prompts,
+        collision=collision,
     )
 
 
@@ -362,21 +367,24 @@ def compile_log_probs(
     *,
     temperature: float,
     share_prompts: bool,
+    collision: bool = False,
 ) -> Callable[[decoder.Params, Rows, Array], jax.Array]:
     """Returns `compile_scoring`'s program, for programs without the config of a run."""
     layout = head_layout(model, mesh_config, mesh)
 
-    def log_prob(params: decoder.Params, rows: Rows) -> jax.Array:
-        return log_probs.row_statistics(
+    def of_rows(params: decoder.Params, rows: Rows) -> jax.Array:
+        found = log_probs.row_statistics(
             model,
             params,
             rows,
             temperature=temperature,
             layout=layout,
             share_prompts=share_prompts,
-        ).log_prob_BT
+            collision=collision,
+        )
+        return found.log_prob_BT if found.collision_BT is None else found.collision_BT
 
-    return compile_map(log_prob, param_shardings(model, mesh_config, mesh), mesh)
+    return compile_map(of_rows, param_shardings(model, mesh_config, mesh), mesh)
 
 
 def compile_map(

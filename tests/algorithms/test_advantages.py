@@ -25,6 +25,7 @@ SETTINGS = {
     "gpg": [{"gpg_norm": 1.0}, {"gpg_norm": 0.7}],
     "reinforce++": [{"gamma": 1.0}, {"gamma": 0.9}],
     "reinforce++-baseline": [{}],
+    "optimal-token-baseline": [{"zero_tail": True}, {"zero_tail": False}],
     "gae": [dict(gamma=g, gae_lambda=x) for g, x in ((1, 1), (1, 0.95), (0.9, 0.8), (0.7, 0))],
 }
 CASES = [(name, settings) for name, all_of_one in SETTINGS.items() for settings in all_of_one]
@@ -70,6 +71,7 @@ def make_outcomes(seed=0, sizes=(5, 2, 1, 3, 4)):
         ),
         baselines_R=rng.standard_normal(R),
         values_M=rng.standard_normal(N),
+        energy_M=2 * rng.random(N),
     )
 
 
@@ -150,11 +152,35 @@ def gae_by_hand(o, p):
     return advantages, returns
 
 
+def optimal_by_hand(o, p):
+    """G_t - E[G_t W_t] / E[W_t] over the responses of a group that have a token t (section 3 of the
+    paper). A response that alone has one keeps G_t, or is its own baseline."""
+    starts = np.cumsum([0, *o.lengths_R])
+    out = []
+    for i, n in enumerate(o.lengths_R):
+        peers = [j for j in range(len(o.lengths_R)) if o.groups_R[j] == o.groups_R[i]]
+        peers = [j for j in peers if o.lengths_R[j]]
+        for t in range(n):
+            alive = [j for j in peers if o.lengths_R[j] > t]
+            to_go = {j: sum(o.token_rewards_M[starts[j] + t : starts[j + 1]]) for j in alive}
+            weight = {j: sum(o.energy_M[starts[j] : starts[j] + t + 1]) for j in alive}
+            if len(peers) == 1:
+                out.append(0.0)
+            elif alive == [i] and p["zero_tail"]:
+                out.append(to_go[i])
+            else:
+                expected = sum(to_go[j] * weight[j] for j in alive)
+                out.append(to_go[i] - expected / (sum(weight.values()) + 1e-8))
+    return out
+
+
 def token_by_hand(name, o, p):
     """The advantage of every token, from the papers' formulas."""
     if name == "gae":
         advantages, _ = gae_by_hand(o, p)
         return whitened(advantages, advantages)
+    if name == "optimal-token-baseline":
+        return optimal_by_hand(o, p)
     out, start = [], 0
     for i, n in enumerate(o.lengths_R):
         if name == "reinforce++":
@@ -229,7 +255,7 @@ def test_equal_rewards_and_lone_responses_teach_nothing(rewards, settings):
 @each_case
 def test_equal_rewards_in_every_group_teach_nothing(name, settings):
     """Groups differ from each other; no rounding is divided by a standard deviation of nothing."""
-    if name in ("remax", "reinforce++", "gae"):
+    if name in ("remax", "reinforce++", "gae", "optimal-token-baseline"):
         return  # their baseline is another one
     o = make_outcomes()
     r = o.groups_R / 40  # three times 0.1 has another mean than 0.1
@@ -237,6 +263,15 @@ def test_equal_rewards_in_every_group_teach_nothing(name, settings):
     o = o._replace(steps=tuple(tuple((end, x) for end, _ in s) for s, x in zip(o.steps, r)))
     got = estimate(name, o, settings).advantage_M
     np.testing.assert_allclose(got, 0.0, atol=0 if name not in ("rloo", "opo") else 1e-15)
+
+
+def test_the_energy_is_the_squared_gradient_by_the_logits():
+    """1 - 2 pi + sum pi^2, of which the weights of the optimal token baseline are made."""
+    logits = np.random.default_rng(0).standard_normal(7)
+    pi = np.exp(logits) / np.exp(logits).sum()
+    for token in range(7):
+        gradient = np.eye(7)[token] - pi
+        assert 1 - 2 * pi[token] + (pi**2).sum() == pytest.approx((gradient**2).sum())
 
 
 def test_process_supervision_is_that_of_the_paper():
@@ -300,7 +335,8 @@ def reordered(o, order):
     tokens = np.split(np.arange(o.lengths_R.sum()), np.cumsum(o.lengths_R)[:-1])
     order_M = np.concatenate([tokens[i] for i in order])
     moved = {f: getattr(o, f)[order] for f in Outcomes._fields if f.endswith(("_R", "_RC"))}
-    moved |= {f: getattr(o, f)[order_M] for f in ("token_rewards_M", "values_M")}
+    of_tokens = ("token_rewards_M", "values_M", "energy_M")
+    moved |= {f: getattr(o, f)[order_M] for f in of_tokens}
     return o._replace(**moved, steps=tuple(o.steps[i] for i in order)), order_M
 
 
@@ -346,6 +382,7 @@ def test_edges_stay_finite(name, settings, sizes, longest, scale):
         steps=tuple(tuple((e, scale * x) for e, x in s) for s in o.steps[:R]),
         baselines_R=scale * o.baselines_R[:R],
         values_M=scale * o.values_M[:N],
+        energy_M=o.energy_M[:N],
     )
     got = estimate(name, o, settings)
     assert got.advantage_M.shape == (N,) and np.isfinite(got.advantage_M).all()

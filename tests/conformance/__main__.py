@@ -23,9 +23,6 @@ FAMILIES = losses.FAMILIES | host.FAMILIES
 NOT_OURS = {
     "balance": "a workload balancer of torch ranks",
     "kl/full": "the reference raises",
-    "adv/optimal_token_baseline": "an advantage that this project does not offer",
-    "adv/tir_optimal_token_baseline": "an advantage that this project does not offer",
-    "sum_pi_squared": "the sum over the vocabulary that the optimal token baseline needs",
 }
 
 

@@ -71,6 +71,50 @@ def advantages(
 WHITENED = ("reinforce++-baseline", "gdpo")
 
 
+def optimal_token_baseline(*, holes: bool) -> Callable[[Case], Compared]:
+    """Compares the optimal token baseline.
+
+    Args:
+        holes: tokens are counted with those of others between them, as the reference's first
+            form does; else without, as its form for several turns and our estimator do.
+    """
+
+    def compare(case: Case) -> Compared:
+        a, zero_tail = case.arrays, case.params["handle_zero_tail"]
+        tokens = tokens_of(a["response_mask"])
+        _, groups_R = np.unique(a["index"], return_inverse=True)
+        energy = 1 - 2 * np.exp(a["old_log_probs"]) + a["sum_pi_squared"]
+        rewards = a["token_level_rewards"].astype(np.float64)
+        seen_R = np.ones(len(groups_R), bool) if holes else tokens.lengths_R > 0
+        lone_R = np.bincount(groups_R[seen_R], minlength=len(groups_R))[groups_R] == 1
+        if holes:
+            ours = np.zeros(rewards.shape)
+            returns = np.cumsum((rewards * tokens.mask)[:, ::-1], axis=1)[:, ::-1]
+            for group in np.unique(groups_R[~lone_R]):
+                at = groups_R == group
+                ours[at] = returns[at] - advantage.optimal_baselines(
+                    returns[at], energy[at], tokens.mask[at], zero_tail=zero_tail
+                )
+        else:
+            outcomes = advantage.Outcomes(
+                rewards_R=rewards.sum(axis=1),
+                components_RC=rewards.sum(axis=1)[:, None],
+                groups_R=groups_R,
+                lengths_R=tokens.lengths_R,
+                total_lengths_R=tokens.lengths_R,
+                token_rewards_M=tokens.take(rewards),
+                energy_M=tokens.take(energy),
+            )
+            settings = {"zero_tail": zero_tail}
+            result = advantage.estimate("optimal-token-baseline", outcomes, settings)
+            ours = tokens.put(result.advantage_M)
+        compared = tokens.mask & ~lone_R[:, None]
+        note = LONE if (lone_R & (tokens.lengths_R > 0)).any() else ""
+        return Compared([(ours[compared], case.outputs["advantages"][compared])], note)
+
+    return compare
+
+
 def whiten(case: Case) -> Compared:
     tokens = tokens_of(case.arrays["mask"])
     ours = advantage.whiten(tokens.take(case.arrays["values"]))
@@ -272,6 +316,8 @@ FAMILIES: dict[str, Callable[[Case], Compared | Differs | None]] = {
     "adv/rloo_vectorized": advantages("rloo"),
     "adv/opo": advantages("opo", lone_differs=True),
     "adv/remax": advantages("remax"),
+    "adv/optimal_token_baseline": optimal_token_baseline(holes=True),
+    "adv/tir_optimal_token_baseline": optimal_token_baseline(holes=False),
     "adv/gpg": advantages("gpg", lone_differs=True, gpg_norm="f_norm"),
     "adv/reinforce_plus_plus": advantages("reinforce++", gamma="gamma"),
     "adv/reinforce_plus_plus_baseline": advantages("reinforce++-baseline", lone_differs=True),

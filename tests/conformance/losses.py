@@ -231,7 +231,9 @@ def value(case: Case) -> Compared:
     )
 
 
-def statistics(logits: jax.Array, labels: np.ndarray, temperature: float):
+def statistics(
+    logits: jax.Array, labels: np.ndarray, temperature: float, *, collision: bool = False
+):
     """Our token statistics; the unembedding is the identity, so that hidden states are logits."""
     return log_probs.token_statistics(
         logits,
@@ -239,6 +241,7 @@ def statistics(logits: jax.Array, labels: np.ndarray, temperature: float):
         jnp.asarray(labels),
         temperature=temperature,
         chunk_tokens=7,
+        collision=collision,
     )
 
 
@@ -248,6 +251,12 @@ def log_prob_and_entropy(case: Case) -> Compared:
     logits = jnp.asarray(a["logits"])
     gradient = jax.grad(lambda x: jnp.sum(f(x) * a["ct"]))(logits)
     return Compared([(f(logits), case.outputs[name]), (gradient, case.outputs["grad_logits"])])
+
+
+def collision(case: Case) -> Compared:
+    a = case.arrays
+    found = statistics(jnp.asarray(a["logits"]), a["labels"], 1.0, collision=True)
+    return Compared([(found.collision_BT, case.outputs["out"])])
 
 
 def entropy_loss(case: Case) -> Compared:
@@ -285,4 +294,5 @@ FAMILIES: dict[str, Callable[[Case], Compared | Differs | None]] = {
     "logprob": log_prob_and_entropy,
     "entropy": log_prob_and_entropy,
     "entropy_loss": entropy_loss,
+    "sum_pi_squared": collision,
 }

@@ -54,6 +54,7 @@ WAYS = {
     },
     "clip-cov": configured("clip-cov"),
     "kl-cov": configured("kl-cov"),
+    "energy": {"objective__advantage": "optimal-token-baseline"},
     "kl": {
         "objective__kl_coefficient": 0.1,
         "objective__kl_estimator": "k3+",

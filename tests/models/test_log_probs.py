@@ -1,6 +1,7 @@
 """Log-probs and entropy against sums over the vocabulary; no array as large as logits."""
 
 import functools
+import math
 import re
 
 import jax
@@ -43,7 +44,7 @@ def ours(hidden, unembed, targets, weights, layout=None, wanted=None):
         layout=layout,
         wanted_BT=wanted,
     )
-    return weighted(jax.checkpoint(statistics)(hidden, unembed), weights)
+    return weighted(jax.checkpoint(statistics)(hidden, unembed)[:2], weights)
 
 
 def some_tokens(number):
@@ -70,6 +71,32 @@ def test_parts_of_the_vocabulary_change_nothing(monkeypatch, part, dtype, tolera
     for x, y in zip((*found, *grads), (*expected, *expected_grads)):
         assert x.dtype == dtype
         np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * np.abs(y).max())
+
+
+@pytest.mark.parametrize("number", [43, B * T])
+@pytest.mark.parametrize("part", [64, 15])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 1, 1, 2), (1, 2, 2, 2)])
+def test_collision_probabilities_are_sums_of_squares(monkeypatch, number, part, shape):
+    """On one device and on several, with parts of the vocabulary that are filled up."""
+    monkeypatch.setattr(chunked_softmax, "VOCAB_CHUNK", part)
+    mesh = jax.make_mesh(
+        shape, AXES, devices=jax.devices()[: math.prod(shape)], axis_types=AXIS_TYPES
+    )
+    layout = HeadLayout(mesh, row_sharding(mesh).spec, PartitionSpec("tensor", "fsdp"))
+    wanted = some_tokens(number)
+    (hidden, unembed), targets, _ = arrays(np.float32)
+    program = functools.partial(
+        log_probs.token_statistics,
+        temperature=0.7,
+        chunk_tokens=5,
+        layout=layout,
+        collision=True,
+    )
+    found = jax.jit(program)(hidden, unembed, targets, wanted_BT=wanted)
+    logits = np.einsum("btd,vd->btv", hidden, unembed) / 0.7
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    expected = (weights**2).sum(axis=-1) / weights.sum(axis=-1) ** 2
+    np.testing.assert_allclose(found.collision_BT[wanted], expected[wanted], rtol=1e-5)
 
 
 @pytest.mark.parametrize("number", [0, 1, 40, 43, B * T])

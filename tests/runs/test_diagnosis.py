@@ -115,9 +115,11 @@ def test_certainty_and_cutting_are_no_faults_of_what_goes_well():
 
 def test_problems_without_a_signal_are_too_easy_or_too_hard():
     easy = run_of(share__all_right=(0.0, 0.8), share__all_wrong=(0.5, 0.1))
-    hard = run_of(share__all_right=(0.0, 0.1), share__all_wrong=(0.5, 0.8))
-    remedies = [diagnosis.diagnose(run)[0].remedy.split()[0] for run in (easy, hard)]
-    assert remedies == ["harder", "easier"]
+    hard = run_of(share__all_right=(0.0, 0.1), share__all_wrong=(0.65, 0.8))
+    worse = run_of(share__all_right=(0.0, 0.1), share__all_wrong=(0.55, 0.8))
+    runs = (easy, hard, worse)
+    remedies = [diagnosis.diagnose(run)[0].remedy.split(" problems")[0] for run in runs]
+    assert remedies[:2] == ["harder", "easier"] and "learning_rate" in remedies[2]
 
 
 @pytest.mark.parametrize("steps, judged", [(4, False), (5, True)])

@@ -14,6 +14,7 @@ from dapo_jax.training.batch import make_samples, reward_kl
 from dapo_jax.training.learner import Learner
 from dapo_jax.utils.compilations import CompilationCounter
 from dapo_jax.utils.random_streams import named_generator
+from tests.models.test_lora import logits_of
 from tests.support.helpers import make_group, make_mesh, make_params, tiny_config
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -139,6 +140,36 @@ def test_recomputed_log_probs_are_those_of_tokens_that_the_policy_itself_sampled
     )
     columns, _ = decoupled._score(state, samples, decoupled._cut(samples))
     assert (columns["log_prob_old_BT"] == columns["recomputed_M"]).all()
+
+
+def test_the_energy_of_tokens_is_that_of_the_whole_softmax():
+    """The squared norm of the gradient of each token's log-prob by its logits, one response at a
+    time; and advantages are made of it."""
+    learner, state = make_learner(
+        objective__advantage="optimal-token-baseline",
+        objective__advantage_args={"zero_tail": False},
+        rollout__log_prob_source="recompute",
+        rollout__temperature=0.8,
+    )
+    samples = make_samples(learner.config, make_groups(), 1, learner.detokenize)
+    columns, _ = learner._score(state, samples, learner._cut(samples))
+    starts = np.cumsum([0, *samples.lengths_R])
+    for prompt, first, end in zip(samples.prompts, starts[:-1], starts[1:], strict=True):
+        tokens = np.array([*prompt, *samples.tokens_M[first:end]])
+        logits = logits_of(learner.config.model, state.policy.params, tokens) / 0.8
+        pi = np.asarray(jax.nn.softmax(logits))[len(prompt) - 1 : -1]
+        gradient = np.eye(pi.shape[1])[tokens[len(prompt) :]] - pi
+        expected = (gradient**2).sum(axis=1)
+        np.testing.assert_allclose(columns["energy_M"][first:end], expected, atol=2e-6)
+    energy_M = columns["energy_M"]
+    learner._add_advantages(samples, columns, 0.0, None)
+    assert "energy_M" not in columns, "rows have no such column"
+    # The last token of the longest response of a group is alone: its baseline is its own reward.
+    of_group = slice(starts[0], starts[4])
+    assert (energy_M[of_group] > 0).all()
+    longest = int(np.argmax(samples.lengths_R[:4]))
+    assert columns["advantage_BT"][starts[longest + 1] - 1] == pytest.approx(0, abs=1e-6)
+    assert np.abs(columns["advantage_BT"][of_group]).max() > 0.1
 
 
 @pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3"])

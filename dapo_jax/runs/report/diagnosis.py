@@ -22,6 +22,7 @@ HELDOUT_SHARE = 0.25  # of that progress, which held-out accuracy should show
 TRUNCATED = 0.1  # share of responses
 TRUNCATED_LEFT = 0.5  # last over first share
 NO_SIGNAL = 0.8  # share of sampled prompts
+WORSE = 0.2  # a rise of the share that is all wrong
 CLIPPED = 0.3  # share of trained tokens
 LOG_PROB_GAP = 0.05  # nats per token
 SCORER_FAULTS = 0.01  # share of sampled responses
@@ -182,7 +183,8 @@ def heldout_fell(run: Run) -> Finding | None:
         "held-out accuracy fell",
         f"It was {best['eval/avg@k']:.1%} after step {best['step']} and is "
         f"{last['eval/avg@k']:.1%} after step {last['step']}; their 95 % intervals are apart.",
-        f"use the checkpoint of step {best['step']}; a lower optimizer.learning_rate.",
+        (f"the checkpoint of step {best['step']}; " if best["step"] else "")
+        + "a lower optimizer.learning_rate.",
     )
 
 
@@ -205,12 +207,15 @@ def few_informative(run: Run) -> Finding | None:
     right, wrong = change(run, "share/all_right"), change(run, "share/all_wrong")
     if right is None or wrong is None or right.last + wrong.last < NO_SIGNAL:
         return None
-    harder = right.last > wrong.last
+    remedy = f"{'harder' if right.last > wrong.last else 'easier'} problems, or a larger "
+    remedy += "rollout.group_size."
+    if wrong.difference > WORSE:
+        remedy = "a lower optimizer.learning_rate: the policy has become worse."
     return Finding(
         "few prompts are informative",
         f"At the end {right.last:.0%} of the sampled prompts are all right and {wrong.last:.0%} "
-        "all wrong.",
-        f"{'harder' if harder else 'easier'} problems, or a larger rollout.group_size.",
+        f"all wrong ({right.first:.0%} and {wrong.first:.0%} at the start).",
+        remedy,
     )
 
 
