@@ -79,7 +79,13 @@ def sum_shards(sums: Sums, axis: Any) -> Sums:
     largest = functools.partial(jax.lax.pmax, axis_name=axis)
     added = functools.partial(jax.lax.psum, axis_name=axis)
     sums = _with_top(sums, largest(sums.top))
-    return Sums(sums.top, *(None if x is None else added(x) for x in sums[1:]))
+    return Sums(
+        top=sums.top,
+        total=added(sums.total),
+        spread=added(sums.spread),
+        target=added(sums.target),
+        squares=None if sums.squares is None else added(sums.squares),
+    )
 
 
 def _with_top(sums: Sums, top: jax.Array) -> Sums:
