@@ -1,0 +1,32 @@
+"""docs/recipes.md is what the configs say."""
+
+import importlib.util
+import re
+
+from tests.conftest import ROOT
+
+
+def load():
+    spec = importlib.util.spec_from_file_location("recipes", ROOT / "docs" / "recipes.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_document_is_current():
+    assert (ROOT / "docs" / "recipes.md").read_text() == load().recipes(), "python docs/recipes.py"
+
+
+def test_every_method_is_there_with_what_it_changes():
+    """A few recipes by hand."""
+    text = (ROOT / "docs" / "recipes.md").read_text()
+    methods = re.findall(r"^def ([a-z]\w*)\(c: ", (ROOT / "configs" / "tiny.py").read_text(), re.M)
+    assert len(methods) >= 20 and all(f"\n- `{name}` (arXiv " in text for name in methods)
+    entry = lambda name: " ".join(text.partition(f"- `{name}`")[2].partition("\n- ")[0].split())
+    assert entry("cispo") == (
+        "(arXiv 2506.13585): `objective.loss` cispo, `objective.clip_low` 1.0, "
+        "`objective.clip_dual` none, `objective.aggregation` token-mean-per-group"
+    )
+    assert entry("token_loss") == ": `dynamic_sampling.enabled` False"
+    assert "`rollout.max_response_tokens` 512," in entry("qwen0_5b_gsm8k")
