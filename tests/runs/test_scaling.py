@@ -90,6 +90,11 @@ def test_the_beginning_of_a_curve_does_not_determine_its_end(tmp_path):
     assert "warning: run: the runs do not determine A" in scaling.in_words(found)[-1]
 
 
+def test_a_run_that_learns_nothing_determines_nothing(tmp_path):
+    run = write_curve(tmp_path / "run", gain=-0.7, noise=0.01)
+    assert fit(run).undetermined == "accuracy does not rise"
+
+
 @pytest.mark.parametrize("steps", [3, 4])
 def test_a_curve_needs_evaluations(tmp_path, steps):
     run = write_curve(tmp_path / "run", steps=steps)

@@ -20,6 +20,7 @@ from dapo_jax.types import UserError
 COMPUTE = {"tokens": "tokens sampled", "seconds": "seconds of training"}
 MIN_EVALUATIONS = 4  # after the base model: one more than there are parameters
 RESAMPLES = 200
+SMALL = 0.02  # a smaller gain within the runs is none
 WIDE = 0.1  # an interval of A beyond it leaves A undetermined
 B_BOUNDS = (0.2, 20.0)
 AHEAD = (2.0, 4.0)  # times the compute of the runs, at which the curve is extrapolated
@@ -61,6 +62,8 @@ class Fit(NamedTuple):
         """Returns why the data do not determine the asymptote; "" where they do."""
         low, high = self.interval("asymptote")
         largest = self.points[:, 0].max()
+        if self.curve(largest) - self.curve.base < SMALL:
+            return "accuracy does not rise"
         if high - low > WIDE:
             return f"its interval is wider than {100 * WIDE:.0f} points"
         if self.interval("midpoint")[1] > largest:
@@ -153,9 +156,7 @@ def in_words(fit: Fit) -> list[str]:
             f"{percent(value)} ({bounds(of_value, percent)})"
         )
     if fit.undetermined:
-        lines.append(
-            f"warning: {fit.name}: the runs do not determine A: {fit.undetermined}. Train longer."
-        )
+        lines.append(f"warning: {fit.name}: the runs do not determine A: {fit.undetermined}.")
     return lines
 
 
@@ -173,7 +174,8 @@ def plot(fits: Sequence[Fit]) -> bytes:
         axis.fill_between(x, PERCENT * low, PERCENT * high, color=colour, alpha=0.15, linewidth=0)
         axis.axvline(compute.max(), color=colour, linestyle=":", linewidth=1)
     axis.set_xscale("log")
-    label_axis(axis, "held-out accuracy, %", COMPUTE[fits[0].unit])
+    title = "held-out accuracy, %; dotted: the end of the runs"
+    label_axis(axis, title, COMPUTE[fits[0].unit])
     axis.legend(fontsize=9, edgecolor="none")
     return to_png(figure)
 
