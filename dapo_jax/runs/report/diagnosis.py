@@ -114,7 +114,7 @@ def _change(values: Sequence[float]) -> Change:
     return Change(sum(values[:window]) / window, sum(values[-window:]) / window)
 
 
-def entropy_collapsed(run: Run) -> Finding | None:
+def _entropy_collapsed(run: Run) -> Finding | None:
     entropy, accuracy = change(run, "policy/entropy"), change(run, "accuracy/sampled")
     if entropy is None or accuracy is None or entropy.last >= ENTROPY_FALL * entropy.first:
         return None
@@ -129,7 +129,7 @@ def entropy_collapsed(run: Run) -> Finding | None:
     )
 
 
-def entropy_exploded(run: Run) -> Finding | None:
+def _entropy_exploded(run: Run) -> Finding | None:
     entropy, accuracy = change(run, "policy/entropy"), change(run, "accuracy/sampled")
     if entropy is None or accuracy is None or entropy.last <= ENTROPY_RISE * entropy.first:
         return None
@@ -144,7 +144,7 @@ def entropy_exploded(run: Run) -> Finding | None:
     )
 
 
-def responses_cut(run: Run) -> Finding | None:
+def _responses_cut(run: Run) -> Finding | None:
     cut = change(run, "length/truncated_share")
     if cut is None or cut.last < max(TRUNCATED, TRUNCATED_LEFT * cut.first):
         return None
@@ -156,7 +156,7 @@ def responses_cut(run: Run) -> Finding | None:
     )
 
 
-def reward_apart(run: Run) -> Finding | None:
+def _reward_apart(run: Run) -> Finding | None:
     training, heldout = change(run, "accuracy/sampled"), change(run, "eval/avg@k")
     if training is None or heldout is None or training.difference < ACCURACY_RISE:
         return None
@@ -172,7 +172,7 @@ def reward_apart(run: Run) -> Finding | None:
     )
 
 
-def heldout_fell(run: Run) -> Finding | None:
+def _heldout_fell(run: Run) -> Finding | None:
     points = [n for n in run.steps if "eval/interval_low" in n]
     if len(points) < 2:
         return None
@@ -188,7 +188,7 @@ def heldout_fell(run: Run) -> Finding | None:
     )
 
 
-def nothing_learned(run: Run) -> Finding | None:
+def _nothing_learned(run: Run) -> Finding | None:
     accuracy = change(run, "accuracy/sampled")
     points = [n for n in run.steps if "eval/interval_low" in n]
     if accuracy is None or abs(accuracy.difference) >= ACCURACY_STILL:
@@ -203,7 +203,7 @@ def nothing_learned(run: Run) -> Finding | None:
     )
 
 
-def few_informative(run: Run) -> Finding | None:
+def _few_informative(run: Run) -> Finding | None:
     right, wrong = change(run, "share/all_right"), change(run, "share/all_wrong")
     if right is None or wrong is None or right.last + wrong.last < NO_SIGNAL:
         return None
@@ -219,7 +219,7 @@ def few_informative(run: Run) -> Finding | None:
     )
 
 
-def clipped_often(run: Run) -> Finding | None:
+def _clipped_often(run: Run) -> Finding | None:
     high, low = change(run, "policy/clip_high_share"), change(run, "policy/clip_low_share")
     if high is None or low is None or high.last + low.last < CLIPPED:
         return None
@@ -230,7 +230,7 @@ def clipped_often(run: Run) -> Finding | None:
     )
 
 
-def policies_apart(run: Run) -> Finding | None:
+def _policies_apart(run: Run) -> Finding | None:
     gap = change(run, "rollout/log_prob_gap_mean")
     if gap is None or gap.last < LOG_PROB_GAP:
         return None
@@ -242,7 +242,7 @@ def policies_apart(run: Run) -> Finding | None:
     )
 
 
-def updates_skipped(run: Run) -> Finding | None:
+def _updates_skipped(run: Run) -> Finding | None:
     skipped = sum(n.get("optimizer/skipped_updates", 0) for n in run.steps)
     if not skipped:
         return None
@@ -253,7 +253,7 @@ def updates_skipped(run: Run) -> Finding | None:
     )
 
 
-def scorer_failed(run: Run) -> Finding | None:
+def _scorer_failed(run: Run) -> Finding | None:
     steps = trained_steps(run)
     group_size = run.frozen["config"]["rollout"]["group_size"]
     responses = group_size * sum(n.get("sampling/prompts_tried", 0) for n in steps)
@@ -268,17 +268,17 @@ def scorer_failed(run: Run) -> Finding | None:
 
 
 CHECKS: tuple[Callable[[Run], Finding | None], ...] = (
-    entropy_collapsed,
-    entropy_exploded,
-    responses_cut,
-    reward_apart,
-    heldout_fell,
-    nothing_learned,
-    few_informative,
-    clipped_often,
-    policies_apart,
-    updates_skipped,
-    scorer_failed,
+    _entropy_collapsed,
+    _entropy_exploded,
+    _responses_cut,
+    _reward_apart,
+    _heldout_fell,
+    _nothing_learned,
+    _few_informative,
+    _clipped_often,
+    _policies_apart,
+    _updates_skipped,
+    _scorer_failed,
 )
 
 
