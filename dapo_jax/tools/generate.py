@@ -1,6 +1,5 @@
 """Generation with a Hugging Face model, for launch/generate.py."""
 
-import itertools
 import json
 import sys
 import time
@@ -21,6 +20,7 @@ from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.engine_config import EngineConfig
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.rollout.scheduler import GenerationLoop, NewTokens, SchedulerOutput
+from dapo_jax.tools.prompt_file import done_before, prompt_of, read_prompts
 from dapo_jax.types import Problem, Response, StopRequested, UserError
 from dapo_jax.utils.progress import Progress, duration
 from dapo_jax.utils.telemetry import Telemetry
@@ -151,16 +151,16 @@ def many(request: Request, source: Path, target: Path) -> int | None:
     Each line is the source's with "samples" and the settings in "drawn_with". A sample depends on
     the seed, its line and its number alone: after a stop the same call resumes.
     """
-    lines = _read(source)
+    lines = read_prompts(source)
     settings = request._asdict()
     del settings["slots"]  # samples do not depend on it
     lines = [line | {"drawn_with": settings} for line in lines]
-    done = _done(target, lines)
+    done = done_before(target, lines)
     writer = _Writer(request, needs_text=any("prompt" in line for line in lines))
     if done:
         writer.progress.say(f"{done} of {len(lines)} prompts were done before")
     problems = [
-        writer.problem(number, line.get("prompt_token_ids") or _prompt(line))
+        writer.problem(number, line.get("prompt_token_ids") or prompt_of(line))
         for number, line in enumerate(lines)
     ][done:]
     if not problems:
@@ -339,62 +339,3 @@ def _said(problem: Problem, responses: Mapping[int, Response]) -> dict[str, Any]
             for _, response in sorted(responses.items())
         ],
     }
-
-
-def _read(source: Path) -> list[dict[str, Any]]:
-    """Returns the lines of the file; each has a usable prompt."""
-    try:
-        texts = [text for text in source.read_text().splitlines() if text.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--prompts={source} cannot be read: {error}.") from error
-    lines = []
-    for number, text in enumerate(texts, 1):
-        try:
-            line = json.loads(text)
-            if "prompt_token_ids" in line:
-                tokens = line["prompt_token_ids"]
-                assert tokens and all(type(token) is int for token in tokens)
-            else:
-                _prompt(line)
-        except (ValueError, LookupError, TypeError, AssertionError, AttributeError) as error:
-            raise UserError(
-                f'--prompts={source}, line {number}: an object with "prompt", a text or a list of '
-                'messages with "role" and "content", or "prompt_token_ids" is wanted; got '
-                f"{text[:60]!r}."
-            ) from error
-        lines.append(line)
-    if not lines:
-        raise UserError(f"--prompts={source} holds no prompt.")
-    return lines
-
-
-def _prompt(line: dict[str, Any]) -> str | tuple[tuple[str, str], ...]:
-    prompt = line["prompt"]
-    if isinstance(prompt, str):
-        return prompt
-    messages = tuple((message["role"], message["content"]) for message in prompt)
-    assert messages and all(isinstance(part, str) for part in itertools.chain(*messages))
-    return messages
-
-
-def _done(target: Path, lines: Sequence[dict[str, Any]]) -> int:
-    """Returns how many lines the file holds with their samples, and cuts off a partial one."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.touch()
-        content = target.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        if len(whole) < len(content):
-            target.write_bytes(whole)
-    except OSError as error:
-        raise UserError(f"--output={target} cannot be written: {error.strerror}.") from error
-    found = whole.splitlines()
-    try:
-        same = all(json.loads(text).items() >= line.items() for text, line in zip(found, lines))
-    except (ValueError, AttributeError):
-        same = False
-    if not same or len(found) > len(lines):
-        raise UserError(
-            f"--output={target} holds other results than this command's; name another file."
-        )
-    return len(found)

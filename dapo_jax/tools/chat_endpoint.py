@@ -1,0 +1,145 @@
+"""Replies of an OpenAI-compatible endpoint to a file of prompts; the key is never stored."""
+
+import http.client
+import json
+import os
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dapo_jax.tools.prompt_file import done_before
+from dapo_jax.types import UserError
+from dapo_jax.utils.progress import duration
+
+KEY = "OPENAI_API_KEY"  # the environment variable with the key, if the endpoint needs one
+TIMEOUT_SECONDS = 600.0  # of one request
+RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)  # waits after an error that may pass
+REPORT_EVERY_SECONDS = 10.0
+MAY_PASS = (408, 409, 429, 500, 502, 503, 504)  # HTTP statuses
+
+
+class Endpoint(NamedTuple):
+    """Where to ask, and how."""
+
+    url: str  # up to and without /chat/completions, such as http://localhost:8000/v1
+    model: str  # its name there
+    temperature: float
+    max_new_tokens: int
+    seed: int
+    concurrency: int  # requests at once
+
+    def check(self) -> None:
+        """Raises UserError for a value that cannot be used."""
+        parts = urllib.parse.urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError(
+                f"--endpoint must be a URL such as http://localhost:8000/v1; got {self.url!r}."
+            )
+        if parts.username or parts.password or parts.query:
+            raise UserError(
+                f"--endpoint holds a name, password or query, which would be stored. Put the key "
+                f"into the environment variable {KEY}."
+            )
+        if not self.model:
+            raise UserError("--endpoint_model is needed: the name of the model at --endpoint.")
+        if self.concurrency < 1:
+            raise UserError(f"--concurrency must be above 0; got {self.concurrency}.")
+
+
+def many(
+    endpoint: Endpoint,
+    lines: Sequence[Mapping[str, Any]],
+    target: Path,
+    *,
+    num_samples: int,
+    say: Callable[[str], None],
+) -> None:
+    """Writes replies to every prompt, a line of `target` for each, in order.
+
+    Each line is the given one with "samples" and the settings in "drawn_with". After a stop the
+    same call resumes; replies that were not yet in order are asked for again.
+
+    Args:
+        lines: objects with "prompt", a text.
+
+    Raises:
+        UserError: the endpoint refuses or stays out of reach; what is written stays.
+    """
+    settings = endpoint._asdict() | {"num_samples": num_samples}
+    del settings["concurrency"]  # replies do not depend on it
+    lines = [{**line, "drawn_with": settings} for line in lines]
+    done = done_before(target, lines)
+    start = reported = time.monotonic()
+    pool = ThreadPoolExecutor(endpoint.concurrency)
+    try:
+        answers = pool.map(lambda line: ask(endpoint, line["prompt"], num_samples), lines[done:])
+        with target.open("a", encoding="utf-8") as out:
+            for number, (line, texts) in enumerate(zip(lines[done:], answers), 1):
+                out.write(
+                    json.dumps({**line, "samples": [{"text": text} for text in texts]}) + "\n"
+                )
+                out.flush()
+                now, left = time.monotonic(), len(lines) - done - number
+                if now - reported > REPORT_EVERY_SECONDS or not left:
+                    reported = now
+                    time_left = duration((now - start) * left / number)
+                    say(f"{done + number} of {len(lines)} prompts answered, about {time_left} left")
+    finally:
+        pool.shutdown(cancel_futures=True)  # waits for requests under way
+
+
+def ask(endpoint: Endpoint, prompt: str, num_samples: int) -> list[str]:
+    """Returns so many replies to a prompt.
+
+    Raises:
+        UserError: see `many`.
+    """
+    texts: list[str] = []
+    while len(texts) < num_samples:  # an endpoint may give one reply, however many are asked for
+        body = {
+            "model": endpoint.model,
+            "messages": [{"role": "user", "content": prompt}],
+            "n": num_samples - len(texts),
+            "temperature": endpoint.temperature,
+            "max_tokens": endpoint.max_new_tokens,
+            "seed": endpoint.seed + len(texts),
+        }
+        answer = _post(endpoint.url, body)
+        try:
+            found = [choice["message"]["content"] or "" for choice in answer["choices"]]
+            assert found and all(isinstance(text, str) for text in found)
+        except (LookupError, TypeError, AssertionError) as error:
+            raise UserError(
+                f"--endpoint={endpoint.url} answers without choices[].message.content: "
+                f"{json.dumps(answer)[:200]}"
+            ) from error
+        texts += found
+    return texts[:num_samples]
+
+
+def _post(url: str, body: dict[str, Any]) -> Any:
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get(KEY):
+        headers["Authorization"] = f"Bearer {key}"
+    request = urllib.request.Request(
+        url.rstrip("/") + "/chat/completions", json.dumps(body).encode(), headers
+    )
+    for wait in (*RETRY_SECONDS, None):
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
+                return json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            what = f"HTTP {error.code}: {error.read()[:200].decode('utf-8', 'replace')}"
+            passes = error.code in MAY_PASS
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            what, passes = f"{type(error).__name__}: {error}", True
+        if wait is None or not passes:
+            raise UserError(
+                f"--endpoint={url}: {what}. What was answered is kept; the same command resumes."
+            )
+        time.sleep(wait)

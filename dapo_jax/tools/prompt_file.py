@@ -1,0 +1,69 @@
+"""Files of prompts and of their samples, a JSON object a line; a stopped file is resumed."""
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dapo_jax.types import UserError
+
+
+def read_prompts(source: Path) -> list[dict[str, Any]]:
+    """Returns the lines of the file; each has a usable prompt."""
+    try:
+        texts = [text for text in source.read_text().splitlines() if text.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--prompts={source} cannot be read: {error}.") from error
+    lines = []
+    for number, text in enumerate(texts, 1):
+        try:
+            line = json.loads(text)
+            if "prompt_token_ids" in line:
+                tokens = line["prompt_token_ids"]
+                assert tokens and all(type(token) is int for token in tokens)
+            else:
+                prompt_of(line)
+        except (ValueError, LookupError, TypeError, AssertionError, AttributeError) as error:
+            raise UserError(
+                f'--prompts={source}, line {number}: an object with "prompt", a text or a list of '
+                'messages with "role" and "content", or "prompt_token_ids" is wanted; got '
+                f"{text[:60]!r}."
+            ) from error
+        lines.append(line)
+    if not lines:
+        raise UserError(f"--prompts={source} holds no prompt.")
+    return lines
+
+
+def prompt_of(line: dict[str, Any]) -> str | tuple[tuple[str, str], ...]:
+    """Returns a line's prompt: a text, or (role, content) of each message."""
+    prompt = line["prompt"]
+    if isinstance(prompt, str):
+        return prompt
+    messages = tuple((message["role"], message["content"]) for message in prompt)
+    assert messages and all(isinstance(part, str) for part in itertools.chain(*messages))
+    return messages
+
+
+def done_before(target: Path, lines: Sequence[dict[str, Any]]) -> int:
+    """Returns how many lines the file holds with their samples, and cuts off a partial one."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.touch()
+        content = target.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if len(whole) < len(content):
+            target.write_bytes(whole)
+    except OSError as error:
+        raise UserError(f"--output={target} cannot be written: {error.strerror}.") from error
+    found = whole.splitlines()
+    try:
+        same = all(json.loads(text).items() >= line.items() for text, line in zip(found, lines))
+    except (ValueError, AttributeError):
+        same = False
+    if not same or len(found) > len(lines):
+        raise UserError(
+            f"--output={target} holds other results than this command's; name another file."
+        )
+    return len(found)
