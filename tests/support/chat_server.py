@@ -1,4 +1,4 @@
-"""A stand-in for an OpenAI-compatible endpoint, on loopback: replies are a function of the prompt."""
+"""A stand-in for an OpenAI-compatible endpoint: replies are a function of the prompt."""
 
 import http.server
 import json
