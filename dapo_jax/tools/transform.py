@@ -227,7 +227,7 @@ def _write(place: Path, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         problem = {
             "prompt": _with_text(row["prompt"], text),
             "answer": str(row["integer"]),
-            "original_prompt": row["prompt"],
+            "original_prompt": _with_text(row["prompt"], _text(row["prompt"])),
             "original_answer": row["answer"],
             "form": row.get("form", ""),
             "agreement": row.get("agreement", 1.0),

@@ -109,7 +109,7 @@ def test_messages_keep_their_other_turns(server, tmp_path, capsys):
     (problem,) = lines_of(tmp_path / "out" / "problems.jsonl")
     text = "What is it? Add the numbers of it."
     assert problem["prompt"] == [messages[0], dict(role="user", content=text)]
-    assert problem["answer"] == "3"
+    assert problem["answer"] == "3" and problem["original_prompt"] == messages
 
 
 def test_an_error_that_passes_is_tried_again_and_another_stops(server, tmp_path, capsys):
