@@ -27,6 +27,9 @@ class ChatServer(http.server.ThreadingHTTPServer):
         self.seconds, self.most = 0.0, 3
         self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
 
+    def handle_error(self, *_: Any) -> None:
+        """A client that was killed is no error of the server."""
+
     def __enter__(self) -> "ChatServer":
         threading.Thread(target=self.serve_forever, daemon=True).start()
         return self
