@@ -12,7 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dapo_jax.data.records import Columns, Prompt, Record, Unusable, read_records
+from dapo_jax.data.records import (
+    ANSWER_KEYS,
+    PROMPT_KEYS,
+    Columns,
+    Prompt,
+    Record,
+    Unusable,
+    read_records,
+)
 from dapo_jax.data.sources import DATASETS, find_files
 from dapo_jax.tools import chat_endpoint
 from dapo_jax.tools.chat_endpoint import Endpoint
@@ -51,6 +59,9 @@ of the reply is "Answer: " and the integer.
 INTEGER = re.compile(
     r"Answer:\s*\**\s*\$*\s*(?:\\boxed\{)?\s*([-+]?\d[\d,]*)\s*\}?\s*\$*\s*\**\.?\s*$"
 )
+# Columns in which a data source looks for a prompt or an answer: those of the original would be
+# found before ours.
+SHADOWING = {key.partition(".")[0] for key in (*PROMPT_KEYS, *ANSWER_KEYS)}
 INTEGER_ALREADY, KEPT = "kept: the answer is an integer", "kept: transformed"
 FORM = re.compile(r"Form:\**\s*(.+)")
 REWRITTEN = re.compile(r"Rewritten problem:\**\s*(.+)", re.DOTALL)
@@ -233,7 +244,8 @@ def _write(place: Path, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "agreement": row.get("agreement", 1.0),
             "index": row["index"],
         }
-        problems.append({k: v for k, v in row["metadata"].items() if k not in problem} | problem)
+        others = {k: v for k, v in row["metadata"].items() if k not in SHADOWING}
+        problems.append(others | problem)
     kind = lambda reason: "unusable" if reason.startswith("unusable") else reason
     reasons = collections.Counter(kind(row["reason"]) for row in rows)
     report = {"records": len(rows), "kept": len(problems), "reasons": dict(reasons.most_common())}

@@ -105,6 +105,11 @@ def test_a_curve_needs_evaluations(tmp_path, steps):
         fit(run)
 
 
+def test_a_unit_that_is_none(tmp_path):
+    with pytest.raises(UserError, match="compute must be one of tokens, seconds; got 'hours'"):
+        dapo_jax.fit_curves(write_curve(tmp_path / "run"), compute="hours")
+
+
 def test_words_and_a_figure(tmp_path):
     run = write_curve(tmp_path / "run")
     lines = dapo_jax.fit_curves(run)

@@ -112,6 +112,24 @@ def test_messages_keep_their_other_turns(server, tmp_path, capsys):
     assert problem["answer"] == "3" and problem["original_prompt"] == messages
 
 
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"prompt": "P.", "reward_model": {"ground_truth": r"\frac{1}{2}", "style": "rule"}},
+        {"problem": "P.", "answer": r"\frac{1}{2}", "solution": r"so \boxed{\frac{1}{2}}"},
+        {"problem": "P.", "question": "Q.", "answer": r"\frac{1}{2}", "ground_truth": "0.5"},
+    ],
+)
+def test_columns_of_the_original_do_not_shadow_the_answer(server, tmp_path, capsys, columns):
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps(columns | {"level": 2}) + "\n")
+    assert call(capsys, *flags(server, source, tmp_path / "out"))[0] == 0
+    file = tmp_path / "out" / "problems.jsonl"
+    (record,) = read_records(file, Columns(None, None, None), "a field")
+    assert (record.prompt, record.answer) == ("P. Add the numbers of it.", "3")
+    assert record.metadata["level"] == 2
+
+
 def test_an_error_that_passes_is_tried_again_and_another_stops(server, tmp_path, capsys):
     source, output = write_problems(tmp_path / "in.jsonl", 10), tmp_path / "out"
     server.failures = [503, 429]

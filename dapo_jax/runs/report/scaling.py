@@ -80,8 +80,10 @@ def fit_method(method: Method, unit: str, *, seed: int = 0) -> Fit:
         unit: a key of COMPUTE.
 
     Raises:
-        UserError: a run has no evaluation of its base model, or too few after it.
+        UserError: no such unit; a run has no evaluation of its base model, or too few after it.
     """
+    if unit not in COMPUTE:
+        raise UserError(f"compute must be one of {', '.join(COMPUTE)}; got {unit!r}.")
     runs = [_evaluations(run.steps, unit) for run in method.runs]
     for run, (base, points) in zip(method.runs, runs):
         if base is None or len(points) < MIN_EVALUATIONS:
