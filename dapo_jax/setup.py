@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from dapo_jax.config import Config
+from dapo_jax.data import pass_rates
 from dapo_jax.data.dataset import load, rubrics
 from dapo_jax.data.stream import ProblemStream
 from dapo_jax.data.tokenizer import load_tokenizer, stop_tokens
@@ -26,6 +27,7 @@ from dapo_jax.rollout.engine import make_engine
 from dapo_jax.rollout.engine_config import EngineConfig
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.training import Learner, LearnerState, base_model
+from dapo_jax.types import RunError
 from dapo_jax.utils.progress import Progress
 from dapo_jax.utils.telemetry import Telemetry
 
@@ -83,6 +85,15 @@ class RunComponents:
         field, say = "config.data.heldout", progress.say
         self.heldout = load(config, heldout, self.tokenizer, field=field, say=say, evaluated=True)
         self.train_rubrics, self.heldout_rubrics = rubrics(config, train), rubrics(config, heldout)
+        self.measured: pass_rates.PassRates = {}  # before the run
+        for name, source in train.items():
+            if source.pass_rates is not None:
+                of_source = [problem for problem in problems if problem.source == name]
+                field = f"config.data.train.{name}.pass_rates"
+                found = pass_rates.measured(source.pass_rates, of_source, field)
+                count = f"{len(found)} of {len(of_source)} problems"
+                progress.say(f"train.{name}: pass rates of {count}")
+                self.measured |= found
         weights = {name: source.weight or 0.0 for name, source in train.items()}
         self.stream = ProblemStream(problems, config.seed, weights)
         self.key = jax.random.key(config.seed)
@@ -129,7 +140,7 @@ class RunComponents:
         """Returns the host state of a new run whose base model has this accuracy."""
         return HostState(
             data=self.stream.get_state(),
-            sampling=SamplingState(),
+            sampling=SamplingState(pass_rates=self.measured),
             base_accuracy=accuracy,
             accuracy=accuracy,
             reward_kl_coefficient=self.config.objective.reward_kl_coefficient,
@@ -157,6 +168,28 @@ class RunComponents:
             replica=self.replica,
             telemetry=telemetry,
         )
+
+    def problems_in_band(self, sampling: SamplingState) -> ProblemStream:
+        """Returns the stream of problems without those that are passed over.
+
+        Raises:
+            RunError: fewer problems are left than a batch has.
+        """
+        passed_over, wanted = self.outside_band(sampling), self.config.train.prompts_per_step
+        if passed_over and self.stream.num_problems - len(passed_over) < wanted:
+            raise RunError(
+                f"{len(passed_over)} of the {self.stream.num_problems} problems of "
+                "config.data.train have a pass rate outside of config.data.pass_rate_band "
+                f"{self.config.data.pass_rate_band}, and the others fill no batch of "
+                f"config.train.prompts_per_step ({wanted}). The checkpoints are intact. Start a "
+                "new run from the last one, with more problems or a wider band."
+            )
+        return self.stream.without(passed_over)
+
+    def outside_band(self, sampling: SamplingState) -> frozenset[int]:
+        """Returns the ids of the problems that are passed over, see `data.pass_rate_band`."""
+        band = self.config.data.pass_rate_band
+        return frozenset() if band is None else pass_rates.outside(sampling.pass_rates, band)
 
     def detokenize(self, sequences: Sequence[np.ndarray]) -> list[str]:
         return self.tokenizer.batch_decode(sequences, skip_special_tokens=True)

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from dapo_jax.config import Config
+from dapo_jax.data.pass_rates import visit_of
 from dapo_jax.distributed.preemption import StopSignals
 from dapo_jax.distributed.process_group import ALONE, ProcessGroup
 from dapo_jax.evaluation.metrics import evaluate
@@ -188,6 +189,8 @@ class TrainLoop:
         numbers["time/step"] = time.monotonic() - begun
         accuracy = numbers[self.accuracy_name]
         host = self.components.first_host_state(accuracy, base_seconds)
+        if measured := host.sampling.pass_rates:
+            self.directory.save_pass_rates(0, [[id, *visit] for id, (visit,) in measured.items()])
         return self._complete(RunState(0, learner, host), numbers)
 
     def one_step(self, state: RunState) -> RunState:
@@ -199,7 +202,7 @@ class TrainLoop:
         prompts = open_queue(
             config,
             host.sampling,
-            run.stream,
+            run.problems_in_band(host.sampling),
             step=step,
             share=(run.replica.index, run.replica.count),
             group=self.process_group,
@@ -215,6 +218,8 @@ class TrainLoop:
         batch, sampling = commit(config, host.sampling, prompts, taken, step)
         numbers = {"step": step, "perf/weights_bytes": copied_bytes}
         numbers |= self._sampling_metrics(batch, step)
+        if config.data.pass_rate_band is not None:
+            numbers["sampling/problems_outside_band"] = len(run.outside_band(sampling))
         groups = self._groups_to_train(batch.groups, step)
         baselines = self._greedy_rewards(groups, learner, step)
         with telemetry.timer("update"):
@@ -355,6 +360,8 @@ class TrainLoop:
         rewards = [shaped_rewards(self.config, group) for group in batch.sampled]
         most = self.config.log.rollouts_per_step
         self.directory.save_rollouts(step, batch.sampled, rewards, most)
+        visits = ((group.problem.id, visit_of(group)) for group in batch.sampled)
+        self.directory.save_pass_rates(step, [[id, *visit] for id, visit in visits if visit])
 
     def _greedy_rewards(
         self, groups: Sequence[Group], learner: LearnerState, step: int

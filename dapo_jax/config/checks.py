@@ -133,6 +133,13 @@ def _check_data(config: "Config") -> None:
             raise UserError(f"config.data.{side} names no source; give at least one.")
         for name, source in chosen.items():
             _check_source(source, side, name)
+    if data.pass_rate_band is None:
+        for name, source in data.train.items():
+            field = f"data.train.{name}.pass_rates"
+            require_unset(field, source.pass_rates, "data.pass_rate_band is None")
+    else:
+        low, high = data.pass_rate_band
+        require(low < high, "data.pass_rate_band", data.pass_rate_band, "(low, high), low < high")
     if not data.chat:
         require_unset("data.system_prompt", data.system_prompt, "data.chat is False")
     _check_scorer(config.reward.scorer, "reward.scorer")
@@ -151,6 +158,7 @@ def _check_source(source: "SourceConfig", side: str, name: object) -> None:
         require(ok, f"{field}.weight", weight, "greater than 0, and finite")
     else:
         require(weight is None, f"{field}.weight", weight, "None: all problems are evaluated")
+        require_unset(f"{field}.pass_rates", source.pass_rates, "the source is not of data.train")
     if source.scorer is not None:
         _check_scorer(source.scorer, f"{field}.scorer")
     unread = ("levels",)

@@ -143,6 +143,8 @@ class SourceConfig:
     answer_key: str | None = None
     prompt_template: Template | None = None  # None: config.data.prompt_template
     scorer: str | None = None  # None: config.reward.scorer
+    # Transcripts of launch/evaluate.py: a training problem's pass rate before the run.
+    pass_rates: str | None = None
 
     @property
     def all_levels(self) -> tuple[int, ...]:
@@ -161,6 +163,9 @@ class DataConfig:
     max_prompt_tokens: PositiveInt = 2048
     # truncate cuts off the beginning, as the script does.
     overlong_prompts: Literal["drop", "truncate", "error"] = "truncate"
+    # Training problems are tried while the share of correct responses at their latest visit is in
+    # [low, high); those not yet visited always are. None: no limits.
+    pass_rate_band: tuple[Share, UpTo1] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,9 @@
 """The order of the training problems, a function of the seed alone, over several sources."""
 
+import copy
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import grain
@@ -24,6 +25,8 @@ class ProblemStream:
         weights: of each `Problem.source`, above 0; None: the same for all.
     """
 
+    _passed_over: Set[int] = frozenset()  # ids
+
     def __init__(
         self, problems: Sequence[Problem], seed: int, weights: Mapping[str, float] | None = None
     ):
@@ -36,6 +39,7 @@ class ProblemStream:
         weights = dict.fromkeys(by_source, 1.0) if weights is None else weights
         shares = [weights[source] for source in by_source]
         content.update(json.dumps(shares).encode())
+        self.num_problems = len(problems)
         self._sources = tuple(map(tuple, by_source.values()))
         self._identity = {"seed": seed, "problems": len(problems), "sha256": content.hexdigest()}
         datasets = [_endless(i, len(of_source), seed) for i, of_source in enumerate(self._sources)]
@@ -47,11 +51,19 @@ class ProblemStream:
     def take(self, n: int) -> list[Problem]:
         """Returns the next `n` problems, each with its source's epoch."""
         taken = []
-        for _ in range(n):
+        while len(taken) < n:
             source, visit, index = next(self._places)
             problems = self._sources[source]
-            taken.append(problems[index]._replace(epoch=visit // len(problems)))
+            if problems[index].id not in self._passed_over:
+                taken.append(problems[index]._replace(epoch=visit // len(problems)))
         return taken
+
+    def without(self, ids: Set[int]) -> "ProblemStream":
+        """Returns this stream passing over some problems, not all. The two share their position."""
+        assert len(ids) < self.num_problems
+        found = copy.copy(self)
+        found._passed_over = ids
+        return found
 
     def get_state(self) -> dict[str, Any]:
         """Returns the position and the identity of the problems, as JSON can hold them."""

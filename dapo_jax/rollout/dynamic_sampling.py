@@ -8,9 +8,11 @@ sampling off, every group is kept.
 """
 
 from collections.abc import Generator
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from dapo_jax.config import Config
+from dapo_jax.data.pass_rates import PassRates, from_json, to_json, with_groups
 from dapo_jax.distributed import ALONE, ProcessGroup
 from dapo_jax.rollout import carry
 from dapo_jax.rollout.carry import CarriedGroup
@@ -29,6 +31,7 @@ class SamplingState(NamedTuple):
 
     informative_rate: float = 0.5  # running estimate of the share of informative prompts
     carried: tuple[CarriedGroup, ...] = ()  # unfinished responses, in the mode "carry"
+    pass_rates: PassRates = MappingProxyType({})  # of the problems tried so far
 
 
 class Taken(NamedTuple):
@@ -135,7 +138,8 @@ def commit(
         num_returned = len(carried)  # those claimed after the cut depend on time
     carried_tokens = sum(len(r.tokens) for group in carried for _, r in group.responses)
     batch = Batch(kept, sampled, num_returned, num_stale, carried_tokens)
-    return batch, SamplingState(rate, carried)
+    rates = with_groups(state.pass_rates, sampled)
+    return batch, SamplingState(rate, carried, rates)
 
 
 def next_rate(before: float, informative: int, sampled: int) -> float:
@@ -150,9 +154,14 @@ def state_to_json(state: SamplingState) -> dict[str, Any]:
     return {
         "informative_rate": state.informative_rate,
         "carried": carry.to_json(state.carried),
+        "pass_rates": to_json(state.pass_rates),
     }
 
 
 def state_from_json(values: dict[str, Any]) -> SamplingState:
     """The inverse of `state_to_json`."""
-    return SamplingState(values["informative_rate"], carry.from_json(values["carried"]))
+    return SamplingState(
+        values["informative_rate"],
+        carry.from_json(values["carried"]),
+        from_json(values["pass_rates"]),
+    )

@@ -5,6 +5,7 @@ metrics.jsonl            one object per rollout step
 tensorboard/, wandb/, mlflow.db, mlartifacts/
                          the same for config.log.trackers
 trackers.json            the id of the run in them, see `dapo_jax.runs.trackers`
+pass_rates.jsonl         for each step [problem, epoch, correct, responses] of the problems tried
 rollouts/step_*.jsonl    some responses with their rewards
 heldout/step_*.jsonl     the first response to a few held-out problems, at each evaluation
 tokenizer/               in Hugging Face format
@@ -106,7 +107,7 @@ class RunDirectory:
         if file.exists():
             _check_resumes(file, config)
         write_atomically(file, json.dumps(_frozen_config(config), indent=1))
-        self._metrics = path / "metrics.jsonl"
+        self._metrics, self._pass_rates = path / "metrics.jsonl", path / "pass_rates.jsonl"
         self._trackers: list[trackers.Tracker] | None = None
         self._tables: dict[str, list[dict[str, Any]]] = {}  # of the step that is not logged yet
 
@@ -115,9 +116,10 @@ class RunDirectory:
         trackers."""
         if not self.writes:
             return
-        lines = self._metrics.read_text().splitlines() if self._metrics.exists() else []
-        kept = [line for line in lines if _step_of(line) <= step]
-        write_atomically(self._metrics, "".join(line + "\n" for line in kept))
+        for file in (self._metrics, self._pass_rates):
+            lines = file.read_text().splitlines() if file.exists() else []
+            kept = [line for line in lines if _step_of(line) <= step]
+            write_atomically(file, "".join(line + "\n" for line in kept))
         for directory in ("rollouts", "heldout"):
             for file in (self.path / directory).glob("step_*.jsonl"):
                 if int(file.stem.removeprefix("step_")) > step:
@@ -179,6 +181,13 @@ class RunDirectory:
                 }
                 records.append(record)
         self._write_records("rollouts", step, records[:most])
+
+    def save_pass_rates(self, step: int, visits: Sequence[Sequence[int]]) -> None:
+        """Appends the visits of a step, [problem, epoch, correct, responses] each."""
+        if not self.writes:
+            return
+        with self._pass_rates.open("a") as file:
+            file.write(json.dumps({"step": step, "visits": visits}) + "\n")
 
     def save_heldout(self, step: int, groups: Sequence[Attempts]) -> None:
         """Writes the first response to a few held-out problems, the same ones at each evaluation.

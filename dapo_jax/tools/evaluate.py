@@ -239,6 +239,8 @@ def _name(path: str) -> str:
 def _source(config: Config, path: str) -> SourceConfig:
     if path in config.data.heldout:
         return config.data.heldout[path]
+    if (name := path.removeprefix("train/")) != path and name in config.data.train:
+        return dataclasses.replace(config.data.train[name], weight=None, pass_rates=None)
     return SourceConfig(path=path, split=DATASETS[path].heldout_split if path in DATASETS else None)
 
 

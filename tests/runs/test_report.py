@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import dapo_jax
+from dapo_jax.runs.report import data, plots
 from dapo_jax.runs.report import page as report
-from dapo_jax.runs.report import plots
 from dapo_jax.runs.report.data import by_method, load_runs
 from dapo_jax.runs.report.paper_curves import SOURCES, Curve, load_paper
 from dapo_jax.types import UserError
@@ -161,6 +161,36 @@ def test_reflection_is_plotted_where_there_is_any(tmp_path, share):
     text = "".join(json.dumps(line | {"reflection/share": share}) + "\n" for line in lines)
     (run / "metrics.jsonl").write_text(text)
     assert (plots.REFLECTION.title in draw([run])) == (share > 0)
+
+
+def test_pass_rates_are_shown_once_problems_come_back(tmp_path, without_plots, monkeypatch):
+    seen = []
+    monkeypatch.setattr(report, "heat_map", lambda rates: seen.append(rates) or b"")
+    run = write_run(tmp_path / "run")
+    assert data.pass_rates(load_runs([run])[0]).shape == (0, 0)
+    visits = [[[7, 0, 1, 4], [3, 0, 4, 4]], [[5, 0, 0, 4]], [[7, 1, 3, 4], [3, 2, 2, 4]]]
+    lines = [json.dumps({"step": n, "visits": v}) for n, v in enumerate(visits, start=1)]
+    for complete in (2, 3):
+        text = "\n".join([*lines[:complete], lines[0][:20]])  # the last line is being written
+        (run / "pass_rates.jsonl").write_text(text)
+        page = report.write_report(run).read_text()
+        assert ("Difficulty of the training problems" in page) == (complete == 3)
+    assert "3 problems were tried" in page
+    expected = [[1, np.nan, 0.5], [0, np.nan, np.nan], [0.25, 0.75, np.nan]]  # of 3, 5, 7
+    np.testing.assert_array_equal(seen, [expected])
+
+
+def test_the_heat_map_orders_problems_by_their_first_pass_rate(monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots, "to_png", lambda figure: figures.append(figure) or b"")
+    rates = np.array([[1, np.nan, 0.5], [np.nan, 0, 1], [0.25, 0.75, np.nan]])
+    plots.heat_map(rates)
+    image = figures[0].axes[0].get_images()[0].get_array()
+    np.testing.assert_array_equal(image.filled(np.nan), 100 * rates[[1, 2, 0]])
+    monkeypatch.setattr(plots, "HEAT_MAP_LINES", 2)  # a line of the picture is several problems
+    plots.heat_map(rates)
+    image = figures[1].axes[0].get_images()[0].get_array()
+    np.testing.assert_array_equal(image.filled(np.nan), [[25, 37.5, 100], [100, np.nan, 50]])
 
 
 def test_the_first_responses_that_check_or_go_back(tmp_path, without_plots):

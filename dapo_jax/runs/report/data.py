@@ -7,6 +7,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from dapo_jax.types import UserError
 from dapo_jax.utils.bootstrap import bootstrap_interval
 
@@ -130,6 +132,23 @@ def load_runs(directories: Sequence[Path]) -> list[Run]:
         if places.count(place) > 1:
             raise UserError(f"{place} is given twice; leave one out.")
     return [_load_run(name, place) for name, place in zip(_names(places), places)]
+
+
+def pass_rates(run: Run) -> np.ndarray:
+    """Returns the pass rate of each problem tried in each epoch, float64 [problems, epochs], NaN
+    where it was not tried. Problems are in the order of their ids; the first epoch is the
+    evaluation before the run, if there was one."""
+    file = run.directory / "pass_rates.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    # The last line may be half written.
+    visits = [v for line in lines if line.endswith("}") for v in json.loads(line)["visits"]]
+    if not visits:
+        return np.empty((0, 0))
+    ids, epochs, correct, responses = np.array(visits).T
+    (problems, rows), (kept, columns) = (np.unique(x, return_inverse=True) for x in (ids, epochs))
+    rates = np.full((len(problems), len(kept)), np.nan)
+    rates[rows, columns] = correct / responses
+    return rates
 
 
 def _names(places: Sequence[Path]) -> list[str]:

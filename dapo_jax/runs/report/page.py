@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dapo_jax.rewards.reflection import find_reflection
 from dapo_jax.runs.report import diagnosis, html
-from dapo_jax.runs.report.data import Method, Run, by_method, load_runs
+from dapo_jax.runs.report.data import Method, Run, by_method, load_runs, pass_rates
 from dapo_jax.runs.report.paper_curves import Curve
-from dapo_jax.runs.report.plots import plot
+from dapo_jax.runs.report.plots import heat_map, plot
 from dapo_jax.types import UserError
 from dapo_jax.utils.progress import duration
 
@@ -26,6 +28,8 @@ ABOUT_TRANSCRIPTS = """The first sample of each problem, not a chosen one; probl
 changed stand first."""
 ABOUT_REFLECTION = """By a list of phrases, docs/metrics.md; of the responses that
 log.rollouts_per_step keeps."""
+ABOUT_PASS_RATES = """{problems:,} problems were tried at least once; white: not in this epoch.
+Where config.data.train names pass rates from before the run, column 1 has these."""
 ABOUT_PAPER = """Grey: the curves of the DAPO paper (arXiv:2503.14476), of a model with 32 billion
 parameters and of AIME 2024; compare their shape, not their height. The paper counts updates, 16 of
 them to a rollout step, on the axis above each plot. Where that axis has a scale of its own, the
@@ -68,6 +72,7 @@ def write_report(
         ),
         html.heading("Diagnosis"),
         *(html.paragraph(line) for run in runs for line in diagnosis.in_words(run, paper)),
+        *_pass_rates(runs[0]),
         *_transcripts(runs[0]),
         *_reflections(runs[0]),
         html.heading("Sampled responses in training"),
@@ -136,6 +141,16 @@ def _rows(method: Method) -> list[tuple[str, str, str]]:
         if cells:
             table.append((title, cells[0], cells[-1]))
     return table
+
+
+def _pass_rates(run: Run) -> list[str]:
+    """Returns the heat map of pass rates as HTML, where a problem was tried twice."""
+    rates = pass_rates(run)
+    if not (np.isfinite(rates).sum(axis=1) > 1).any():
+        return []
+    picture = html.image(heat_map(rates), "pass rate of each problem by epoch")
+    about = ABOUT_PASS_RATES.format(problems=len(rates))
+    return [html.heading("Difficulty of the training problems"), html.note(about), picture]
 
 
 def _transcripts(run: Run) -> list[str]:

@@ -7,6 +7,7 @@ quarter of the paper's in all. Otherwise they are stretched over the width of th
 """
 
 import io
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ PAPER_STYLES = (("#777777", "--"), ("#555555", "-."), ("#a5a5a5", "--"))
 SOURCE_CHARACTERS = 20
 COLUMNS = 4  # panels in a row below those of held-out accuracy
 LEGEND_INSIDE = 4  # entries; a longer legend is put below its plot
+HEAT_MAP_LINES = 400  # several problems share a line where there are more
 COMPARABLE = 4.0  # scales that differ by no more than this are drawn as one
 PERCENT, NUMBER = 100.0, 1.0
 
@@ -112,6 +114,39 @@ def to_png(figure: Figure) -> bytes:
 def plot(methods: Sequence[Method], headlines: Sequence[str], paper: Sequence[Curve] = ()) -> bytes:
     """Returns the plots as a PNG, with the headline of each method above them."""
     return to_png(draw(methods, headlines, paper))
+
+
+def heat_map(rates: np.ndarray) -> bytes:
+    """Returns a heat map of pass rates by problem and epoch as a PNG.
+
+    The problems that were hardest when first tried are on top.
+
+    Args:
+        rates: float [problems, epochs], NaN where a problem was not tried; each was at least once.
+    """
+    first = rates[np.arange(len(rates)), np.isfinite(rates).argmax(axis=1)]
+    order = np.lexsort((np.nanmean(rates, axis=1), first))
+    lines = min(len(order), HEAT_MAP_LINES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # NaN where no problem of a line was tried
+        means = [np.nanmean(rates[part], axis=0) for part in np.array_split(order, lines)]
+    figure = new_figure(7.5, 4.5)
+    axis = figure.subplots()
+    image = axis.imshow(
+        PERCENT * np.array(means),
+        aspect="auto",
+        interpolation="nearest",
+        cmap="viridis",
+        vmin=0,
+        vmax=PERCENT,
+        extent=(0.5, rates.shape[1] + 0.5, len(rates), 0),
+    )
+    label_axis(axis, "pass rate of each problem, %", "epoch")
+    axis.grid(visible=False)
+    axis.set_ylabel("problems, the hardest at first on top", fontsize=9)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.colorbar(image, ax=axis)
+    return to_png(figure)
 
 
 def draw(
