@@ -110,6 +110,7 @@ class TrainLoop:
     updated: bool = False  # since this start of the run
 
     def __post_init__(self) -> None:
+        self.run_config = self.config  # of all stages; `config` is that of the current one
         self.begun = self.started  # earlier by the work of earlier starts
         self.process_group = self.signals.process_group
         self.compilations = CompilationCounter()
@@ -126,6 +127,7 @@ class TrainLoop:
         try:
             self.signals.check_together(telemetry.waiting_for)
             while state.step < self.config.train.num_steps:
+                state = self._enter_stage(state)
                 number, place = state.step + 1, self.directory.path
                 with traced(place, number, steps, telemetry.progress, self._writes_a_trace):
                     state = self.one_step(state)
@@ -140,16 +142,8 @@ class TrainLoop:
 
     def start(self) -> RunState:
         """Restores the newest checkpoint, or makes the base model and evaluates it."""
-        config, telemetry = self.config, self.telemetry
-        telemetry.phase("loading tokenizer and problems")
-        self.components = run = RunComponents(
-            config, self.directory.path, telemetry.progress, self.process_group
-        )
-        G, rubrics = config.rollout.group_size, run.train_rubrics
-        self.collector = run.collector(rubrics, G, run.train_sampling, self.pool, telemetry)
-        # Before anything is read or sampled: a refusal by the compiler comes within minutes.
-        telemetry.phase("compiling the programs of the update")
-        run.learner.compile()
+        telemetry = self.telemetry
+        run = self._build(max(self.checkpoints.steps, default=0) + 1)
         telemetry.phase("looking for a checkpoint")
         restored, base, base_seconds = self._restore(), None, 0.0
         if restored is None or run.learner.needs_base:
@@ -163,6 +157,43 @@ class TrainLoop:
             return self._evaluate_base(learner, base_seconds)
         return restored._replace(learner=learner)
 
+    def _build(self, step: int) -> RunComponents:
+        """Makes the components of a rollout step's stage, and compiles the programs of its update.
+
+        Before anything is read or sampled: a refusal by the compiler comes within minutes.
+        """
+        telemetry = self.telemetry
+        self.config = self.run_config.at(step)
+        telemetry.phase("loading tokenizer and problems")
+        self.components = run = RunComponents(
+            self.config, self.directory.path, telemetry.progress, self.process_group
+        )
+        G, rubrics = self.config.rollout.group_size, run.train_rubrics
+        self.collector = run.collector(rubrics, G, run.train_sampling, self.pool, telemetry)
+        telemetry.phase("compiling the programs of the update")
+        run.learner.compile()
+        return run
+
+    def _enter_stage(self, state: RunState) -> RunState:
+        """Replaces the components where the next step is of another stage; the state goes on."""
+        step = state.step + 1
+        if self.run_config.at(step) != self.config:
+            reference = self.components.learner.reference
+            del self.components, self.collector  # before the next ones take memory
+            run = self._build(step)
+            run.learner.reference = reference
+            run.stream.set_state(state.host.data)
+            self.telemetry.phase("compiling the programs of the rollout")
+            run.warm_up(state.learner.policy.model)
+        for first, changes in self.run_config.stages:
+            if first == step:
+                changed = ", ".join(f"{name} {value!r}" for name, value in changes.items())
+                self.telemetry.say(f"step {step} begins a stage: {changed}")
+                # Other limits or another temperature sampled what is carried.
+                sampling = state.host.sampling._replace(carried=())
+                state = state._replace(host=state.host._replace(sampling=sampling))
+        return state
+
     def _restore(self) -> RunState | None:
         """Returns the state of the newest checkpoint. Restoring needs only shapes of the state."""
         found = self.checkpoints.restore(self.components.learner.state_like().saved)
@@ -170,7 +201,7 @@ class TrainLoop:
             return None
         step, learner, values = found
         place = self.checkpoints.directory
-        run_directory.check_same(values.pop("config"), self.config, place)
+        run_directory.check_same(values.pop("config"), self.run_config, place, step)
         run_directory.check_not_past(step, self.config, place)
         host = HostState.from_json(values)
         self.components.stream.set_state(host.data)
@@ -274,7 +305,7 @@ class TrainLoop:
         self.checkpoints.save(
             state.step,
             state.learner.saved,
-            host.to_json() | {"config": run_directory.frozen(self.config)},
+            host.to_json() | {"config": run_directory.frozen(self.run_config)},
             accuracy=host.accuracy if self._is_evaluated(state.step) else None,
         )
         self.saved_step = state.step

@@ -13,6 +13,7 @@ it does not, 2 where the command is wrong. docs/plan.md explains the figures.
 --prompt_tokens    the same of prompts
 --profile          check.json of launch/check.py on such a chip: the estimate takes the shares of
                    its rates that were measured there; also with --simulate_hosts
+--step             a rollout step, whose stage is planned where the config has stages; default 1
 --search           tries meshes (fsdp x context x tensor) and remat policies; --program defaults to
                    train
 --json             one object: fits, hbm_bytes, programs and more
@@ -102,10 +103,11 @@ def main(argv: list[str]) -> int:
             __doc__ or "",
             switches=("json", "search"),
             texts=("topology", "program", "profile", *TEXTS),
-            integers=("response_tokens", "prompt_tokens", *INTEGERS),
+            integers=("step", "response_tokens", "prompt_tokens", *INTEGERS),
             floats=FLOATS,
         )
         refuse(flags, ("workdir",), "a plan is of a config and of no run: leave")
+        config = config.at(flags.step or 1)
         kind = compiled if flags.simulate_hosts is None else simulate
         found, text = kind(config, flags)
         print(json.dumps(found) if flags.json else text)

@@ -82,6 +82,51 @@ def check(config: "Config") -> None:
     check_divides("train.prompts_per_update", small, "train.prompts_per_step", large)
 
 
+# Sections whose fields a stage may change, and the fields in them that a run has once.
+STAGED = ("rollout", "reward", "dynamic_sampling", "objective", "optimizer", "train")
+NOT_STAGED = (
+    "rollout.group_size",
+    "rollout.mode",
+    "rollout.watchdog_limit_seconds",
+    "reward.scorer",
+    "reward.workers",
+    "reward.timeout_seconds",
+    "train.num_steps",
+)
+# Whether each of these is above 0 decides what the state of a run holds.
+REFERENCES = ("kl_coefficient", "reward_kl_coefficient")
+
+
+def check_stages(config: "Config") -> None:
+    """Raises UserError for the first stage that the run could not enter."""
+    before = 1
+    for first, changes in config.stages:
+        what = f"config.stages: the stage from step {first} on"
+        if first <= before:
+            raise UserError(
+                f"{what} must begin after step {before}. Give the first steps in order, from 2 on."
+            )
+        before = first
+        for name in changes:
+            section = name.partition(".")[0]
+            if section not in STAGED or name in NOT_STAGED:
+                raise UserError(
+                    f"{what} cannot change {name!r}. A stage changes fields of "
+                    f"{', '.join(STAGED)}, except {', '.join(NOT_STAGED)}. Remove it."
+                )
+        try:
+            staged = config.at(first)
+        except UserError as error:
+            raise UserError(f"{what}: {error}") from error
+        for name in REFERENCES:
+            was, now = (getattr(c.objective, name) for c in (config, staged))
+            if (was > 0) != (now > 0):
+                raise UserError(
+                    f"{what} cannot change config.objective.{name} from {was} to {now}: a run "
+                    "needs the base model for it from the start or never. Use a small value for 0."
+                )
+
+
 def _check_lengths(config: "Config") -> None:
     train, rollout, reward = config.train, config.rollout, config.reward
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens

@@ -378,6 +378,9 @@ class LogConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     seed: NonNegativeInt = 0
+    # Stages of the run, in order: (first rollout step, {"section.field": value, ...}). Changes add
+    # up. See `dapo_jax.config.checks.check_stages` for the fields.
+    stages: tuple[tuple[PositiveInt, FrozenDict[Any]], ...] = ()
     model: ModelConfig
     mesh: MeshConfig = MeshConfig()
     data: DataConfig
@@ -410,7 +413,20 @@ class Config:
         )
         checks.check(config)
         objective_checks.check(config)
+        checks.check_stages(config)
         return config
+
+    def at(self, step: int) -> "Config":
+        """Returns the config of a rollout step: with the changes of the stages begun, without
+        stages."""
+        begun = [changes for first, changes in self.stages if first <= step]
+        if not begun:
+            return dataclasses.replace(self, stages=())
+        values: dict[str, Any] = {**self.to_dict(), "stages": ()}
+        for name, value in (item for changes in begun for item in changes.items()):
+            section, _, field = name.partition(".")
+            values[section][field] = value
+        return Config.from_dict(values)
 
     @property
     def num_scorers(self) -> int:

@@ -291,9 +291,10 @@ def _check_resumes(file: Path, config: Config) -> None:
     steps, saved = _steps(path), _saved_steps(path, old)
     if not (steps or saved or (path / "base").exists()):
         return  # nothing ran, perhaps for a mistake in the config that is mended now
-    check_same(old, config, path)
     # The run resumes from its last checkpoint and repeats later steps.
-    check_not_past(max(saved or steps, default=0), config, path)
+    last = max(saved or steps, default=0)
+    check_same(old, config, path, last)
+    check_not_past(last, config, path)
 
 
 def check_not_past(step: int, config: Config, where: Any) -> None:
@@ -324,14 +325,17 @@ def frozen(config: Config) -> dict[str, Any]:
     return json.loads(json.dumps(config.to_dict()))
 
 
-def check_same(old: dict[str, Any], config: Config, where: Any) -> None:
+def check_same(old: dict[str, Any], config: Config, where: Any, step: int) -> None:
     """Raises UserError unless the config may resume a run.
 
     Args:
         old: the run's config, from `frozen`.
         where: its place, for the error.
+        step: the last one done. Stages that begin later may change.
     """
-    old, new = trackers.flatten(old), trackers.flatten(frozen(config))
+    old, new = (trackers.flatten(values) for values in (old, frozen(config)))
+    for values in (old, new):
+        values["stages"] = [stage for stage in values.get("stages", ()) if stage[0] <= step]
     differing = [
         f"config.{name}: {old.get(name)!r} there, {new.get(name)!r} now"
         for name in sorted(old.keys() | new.keys())

@@ -257,7 +257,7 @@ class FineTuning:
         if found is not None:
             step, state, values = found
             place, like_run = self.checkpoints.directory, cast(Any, config)
-            run_directory.check_same(values["config"], like_run, place)
+            run_directory.check_same(values["config"], like_run, place, step)
             run_directory.check_not_past(step, like_run, place)
             if values["data"] != self.identity:
                 raise UserError(

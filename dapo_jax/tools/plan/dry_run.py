@@ -22,12 +22,21 @@ Lines = list[tuple[str, str]]
 
 
 def describe(config: Config) -> str:
-    """Returns model size, mesh, batch arithmetic, objective and memory per device as text.
+    """Returns model size, mesh, batch arithmetic, objective and memory per device as text, for each
+    stage.
 
     Raises:
         UserError: the batch or the model does not divide over the config's mesh, or a scorer is
             unknown.
     """
+    text = _describe(config.at(1))
+    for first, changes in config.stages:
+        changed = ", ".join(f"{name} {value!r}" for name, value in changes.items())
+        text += f"\nFROM STEP {first} ON: {changed}\n\n{_describe(config.at(first))}"
+    return text
+
+
+def _describe(config: Config) -> str:
     for source in (*config.data.train.values(), *config.data.heldout.values()):
         for name, _ in parse_scorers(source.scorer or config.reward.scorer):
             load_scorer(name)

@@ -1,0 +1,117 @@
+"""Stages: fields that change at a rollout step, in one run that resumes bit for bit."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from dapo_jax.types import UserError
+from tests.end_to_end.test_runs import CARRY
+from tests.support.helpers import tiny_config
+from tests.support.runs import metrics_of, params_at, rollouts_of, run_here
+
+LONGER = {"rollout.max_response_tokens": 40, "train.row_tokens": 72}
+STAGES = ((2, LONGER), (4, {"rollout.temperature": 0.5, "objective.clip_high": 0.4}))
+RUN = {
+    "stages": STAGES,
+    "train__num_steps": 5,
+    "evaluation__every_steps": 5,
+    "checkpoint__keep_newest": 10,
+    "dynamic_sampling__enabled": False,
+}
+
+
+def test_changes_add_up_from_stage_to_stage():
+    config = tiny_config(**RUN)
+    base = tiny_config(**RUN | {"stages": ()})
+    assert config.at(1) == base
+    of = lambda step: (
+        config.at(step).rollout.max_response_tokens,
+        config.at(step).train.row_tokens,
+        config.at(step).rollout.temperature,
+        config.at(step).objective.clip_high,
+    )
+    assert [of(step) for step in range(1, 6)] == [
+        (32, 64, 1.0, 0.28),
+        (40, 72, 1.0, 0.28),
+        (40, 72, 1.0, 0.28),
+        (40, 72, 0.5, 0.4),
+        (40, 72, 0.5, 0.4),
+    ]
+    third = config.at(3)
+    assert dataclasses.replace(third, rollout=base.rollout, train=base.train) == base
+    assert type(config).from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        (((1, {}),), "from step 1 on must begin after step 1"),
+        (((3, {}), (3, {})), "from step 3 on must begin after step 3"),
+        (((2, {"rollout.group_size": 8}),), "cannot change 'rollout.group_size'"),
+        (((2, {"model.lora_rank": 8}),), "cannot change 'model.lora_rank'"),
+        (((2, {"temperature": 0.5}),), "cannot change 'temperature'"),
+        (((2, {"rollout.heat": 0.5}),), "from step 2 on: config.rollout.heat is not a field"),
+        (((2, {"rollout.temperature": -1.0}),), "from step 2 on: config.rollout.temperature must"),
+        (
+            ((2, {"rollout.max_response_tokens": 60}),),
+            r"from step 2 on: config.train.row_tokens \(64\) is shorter",
+        ),
+        (
+            ((2, {"objective.kl_coefficient": 0.1, "objective.kl_estimator": "k3"}),),
+            "cannot change config.objective.kl_coefficient from 0.0 to 0.1",
+        ),
+    ],
+)
+def test_mistakes_name_the_stage_and_the_field(stages, message):
+    with pytest.raises(UserError, match=f"config.stages: the stage .*{message}"):
+        tiny_config(stages=stages)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, home):
+    workdir = tmp_path_factory.mktemp("stages") / "whole"
+    return workdir, run_here(workdir, home, **RUN)[1]
+
+
+def test_every_step_has_the_fields_of_its_stage(whole):
+    workdir, out = whole
+    longest = [numbers["length/max"] for numbers in metrics_of(workdir)[1:]]
+    assert longest[0] == 32 and longest[1] == longest[2] == 40, longest
+    assert "step 2 begins a stage: rollout.max_response_tokens 40, train.row_tokens 72" in out
+    assert "step 4 begins a stage: rollout.temperature 0.5, objective.clip_high 0.4" in out
+    entropy = [numbers["policy/entropy"] for numbers in metrics_of(workdir)[1:]]
+    assert entropy[3] < 0.8 * entropy[2], "the temperature has no effect"
+
+
+@pytest.mark.parametrize("stop", [1, 3])
+def test_a_run_resumes_in_its_stage(whole, stop, tmp_path, home):
+    """Stopped where the next step begins a stage: at 1 and at 3."""
+    workdir = tmp_path / "parts"
+    run_here(workdir, home, **RUN | {"train__num_steps": stop})
+    run_here(workdir, home, **RUN)
+    assert rollouts_of(workdir) == rollouts_of(whole[0])
+    jax.tree.map(np.testing.assert_array_equal, params_at(workdir, 5), params_at(whole[0], 5))
+
+
+def test_a_stage_begins_with_new_responses_where_they_are_carried(tmp_path, home):
+    settings = RUN | CARRY | {"evaluation__every_steps": 5}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run_here(whole, home, **settings)
+    carried = [numbers["carry/tokens_kept"] for numbers in metrics_of(whole)[1:]]
+    ages = [numbers["batch/staleness_max"] for numbers in metrics_of(whole)[1:]]
+    assert carried[0] > 0 and carried[2] > 0, carried
+    assert ages[1] == ages[3] == 0 < max(ages), ages
+    run_here(parts, home, **settings | {"train__num_steps": 3})
+    run_here(parts, home, **settings)
+    assert rollouts_of(parts) == rollouts_of(whole)
+
+
+def test_later_stages_may_change_and_earlier_ones_may_not(whole, tmp_path, home):
+    workdir = tmp_path / "changed"
+    run_here(workdir, home, **RUN | {"train__num_steps": 3})
+    other = (*STAGES[:1], (5, {"rollout.temperature": 0.7}))
+    run_here(workdir, home, **RUN | {"stages": other, "train__num_steps": 4})
+    with pytest.raises(UserError, match="config.stages"):
+        run_here(workdir, home, **RUN | {"stages": ((2, {"rollout.temperature": 0.7}),)})
