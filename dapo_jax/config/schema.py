@@ -60,6 +60,9 @@ class ModelConfig:
     # matrices of the layers are in int8, and adapters in float32.
     param_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # activations and matmul inputs
+    # Dtype of the product that makes logits, in updates and rollouts (docs/update.md). None:
+    # compute_dtype, to which the unembedding is rounded. float32: it is read as it is held.
+    head_dtype: Literal["float32"] | None = None
     # Values of each layer kept for the backward pass, from most memory to least. none: all; dots:
     # all products; dots_no_batch: products with weights; attention_mlp: attention's output and the
     # inputs of the MLP's gate; attention: its output; full: the layer's input alone.

@@ -20,16 +20,38 @@ BELOW_ALL = -1e30  # finite, so that no difference of two of them is nan
 
 
 def logits(
-    hidden_XD: Float[Array, "*X D"], unembed_VD: Float[Array, "V D"], *, temperature: float
+    hidden_XD: Float[Array, "*X D"],
+    unembed_VD: Float[Array, "V D"],
+    *,
+    temperature: float,
+    exact: bool = False,
 ) -> Float[Array, "*X V"]:
-    """Returns logits [..., V] over the sampling temperature; float32, or float64 as hidden_XD."""
+    """Returns logits [..., V] over the sampling temperature; float32, or float64 as hidden_XD.
+
+    Args:
+        exact: round neither factor (arXiv:2506.13585, section 3.2). False: the unembedding is
+            rounded to the dtype of hidden_XD.
+    """
+    dtype, precision = factors(hidden_XD, unembed_VD, exact)
     logits_XV = jnp.einsum(
         "...D,VD->...V",
-        hidden_XD,
-        unembed_VD.astype(hidden_XD.dtype),
+        hidden_XD.astype(dtype),
+        unembed_VD.astype(dtype),
+        precision=precision,
         preferred_element_type=sum_dtype(hidden_XD),
     )
     return logits_XV / temperature
+
+
+def factors(hidden_XD: jax.Array, unembed_VD: jax.Array, exact: bool) -> tuple[Any, Any]:
+    """Returns the dtype of the factors of logits, and the precision of their product.
+
+    With `exact` the wider of the two dtypes: of two in bfloat16 every product is exact in the
+    float32 sum. Accelerators would round float32 factors unless told to multiply them exactly.
+    """
+    if not exact:
+        return hidden_XD.dtype, None
+    return jnp.promote_types(hidden_XD.dtype, unembed_VD.dtype), jax.lax.Precision.HIGHEST
 
 
 class Sums(NamedTuple):
@@ -109,9 +131,11 @@ class VocabParts:
         unembed_VD: jax.Array,
         temperature: float,
         layout: HeadLayout | None,
+        *,
+        exact: bool = False,
     ):
         V = len(unembed_VD)
-        self.temperature, self.size = temperature, chunk_size(V, VOCAB_CHUNK)
+        self.temperature, self.exact, self.size = temperature, exact, chunk_size(V, VOCAB_CHUNK)
         self.padded = V % self.size > 0
         self.axis, self.width_axis, self.row_axes = None, None, ()
         if layout is not None:
@@ -130,7 +154,9 @@ class VocabParts:
 
     def logits(self, hidden_XD: jax.Array, unembed_PD: jax.Array, start: jax.Array) -> jax.Array:
         """Returns logits [X, P]; those of padding in the last part are BELOW_ALL."""
-        logits_XP = logits(hidden_XD, unembed_PD, temperature=self.temperature)
+        logits_XP = logits(
+            hidden_XD, unembed_PD, temperature=self.temperature, exact=self.exact
+        )
         if not self.padded:
             return logits_XP
         real_1P = (start + jnp.arange(self.size) < self.end)[None]

@@ -43,6 +43,7 @@ class _Plan(NamedTuple):
     layout: HeadLayout | None
     frozen: bool = False  # nobody asks for the gradient of the unembedding
     collision: bool = False
+    exact: bool = False
 
 
 class _Slopes(NamedTuple):
@@ -69,6 +70,7 @@ def token_statistics(
     layout: HeadLayout | None = None,
     wanted_BT: Bool[Array, "B T"] | None = None,
     collision: bool = False,
+    exact: bool = False,
 ) -> TokenStatistics:
     """Returns the log-prob of each target and the entropy of its distribution.
 
@@ -81,10 +83,12 @@ def token_statistics(
             mesh but gathers the unembedding.
         wanted_BT: where it is False the results are finite and meaningless; None: all are wanted.
         collision: ask for `collision_BT`, too.
+        exact: round no factor of the logits, see `chunked_softmax.logits`, nor the gradient by
+            the logits, which is rounded to the dtype of hidden_BTD otherwise.
     """
     if layout is not None and layout.mesh.size == 1:
         layout = None
-    plan = _Plan(temperature, chunk_tokens, layout, collision=collision)
+    plan = _Plan(temperature, chunk_tokens, layout, collision=collision, exact=exact)
     return _statistics(plan, hidden_BTD, unembed_VD, targets_BT, wanted_BT)
 
 
@@ -142,7 +146,9 @@ def _forward(
     wanted_BT: jax.Array | None,
 ) -> tuple[TokenStatistics, _Residuals]:
     """Returns the statistics of the tokens of one device, and the residuals."""
-    parts = chunked_softmax.VocabParts(unembed_VD, plan.temperature, plan.layout)
+    parts = chunked_softmax.VocabParts(
+        unembed_VD, plan.temperature, plan.layout, exact=plan.exact
+    )
     order = _Order(plan, wanted_BT)
     tokens = order.chunks((hidden_BTD, targets_BT))
 
@@ -190,14 +196,19 @@ def _backward(
     """
     dtype = sum_dtype(hidden_BTD)
     B, T, D = hidden_BTD.shape
-    parts = chunked_softmax.VocabParts(unembed_VD, plan.temperature, plan.layout)
+    parts = chunked_softmax.VocabParts(
+        unembed_VD, plan.temperature, plan.layout, exact=plan.exact
+    )
     order = _Order(plan, wanted_BT)
     tokens = order.chunks((hidden_BTD, targets_BT, residuals, slopes))
-    product = functools.partial(jnp.einsum, preferred_element_type=dtype)
+    # Of products with the gradient by the logits.
+    precision = jax.lax.Precision.HIGHEST if plan.exact else None
+    factor = dtype if plan.exact else hidden_BTD.dtype
+    product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=dtype)
 
     def add_part(d_hidden: jax.Array, part: Any) -> tuple[jax.Array, jax.Array | None]:
         start, unembed_PD = part[0], parts.gather(part[1])
-        weights_PD = unembed_PD.astype(hidden_BTD.dtype)
+        weights_PD = unembed_PD.astype(factor)
 
         def add_chunk(carry: tuple[Any, jax.Array], i: jax.Array, chunk: Any) -> Any:
             d_unembed_PD, d_hidden = carry
@@ -215,10 +226,10 @@ def _backward(
                 e_X1 = slopes.entropy.astype(dtype)[:, None]
                 pull_XP = pull_XP - e_X1 * (log_p_XP + kept.entropy[:, None])
             d_logits_XP = (d_logits_XP + jnp.exp(log_p_XP) * pull_XP) / plan.temperature
-            d_logits_XP = d_logits_XP.astype(hidden_XD.dtype)
+            d_logits_XP = d_logits_XP.astype(factor)
             if not plan.frozen:
                 d_unembed_PD = d_unembed_PD + product(
-                    "XP,XD->PD", columns_first(d_logits_XP), hidden_XD
+                    "XP,XD->PD", columns_first(d_logits_XP), hidden_XD.astype(factor)
                 )
             # Into the whole array: a chunk handed in and out would be copied.
             d_hidden = d_hidden.at[i].add(product("XP,PD->XD", d_logits_XP, weights_PD))
@@ -308,6 +319,7 @@ def row_statistics(
         layout=layout,
         wanted_BT=of_next(rows.mask_BT),
         collision=collision,
+        exact=config.head_dtype is not None,
     )
     return jax.tree.map(lambda x_BT: to_own_token(zigzag.to_rows(x_BT, context)), statistics)
 

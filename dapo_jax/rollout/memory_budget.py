@@ -6,6 +6,7 @@ their memory, decoding has another copy of the layers, which is not counted.
 """
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -93,7 +94,7 @@ def rollout_copy_and_cache(config: Config, sizes: Mapping[str, int]) -> tuple[in
         return 0 if is_shared else bytes_per_device(x, to, rollout_sizes)
 
     shapes: Any = decoder.param_shapes(c)
-    copy = jax.eval_shape(lambda p: rollout_dtypes(p, jnp.dtype(c.compute_dtype)), shapes)
+    copy = jax.eval_shape(functools.partial(rollout_dtypes, c), shapes)
     specs = param_specs(c, rollout_layout(config.mesh)), param_specs(c, config.mesh)
     copy_bytes = sum(jax.tree.leaves(jax.tree.map(size, copy, shapes, *specs)))
     # The pages of every kernel take the same bytes; whether it takes the model is checked later.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dapo_jax.config import MeshConfig
+from dapo_jax.config import MeshConfig, ModelConfig
 from dapo_jax.models import chunked_softmax, decoder, lora
 from dapo_jax.models.attention import xla
 from dapo_jax.models.sharding import (
@@ -62,15 +62,19 @@ def rollout_layout(layout: MeshConfig) -> MeshConfig:
     return dataclasses.replace(layout, rules=rules)
 
 
-def rollout_dtypes(params: decoder.Params, dtype: Any) -> decoder.Params:
+def rollout_dtypes(c: ModelConfig, params: decoder.Params) -> decoder.Params:
     """Returns the parameters as decoding reads them: matrices and biases in the compute dtype.
 
-    Norms and the scales of int8 matrices keep theirs, because they scale in float32.
+    Norms and the scales of int8 matrices keep theirs, because they scale in float32; and so does
+    the unembedding with `head_dtype`.
     """
+    dtype = jnp.dtype(c.compute_dtype)
+    head = "['embed']" if c.tie_embeddings else "['unembed']"
 
     def of_rollout(path: Any, x: jax.Array) -> jax.Array:
         name = jax.tree_util.keystr(path)
         keeps = "norm" in name or "scale" in name or x.dtype == jnp.int8
+        keeps = keeps or (c.head_dtype is not None and name == head)
         return x if keeps else x.astype(dtype)
 
     return jax.tree_util.tree_map_with_path(of_rollout, params)
@@ -153,7 +157,7 @@ class Programs:
             """Returns the program for the trained parameters (0) or the frozen ones (1)."""
 
             def move(params: decoder.Params) -> decoder.Params:
-                params = rollout_dtypes(params, jnp.dtype(c.compute_dtype))
+                params = rollout_dtypes(c, params)
                 for stop in path:
                     params = jax.tree.map(
                         lambda at, x: x if at is None else jax.lax.with_sharding_constraint(x, at),
@@ -226,10 +230,7 @@ class Programs:
 
     def _in_place(self, params: decoder.Params) -> list[bool]:
         """Whether the trained and the frozen parameters are in the rollout's dtype and layout."""
-        wanted = jax.eval_shape(
-            lambda params: rollout_dtypes(params, jnp.dtype(self.config.model.compute_dtype)),
-            params,
-        )
+        wanted = jax.eval_shape(functools.partial(rollout_dtypes, self.config.model), params)
         there = jax.tree.map(
             lambda x, like, at: x.dtype == like.dtype and x.sharding.is_equivalent_to(at, x.ndim),
             params,
@@ -334,7 +335,9 @@ class Programs:
             i, state, out, _ = carry
             state = slots.refill(state, A)
             state, goes_B = slots.grow(state, A)
-            logits_BV = chunked_softmax.logits(state.hidden_BD, unembed_VD, temperature=1.0)
+            logits_BV = chunked_softmax.logits(
+                state.hidden_BD, unembed_VD, temperature=1.0, exact=c.head_dtype is not None
+            )
             sampled = sample(logits_BV, state.key_B2, state.sampled_B, state.params, mode)
             attend = paged.decoding(
                 config.pool_layout, state.table_BP, state.length_B, goes_B, self.tile

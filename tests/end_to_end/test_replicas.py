@@ -145,7 +145,7 @@ def test_parameters_are_resharded_as_they_are(capfd, sizes, rollout_tensor, dtyp
     params = initial_params(config.model, config.mesh, mesh, seed=0)
     loaded = DecoderEngine(engine_config, rollout, mesh).load_params(params)
     at = param_shardings(config.model, rollout_layout(config.mesh), rollout)
-    wanted = rollout_dtypes(params, jnp.dtype(dtype))
+    wanted = rollout_dtypes(config.model, params)
     for ours, theirs, sharding in zip(
         *map(jax.tree.leaves, (loaded.prefill, wanted, at)), strict=True
     ):

@@ -355,7 +355,7 @@ def test_decoding_with_the_tpus_kernel_is_lowered_on_every_mesh(mesh, monkeypatc
         num_devices=math.prod(mesh.values()), model=wide, page_tokens=64, kernel="tpu", **mesh
     )
     programs, c = engine._programs, engine.config.model
-    params = jax.eval_shape(lambda p: rollout_dtypes(p, jnp.bfloat16), decoder.param_shapes(c))
+    params = jax.eval_shape(functools.partial(rollout_dtypes, c), decoder.param_shapes(c))
     params = programs.for_decoding(params, lambda x: jax.eval_shape(decoder.unstacked, x))
     params, state = (
         jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), *given)

@@ -322,9 +322,7 @@ def matrix_width(c: ModelConfig) -> int:
 def weight_bytes(c: ModelConfig) -> int:
     """Returns the bytes of the parameters that a decode step reads, in the dtypes of decoding. An
     embedding that is not also the unembedding does not count."""
-    shapes: Any = jax.eval_shape(
-        lambda params: rollout_dtypes(params, jnp.dtype(c.compute_dtype)), decoder.param_shapes(c)
-    )
+    shapes: Any = jax.eval_shape(functools.partial(rollout_dtypes, c), decoder.param_shapes(c))
     size = lambda x: x.size * x.dtype.itemsize
     whole = sum(map(size, jax.tree.leaves(shapes)))
     return whole - (0 if c.tie_embeddings else size(shapes["embed"]))

@@ -94,7 +94,7 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
     rollout_on = rollout_mesh(mesh, config.mesh.rollout_tensor)
     engine_config = engine_of(config, mesh)
     engine, pool = DecoderEngine(engine_config, rollout_on, mesh), pool_bytes(engine_config)
-    rolled = jax.eval_shape(lambda p: rollout_dtypes(p, jnp.dtype(c.compute_dtype)), params)
+    rolled = jax.eval_shape(functools.partial(rollout_dtypes, c), params)
     rolled_at = param_shardings(c, rollout_layout(engine_config.layout), rollout_on)
     same = jax.tree.map(
         lambda x, y, a, b: x.dtype == y.dtype and a.is_equivalent_to(b, len(x.shape)),
