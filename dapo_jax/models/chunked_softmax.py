@@ -51,7 +51,8 @@ def factors(hidden_XD: jax.Array, unembed_VD: jax.Array, exact: bool) -> tuple[A
     """
     if not exact:
         return hidden_XD.dtype, None
-    return jnp.promote_types(hidden_XD.dtype, unembed_VD.dtype), jax.lax.Precision.HIGHEST
+    wider = max(hidden_XD.dtype, unembed_VD.dtype, key=lambda dtype: dtype.itemsize)
+    return wider, jax.lax.Precision.HIGHEST
 
 
 class Sums(NamedTuple):

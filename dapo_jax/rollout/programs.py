@@ -218,8 +218,13 @@ class Programs:
         """See `DecoderEngine.load_params`."""
         # One program moves each part. `device_put` would take what is laid out otherwise through
         # the host's memory.
+        # Of the part moved, arrays that were in place already are not held twice.
         moves = zip(lora.split(params), self._in_place(params), self.movers, strict=True)
-        trained, frozen = (part if there else mover(part) for part, there, mover in moves)
+        own = functools.partial(jax.tree.map, lambda there, x, moved: x if there else moved)
+        trained, frozen = (
+            part if jax.tree.all(there) else own(there, part, mover(part))
+            for part, there, mover in moves
+        )
         assert trained is not None
         params = lora.join(trained, frozen)
         if self.elsewhere:
@@ -228,8 +233,9 @@ class Programs:
             params = jax.device_put(params, self.params_at)
         return RolloutParams(params, self.for_decoding(params, self.unstack))
 
-    def _in_place(self, params: decoder.Params) -> list[bool]:
-        """Whether the trained and the frozen parameters are in the rollout's dtype and layout."""
+    def _in_place(self, params: decoder.Params) -> tuple[Any, Any]:
+        """Whether each of the trained and of the frozen parameters is in the rollout's dtype and
+        layout."""
         wanted = jax.eval_shape(functools.partial(rollout_dtypes, self.config.model), params)
         there = jax.tree.map(
             lambda x, like, at: x.dtype == like.dtype and x.sharding.is_equivalent_to(at, x.ndim),
@@ -237,7 +243,7 @@ class Programs:
             wanted,
             self.rolled_at,
         )
-        return [jax.tree.all(part) for part in lora.split(there)]
+        return lora.split(there)
 
     def lower_move(self, params: decoder.Params) -> Any:
         """Returns the program that moves the parameters, lowered; of two the second, which moves
@@ -247,7 +253,7 @@ class Programs:
             params: shapes of the trainer's parameters with their shardings, not all in place.
         """
         moves = zip(lora.split(params), self._in_place(params), self.movers, strict=True)
-        part, _, mover = [move for move in moves if not move[1]][-1]
+        part, _, mover = [move for move in moves if not jax.tree.all(move[1])][-1]
         return mover.lower(part)
 
     def for_decoding(self, params: Any, unstack: Callable[[Any], Any]) -> Any:

@@ -35,7 +35,7 @@ def plain(hidden, unembed, targets, weights):
     return weighted((of_target, -jnp.sum(jnp.exp(log_p) * log_p, -1)), weights)
 
 
-def ours(hidden, unembed, targets, weights, layout=None, wanted=None):
+def ours(hidden, unembed, targets, weights, layout=None, wanted=None, exact=False):
     statistics = functools.partial(
         log_probs.token_statistics,
         targets_BT=targets,
@@ -43,6 +43,7 @@ def ours(hidden, unembed, targets, weights, layout=None, wanted=None):
         chunk_tokens=5,
         layout=layout,
         wanted_BT=wanted,
+        exact=exact,
     )
     return weighted(jax.checkpoint(statistics)(hidden, unembed)[:2], weights)
 
@@ -146,6 +147,61 @@ def test_chunks_without_a_wanted_token_are_skipped():
 )
 def test_large_chunks_are_multiples_of_a_tpu_tile(length, most, size):
     assert chunked_softmax.chunk_size(length, most) == size
+
+
+def head_in_float64(hidden_BTD, unembed_VD, targets_BT, weights, temperature):
+    """Log-probs, entropies and the gradients of their weighted sum by both factors, token by
+    token, from the definition."""
+    h_BTD, w_VD = np.asarray(hidden_BTD, np.float64), np.asarray(unembed_VD, np.float64)
+    log_prob, entropy = np.zeros((B, T)), np.zeros((B, T))
+    d_h, d_w = np.zeros_like(h_BTD), np.zeros_like(w_VD)
+    for b, t in np.ndindex(B, T):
+        z_V = w_VD @ h_BTD[b, t] / temperature
+        log_p_V = z_V - z_V.max() - np.log(np.sum(np.exp(z_V - z_V.max())))
+        p_V, target = np.exp(log_p_V), int(targets_BT[b, t])
+        log_prob[b, t], entropy[b, t] = log_p_V[target], -np.sum(p_V * log_p_V)
+        d_V = float(weights[0, b, t]) * ((np.arange(len(p_V)) == target) - p_V)
+        d_V -= float(weights[1, b, t]) * p_V * (log_p_V + entropy[b, t])
+        d_h[b, t] = w_VD.T @ d_V / temperature
+        d_w += np.outer(d_V, h_BTD[b, t]) / temperature
+    return log_prob, entropy, d_h, d_w
+
+
+@pytest.mark.parametrize("held", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [None, (1, 2, 1, 4), (2, 1, 2, 2)])
+def test_an_exact_head_rounds_nothing(monkeypatch, shape, held):
+    """With hidden states in bfloat16: the logits, what is made of them and the gradients are those
+    of float64. Rounding the head or the gradient by the logits would be off a hundred times as far.
+
+    A head in bfloat16 is the frozen one of adapters."""
+    monkeypatch.setattr(chunked_softmax, "VOCAB_CHUNK", 16)
+    (hidden, unembed), targets, weights = arrays(np.float32)
+    hidden, unembed = hidden.astype(jnp.bfloat16), unembed.astype(held)
+    z = np.asarray(hidden, np.float64) @ np.asarray(unembed, np.float64).T
+    expected = head_in_float64(hidden, unembed, targets, weights, 0.7)
+    layout = None
+    if shape is not None:
+        mesh = jax.make_mesh(shape, AXES, axis_types=AXIS_TYPES)
+        layout = HeadLayout(mesh, row_sharding(mesh).spec, PartitionSpec("tensor", "fsdp"))
+
+    def errors(exact):
+        """Of the logits, log-probs, entropies and both gradients, of the largest of each."""
+        loss = functools.partial(ours, layout=layout, exact=exact)
+        (_, found), grads = jax.jit(with_gradient(loss))(hidden, unembed, targets, weights)
+        assert grads[0].dtype == hidden.dtype and grads[1].dtype == unembed.dtype
+        logits = chunked_softmax.logits(hidden, unembed, temperature=1.0, exact=exact)
+        pairs = zip((logits, *found, *grads), (z, *expected), strict=True)
+        return [np.abs(np.asarray(x, np.float64) - y).max() / np.abs(y).max() for x, y in pairs]
+
+    exact, rounded = errors(True), errors(False)
+    print(exact, rounded)
+    assert max(exact[:3]) < 1e-5
+    assert exact[3] < 2**-8, "the gradient by the hidden states is in bfloat16"
+    assert exact[4] < (1e-5 if held == "float32" else 2**-8)
+    if held == "float32":
+        assert min(rounded[:3] + rounded[4:]) > 1e-3
+    else:  # every product of two in bfloat16 is exact already
+        assert max(rounded[:3]) < 1e-5
 
 
 def test_a_statistic_that_no_loss_reads_costs_no_gradient():

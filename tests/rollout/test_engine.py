@@ -177,6 +177,64 @@ def test_weights_stay_where_they_are_or_move_by_one_program(monkeypatch, dtype, 
     assert (of_prefill == 0) == ("data" in mesh)
 
 
+HEAD = dict(compute_dtype="bfloat16", head_dtype="float32")
+
+
+@pytest.mark.parametrize(
+    "model, axes",
+    [
+        (HEAD | dict(tie_embeddings=False), {}),
+        (HEAD | dict(tie_embeddings=True), {}),
+        (HEAD | dict(tie_embeddings=False), dict(fsdp=1, tensor=2)),
+        (HEAD | dict(lora_rank=2), {}),
+        (HEAD | dict(lora_rank=2, param_dtype="int8", tie_embeddings=True), {}),
+    ],
+)
+def test_a_head_in_float32_is_read_as_the_trainer_holds_it(model, axes):
+    """Its logits are those of float64 of the hidden states in bfloat16, in rollouts and in updates;
+    of a head rounded to bfloat16 they are not."""
+    devices = axes.get("tensor", 1)
+    engine = make_engine(num_devices=devices, model=model, decode_steps=1, **axes)
+    c = engine.config.model
+    params = initial_params(c, engine.config.layout, engine.mesh, seed=0)
+    loaded = engine.load_params(params)
+    held = decoder.unembedding(params)
+    assert held.dtype == (jnp.bfloat16 if c.lora_rank else jnp.float32)
+    np.testing.assert_array_equal(decoder.unembedding(loaded.prefill), held)
+    assert c.tie_embeddings or loaded.prefill["embed"].dtype == jnp.bfloat16
+    assert loaded.prefill["layers"]["q"].dtype == model.get("param_dtype", "bfloat16")
+
+    def expected(hidden_D, token, head_VD=held):
+        z_V = np.asarray(head_VD, np.float64) @ np.asarray(hidden_D, np.float64)
+        return z_V[token] - z_V.max() - np.log(np.sum(np.exp(z_V - z_V.max())))
+
+    tokens = [5, 9, 11]
+    prefix = engine.prefill(params=loaded, padded_tokens=np.array(tokens), true_length=3)
+    state = engine.insert(prefix, engine.init_decode_state(), slot=0)
+    hidden_D = prefix.hidden_PD[0, 0]
+    assert hidden_D.dtype == jnp.bfloat16
+    off = []
+    for _ in range(4):
+        state, results = engine.generate(loaded, state)
+        token = int(results.token_RkB[0, 0, 0])
+        found = float(results.log_prob_RkB[0, 0, 0])
+        off.append(found - expected(hidden_D, token, held.astype(jnp.bfloat16)))
+        assert abs(found - expected(hidden_D, token)) < 1e-5
+        tokens.append(token)
+        if not bool(state.active_B[0, 0]):
+            break
+        hidden_D = state.hidden_BD[0, 0]
+    assert c.lora_rank or np.abs(off).max() > 1e-4, "or this test cannot fail"
+
+    after = np.array(tokens[1:], np.int32)
+    rows = rows_of([Sample(tokens[:1], after, 1.0, np.zeros(len(after), np.float32), 0.0)], 16)
+    rows = jax.tree.map(jnp.asarray, rows)
+    found_BT = log_probs.row_statistics(c, params, rows, temperature=1.0).log_prob_BT
+    hidden_BTD = log_probs.row_hidden(c, params, rows, None)
+    for t in range(1, len(tokens)):
+        assert abs(float(found_BT[0, t]) - expected(hidden_BTD[0, t - 1], tokens[t])) < 1e-5
+
+
 def test_a_call_copies_no_weights():
     """Decoding reads layers of their own. Slices of the stacked ones would be copied at every call:
     with a batch of 1 that would be most of what it reads."""

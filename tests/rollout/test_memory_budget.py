@@ -29,6 +29,7 @@ from dapo_jax.utils.progress import Progress
 from tests.support.helpers import tiny_config
 
 ONE = dict(mesh__data=1, mesh__fsdp=1, mesh__context=1, mesh__tensor=1)
+HEAD = dict(model__compute_dtype="bfloat16", model__head_dtype="float32")
 COPY = "rollout copy of the parameters"
 
 
@@ -83,6 +84,9 @@ def test_a_critic_holds_what_the_policy_does_and_a_reference_its_parameters():
         dict(mesh__fsdp=8, mesh__rollout_tensor=2),
         dict(mesh__fsdp=2, mesh__context=2, mesh__tensor=2, rollout__cache_gib=0.001),
         dict(mesh__data=8, model__compute_dtype="bfloat16"),
+        HEAD | dict(mesh__data=8),
+        HEAD | dict(mesh__data=8, model__tie_embeddings=False),
+        HEAD | dict(mesh__fsdp=4, mesh__tensor=2, model__tie_embeddings=False),
         dict(mesh__data=4, mesh__tensor=2, rollout__mode="carry"),
     ],
 )
@@ -103,6 +107,9 @@ def test_held_bytes_are_those_of_the_arrays(changes):
     loaded = engine.load_params(params).prefill
     assert found.rollout.get(COPY, 0) == copied_bytes(loaded, params) / 8
     assert own_buffers(loaded, params) == set() or COPY in found.rollout
+    copies = jax.tree.map(copied_bytes, loaded, params)
+    is_copy = jax.tree.map(lambda x, y: bool(own_buffers(x, y)), loaded, params)
+    assert jax.tree.map(bool, copies) == is_copy, "what is not counted is not held"
     assert found.update["gradients"] == bytes_of(params), "both are float32"
 
 
