@@ -207,6 +207,23 @@ def test_weights_are_received_once():
     assert found.memory_bytes == pytest.approx(4 * number / 8 + 2 * number / 2, rel=0.01)
 
 
+def test_a_head_in_float32_is_read_moved_and_multiplied_as_such():
+    exact = dataclasses.replace(QWEN, model=dataclasses.replace(QWEN.model, head_dtype="float32"))
+    c, head = QWEN.model, QWEN.model.vocab_size * QWEN.model.hidden_size
+    assert estimate.weight_bytes(exact.model) - estimate.weight_bytes(c) == 2 * head
+    sizes = {"data": 1, "fsdp": 8, "context": 1, "tensor": 1}
+    found, plain = (estimate.weights_call(config, sizes) for config in (exact, QWEN))
+    assert found.memory_bytes - plain.memory_bytes == pytest.approx(2 * head)
+    token = [
+        estimate.decode_token(config, 1, slots=8, live=8, cached_tokens=0)
+        for config in (exact, QWEN)
+    ]
+    assert token[0].flops - token[1].flops == pytest.approx(5 * 2 * 8 * head)
+    # Frozen in bfloat16, under adapters, it is as it was.
+    frozen = dataclasses.replace(exact.model, lora_rank=8)
+    assert estimate.head_products(frozen) == head
+
+
 def test_a_recompute_pass_is_in_the_step():
     lengths = dict(response_tokens=5120, prompt_tokens=256)
 
