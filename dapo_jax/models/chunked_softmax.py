@@ -155,9 +155,7 @@ class VocabParts:
 
     def logits(self, hidden_XD: jax.Array, unembed_PD: jax.Array, start: jax.Array) -> jax.Array:
         """Returns logits [X, P]; those of padding in the last part are BELOW_ALL."""
-        logits_XP = logits(
-            hidden_XD, unembed_PD, temperature=self.temperature, exact=self.exact
-        )
+        logits_XP = logits(hidden_XD, unembed_PD, temperature=self.temperature, exact=self.exact)
         if not self.padded:
             return logits_XP
         real_1P = (start + jnp.arange(self.size) < self.end)[None]

@@ -146,9 +146,7 @@ def _forward(
     wanted_BT: jax.Array | None,
 ) -> tuple[TokenStatistics, _Residuals]:
     """Returns the statistics of the tokens of one device, and the residuals."""
-    parts = chunked_softmax.VocabParts(
-        unembed_VD, plan.temperature, plan.layout, exact=plan.exact
-    )
+    parts = chunked_softmax.VocabParts(unembed_VD, plan.temperature, plan.layout, exact=plan.exact)
     order = _Order(plan, wanted_BT)
     tokens = order.chunks((hidden_BTD, targets_BT))
 
@@ -196,9 +194,7 @@ def _backward(
     """
     dtype = sum_dtype(hidden_BTD)
     B, T, D = hidden_BTD.shape
-    parts = chunked_softmax.VocabParts(
-        unembed_VD, plan.temperature, plan.layout, exact=plan.exact
-    )
+    parts = chunked_softmax.VocabParts(unembed_VD, plan.temperature, plan.layout, exact=plan.exact)
     order = _Order(plan, wanted_BT)
     tokens = order.chunks((hidden_BTD, targets_BT, residuals, slopes))
     # Of products with the gradient by the logits.

@@ -4,7 +4,6 @@ devices of several processes."""
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 

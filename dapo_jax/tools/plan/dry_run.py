@@ -71,6 +71,8 @@ def _model_lines(config: Config) -> Lines:
         if m.matrix_dtype == "int8":
             dtypes += ", the base's matrices int8"
         trained = [("trained", f"{adapters(m):,} in adapters of rank {m.lora_rank}")]
+    if m.head_dtype is not None:
+        dtypes += f", {m.head_dtype} products with the head"
     layers = f"{m.num_layers} x {m.hidden_size}, feed-forward {m.intermediate_size}"
     return [
         ("weights", m.path or ("random" if config.pretrain is None else "made by this run")),
