@@ -358,7 +358,7 @@ class TrainLoop:
         rollout_metrics.check_finite(batch.sampled)
         if faults := rollout_metrics.scorer_faults(batch.sampled):
             self.telemetry.say(f"  warning: step {step}: {faults}")
-        if self.config.rollout.mode == "carry":
+        if self.config.rollout.carries:
             numbers |= rollout_metrics.carry_metrics(batch, step)
         stats, seconds = self.collector.take_stats()
         for name, value in seconds.items():

@@ -149,16 +149,17 @@ def correct(
     mu_M = np.asarray(log_prob_rollout_M, np.float64)
     log_ratio_M = np.asarray(log_prob_M, np.float64) - mu_M
     weight_M, kept_M = np.ones(len(log_ratio_M)), np.ones(len(log_ratio_M), bool)
-    if settings.importance != "none":
+    if settings.importance is not None:
+        level, floor, cap = settings.importance
         weight_M, kept_M = importance_weights(
             log_ratio_M if weighted_M is None else np.asarray(weighted_M, np.float64) - mu_M,
             lengths_R,
-            level=settings.importance,
-            cap=settings.importance_cap,
-            floor=settings.importance_floor,
+            level=level,
+            cap=cap,
+            floor=floor,
         )
         if settings.normalise:
-            weight_M = normalised(weight_M, lengths_R, level=settings.importance)
+            weight_M = normalised(weight_M, lengths_R, level=level)
     for statistic, floor, cap in settings.reject:
         kept_M = kept_M & kept_by_divergence(
             log_ratio_M, lengths_R, statistic=statistic, floor=floor, cap=cap

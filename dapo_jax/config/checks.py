@@ -86,7 +86,7 @@ def check(config: "Config") -> None:
 STAGED = ("rollout", "reward", "dynamic_sampling", "objective", "optimizer", "train")
 NOT_STAGED = (
     "rollout.group_size",
-    "rollout.mode",
+    "rollout.max_staleness",
     "rollout.watchdog_limit_seconds",
     "reward.scorer",
     "reward.workers",
@@ -159,11 +159,11 @@ def _check_sampling(config: "Config") -> None:
                 "of the remaining tokens alone, the trained policy's of all. Set "
                 f"config.rollout.log_prob_source to 'recompute', or {name} to {everything}."
             )
-        if value != everything and rollout.mode == "carry":
+        if value != everything and rollout.carries:
             raise UserError(
                 f"config.rollout.{name} ({value}) leaves tokens out: the log-probs of carried "
                 "tokens, which are those of the policy that sampled them, are of the remaining "
-                f"tokens alone. Set config.rollout.mode to 'sync', or {name} to {everything}."
+                f"tokens alone. Set config.rollout.max_staleness to 0, or {name} to {everything}."
             )
     enabled, switch = dynamic.enabled, "config.dynamic_sampling.enabled"
     wanted = f"at least 2 with {switch}: a group of one is always all right or all wrong"

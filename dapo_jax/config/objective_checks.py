@@ -89,7 +89,7 @@ def _check_ratio(config: "Config") -> None:
                 "config.rollout.log_prob_source to 'recompute', or compute_dtype to 'float32'."
             )
     c = config.correction
-    corrected = c is not None and c.policy == "current" and c.importance != "none"
+    corrected = c is not None and c.policy == "current" and c.importance is not None
     updates = train.prompts_per_step // train.prompts_per_update
     if loss == "policy-gradient" and updates > 1 and not corrected:
         raise UserError(
@@ -141,21 +141,19 @@ def _check_correction(config: "Config", correction: "CorrectionConfig") -> None:
             "to 'current'."
         )
     if correction.policy == "proximal":
-        wanted = "'carry' for config.correction.policy 'proximal': in 'sync' no token is stale"
-        require(config.rollout.mode == "carry", "rollout.mode", config.rollout.mode, wanted)
-    used = correction.importance != "none"
-    cap, floor = correction.importance_cap, correction.importance_floor
-    if used and cap is None:
-        raise UserError("config.correction.importance_cap is needed with importance weights.")
-    if not used:
-        when = "correction.importance is 'none'"
-        require_unset("correction.importance_cap", cap, when)
-        require_unset("correction.importance_floor", floor, when)
+        staleness = config.rollout.max_staleness
+        wanted = "above 0 for config.correction.policy 'proximal', which is for stale tokens"
+        require(staleness > 0, "rollout.max_staleness", staleness, wanted)
+    if correction.importance is None:
+        when = "correction.importance is None"
         require_unset("correction.normalise", correction.normalise, when, False)
-    if cap is not None and floor is not None:
-        wanted = f"at most config.correction.importance_cap ({cap})"
-        require(floor <= cap, "correction.importance_floor", floor, wanted)
-    if used and correction.policy == "current" and config.objective.loss != "policy-gradient":
+    else:
+        _, floor, cap = correction.importance
+        wanted = "(level, floor or None, cap) with a floor of at most the cap"
+        ok = floor is None or floor <= cap
+        require(ok, "correction.importance", correction.importance, wanted)
+    twice = correction.policy == "current" and config.objective.loss != "policy-gradient"
+    if correction.importance is not None and twice:
         raise UserError(
             f"config.objective.loss {config.objective.loss!r} already has the ratio to the "
             "rollout; importance weights of config.correction.policy 'current' would count it "
@@ -169,7 +167,7 @@ def _check_correction(config: "Config", correction: "CorrectionConfig") -> None:
             ok = low is None and high > 0
             wanted = f"({statistic!r}, None, cap) with cap above 0, in nats"
         require(ok, f"correction.reject[{i}]", (statistic, low, high), wanted)
-    if not (used or correction.reject or correction.sequence_mask_delta is not None):
+    if not (correction.importance or correction.reject or correction.sequence_mask_delta is not None):
         raise UserError("config.correction corrects nothing: set it to None.")
 
 

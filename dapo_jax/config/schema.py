@@ -204,17 +204,18 @@ class RolloutConfig:
     # recomputed by the training program before the first update (bfloat16: they differ by 1e-2
     # nats a token). Tokens of earlier steps keep those of the policy that sampled them.
     log_prob_source: Literal["rollout", "recompute"] = "recompute"
-    # sync: a step waits for its last response. carry: later prompts fill the slots, and unfinished
-    # responses go on in the next step, under its parameters (docs/async.md).
-    mode: Literal["sync", "carry"] = "sync"
-    # With carry, rollout steps since the oldest token of a group was sampled, at most.
-    max_staleness: Annotated[int, fields.Range(lambda x: 1 <= x <= 8, "1 to 8")] = 2
-    # With carry, decode calls that count after the one that sampled the last token of the batch:
-    # about as many as pass while its responses are scored. Tokens of later calls are discarded.
-    cut_delay_calls: NonNegativeInt = 4
+    # Rollout steps since the oldest token of a group was sampled, at most. 0: a step waits for its
+    # last response. Above: later prompts fill the slots, and unfinished responses are carried into
+    # the next step, under its parameters (docs/async.md).
+    max_staleness: Annotated[int, fields.Range(lambda x: 0 <= x <= 8, "0 to 8")] = 0
     # Seconds without progress in a step after which the run ends, to be restarted by
     # launch/restart.sh from its last checkpoint; 0: never.
     watchdog_limit_seconds: NonNegative = 0.0
+
+    @property
+    def carries(self) -> bool:
+        """Whether unfinished responses are carried into the next step."""
+        return self.max_staleness > 0
 
     @staticmethod
     def truncating() -> tuple[str, ...]:
@@ -298,10 +299,9 @@ class CorrectionConfig:
     # proximal: as old, and the ratio of a carried token too is to the policy before the first
     # update (decoupled PPO), no longer to the one that sampled it.
     policy: Literal["old", "proximal", "current"] = "old"
-    importance: Literal["none", "token", "sequence"] = "none"
-    importance_cap: Positive | None = None
-    # None: truncate at the cap; else mask outside both (IcePop).
-    importance_floor: Positive | None = None
+    # Weights of tokens or of whole responses: (level, floor or None, cap); None: no weights.
+    # Without a floor they are truncated at the cap; with one, what is outside is masked (IcePop).
+    importance: tuple[Literal["token", "sequence"], Positive | None, Positive] | None = None
     normalise: bool = False  # scale weights to mean 1 over all tokens, masked ones included
     # (statistic, floor or None, cap): tokens or responses outside are rejected.
     reject: tuple[tuple[Statistic, float | None, float], ...] = ()

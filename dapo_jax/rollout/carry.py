@@ -1,14 +1,15 @@
 """Carry: unfinished responses go on in the next rollout step, and slots are never left empty.
 
 A synchronous step waits for the longest response of its batch while other slots run empty. With
-`config.rollout.mode` "carry", prompts of later batches are begun meanwhile. The step ends when its
-batch is full, in prompt order, which favours no short response. What is unfinished is carried into
-the next step: its tokens, each with its log-prob and the rollout step whose parameters sampled it.
+`config.rollout.max_staleness` above 0, prompts of later batches are begun meanwhile. The step ends
+when its batch is full, in prompt order, which favours no short response. What is unfinished is
+carried into the next step: its tokens, each with its log-prob and the rollout step whose parameters
+sampled it.
 Carried responses that had ended are scored again; the others are resumed under the new parameters.
 
 A run repeats bit for bit, because nothing that is carried depends on time. Every engine numbers its
 decode calls from 1 in each step. Let c be the call in which the last token of the tried prompts was
-sampled, on whichever engine. Tokens of calls up to c + `cut_delay_calls` count; later ones, sampled
+sampled, on whichever engine. Tokens of calls up to c + CUT_DELAY_CALLS count; later ones, sampled
 while verdicts were awaited, are discarded. Which prompts begin in a call depends on the data and on
 the slots alone (`prompt_queue.CarryQueue`).
 """
@@ -30,6 +31,10 @@ from dapo_jax.types import (
 
 Visit = tuple[int, int]  # id and epoch of a problem
 CarriedResponses = Mapping[Visit, Mapping[int, Response]]  # by visit and sample
+
+
+# About as many decode calls as pass while the last responses of a batch are scored.
+CUT_DELAY_CALLS = 4
 
 
 class CarriedGroup(NamedTuple):

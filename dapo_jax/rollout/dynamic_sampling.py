@@ -30,7 +30,7 @@ class SamplingState(NamedTuple):
     """What dynamic sampling remembers from step to step; part of the checkpoint."""
 
     informative_rate: float = 0.5  # running estimate of the share of informative prompts
-    carried: tuple[CarriedGroup, ...] = ()  # unfinished responses, in the mode "carry"
+    carried: tuple[CarriedGroup, ...] = ()  # unfinished responses
     pass_rates: PassRates = MappingProxyType({})  # of the problems tried so far
 
 
@@ -70,7 +70,7 @@ def open_queue(
     overlong_filter = config.objective.overlong_filter
     max_prompts = d.max_prompts if d.enabled else num_prompts
     keeps = lambda found: not d.enabled or found.is_informative(overlong_filter=overlong_filter)
-    if config.rollout.mode == "carry":
+    if config.rollout.carries:
         return CarryQueue(
             source,
             num_prompts=num_prompts,
@@ -78,7 +78,7 @@ def open_queue(
             keeps=keeps,
             carried=carry.by_visit(_to_resume(config, state, step)[0]),
             ahead=carry.most_begun(config, state.informative_rate),
-            cut_delay_calls=config.rollout.cut_delay_calls,
+            cut_delay_calls=carry.CUT_DELAY_CALLS,
             share=share,
             group=group,
         )
@@ -130,7 +130,7 @@ def commit(
     kept = [sampled[number] for number in taken.kept]
     rate = next_rate(state.informative_rate, len(kept), len(sampled)) if d.enabled else 0.5
     carried, num_stale, num_returned = (), 0, prompts.num_returned
-    if config.rollout.mode == "carry":
+    if config.rollout.carries:
         fresh, num_stale = _to_resume(config, state, step)
         carried = carry.next_carried(
             fresh, prompts.problems, prompts.unfinished, num_tried=taken.num_tried, step=step

@@ -15,9 +15,7 @@ ADVANTAGE = np.array([-9, -1, 1.2, -1.2, 9, 9, -0.9, 0.8, -0.7, -9])
 STATISTICS = get_args(Statistic)
 OFF = CorrectionConfig(
     policy="old",
-    importance="none",
-    importance_cap=None,
-    importance_floor=None,
+    importance=None,
     normalise=False,
     reject=(),
     sequence_mask_delta=None,
@@ -175,9 +173,7 @@ def test_all_corrections_together(level, cap, floor, normalise, delta):
     alone.append(masking_by_hand(log_ratios, by_response(A), math.inf if delta is None else delta))
     got = importance_correction.correct(
         settings(
-            importance=level,
-            importance_cap=cap,
-            importance_floor=floor,
+            importance=(level, floor, cap),
             normalise=normalise,
             reject=tuple(rules),
             sequence_mask_delta=delta,
@@ -217,13 +213,13 @@ EVERYTHING = dict(
 )
 
 
-@pytest.mark.parametrize("level", ["none", "token", "sequence"])
+@pytest.mark.parametrize("level", [None, "token", "sequence"])
 @pytest.mark.parametrize("cap, floor", [(1.0, None), (1.0, 1.0), (5.0, 0.2)])
 @pytest.mark.parametrize("normalise", [False, True])
 def test_on_policy_nothing_is_touched(level, cap, floor, normalise):
     """To the last bit, and with the tightest bounds there are: what is at a bound stays."""
     pi, _, A = make_log_probs()
-    chosen = dict(importance=level, importance_cap=cap, importance_floor=floor) | EVERYTHING
+    chosen = dict(importance=level and (level, floor, cap)) | EVERYTHING
     got = importance_correction.correct(settings(normalise=normalise, **chosen), pi, pi, A, LENGTHS)
     assert got.weight_M.tolist() == [1.0] * len(pi)
     assert got.kept_M.tolist() == [True] * len(pi)
@@ -275,7 +271,7 @@ def test_divergence_at_its_bounds_stays_and_beyond_them_goes(statistic):
 def test_huge_log_ratios_stay_finite(log_ratio, level, floor):
     pi, mu, A = make_log_probs()
     mu = pi - log_ratio
-    chosen = dict(importance=level, importance_cap=2.0, importance_floor=floor) | EVERYTHING
+    chosen = dict(importance=(level, floor, 2.0)) | EVERYTHING
     for normalise in (False, True):
         got = importance_correction.correct(
             settings(normalise=normalise, **chosen), pi, mu, A, LENGTHS
@@ -325,7 +321,7 @@ def test_log_ratios_are_bounded_by_20():
 @pytest.mark.parametrize("normalise", [False, True])
 def test_no_tokens(lengths, level, normalise):
     none, lengths = np.zeros(0), np.array(lengths, int)
-    chosen = dict(importance=level, importance_cap=2.0, importance_floor=0.5) | EVERYTHING
+    chosen = dict(importance=(level, 0.5, 2.0)) | EVERYTHING
     got = importance_correction.correct(
         settings(normalise=normalise, **chosen), none, none, none, lengths
     )

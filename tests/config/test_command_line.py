@@ -54,7 +54,10 @@ ADDRESSES = ("garbage", ":9", "host:", "host:x")
         ("--coordinator_timeout=0", "--coordinator_timeout must be above 0 seconds; got 0"),
         ("--config.seed.x=None", r"config\.seed must be int; got \{'x': None\}"),
         ("--config.pretrain=None", r"tokenizer is needed when config\.pretrain and"),
-        ("--config.correction.importance=token", r"correction\.policy 'old' corrects the"),
+        (
+            "--config.correction.importance=('token',None,2.0)",
+            r"correction\.policy 'old' corrects the",
+        ),
         ("--config.critc.value_clip=1", r"config\.critc is not a field\. config has: seed,"),
         ("--config.seed", r"--config\.seed needs a value"),
         ("--config=", "--config is needed"),
@@ -238,9 +241,9 @@ def test_every_field_can_be_overridden_whether_or_not_the_file_has_it():
 
 
 def test_a_section_that_is_none_is_given_on_the_command_line():
-    changes = ["--config.rollout.log_prob_source=recompute", "--config.correction.importance=token"]
-    found, _ = parse(["program", TINY, *changes, "--config.correction.importance_cap=2"], "")
-    assert found.correction == schema.CorrectionConfig(importance="token", importance_cap=2.0)
+    weights = "--config.correction.importance=('token', None, 2.0)"
+    found, _ = parse(["program", TINY, "--config.rollout.log_prob_source=recompute", weights], "")
+    assert found.correction == schema.CorrectionConfig(importance=("token", None, 2.0))
     arguments = ["--config.objective.loss=sapo", "--config.objective.loss_args.tau_negative=2"]
     clips = [f"--config.objective.clip_{name}=None" for name in ("low", "high", "dual")]
     found, _ = parse(["program", TINY, *arguments, *clips], "")

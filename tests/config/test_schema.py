@@ -91,9 +91,8 @@ def changed(*changes):
         ("rollout.top_k", 5, "log_prob_source to 'recompute', or top_k to 0"),
         ("rollout.min_p", 0.1, "log_prob_source to 'recompute', or min_p to 0"),
         ("rollout.group_size", 1, "must be at least 2 with .*enabled"),
-        ("rollout.max_staleness", 0, "must be 1 to 8; got 0"),
-        ("rollout.max_staleness", 9, "must be 1 to 8; got 9"),
-        ("rollout.mode", "async", "must be one of 'sync', 'carry'; got 'async'"),
+        ("rollout.max_staleness", -1, "must be 0 to 8; got -1"),
+        ("rollout.max_staleness", 9, "must be 0 to 8; got 9"),
         ("dynamic_sampling.exhausted", "error", "must be one of 'train', 'skip', 'stop'"),
         ("train.prompts_per_update", 5, r"\(5\) must divide config\.train\.prompts_per_step"),
         ("train.row_tokens", 50, r"\(50\) is shorter .* Set it to 56"),
@@ -113,6 +112,11 @@ def changed(*changes):
         ("correction", {"policy": "old"}, r"correction\.policy 'old' corrects the"),
         ("correction", {"policy": "proximal"}, r"correction\.policy 'proximal' corrects the"),
         ("correction", {"policy": "current", "normalise": True}, "normalise is not read when"),
+        (
+            "correction",
+            {"policy": "current", "importance": ("token", 3.0, 2.0)},
+            r"importance must be .* a floor of at most the cap; got \('token', 3.0, 2.0\)",
+        ),
     ],
 )
 def test_a_wrong_field_is_named(field, value, message):
@@ -124,13 +128,13 @@ def test_a_wrong_field_is_named(field, value, message):
 
 
 def test_carried_tokens_have_the_log_probs_of_all_tokens():
-    carry, recompute = ("rollout.mode", "carry"), ("rollout.log_prob_source", "recompute")
-    assert Config.from_dict(changed(carry, recompute)).rollout.mode == "carry"
-    with pytest.raises(UserError, match=r"top_p \(0.9\) leaves tokens out.*mode to 'sync'"):
+    carry, recompute = ("rollout.max_staleness", 2), ("rollout.log_prob_source", "recompute")
+    assert Config.from_dict(changed(carry, recompute)).rollout.carries
+    with pytest.raises(UserError, match=r"top_p \(0.9\) leaves tokens out.*max_staleness to 0"):
         Config.from_dict(changed(carry, recompute, ("rollout.top_p", 0.9)))
-    weighted = {"policy": "proximal", "importance": "token", "importance_cap": 2.0}
+    weighted = {"policy": "proximal", "importance": ("token", None, 2.0)}
     Config.from_dict(changed(carry, recompute, ("correction", weighted)))
-    with pytest.raises(UserError, match="mode must be 'carry' .*'proximal'.* got 'sync'"):
+    with pytest.raises(UserError, match="max_staleness must be above 0 .*'proximal'.* got 0"):
         Config.from_dict(changed(recompute, ("correction", weighted)))
 
 
@@ -145,7 +149,7 @@ def test_gspo_needs_log_probs_of_the_training_program():
 
 def test_a_policy_gradient_makes_one_update_or_has_a_correction():
     loss = ("objective", {"loss": "policy-gradient", "clip_low": None, "clip_high": None})
-    weights = {"policy": "current", "importance": "token", "importance_cap": 2.0}
+    weights = {"policy": "current", "importance": ("token", None, 2.0)}
     Config.from_dict(changed(loss, ("train.prompts_per_update", 4)))
     Config.from_dict(changed(loss, ("correction", weights)))
     with pytest.raises(UserError, match=r"prompts_per_update to 4 .*got 2"):

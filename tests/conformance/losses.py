@@ -109,11 +109,11 @@ def _corrected(case: Case, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     settings = case.params.get("rollout_correction")
     if settings is None:
         return case.arrays.get("rollout_is_weights", np.ones(mask.shape)), mask
-    reinforce = settings["loss_type"] == "reinforce"
+    level, cap = settings["rollout_is"], float(settings["rollout_is_threshold"])
+    weighted = settings["loss_type"] == "reinforce" and level not in (None, "none")
     config = CorrectionConfig(
         policy="current",
-        importance=settings["rollout_is"] if reinforce else "none",
-        importance_cap=float(settings["rollout_is_threshold"]),
+        importance=(level, None, cap) if weighted else None,
         normalise=settings["rollout_is_batch_normalize"],
         reject=rejections(settings["rollout_rs"], settings["rollout_rs_threshold"]),
     )

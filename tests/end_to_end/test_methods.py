@@ -45,7 +45,7 @@ def advantage(name, **arguments):
     return {"objective__advantage": name, "objective__advantage_args": arguments}
 
 
-CAPPED = {"importance": "token", "importance_cap": 2.0}
+CAPPED = {"importance": ("token", None, 2.0)}
 WAYS = {
     "process": NO_OVERLONG
     | {
@@ -64,9 +64,7 @@ WAYS = {
     | {"rollout__log_prob_source": "recompute"},
     "rejection": configured("policy-gradient")
     | correction(
-        importance="sequence",
-        importance_cap=1.001,
-        importance_floor=0.999,
+        importance=("sequence", 0.999, 1.001),
         reject=(("seq-mean-k1", 0.999, 1.001),),
         sequence_mask_delta=0.001,
     )

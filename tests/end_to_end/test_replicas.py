@@ -166,7 +166,7 @@ def test_two_replicas_of_two_processes_train_as_one_process(home, tmp_path):
 def test_runs_of_two_replicas_that_carry_are_the_same(home, tmp_path):
     """Each replica, of two processes, numbers its decode calls; when verdicts arrive does not
     matter."""
-    settings = RUN | {"mesh__rollout_tensor": 2, "rollout__mode": "carry", "train__num_steps": 2}
+    settings = RUN | {"mesh__rollout_tensor": 2, "rollout__max_staleness": 2, "train__num_steps": 2}
     for name in ("first", "second"):
         run_all(tmp_path / name, home, 4, **settings)
     steps = metrics_of(tmp_path / "first")

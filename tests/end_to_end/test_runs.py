@@ -48,8 +48,7 @@ RUN = {
     "data__train__sums__num_problems": 20,
 }
 CARRY = {
-    "rollout__mode": "carry",
-    "rollout__cut_delay_calls": 1,  # verdicts take longer: tokens are discarded
+    "rollout__max_staleness": 2,
     "evaluation__top_p": 1.0,
     "train__num_steps": 5,
     # Steps far enough apart that tokens of the older policy would show in the mismatch.

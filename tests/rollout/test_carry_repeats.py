@@ -1,7 +1,6 @@
-"""In the mode "carry", a run repeats bit for bit however long verdicts take, in one process or in
-several, and its slots stay busy."""
+"""Where responses are carried a run repeats bit for bit however long verdicts take, in one process
+or in several, and its slots stay busy."""
 
-import dataclasses
 import functools
 import json
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ import pytest
 from dapo_jax.distributed import ProcessGroup, work_queue
 from dapo_jax.rewards.pool import Scored
 from dapo_jax.rewards.types import Rubric, Score
+from dapo_jax.rollout import carry
 from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.carry import most_begun
 from dapo_jax.rollout.collector import RolloutCollector
@@ -30,7 +30,7 @@ from tests.support.helpers import make_params, tiny_config
 from tests.support.processes import Store
 
 RUBRICS = {"test": Rubric((("begins", 1.0),), 1.0, -1.0)}
-CONFIG = tiny_config(rollout__mode="carry", rollout__max_staleness=2, rollout__cut_delay_calls=1)
+CONFIG = tiny_config(rollout__max_staleness=2)
 STEPS = 5
 
 
@@ -50,6 +50,14 @@ class SlowPool:
 
     def collect(self, pending):
         return [Scored((Score(task.text.startswith("7")),), 0.0) for task in pending.tasks]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_delay():
+    """Of the cut, so that verdicts take longer and tokens are discarded."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(carry, "CUT_DELAY_CALLS", 1)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -195,11 +203,12 @@ def test_more_prompts_begin_where_the_first_do_not_fill_the_batch(monkeypatch, e
         assert all(min(calls[n:]) > max(calls[:n]) for n, calls in longer)
 
 
-def test_a_longer_delay_of_the_cut_keeps_more_tokens(engines, policies, prompt_verdicts):
-    rollout = dataclasses.replace(CONFIG.rollout, cut_delay_calls=4)
-    later = dataclasses.replace(CONFIG, rollout=rollout)
-    found, _ = run(later, engines, policies, seed=1, most_polls=40)
-    again, _ = run(later, engines, policies, seed=2, most_polls=2)
+def test_a_longer_delay_of_the_cut_keeps_more_tokens(
+    engines, policies, prompt_verdicts, monkeypatch
+):
+    monkeypatch.setattr(carry, "CUT_DELAY_CALLS", 4)
+    found, _ = run(CONFIG, engines, policies, seed=1, most_polls=40)
+    again, _ = run(CONFIG, engines, policies, seed=2, most_polls=2)
     assert found == again
     tokens = lambda step: sum(
         len(r.tokens)
@@ -210,7 +219,7 @@ def test_a_longer_delay_of_the_cut_keeps_more_tokens(engines, policies, prompt_v
 
 
 def test_without_dynamic_sampling_a_batch_is_the_next_prompts(engines, policies):
-    config = tiny_config(rollout__mode="carry", dynamic_sampling__enabled=False)
+    config = tiny_config(rollout__max_staleness=2, dynamic_sampling__enabled=False)
     found, _ = run(config, engines, policies, seed=0, most_polls=5)
     batch = config.train.prompts_per_step
     assert [step[0] for step in found] == [batch * i for i in range(1, STEPS + 1)]

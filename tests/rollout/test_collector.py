@@ -36,7 +36,7 @@ from tests.support.processes import Store
 
 SCORER = "tests.support.scorers:unhurried"
 RUBRICS = {"test": Rubric(((SCORER, 1.0),), 1.0, -1.0)}
-CONFIG = tiny_config(rollout__mode="carry")
+CONFIG = tiny_config(rollout__max_staleness=2)
 SYNC = tiny_config()
 
 

@@ -87,7 +87,7 @@ def test_a_critic_holds_what_the_policy_does_and_a_reference_its_parameters():
         HEAD | dict(mesh__data=8),
         HEAD | dict(mesh__data=8, model__tie_embeddings=False),
         HEAD | dict(mesh__fsdp=4, mesh__tensor=2, model__tie_embeddings=False),
-        dict(mesh__data=4, mesh__tensor=2, rollout__mode="carry"),
+        dict(mesh__data=4, mesh__tensor=2, rollout__max_staleness=2),
     ],
 )
 def test_held_bytes_are_those_of_the_arrays(changes):

@@ -55,8 +55,7 @@ def config_of(mode: str, slots: int, staleness: int) -> Config:
     config = tiny_config(
         **{f"model__{name}": value for name, value in MODEL.items()},
         data__max_prompt_tokens=PROMPT,
-        rollout__mode=mode,
-        rollout__max_staleness=staleness,
+        rollout__max_staleness=staleness if mode == "carry" else 0,
         rollout__group_size=GROUP,
         rollout__max_response_tokens=MOST,
         rollout__slots=slots,

@@ -36,7 +36,7 @@ from tests.support.helpers import tiny_dict
 from tests.support.runs import metrics_of, rollouts_of
 
 assert conftest
-CORRECTION = dict(policy="old", importance="token", importance_cap=2.0)
+CORRECTION = dict(policy="old", importance=("token", None, 2.0))
 SLIDING = {"sliding_window": 9, "sliding_layers": (1,)}
 QWEN3 = {"qk_norm": True, "qkv_bias": False, "tie_embeddings": False}
 MODELS: tuple[dict[str, Any], ...] = ({}, QWEN3 | SLIDING, {"num_kv_heads": 4})
@@ -91,7 +91,7 @@ def learned(rng: random.Random) -> dict[str, Any]:
     enabled = rng.random() < 0.8
     return chosen | {
         "dynamic_sampling__enabled": enabled,
-        "rollout__mode": "carry" if rng.random() < 0.3 else "sync",
+        "rollout__max_staleness": 2 if rng.random() < 0.3 else 0,
     }
 
 

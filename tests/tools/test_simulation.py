@@ -261,8 +261,8 @@ def test_a_wrong_command_is_refused(capsys, argument, message):
     assert out == "" and "Traceback" not in err and re.search(message, err), err
 
 
-def carrying(**changes):
-    rollout = dataclasses.replace(CONFIG.rollout, mode="carry", **changes)
+def carrying(max_staleness=2, **changes):
+    rollout = dataclasses.replace(CONFIG.rollout, max_staleness=max_staleness, **changes)
     return dataclasses.replace(CONFIG, rollout=rollout)
 
 

@@ -301,9 +301,7 @@ def test_the_coefficient_of_the_kl_adapts():
 
 CORRECTION = CorrectionConfig(
     policy="current",
-    importance="token",
-    importance_cap=2.0,
-    importance_floor=None,
+    importance=("token", None, 2.0),
     normalise=False,
     reject=(("seq-mean-k1", 0.5, 2.0),),
     sequence_mask_delta=None,
@@ -329,7 +327,7 @@ def test_a_stale_token_is_weighted_once_and_masked_by_the_policy_before_the_upda
     """Two responses of two tokens; the first token of each is stale. The policy has moved far from
     those of the second response."""
     correction = CorrectionConfig(
-        policy=policy, importance="token", importance_cap=2.0, reject=(("seq-mean-k1", 0.2, 5.0),)
+        policy=policy, importance=("token", None, 2.0), reject=(("seq-mean-k1", 0.2, 5.0),)
     )
     config = dataclasses.replace(tiny_config(), correction=correction)
     rollout_M = np.full(4, -3.0, np.float32)

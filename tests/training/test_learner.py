@@ -134,9 +134,9 @@ def test_recomputed_log_probs_are_those_of_tokens_that_the_policy_itself_sampled
     of_2 = np.abs(np.log(w_M[samples.staleness_M == 2])).mean()
     assert numbers["mismatch/stale/2"] == pytest.approx(of_2)
     # Decoupled PPO: the ratio of every token is to the policy before the update.
-    correction = CorrectionConfig(policy="proximal", importance="token", importance_cap=2.0)
+    correction = CorrectionConfig(policy="proximal", importance=("token", None, 2.0))
     decoupled, state = make_learner(
-        rollout__log_prob_source="recompute", rollout__mode="carry", correction=correction
+        rollout__log_prob_source="recompute", rollout__max_staleness=2, correction=correction
     )
     columns, _ = decoupled._score(state, samples, decoupled._cut(samples))
     assert (columns["log_prob_old_BT"] == columns["recomputed_M"]).all()

@@ -238,7 +238,7 @@ def _policies_apart(run: Run) -> Finding | None:
         "rollout and trainer disagree",
         f"Log-probs of the same tokens under the same parameters differ by {gap.last:.3f} nats on "
         "average.",
-        'rollout.log_prob_source="recompute" and correction.importance="token"; float32.',
+        'rollout.log_prob_source="recompute", correction.importance=("token", None, 2.0); float32.',
     )
 
 

@@ -82,7 +82,7 @@ def _evaluation_seconds(setting: Setting, lengths: Lengths, hosts: int, prompts:
     prompts = math.ceil(prompts * num / samples)
     changed = dataclasses.replace(
         config,
-        rollout=dataclasses.replace(config.rollout, group_size=samples, mode="sync"),
+        rollout=dataclasses.replace(config.rollout, group_size=samples, max_staleness=0),
         train=dataclasses.replace(
             config.train, prompts_per_step=prompts, prompts_per_update=prompts
         ),

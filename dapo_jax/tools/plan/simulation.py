@@ -57,7 +57,7 @@ class Setting(NamedTuple):
             samples=r.group_size,
             page_tokens=most + 1,
             decode_steps=max(1, r.decode_steps // self.unit_tokens),
-            resumes=r.mode == "carry",
+            resumes=r.carries,
         )
 
 
@@ -158,11 +158,11 @@ def rollout(
 
     Args:
         state: at its start: the estimated informative rate, and what is carried.
-        position: in the data, of the first prompt. With the mode "sync" every step has prompts of
+        position: in the data, of the first prompt. Where none are carried every step has prompts of
             its own.
     """
     config, queue = setting.config, OneWorkQueue()
-    d, carries = config.dynamic_sampling, config.rollout.mode == "carry"
+    d, carries = config.dynamic_sampling, config.rollout.carries
     num = d.max_prompts + carries * carry.most_begun(config, state.informative_rate)
     problems = [Problem(position + i, "", (position + i,), "", "") for i in range(num)]
     each = []
@@ -210,9 +210,9 @@ def rollout(
 
 def rollouts(setting: Setting, workload: Workload, *, hosts: int, steps: int) -> list[Rollout]:
     """Returns the first steps of a run. The first begins with a new run's informative rate, the
-    others with the estimate that a run has and, with the mode "carry", with what it carries."""
+    others with the estimate that a run has and, where it carries responses, with these."""
     found, state, position = [], SamplingState(), 0
-    carries = setting.config.rollout.mode == "carry"
+    carries = setting.config.rollout.carries
     # Carried prompts keep their responses from step to step.
     of = (lambda _, number: workload(0, number)) if carries else workload
     for step in range(steps):
