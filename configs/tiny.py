@@ -21,7 +21,7 @@ def grpo(c: ConfigDict) -> None:
     """GRPO with its KL term (arXiv:2402.03300, section 4.2) and the dual clip: the baseline.
 
     The naive GRPO of the DAPO paper's Table 1 has neither in the published scripts:
-    --config.objective.kl_coefficient=0 --config.objective.kl_estimator=None
+    --config.objective.kl_coefficient=0
     --config.objective.clip_dual=None.
     """
     c.objective.clip_high = c.objective.clip_low  # one bound for both sides
@@ -117,7 +117,7 @@ def reinforce_plus_plus(c: ConfigDict) -> None:
     KL per token in the reward (coefficient ours)."""
     _grpo_without_kl(c)
     c.objective.update(advantage="reinforce++", aggregation="token-mean")
-    c.objective.update(reward_kl_coefficient=0.001, reward_kl_estimator="k1")
+    c.objective.update(reward_kl_coefficient=0.001, kl_estimator="k1")
     c.rollout.group_size = 1  # the batch is the baseline: as many prompts as responses
     c.train.update(prompts_per_step=256, prompts_per_update=32)
 
@@ -145,7 +145,7 @@ def rloo(c: ConfigDict) -> None:
     """RLOO (arXiv:2402.14740): the other responses as baseline, KL in the reward (factor ours)."""
     _on_policy(c)
     c.objective.update(advantage="rloo", aggregation="seq-mean-token-sum")  # a response: one action
-    c.objective.update(reward_kl_coefficient=0.03, reward_kl_estimator="k1")
+    c.objective.update(reward_kl_coefficient=0.03, kl_estimator="k1")
 
 
 def remax(c: ConfigDict) -> None:
@@ -153,7 +153,7 @@ def remax(c: ConfigDict) -> None:
     c.train.prompts_per_step = 256
     _on_policy(c)
     c.objective.update(advantage="remax", aggregation="seq-mean-token-sum")
-    c.objective.update(reward_kl_coefficient=0.01, reward_kl_estimator="k1")
+    c.objective.update(reward_kl_coefficient=0.01, kl_estimator="k1")
     c.rollout.group_size = 1
 
 
@@ -161,15 +161,15 @@ def ppo(c: ConfigDict) -> None:
     """PPO (arXiv:1707.06347, eq. 7: one bound, 0.2) as RLHF runs it (arXiv:2203.02155): a critic,
     GAE without discount, KL in the reward."""
     c.objective.update(clip_high=c.objective.clip_low, clip_dual=None, advantage="gae")
-    c.objective.update(reward_kl_coefficient=0.001, reward_kl_estimator="k1")
-    c.critic = dict(learning_rate=3e-4, warmup_steps=1, value_clip=0.5, head_start_steps=2)
+    c.objective.update(reward_kl_coefficient=0.001, kl_estimator="k1")
+    c.critic = dict(learning_rate=3e-4, value_clip=0.5, head_start_steps=2)
     c.dynamic_sampling.enabled = False  # a critic learns from groups of any outcome
     c.reward.update(overlong_buffer_tokens=0, overlong_penalty=0.0)
 
 
 def _grpo_without_kl(c: ConfigDict) -> None:
     grpo(c)
-    c.objective.update(kl_coefficient=0.0, kl_estimator=None, clip_dual=None)
+    c.objective.update(kl_coefficient=0.0, clip_dual=None)
 
 
 def _on_policy(c: ConfigDict) -> None:

@@ -31,7 +31,7 @@ SIZES = {name: name for name in ("vocab_size", "hidden_size", "intermediate_size
 SIZES |= {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
 # The fields of ModelConfig that a checkpoint determines.
 FIELDS = (*SIZES, "num_kv_heads", "head_dim", "rope_theta", "rope_scaling", "qkv_bias", "qk_norm")
-FIELDS += ("tie_embeddings", "sliding_window", "sliding_layers", "stop_token_ids")
+FIELDS += ("tie_embeddings", "sliding_window", "stop_token_ids")
 # By model_type: properties that its config.json does not state, and its class.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"qkv_bias": True, "qk_norm": False, "class": "Qwen2ForCausalLM"},
@@ -300,7 +300,7 @@ def _windows(values: Mapping[str, Any], refuse: Any) -> dict[str, Any]:
         layers = tuple(range(values["max_window_layers"], num))
     else:
         layers = ()
-    return {"sliding_window": window if layers else None, "sliding_layers": layers}
+    return {"sliding_window": (window, layers) if layers else None}
 
 
 def to_hf(config: ModelConfig, *, eos: list[int], bos: int | None, dtype: str) -> dict[str, Any]:
@@ -310,14 +310,15 @@ def to_hf(config: ModelConfig, *, eos: list[int], bos: int | None, dtype: str) -
     Raises:
         UserError: no family of transformers has these options together.
     """
-    every = config.sliding_layers == tuple(range(config.num_layers))
-    plain = "llama" if not config.sliding_layers else "mistral" if every else None
+    window, sliding = config.sliding_window or (None, ())
+    every = sliding == tuple(range(config.num_layers))
+    plain = "llama" if not sliding else "mistral" if every else None
     kinds = {(True, False): "qwen2", (False, True): "qwen3", (False, False): plain}
     name = kinds.get((config.qkv_bias, config.qk_norm))
     if name is None:
         raise UserError(
             f"config.model: no known family has qkv_bias {config.qkv_bias}, qk_norm "
-            f"{config.qk_norm} and sliding_layers {config.sliding_layers}; it cannot be exported."
+            f"{config.qk_norm} and sliding_window {config.sliding_window}; it cannot be exported."
         )
     s, longest = config.rope_scaling, 131_072
     if s is not None:
@@ -342,9 +343,8 @@ def to_hf(config: ModelConfig, *, eos: list[int], bos: int | None, dtype: str) -
     }
     if name == "qwen2":
         del values["attention_bias"]
-    if config.sliding_layers:
-        sliding = set(config.sliding_layers)
-        values["sliding_window"] = config.sliding_window
+    if sliding:
+        values["sliding_window"] = window
         if name != "mistral":
             kinds = ("full_attention", "sliding_attention")
             values["layer_types"] = [kinds[i in sliding] for i in range(config.num_layers)]

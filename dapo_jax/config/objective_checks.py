@@ -44,8 +44,7 @@ def bound(objective: "ObjectiveConfig") -> "ObjectiveConfig":
 def check(config: "Config") -> None:
     """Raises UserError for the first contradiction in the objective, or between it and the rest."""
     objective = config.objective
-    for prefix in ("", "reward_"):
-        _check_kl(objective, prefix)
+    _check_kl(objective)
     _check_advantage(config)
     if config.correction is not None:
         _check_correction(config, config.correction)
@@ -56,18 +55,18 @@ def check(config: "Config") -> None:
         require_unset("objective.overlong_in_baseline", in_baseline, when, True)
 
 
-def _check_kl(objective: "ObjectiveConfig", prefix: str) -> None:
-    """Checks a KL term: in the loss, or in the reward with the prefix "reward_"."""
-    coefficient = getattr(objective, f"{prefix}kl_coefficient")
-    estimator = getattr(objective, f"{prefix}kl_estimator")
-    if (coefficient > 0) != (estimator is not None):
-        raise UserError(
-            f"config.objective.{prefix}kl_estimator is needed with a positive "
-            f"config.objective.{prefix}kl_coefficient and must be None without one; got "
-            f"{estimator!r} and {coefficient}."
-        )
+def _check_kl(objective: "ObjectiveConfig") -> None:
+    estimator, coefficient = objective.kl_estimator, objective.reward_kl_coefficient
+    if objective.kl_coefficient == coefficient == 0:
+        when = "its two coefficients are 0"
+        require_unset("objective.kl_estimator", estimator, when, type(objective).kl_estimator)
+    wanted = (
+        "without + in the reward (config.objective.reward_kl_coefficient), which has no gradient"
+    )
+    ok = coefficient == 0 or not estimator.endswith("+")
+    require(ok, "objective.kl_estimator", estimator, wanted)
     adaptation = objective.reward_kl_adaptation
-    if prefix and adaptation is not None and coefficient == 0:
+    if adaptation is not None and coefficient == 0:
         raise UserError(
             "config.objective.reward_kl_adaptation adapts a positive "
             "config.objective.reward_kl_coefficient: give one, or set reward_kl_adaptation to "
@@ -167,7 +166,9 @@ def _check_correction(config: "Config", correction: "CorrectionConfig") -> None:
             ok = low is None and high > 0
             wanted = f"({statistic!r}, None, cap) with cap above 0, in nats"
         require(ok, f"correction.reject[{i}]", (statistic, low, high), wanted)
-    if not (correction.importance or correction.reject or correction.sequence_mask_delta is not None):
+    if not (
+        correction.importance or correction.reject or correction.sequence_mask_delta is not None
+    ):
         raise UserError("config.correction corrects nothing: set it to None.")
 
 

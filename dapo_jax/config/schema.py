@@ -47,8 +47,8 @@ class ModelConfig:
     qkv_bias: bool = False  # Qwen2
     qk_norm: bool = False  # Qwen3: RMSNorm on the queries and keys of each head
     tie_embeddings: bool = False
-    sliding_window: PositiveInt | None = None  # positions seen by the layers in sliding_layers
-    sliding_layers: tuple[int, ...] = ()
+    # (positions, layers that see no more than these); None: every layer sees all.
+    sliding_window: tuple[PositiveInt, tuple[int, ...]] | None = None
     # Tokens that end a response, besides the tokenizer's end of sequence.
     stop_token_ids: tuple[int, ...] = ()
     # LoRA (docs/lora.md): rank of the adapters beside all linear layers, which alone are trained;
@@ -275,9 +275,8 @@ class ObjectiveConfig:
     overlong_in_baseline: bool = True  # count them in their group's mean and deviation still
     entropy_coefficient: NonNegative = 0.0  # weight of the entropy bonus
     kl_coefficient: NonNegative = 0.0  # weight of the KL to the base model in the loss
-    kl_estimator: KLEstimator | None = None
     reward_kl_coefficient: NonNegative = 0.0  # weight of the KL to the base model in the reward
-    reward_kl_estimator: Literal["k1", "abs", "k2", "k3"] | None = None
+    kl_estimator: KLEstimator = "k3"  # of both; in the reward without +
     # The KL in nats per token that the coefficient adapts to, and the responses over which it does;
     # None: fixed coefficient.
     reward_kl_adaptation: tuple[Positive, PositiveInt] | None = None
@@ -310,10 +309,10 @@ class CorrectionConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CriticConfig:
-    """A value model of the policy's architecture. Other optimiser settings are the policy's."""
+    """A value model of the policy's architecture. Its optimiser has no warm-up and otherwise the
+    policy's settings."""
 
     learning_rate: Positive = 1e-5
-    warmup_steps: NonNegativeInt = 0  # rollout steps
     value_clip: Positive = 0.5  # bound on the change of a value in the updates of a step
     head_start_steps: NonNegativeInt = 0  # first rollout steps, which train the critic alone
 

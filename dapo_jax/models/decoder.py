@@ -124,7 +124,9 @@ class Decoder(nnx.Module):
         dtype, L = jnp.dtype(c.compute_dtype), c.num_layers
         sin_cos = rotary_angles(positions_BT, c.head_dim, c.rope_theta, c.rope_scaling)
         windows_L = np.full(L, NO_WINDOW, np.int32)
-        windows_L[list(c.sliding_layers)] = c.sliding_window or NO_WINDOW
+        if c.sliding_window is not None:
+            size, layers = c.sliding_window
+            windows_L[list(layers)] = size
 
         # X = B * T tokens: products with weights are plain matrix products, forward and backward.
         # With B and T apart XLA's CPU backend transposes activations for the weight gradients,
@@ -141,7 +143,7 @@ class Decoder(nnx.Module):
         def layer(carry: Any, weights_and_index: Any) -> tuple[Any, None]:
             x_XD, cache = carry
             weights, index, window = weights_and_index
-            window = window if c.sliding_layers else None
+            window = window if c.sliding_window else None
             w = {name: value.astype(dtype) for name, value in weights.items()}
 
             def project(equation: str, x: jax.Array, name: str) -> jax.Array:

@@ -60,8 +60,8 @@ def _refusal(kernel: Kernel, c: ModelConfig, page_tokens: int, heads_parts: int)
     """Why a kernel does not take a model, or None."""
     if kernel == "xla":
         return None
-    if c.sliding_layers:
-        return "does not take config.model.sliding_layers: windows that differ by layer"
+    if c.sliding_window:
+        return "does not take config.model.sliding_window: windows that differ by layer"
     if kernel == "tpu":
         return _tpu_refusal(c, page_tokens, heads_parts)
     power = lambda n: n & (n - 1) == 0

@@ -101,12 +101,12 @@ def row_values(
 
 
 def optimizer_config(config: Config) -> OptimizerConfig:
-    """Returns the policy's optimiser config with the critic's rate."""
+    """Returns the policy's optimiser config with the critic's rate and no warm-up."""
     assert config.critic is not None
     return dataclasses.replace(
         config.optimizer,
         learning_rate=config.critic.learning_rate,
-        warmup_steps=config.critic.warmup_steps,
+        warmup_steps=0,
     )
 
 

@@ -344,10 +344,12 @@ class Learner:
         """Adds advantages, and returns where there is a critic, to the columns. Returns metrics."""
         numbers: dict[str, float] = {}
         kl_penalty_M = None
-        estimator = self.config.objective.reward_kl_estimator
-        if estimator is not None:
+        objective = self.config.objective
+        if objective.reward_kl_coefficient > 0:
             kl_M = reward_kl(
-                columns["log_prob_old_BT"], columns["log_prob_ref_BT"], estimator=estimator
+                columns["log_prob_old_BT"],
+                columns["log_prob_ref_BT"],
+                estimator=objective.kl_estimator,
             )
             # Responses that only count in the baseline of their group are charged it too.
             counted_M = np.repeat(samples.trained_R | samples.counted_R, samples.lengths_R)

@@ -170,7 +170,7 @@ def loss_and_sums(
     )
     loss_BT = -rows.correction_BT * terms.objective_BT
     kl_ref_BT = jnp.zeros_like(loss_BT)
-    if o.kl_estimator is not None:
+    if o.kl_coefficient > 0:
         kl_ref_BT = surrogate.kl_estimate(
             log_prob_BT, rows.log_prob_ref_BT, mask_BT, estimator=o.kl_estimator
         )

@@ -103,7 +103,12 @@ def changed(*changes):
         ("objective.aggregation", "mean", "must be one of 'token-mean'.* got 'mean'"),
         ("objective.advantage_args", {"normalise_std": 1}, r"must be bool; got 1 \(int\)"),
         ("objective.overlong_in_baseline", False, "not read when .*overlong_filter is False"),
-        ("objective.kl_coefficient", 0.1, "kl_estimator is needed .* None and 0.1"),
+        ("objective.kl_estimator", "k1", "not read when .* coefficients are 0"),
+        (
+            "objective",
+            {"reward_kl_coefficient": 0.1, "kl_estimator": "k2+"},
+            r"kl_estimator must be without \+ in the reward .* got 'k2\+'",
+        ),
         ("objective.reward_kl_adaptation", (0.1, 100), "with coefficient 0.0"),
         ("objective.advantage", "gae", "critic is needed when .* 'gae' and critic None"),
         ("objective.advantage", "maxrl", r"reward\.incorrect must be 0 or more for .*'maxrl'"),

@@ -28,9 +28,9 @@ PPO = {
     "objective__advantage": "gae",
     "objective__advantage_args": {"gae_lambda": 0.95},
     "objective__reward_kl_coefficient": 0.01,
-    "objective__reward_kl_estimator": "k1",
+    "objective__kl_estimator": "k1",
     "objective__reward_kl_adaptation": (0.1, 100),
-    "critic": dict(learning_rate=1e-3, warmup_steps=1, value_clip=0.5, head_start_steps=1),
+    "critic": dict(learning_rate=1e-3, value_clip=0.5, head_start_steps=1),
     "rollout__group_size": 1,
     "train__prompts_per_step": 8,
     "train__prompts_per_update": 4,
@@ -215,7 +215,7 @@ def test_ppo_resumes_bit_for_bit(ppo, home, tmp_path):
 
 REWARD_KL = advantage("grpo-process") | {
     "objective__reward_kl_coefficient": 0.1,
-    "objective__reward_kl_estimator": "k1",
+    "objective__kl_estimator": "k1",
 }
 
 

@@ -447,9 +447,9 @@ def test_a_fall_back_to_xla_says_why():
 
 
 def test_windows_are_those_of_the_layers_that_slide():
-    sliding = lambda *layers: replace_model(CONFIG, sliding_window=5, sliding_layers=layers)
+    sliding = lambda *layers: replace_model(CONFIG, sliding_window=(5, layers))
     of = lambda model: attention_kernels.choose(model, on("tpu"))[2:4]
-    assert of(sliding()) == (None, False)
+    assert of(CONFIG.model) == (None, False)
     assert of(sliding(1)) == (5, False) and of(sliding(0, 1)) == (5, True)
     unaligned = on("tpu", kv_heads=None)
     assert attention_kernels.choose(CONFIG.model, unaligned).kernel == "xla"
@@ -465,8 +465,8 @@ def test_windows_are_those_of_the_layers_that_slide():
         (on("cuda", context=2), {"attention": "flash"}, "needs whole rows; got config.mesh.con"),
         (
             on("cuda"),
-            {"attention": "flash", "sliding_window": 5, "sliding_layers": (0,)},
-            "does not take config.model.sliding_layers. Set it to 'auto' or 'xla'",
+            {"attention": "flash", "sliding_window": (5, (0,))},
+            "does not take config.model.sliding_window. Set it to 'auto' or 'xla'",
         ),
     ],
 )

@@ -251,13 +251,13 @@ def test_unknown_keys_are_ignored_and_named_once(capsys):
 @pytest.mark.parametrize(
     "family, given, expected",
     [
-        ("qwen2", {}, dict(num_kv_heads=32, head_dim=16, sliding_layers=())),
-        ("qwen2", {"use_sliding_window": True}, dict(sliding_window=4096, sliding_layers=(28, 29))),
+        ("qwen2", {}, dict(num_kv_heads=32, head_dim=16, sliding_window=None)),
+        ("qwen2", {"use_sliding_window": True}, dict(sliding_window=(4096, (28, 29)))),
         ("qwen3", {}, dict(num_kv_heads=32, head_dim=128, sliding_window=None)),
         ("qwen3", {"num_key_value_heads": None}, dict(num_kv_heads=4)),
         ("llama", {}, dict(num_kv_heads=4, head_dim=16, sliding_window=None)),
-        ("mistral", {}, dict(num_kv_heads=8, sliding_window=4096, sliding_layers=(*range(30),))),
-        ("mistral", {"sliding_window": None}, dict(sliding_window=None, sliding_layers=())),
+        ("mistral", {}, dict(num_kv_heads=8, sliding_window=(4096, (*range(30),)))),
+        ("mistral", {"sliding_window": None}, dict(sliding_window=None)),
     ],
 )
 def test_a_key_that_is_left_out_is_what_transformers_takes(family, given, expected):

@@ -22,8 +22,8 @@ from tests.support.helpers import make_mesh
 ATOL = 1e-4
 # What each of these models is there for, and the same model without it.
 WITHOUT = {
-    "qwen2-window": {"sliding_layers": (), "sliding_window": None},
-    "mistral-window": {"sliding_layers": (), "sliding_window": None},
+    "qwen2-window": {"sliding_window": None},
+    "mistral-window": {"sliding_window": None},
     "qwen2-yarn": {"rope_scaling": None},
     "qwen2-yarn-factors": {"rope_scaling": None},
     "llama-llama3": {"rope_scaling": None},

@@ -269,7 +269,7 @@ def test_the_kernel_is_the_platforms_where_it_takes_the_model():
     for platform, kernel in own.items():
         assert choose("auto", platform) == (kernel, None)
         assert choose("xla", platform, head_dim=64) == ("xla", None), "asked for"
-        sliding = choose("auto", platform, sliding_layers=(0,), sliding_window=4)
+        sliding = choose("auto", platform, sliding_window=(4, (0,)))
         assert sliding[0] == "xla" and (sliding[1] is None) == (platform == "cpu")
     assert (
         choose("auto", "gpu", page_tokens=24)[0] == choose("auto", "gpu", head_dim=96)[0] == "xla"
@@ -326,7 +326,11 @@ def test_the_tpus_kernel_takes_the_heads_that_it_was_compiled_with(kernel, model
     [
         (("gpu", "cpu"), {}, r"rollout\.kernel 'gpu' needs a gpu; the devices are 'cpu'.*'auto'"),
         (("tpu", "gpu"), {}, r"rollout\.kernel 'tpu' needs a tpu; the devices are 'gpu'"),
-        (("tpu", "tpu"), {"sliding_layers": (0,)}, r"does not take config\.model\.sliding_layers"),
+        (
+            ("tpu", "tpu"),
+            {"sliding_window": (4, (0,))},
+            r"does not take config\.model\.sliding_window",
+        ),
         (("tpu", "tpu"), {"head_dim": 64}, r"config\.model\.head_dim of 128.*got 64.*'auto'"),
         (
             ("tpu", "tpu"),

@@ -37,7 +37,7 @@ from tests.support.runs import metrics_of, rollouts_of
 
 assert conftest
 CORRECTION = dict(policy="old", importance=("token", None, 2.0))
-SLIDING = {"sliding_window": 9, "sliding_layers": (1,)}
+SLIDING = {"sliding_window": (9, (1,))}
 QWEN3 = {"qk_norm": True, "qkv_bias": False, "tie_embeddings": False}
 MODELS: tuple[dict[str, Any], ...] = ({}, QWEN3 | SLIDING, {"num_kv_heads": 4})
 # data, fsdp, context and tensor over eight devices.
@@ -86,7 +86,7 @@ def learned(rng: random.Random) -> dict[str, Any]:
         reject = rng.choice([(), (("seq-mean-k1", 0.99, 1.01),), (("token-k1", 0.5, 1.5),)])
         chosen["correction"] = CORRECTION | {"reject": reject, "normalise": rng.random() < 0.5}
     if advantage == "gae":
-        critic = dict(learning_rate=1e-3, warmup_steps=1, value_clip=0.5, head_start_steps=0)
+        critic = dict(learning_rate=1e-3, value_clip=0.5, head_start_steps=0)
         return chosen | {"critic": critic, "dynamic_sampling__enabled": False}
     enabled = rng.random() < 0.8
     return chosen | {

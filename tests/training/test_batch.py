@@ -203,7 +203,7 @@ def test_the_kl_is_taken_from_the_reward_of_its_token():
     """gamma = lambda = 1 and values of 0: the return of a token is what is still to come."""
     config = tiny_config(
         objective__advantage="gae",
-        critic=dict(learning_rate=1e-3, warmup_steps=1, value_clip=0.5, head_start_steps=0),
+        critic=dict(learning_rate=1e-3, value_clip=0.5, head_start_steps=0),
     )
     samples = samples_of(config, [make_group([True, False], lengths=[2, 3])])
     kl_penalty_M = np.array([0.1, 0.2, 0.3, 0.4, 0.5])

@@ -17,7 +17,7 @@ from tests.support.helpers import make_params, tiny_config
 CONFIG = tiny_config(
     objective__advantage="gae",
     objective__advantage_args={"gae_lambda": 0.95},
-    critic={"learning_rate": 1e-3, "warmup_steps": 1, "value_clip": 0.5, "head_start_steps": 0},
+    critic={"learning_rate": 1e-3, "value_clip": 0.5, "head_start_steps": 0},
 )
 C = 0.5
 
@@ -195,7 +195,7 @@ def test_a_critic_starts_as_a_copy_with_a_head_of_zero(params, sequences):
 def test_the_optimiser_is_the_policys_at_the_critics_rate():
     own, policy = vars(critic.optimizer_config(CONFIG)), vars(CONFIG.optimizer)
     changed = {name: own[name] for name in policy if own[name] != policy[name]}
-    assert changed == {"learning_rate": 1e-3, "warmup_steps": 1}
+    assert changed == {"learning_rate": 1e-3, "warmup_steps": 0}
 
 
 @pytest.mark.usefixtures("standard_promotion")

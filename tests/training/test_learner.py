@@ -20,7 +20,7 @@ from tests.support.helpers import make_group, make_mesh, make_params, tiny_confi
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 KL_IN_REWARD = {
     "objective__reward_kl_coefficient": 0.1,
-    "objective__reward_kl_estimator": "k3",
+    "objective__kl_estimator": "k3",
     "objective__advantage_args": {"normalise_std": False},
     "reward__overlong_buffer_tokens": 0,
     "reward__overlong_penalty": 0.0,
@@ -28,7 +28,7 @@ KL_IN_REWARD = {
 CRITIC = {
     "objective__advantage": "gae",
     "dynamic_sampling__enabled": False,
-    "critic": dict(learning_rate=1e-3, warmup_steps=4, value_clip=0.5, head_start_steps=2),
+    "critic": dict(learning_rate=1e-3, value_clip=0.5, head_start_steps=2),
 }
 
 

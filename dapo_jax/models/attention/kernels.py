@@ -80,13 +80,14 @@ def choose(
             f"config.model.attention {wanted!r} is a kernel for another platform; the devices are "
             f"{platform!r}. Set it to 'auto'."
         )
+    window, sliding = config.sliding_window or (None, ())
     reasons = {  # why the kernel does not take the model
         "knows a token by one segment, which config.train.share_prompts needs two of": (
             kernel != "xla" and share_prompts
         ),
         unaligned: kernel != "xla" and unaligned,
         f"needs whole rows; got config.mesh.context {context}": kernel == "flash" and context > 1,
-        "does not take config.model.sliding_layers": kernel == "flash" and config.sliding_layers,
+        "does not take config.model.sliding_window": kernel == "flash" and sliding,
         f"takes config.model.compute_dtype 'bfloat16' only; got {config.compute_dtype!r}": (
             kernel == "flash" and config.compute_dtype != "bfloat16"
         ),
@@ -100,8 +101,7 @@ def choose(
             f"config.model.attention {wanted!r} {refused}. Set it to 'auto' or 'xla', which "
             "computes the scores of a part of the queries at a time."
         )
-    every_layer = len(config.sliding_layers) == config.num_layers
-    window = config.sliding_window if config.sliding_layers else None
+    every_layer = len(sliding) == config.num_layers
     if refused is not None:
         return Choice("xla", platform, window, every_layer, layout, f"{kernel} {refused}")
     return Choice(kernel, platform, window, every_layer, layout)

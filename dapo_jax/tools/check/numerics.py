@@ -81,7 +81,7 @@ def _attention(machine: Machine, dtype: str, window: int | None) -> Result:
     """Attention of training to packed rows, forward and backward."""
     c = bench_model((2, 512, 4, 2, 512, 512, dtype))
     if window is not None:
-        c = dataclasses.replace(c, sliding_window=window, sliding_layers=(0, 1))
+        c = dataclasses.replace(c, sliding_window=(window, (0, 1)))
     multiply_in(dtype, machine.platform)
     choice = kernels.choose(c, None)
     B, T, N, K, H = 2, 1024, c.num_heads, c.num_kv_heads, c.head_dim
