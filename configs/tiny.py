@@ -91,6 +91,12 @@ def kl_cov(c: ConfigDict) -> None:
     c.objective.loss_args = dict(cov_share=2e-3, cov_kl_coefficient=1.0)
 
 
+def top_entropy(c: ConfigDict) -> None:
+    """Beyond the 80/20 rule (arXiv:2506.01939): DAPO on the fifth of the tokens of highest entropy;
+    the paper's share."""
+    c.objective.top_entropy_share = 0.2
+
+
 def lite_ppo(c: ConfigDict) -> None:
     """Lite PPO (arXiv:2508.08221): the group's mean, the batch's deviation, the token mean."""
     _grpo_without_kl(c)

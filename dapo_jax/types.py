@@ -258,7 +258,8 @@ class Rows(NamedTuple):
     log_prob_old_BT: Array  # float32, under the policy that anchors the ratio
     log_prob_ref_BT: Array  # float32, under the reference of the KL term; else 0
     advantage_BT: Array  # float32
-    correction_BT: Array  # float32, importance weight of the policy term; 1 without a correction
+    # float32, weight of the policy term: the correction's, or 1; 0 below the top entropies
+    correction_BT: Array
     selected_BT: Array  # bool, the tokens that Clip-Cov or KL-Cov acts on
     value_old_BT: Array  # float32, the critic's value before the update; 0 without a critic
     return_BT: Array  # float32, target of the critic; 0 without a critic

@@ -273,6 +273,8 @@ class ObjectiveConfig:
     advantage_args: FrozenDict[Any] = dataclasses.field(default_factory=FrozenDict)
     overlong_filter: bool = False  # mask truncated responses in the loss
     overlong_in_baseline: bool = True  # count them in their group's mean and deviation still
+    # Share of an update's tokens, those of highest entropy, whose policy loss counts; 1: all.
+    top_entropy_share: UpTo1 = 1.0
     entropy_coefficient: NonNegative = 0.0  # weight of the entropy bonus
     kl_coefficient: NonNegative = 0.0  # weight of the KL to the base model in the loss
     reward_kl_coefficient: NonNegative = 0.0  # weight of the KL to the base model in the reward

@@ -145,13 +145,14 @@ def _method(config: Config) -> str:
     kl = [f"KL to the base model in the loss {o.kl_coefficient:g}"] * (o.kl_coefficient > 0)
     kl += [f"in the reward {o.reward_kl_coefficient:g}"] * (o.reward_kl_coefficient > 0)
     updates = train.prompts_per_step // train.prompts_per_update
-    c = config.model
+    share = f" on the {100 * o.top_entropy_share:g} % of tokens of highest entropy"
+    selected, c = share * (o.top_entropy_share < 1), config.model
     trained = f" LoRA: rank {c.lora_rank}, alpha {c.lora_alpha:g}, all linear layers."
     return (
         "| DAPO ([arXiv:2503.14476](https://arxiv.org/abs/2503.14476)) | | |\n|---|---|---|\n"
         + "\n".join(rows)
-        + f"\n\nLoss `{o.loss}`, advantage `{o.advantage}`; {', '.join(kl) or 'no KL term'}. A "
-        f"rollout step: {train.prompts_per_step:,} prompts, {rollout.group_size} responses each of "
+        + f"\n\nLoss `{o.loss}`{selected}, advantage `{o.advantage}`; {', '.join(kl) or 'no KL term'}. "
+        f"A rollout step: {train.prompts_per_step:,} prompts, {rollout.group_size} responses each of "
         f"at most {rollout.max_response_tokens:,} tokens at temperature {rollout.temperature:g}, "
         f"and {updates} updates of AdamW at learning rate {config.optimizer.learning_rate:g}. "
         f"Scorer: `{without_paths(reward.scorer)}`. Seed {config.seed}."

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.algorithms import advantages, covariance, importance_correction
+from dapo_jax.algorithms import advantages, covariance, entropy, importance_correction
 from dapo_jax.algorithms.surrogate import MAX_K3, MAX_LOG_RATIO
 from dapo_jax.config import Config
 from dapo_jax.rewards.types import soft_overlong_punishment
@@ -180,11 +180,13 @@ def finished_columns(
 ) -> dict[str, np.ndarray]:
     """Returns the columns of a mini-batch with its importance correction and selected tokens.
 
-    Adds `correction_BT` and `selected_BT`; tokens that a correction rejects leave `mask_BT`.
+    Adds `correction_BT` and `selected_BT`; tokens that a correction rejects leave `mask_BT`, those
+    below the top entropies only their policy term, by a correction of 0.
 
     Args:
         columns: of the mini-batch's tokens [M], by the names of `Rows`; and `recomputed_M`, the
-            log-probs before the first update, where they were recomputed.
+            log-probs before the first update, where they were recomputed; `entropy_M`, the
+            entropies before it in nats, where `top_entropy_share` is below 1.
         lengths_R: tokens of each response.
         log_prob_rollout_M: under the distribution sampled from.
         current_M: log-probs at the parameters of the next gradient, where the loss or the
@@ -194,7 +196,7 @@ def finished_columns(
     o, settings = config.objective, config.correction
     mask_M = columns["mask_BT"]
     out = dict(columns)
-    recomputed_M = out.pop("recomputed_M", None)
+    recomputed_M, entropy_M = out.pop("recomputed_M", None), out.pop("entropy_M", None)
     out["correction_BT"] = mask_M.astype(np.float64)
     if settings is not None:
         # Where the ratio of a stale token is to the policy that sampled it, its weight is 1.
@@ -214,6 +216,11 @@ def finished_columns(
         out["mask_BT"] = mask_M.copy()
         out["mask_BT"][mask_M] = correction.kept_M
         mask_M = out["mask_BT"]
+    if o.top_entropy_share < 1 and mask_M.any():
+        assert entropy_M is not None
+        out["correction_BT"][mask_M] *= entropy.select_top_entropy(
+            entropy_M[mask_M], top_share=o.top_entropy_share
+        )
     if o.loss in ("kl-cov", "clip-cov") and mask_M.any():
         assert current_M is not None
         selected_M = np.zeros(len(mask_M), bool)

@@ -103,7 +103,8 @@ class Learner:
         # Jitted; see `compile`.
         self.update: Any = train_step.compile_update(config, mesh)
         self.score: Any = train_step.compile_scoring(config, mesh)
-        self.collision: Any = train_step.compile_scoring(config, mesh, collision=True)
+        self.collision: Any = train_step.compile_scoring(config, mesh, statistic="collision")
+        self.entropy: Any = train_step.compile_scoring(config, mesh, statistic="entropy")
         if config.critic is not None:
             self.critic_optimizer = critic.optimizer_config(config)
             self.values: Any = critic.compile_values(config, mesh)
@@ -116,9 +117,11 @@ class Learner:
             c is not None and c.policy == "current"
         )
         self.needs_energy = o.advantage == "optimal-token-baseline"
+        self.needs_entropy = o.top_entropy_share < 1
         self.needs_scoring = (
             self.needs_current
             or self.needs_energy
+            or self.needs_entropy
             or self.needs_reference
             or config.critic is not None
             or config.rollout.log_prob_source == "recompute"
@@ -158,6 +161,8 @@ class Learner:
                 self.score = compiled(self.score, state.policy.model, rows, integer)
             if self.needs_energy:
                 self.collision = compiled(self.collision, state.policy.model, rows, integer)
+            if self.needs_entropy:
+                self.entropy = compiled(self.entropy, state.policy.model, rows, integer)
             if state.critic is not None:
                 self.values = compiled(self.values, state.critic.params, rows, integer)
                 self.update_critic = compiled(
@@ -295,7 +300,8 @@ class Learner:
         self, state: LearnerState, samples: Samples, mini_batches: Sequence[MiniBatch]
     ) -> tuple[Columns, dict[str, float]]:
         """Returns the columns that depend on the parameters before the first update (old and
-        reference log-probs, values, where needed), and the mismatch to the rollout's log-probs."""
+        reference log-probs, values, entropies, where needed), and the mismatch to the rollout's
+        log-probs."""
 
         def scored(program: Callable[..., jax.Array], params: Any) -> np.ndarray:
             # All programs are dispatched before the first result is awaited.
@@ -329,6 +335,8 @@ class Learner:
             columns["log_prob_ref_BT"] = scored(self.score, reference)
         if state.critic is not None:
             columns["value_old_BT"] = scored(self.values, state.critic.params)
+        if self.needs_entropy:
+            columns["entropy_M"] = scored(self.entropy, state.policy.model)
         if self.needs_energy:
             probability_M = np.exp(columns["log_prob_old_BT"].astype(np.float64))
             columns["energy_M"] = 1 - 2 * probability_M + scored(self.collision, state.policy.model)

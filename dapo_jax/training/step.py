@@ -7,7 +7,7 @@ is cut into micro-batches, packed into rows or laid over devices. `training.crit
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,8 @@ from dapo_jax.models.sharding import (
 from dapo_jax.training.optimizer import make_optimizer
 from dapo_jax.types import Array, Rows
 from dapo_jax.utils.precision import sum_dtype
+
+Statistic = Literal["log_prob", "entropy", "collision"]
 
 
 class TrainState(NamedTuple):
@@ -345,10 +347,10 @@ def jit_update(
 
 
 def compile_scoring(
-    config: Config, mesh: Mesh, *, collision: bool = False
+    config: Config, mesh: Mesh, *, statistic: Statistic = "log_prob"
 ) -> Callable[[decoder.Params, Rows, Array], jax.Array]:
-    """Returns (params, rows [A, B, T], micro-batches used) -> log-probs [A, B, T], jitted for the
-    mesh; with `collision` the sums of squared probabilities in their place."""
+    """Returns (params, rows [A, B, T], micro-batches used) -> log-probs [A, B, T], or another
+    statistic of `log_probs.TokenStatistics`, jitted for the mesh."""
     temperature, share_prompts = config.rollout.temperature, config.train.share_prompts
     return compile_log_probs(
         config.model,
@@ -356,7 +358,7 @@ def compile_scoring(
         mesh,
         temperature=temperature,
         share_prompts=share_prompts,
-        collision=collision,
+        statistic=statistic,
     )
 
 
@@ -367,7 +369,7 @@ def compile_log_probs(
     *,
     temperature: float,
     share_prompts: bool,
-    collision: bool = False,
+    statistic: Statistic = "log_prob",
 ) -> Callable[[decoder.Params, Rows, Array], jax.Array]:
     """Returns `compile_scoring`'s program, for programs without the config of a run."""
     layout = head_layout(model, mesh_config, mesh)
@@ -380,9 +382,9 @@ def compile_log_probs(
             temperature=temperature,
             layout=layout,
             share_prompts=share_prompts,
-            collision=collision,
+            collision=statistic == "collision",
         )
-        return found.log_prob_BT if found.collision_BT is None else found.collision_BT
+        return getattr(found, f"{statistic}_BT")
 
     return compile_map(of_rows, param_shardings(model, mesh_config, mesh), mesh)
 

@@ -99,6 +99,7 @@ def changed(*changes):
         ("train.num_steps.x", 1, "must be int"),
         ("objective.clip_higher", 0.3, "is not a field"),
         ("objective.clip_low", 1.5, r"must be in \(0, 1\]; got 1\.5"),
+        ("objective.top_entropy_share", 0.0, r"must be in \(0, 1\]; got 0\.0"),
         ("objective.clip_dual", 0.5, "must be above 1; got 0.5"),
         ("objective.aggregation", "mean", "must be one of 'token-mean'.* got 'mean'"),
         ("objective.advantage_args", {"normalise_std": 1}, r"must be bool; got 1 \(int\)"),

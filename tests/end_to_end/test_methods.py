@@ -55,6 +55,7 @@ WAYS = {
     "clip-cov": configured("clip-cov"),
     "kl-cov": configured("kl-cov"),
     "energy": {"objective__advantage": "optimal-token-baseline"},
+    "top-entropy": {"objective__top_entropy_share": 0.2},
     "kl": {
         "objective__kl_coefficient": 0.1,
         "objective__kl_estimator": "k3+",

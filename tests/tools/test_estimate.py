@@ -14,6 +14,7 @@ from dapo_jax.models import decoder
 from dapo_jax.models.sharding import AXES, make_mesh
 from dapo_jax.tools.plan import chips, estimate, programs
 from dapo_jax.training import packing
+from tests.algorithms.test_policy_losses import configured
 from tests.support.helpers import replace_model, tiny_config
 
 V5P = chips.CHIPS["TPU v5"]
@@ -172,6 +173,16 @@ def test_a_kernel_runs_again_unless_remat_keeps_what_it_gives(remat, attention, 
     assert more("train") == pytest.approx(more("critic_train")) and more("train") == pytest.approx(
         passes * more("old_logprobs")
     )
+
+
+def test_each_pass_that_scores_the_batch_is_counted():
+    """Besides the recomputed log-probs, the default."""
+    passes = lambda **changes: estimate.scoring_passes(tiny_config(**changes))
+    otb = {"objective__advantage": "optimal-token-baseline"}
+    assert passes(rollout__log_prob_source="rollout") == 0
+    assert passes(rollout__log_prob_source="recompute", **otb) == 2
+    assert passes(rollout__log_prob_source="recompute", objective__top_entropy_share=0.2) == 2
+    assert passes(rollout__log_prob_source="rollout", **configured("clip-cov")) == 1
 
 
 @pytest.mark.parametrize("length", [700, 1300, 2900, 8192])

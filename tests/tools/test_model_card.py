@@ -82,12 +82,14 @@ def test_a_card_of_grpo_has_its_techniques_off():
         objective__aggregation="seq-mean-token-mean",
         objective__kl_coefficient=0.04,
         objective__kl_estimator="k3",
+        objective__top_entropy_share=0.2,
         dynamic_sampling__enabled=False,
         reward__overlong_buffer_tokens=0,
         reward__overlong_penalty=0.0,
     )
     assert [line.split(" | ")[1] for line in card.splitlines() if " | o" in line] == ["off"] * 4
     assert "KL to the base model in the loss 0.04" in card
+    assert "Loss `ppo-clip` on the 20 % of tokens of highest entropy, advantage" in card
 
 
 def test_a_card_names_hub_ids_and_no_path_of_the_machine():

@@ -15,7 +15,7 @@ from dapo_jax.training.learner import Learner
 from dapo_jax.utils.compilations import CompilationCounter
 from dapo_jax.utils.random_streams import named_generator
 from tests.models.test_lora import logits_of
-from tests.support.helpers import make_group, make_mesh, make_params, tiny_config
+from tests.support.helpers import make_group, make_mesh, make_params, segments_of, tiny_config
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 KL_IN_REWARD = {
@@ -32,10 +32,10 @@ CRITIC = {
 }
 
 
-def make_learner(**overrides):
+def make_learner(devices=1, **overrides):
     """(learner, its state, with a reference that is another model)."""
     config = tiny_config(**overrides)
-    learner = Learner(config, make_mesh(config, 1), lambda s: [""] * len(s), print)
+    learner = Learner(config, make_mesh(config, devices), lambda s: [""] * len(s), print)
     if learner.needs_reference:
         learner.reference = make_params(config, seed=1)
     return learner, learner.init_state(make_params(config))
@@ -170,6 +170,47 @@ def test_the_energy_of_tokens_is_that_of_the_whole_softmax():
     longest = int(np.argmax(samples.lengths_R[:4]))
     assert columns["advantage_BT"][starts[longest + 1] - 1] == pytest.approx(0, abs=1e-6)
     assert np.abs(columns["advantage_BT"][of_group]).max() > 0.1
+
+
+@pytest.mark.parametrize("rows, devices", [(8, 1), (2, 1), (8, 8)])
+def test_top_entropies_are_of_a_mini_batch_before_the_first_update(rows, devices):
+    """However the mini-batch is cut: the tokens whose policy loss counts in the second update are
+    those that one model pass over each whole response gives at the parameters of the start."""
+    learner, state = make_learner(
+        devices=devices,
+        objective__top_entropy_share=0.2,
+        rollout__temperature=0.8,
+        train__rows_per_micro_batch=rows,
+    )
+    trained = []
+    micro_batches = learner._micro_batches
+    learner._micro_batches = lambda rows: trained.append(rows) or micro_batches(rows)
+    params = make_params(learner.config)
+    rng, groups = np.random.default_rng(0), []
+    for group in make_groups():
+        of = [r._replace(tokens=rng.integers(3, 32, len(r.tokens))) for r in group.responses]
+        problem = group.problem._replace(prompt_tokens=tuple(rng.integers(3, 32, 5).tolist()))
+        groups.append(group._replace(responses=tuple(of), problem=problem))
+    state, numbers = train_on(learner, state, groups)
+    assert numbers["optimizer/updates"] == 2
+    found = {}  # entropy of each token of a response, and whether its policy loss counts
+    for update, rows in enumerate(trained[2:]):  # the first two are scored
+        for row, segment in segments_of(rows):
+            at = np.flatnonzero(segment)
+            tokens, mask = rows.tokens_BT[row, at], rows.mask_BT[row, at]
+            logits = logits_of(learner.config.model, params, tokens) / 0.8
+            log_p = np.asarray(jax.nn.log_softmax(logits), np.float64)
+            entropy = -(np.exp(log_p) * log_p).sum(axis=1)
+            of_update = found.setdefault(update, ([], []))
+            of_update[0].extend(entropy[np.flatnonzero(mask) - 1])
+            of_update[1].extend(rows.correction_BT[row, at][mask])
+            assert (rows.weight_BT[row, at][mask] > 0).all(), "the denominator keeps them"
+    for entropies, corrections in found.values():
+        tau = np.quantile(entropies, 0.8)
+        near = np.abs(np.array(entropies) - tau) < 1e-6
+        assert set(corrections) == {0.0, 1.0} and near.sum() <= 4
+        expected = (np.array(entropies) >= tau).astype(float)
+        np.testing.assert_array_equal(np.array(corrections)[~near], expected[~near])
 
 
 @pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3"])

@@ -353,7 +353,8 @@ def scoring_passes(config: Config) -> int:
     o, c = config.objective, config.correction
     reference = o.reward_kl_coefficient > 0 or o.kl_coefficient > 0
     current = o.loss in COVARIANCE_LOSSES or (c is not None and c.policy == "current")
-    return sum((config.rollout.log_prob_source == "recompute", reference, current))
+    other = o.advantage == "optimal-token-baseline", o.top_entropy_share < 1
+    return sum((config.rollout.log_prob_source == "recompute", reference, current, *other))
 
 
 def group_tokens(config: Config, prompt_tokens: int, response_tokens: int) -> int:
