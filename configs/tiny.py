@@ -97,6 +97,12 @@ def top_entropy(c: ConfigDict) -> None:
     c.objective.top_entropy_share = 0.2
 
 
+def adaptive_entropy(c: ConfigDict) -> None:
+    """The adaptive entropy control of Skywork-OR1 (arXiv:2505.22312) on DAPO: an entropy bonus
+    below a target, its coefficient moving from 0; the paper's target and step."""
+    c.objective.entropy_adaptation = (0.2, 0.005)
+
+
 def lite_ppo(c: ConfigDict) -> None:
     """Lite PPO (arXiv:2508.08221): the group's mean, the batch's deviation, the token mean."""
     _grpo_without_kl(c)

@@ -42,6 +42,7 @@ class HostState(NamedTuple):
     base_accuracy: float
     accuracy: float  # of the last evaluation
     reward_kl_coefficient: float  # of the next step; adapts where the config says so
+    entropy_coefficient: float  # likewise
     seconds: float  # worked until the last save, over all starts of the run
     updated_steps: int  # rollout steps that made an update; schedules advance with these
     base_seconds: float  # to make or read the base model
@@ -144,6 +145,7 @@ class RunComponents:
             base_accuracy=accuracy,
             accuracy=accuracy,
             reward_kl_coefficient=self.config.objective.reward_kl_coefficient,
+            entropy_coefficient=self.config.objective.entropy_coefficient,
             seconds=0.0,
             updated_steps=0,
             base_seconds=base_seconds,

@@ -36,6 +36,7 @@ from dapo_jax.setup import GREEDY, HostState, RunComponents, RunState, reward_po
 from dapo_jax.training import (
     LearnerState,
     made_an_update,
+    next_entropy_coefficient,
     next_kl_coefficient,
     shaped_rewards,
     state_bytes,
@@ -267,6 +268,7 @@ class TrainLoop:
             sampling=sampling,
             accuracy=numbers.get(self.accuracy_name, host.accuracy),
             reward_kl_coefficient=kl_coefficient,
+            entropy_coefficient=next_entropy_coefficient(config, host.entropy_coefficient, numbers),
             updated_steps=host.updated_steps + made_an_update(numbers),
         )
         return self._complete(RunState(step, learner, host), numbers | self._measured(before))
@@ -378,6 +380,7 @@ class TrainLoop:
             step,
             updated_steps=host.updated_steps,
             kl_coefficient=host.reward_kl_coefficient,
+            entropy_coefficient=host.entropy_coefficient,
             baselines=baselines,
         )
         if not self.updated:

@@ -1,6 +1,7 @@
 """Checks of a config's objective: loss, advantage, KL, correction and critic."""
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING
 
 from dapo_jax.config.checks import require, require_unset
@@ -45,6 +46,7 @@ def check(config: "Config") -> None:
     """Raises UserError for the first contradiction in the objective, or between it and the rest."""
     objective = config.objective
     _check_kl(objective)
+    _check_entropy(config)
     _check_advantage(config)
     if config.correction is not None:
         _check_correction(config, config.correction)
@@ -71,6 +73,17 @@ def _check_kl(objective: "ObjectiveConfig") -> None:
             "config.objective.reward_kl_adaptation adapts a positive "
             "config.objective.reward_kl_coefficient: give one, or set reward_kl_adaptation to "
             f"None; got {adaptation!r} with coefficient {coefficient}."
+        )
+
+
+def _check_entropy(config: "Config") -> None:
+    """Checks that the entropy can be at either side of its target."""
+    adaptation, size = config.objective.entropy_adaptation, config.model.vocab_size
+    if adaptation is not None and adaptation[0] >= math.log(size):
+        raise UserError(
+            f"config.objective.entropy_adaptation has a target of {adaptation[0]} nats per token, "
+            f"and no distribution over {size} tokens (config.model.vocab_size) has more than "
+            f"{math.log(size):.3f}: the coefficient would grow without end. Set a lower target."
         )
 
 

@@ -275,7 +275,10 @@ class ObjectiveConfig:
     overlong_in_baseline: bool = True  # count them in their group's mean and deviation still
     # Share of an update's tokens, those of highest entropy, whose policy loss counts; 1: all.
     top_entropy_share: UpTo1 = 1.0
-    entropy_coefficient: NonNegative = 0.0  # weight of the entropy bonus
+    entropy_coefficient: NonNegative = 0.0  # weight of the entropy bonus; first, where it adapts
+    # The entropy in nats per token below which the bonus counts and its coefficient grows, and the
+    # change of the coefficient in a step; None: fixed coefficient.
+    entropy_adaptation: tuple[Positive, Positive] | None = None
     kl_coefficient: NonNegative = 0.0  # weight of the KL to the base model in the loss
     reward_kl_coefficient: NonNegative = 0.0  # weight of the KL to the base model in the reward
     kl_estimator: KLEstimator = "k3"  # of both; in the reward without +

@@ -147,13 +147,21 @@ def _method(config: Config) -> str:
     updates = train.prompts_per_step // train.prompts_per_update
     share = f" on the {100 * o.top_entropy_share:g} % of tokens of highest entropy"
     selected, c = share * (o.top_entropy_share < 1), config.model
+    bonus = ""
+    if o.entropy_adaptation is not None:
+        target, change = o.entropy_adaptation
+        bonus = (
+            f"; entropy bonus at {target:g} nats per token and below, its coefficient from "
+            f"{o.entropy_coefficient:g} in steps of {change:g}"
+        )
     trained = f" LoRA: rank {c.lora_rank}, alpha {c.lora_alpha:g}, all linear layers."
     return (
         "| DAPO ([arXiv:2503.14476](https://arxiv.org/abs/2503.14476)) | | |\n|---|---|---|\n"
         + "\n".join(rows)
-        + f"\n\nLoss `{o.loss}`{selected}, advantage `{o.advantage}`; {', '.join(kl) or 'no KL term'}. "
-        f"A rollout step: {train.prompts_per_step:,} prompts, {rollout.group_size} responses each of "
-        f"at most {rollout.max_response_tokens:,} tokens at temperature {rollout.temperature:g}, "
+        + f"\n\nLoss `{o.loss}`{selected}, advantage `{o.advantage}`; "
+        f"{', '.join(kl) or 'no KL term'}{bonus}. A rollout step: {train.prompts_per_step:,} "
+        f"prompts, {rollout.group_size} responses each of at most "
+        f"{rollout.max_response_tokens:,} tokens at temperature {rollout.temperature:g}, "
         f"and {updates} updates of AdamW at learning rate {config.optimizer.learning_rate:g}. "
         f"Scorer: `{without_paths(reward.scorer)}`. Seed {config.seed}."
         + trained

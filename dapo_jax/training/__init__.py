@@ -6,6 +6,7 @@
 from dapo_jax.training.batch import (
     estimate_advantages,
     make_samples,
+    next_entropy_coefficient,
     next_kl_coefficient,
     shaped_rewards,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "made_an_update",
     "make_samples",
     "max_micro_batches",
+    "next_entropy_coefficient",
     "next_kl_coefficient",
     "pack",
     "shaped_rewards",

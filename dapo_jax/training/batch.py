@@ -186,7 +186,7 @@ def finished_columns(
     Args:
         columns: of the mini-batch's tokens [M], by the names of `Rows`; and `recomputed_M`, the
             log-probs before the first update, where they were recomputed; `entropy_M`, the
-            entropies before it in nats, where `top_entropy_share` is below 1.
+            entropies before it in nats, where the objective reads them.
         lengths_R: tokens of each response.
         log_prob_rollout_M: under the distribution sampled from.
         current_M: log-probs at the parameters of the next gradient, where the loss or the
@@ -274,6 +274,19 @@ def next_kl_coefficient(
     target, horizon = adaptation
     n, kl = sum(len(group.responses) for group in groups), numbers["reward/kl"]
     return adapted_kl_coefficient(coefficient, kl, target=target, horizon=horizon, num_responses=n)
+
+
+def next_entropy_coefficient(
+    config: Config, coefficient: float, numbers: Mapping[str, Any]
+) -> float:
+    """Returns the coefficient of the entropy bonus for the step after this one."""
+    adaptation = config.objective.entropy_adaptation
+    if adaptation is None or "policy/entropy_old" not in numbers:
+        return coefficient
+    target, step = adaptation
+    return entropy.adapted_entropy_coefficient(
+        coefficient, numbers["policy/entropy_old"], target=target, step=step
+    )
 
 
 def _versions(group: Group, response: Response) -> np.ndarray:

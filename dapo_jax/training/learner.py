@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from dapo_jax.algorithms import aggregation
+from dapo_jax.algorithms import aggregation, entropy
 from dapo_jax.algorithms.losses import COVARIANCE_LOSSES
 from dapo_jax.config import Config
 from dapo_jax.models import decoder, lora
@@ -117,7 +117,8 @@ class Learner:
             c is not None and c.policy == "current"
         )
         self.needs_energy = o.advantage == "optimal-token-baseline"
-        self.needs_entropy = o.top_entropy_share < 1
+        self.adapts_entropy = o.entropy_adaptation is not None
+        self.needs_entropy = o.top_entropy_share < 1 or self.adapts_entropy
         self.needs_scoring = (
             self.needs_current
             or self.needs_energy
@@ -156,7 +157,8 @@ class Learner:
         integer, real = (jax.ShapeDtypeStruct((), dtype) for dtype in (np.int32, np.float32))
         compiled = lambda program, *args: program.lower(*args).compile()
         try:
-            self.update = compiled(self.update, state.policy, rows, integer, real, real)
+            reals = [real] * (2 + self.adapts_entropy)
+            self.update = compiled(self.update, state.policy, rows, integer, *reals)
             if self.needs_scoring:
                 self.score = compiled(self.score, state.policy.model, rows, integer)
             if self.needs_energy:
@@ -211,6 +213,7 @@ class Learner:
         *,
         updated_steps: int,
         kl_coefficient: float,
+        entropy_coefficient: float = 0.0,
         baselines: Sequence[float] | None = None,
     ) -> tuple[LearnerState, dict[str, float]]:
         """Returns the state after one pass over the groups in mini-batches, and the metrics.
@@ -222,6 +225,7 @@ class Learner:
             updated_steps: rollout steps before this one that made an update. Schedules and the
                 critic's head start advance with these.
             kl_coefficient: of the KL in the reward, for this step.
+            entropy_coefficient: of the entropy bonus, for this step, where it adapts.
             baselines: reward of the greedy response to the prompt of each group, for ReMax.
 
         Raises:
@@ -240,6 +244,20 @@ class Learner:
         columns, numbers = self._score(state, samples, mini_batches)
         numbers |= metrics.staleness_metrics(samples)
         numbers |= self._add_advantages(samples, columns, kl_coefficient, baselines_R)
+
+        bonus: tuple[np.float32, ...] = ()  # the argument that the update has where it adapts
+        adaptation = config.objective.entropy_adaptation
+        if adaptation is not None:
+            trained_M, applied = columns["mask_BT"], 0.0
+            # The policy's schedules stand still in the critic's head start.
+            if policy_step > 0 and trained_M.any():
+                before = float(columns["entropy_M"][trained_M].mean(dtype=np.float64))
+                applied = entropy.applied_entropy_coefficient(
+                    entropy_coefficient, before, target=adaptation[0]
+                )
+                numbers["policy/entropy_old"] = before
+                numbers["policy/entropy_coefficient"] = entropy_coefficient
+            bonus = (np.float32(applied),)
 
         policy, value_model = state
         rate = learning_rate(config.optimizer, max(1, policy_step), num_steps - head_start)
@@ -260,7 +278,9 @@ class Learner:
                 )
                 critic_results.append(result)
             if policy_step > 0:
-                policy, result = self.update(policy, on_mesh, n, denominator, np.float32(rate))
+                policy, result = self.update(
+                    policy, on_mesh, n, denominator, np.float32(rate), *bonus
+                )
                 results.append(result)
         self._check_skipped([*results, *critic_results], step)
         numbers = metrics.update_metrics(results) | numbers | metrics.critic_metrics(critic_results)

@@ -138,6 +138,7 @@ def loss_and_sums(
     params: decoder.Params,
     rows: Rows,
     mesh: Mesh | None = None,
+    entropy_coefficient: Array | None = None,
 ) -> tuple[jax.Array, tuple[Sums, Extremes]]:
     """Returns the numerator of the loss of one micro-batch, with statistics.
 
@@ -148,6 +149,7 @@ def loss_and_sums(
 
     Args:
         mesh: of the parameters and rows; None: one device.
+        entropy_coefficient: None: the config's.
     """
     o, mask_BT = config.objective, rows.mask_BT
     statistics = log_probs.row_statistics(
@@ -177,8 +179,10 @@ def loss_and_sums(
             log_prob_BT, rows.log_prob_ref_BT, mask_BT, estimator=o.kl_estimator
         )
     loss_BT = loss_BT + o.kl_coefficient * kl_ref_BT
-    if o.entropy_coefficient > 0:
-        loss_BT = loss_BT - o.entropy_coefficient * jnp.where(mask_BT, entropy_BT, 0.0)
+    if entropy_coefficient is None and o.entropy_coefficient > 0:
+        entropy_coefficient = o.entropy_coefficient
+    if entropy_coefficient is not None:
+        loss_BT = loss_BT - entropy_coefficient * jnp.where(mask_BT, entropy_BT, 0.0)
     loss = jnp.sum(rows.weight_BT * loss_BT)
 
     prob_BT = jnp.exp(log_prob_BT)
@@ -257,13 +261,14 @@ def gradient(
     denominator: Array,
     mesh: Mesh | None = None,
     frozen: decoder.Params | None = None,
+    entropy_coefficient: Array | None = None,
 ) -> tuple[decoder.Params, Sums, Extremes]:
     """Returns the gradient of the mini-batch loss by `params`, and its statistics.
 
     Args:
         rows_ABT, num_micro_batches: see `summed_gradient`.
         denominator: of the mini-batch, see `algorithms.aggregation`.
-        mesh: see `loss_and_sums`.
+        mesh, entropy_coefficient: see `loss_and_sums`.
         frozen: the other parameters of the model, see `models.lora`.
     """
     zero = (
@@ -275,7 +280,9 @@ def gradient(
         return jax.tree.map(jnp.add, a[0], b[0]), jax.tree.map(jnp.maximum, a[1], b[1])
 
     grads, (sums, extremes) = summed_gradient(
-        lambda params, rows: loss_and_sums(config, lora.join(params, frozen), rows, mesh),
+        lambda params, rows: loss_and_sums(
+            config, lora.join(params, frozen), rows, mesh, entropy_coefficient
+        ),
         zero,
         join,
         params,
@@ -310,37 +317,54 @@ def update(
     num_micro_batches: Array,
     denominator: Array,
     learning_rate: Array,
+    entropy_coefficient: Array | None = None,
     *,
     mesh: Mesh | None = None,
 ) -> tuple[TrainState, UpdateMetrics]:
     """Returns the state after one optimiser step on one mini-batch; arguments as `gradient`."""
     grads, sums, extremes = gradient(
-        config, state.params, rows_ABT, num_micro_batches, denominator, mesh, state.frozen
+        config,
+        state.params,
+        rows_ABT,
+        num_micro_batches,
+        denominator,
+        mesh,
+        state.frozen,
+        entropy_coefficient,
     )
     state, grad_norm = optimizer_step(config.optimizer, state, grads, sums.loss, learning_rate)
     return state, UpdateMetrics(sums, extremes, grad_norm, state.skipped)
 
 
 def compile_update(config: Config, mesh: Mesh) -> Callable[..., tuple[TrainState, UpdateMetrics]]:
-    """Returns `update` jitted for the mesh; the state is donated."""
+    """Returns `update` jitted for the mesh; the state is donated. Where the entropy coefficient
+    adapts it is the last argument, and else there is no such argument."""
     return jit_update(
-        functools.partial(update, config, mesh=mesh), state_shardings(config, mesh), mesh
+        functools.partial(update, config, mesh=mesh),
+        state_shardings(config, mesh),
+        mesh,
+        num_scalars=3 + (config.objective.entropy_adaptation is not None),
     )
 
 
 def jit_update(
-    function: Callable[..., tuple[TrainState, Any]], state: TrainState, mesh: Mesh
+    function: Callable[..., tuple[TrainState, Any]],
+    state: TrainState,
+    mesh: Mesh,
+    *,
+    num_scalars: int = 3,
 ) -> Callable[..., tuple[TrainState, Any]]:
     """Returns an update jitted for the mesh, its state donated.
 
     Args:
         function: (state, rows, micro-batches used, denominator, learning rate) -> (state, metrics).
         state: its shardings.
+        num_scalars: arguments after the rows.
     """
     rows, everywhere = row_sharding(mesh, batch_dim=1), replicated(mesh)
     return jax.jit(
         function,
-        in_shardings=(state, rows, everywhere, everywhere, everywhere),
+        in_shardings=(state, rows, *[everywhere] * num_scalars),
         out_shardings=(state, everywhere),
         donate_argnums=0,
     )

@@ -1,4 +1,5 @@
-"""The tokens of top entropy, against loops written from arXiv:2506.01939 and against TRL."""
+"""Top entropies and the adaptive coefficient, against loops from arXiv:2506.01939 and 2505.22312;
+the first against TRL too."""
 
 import json
 import math
@@ -11,7 +12,11 @@ import numpy as np
 import pytest
 
 from dapo_jax.algorithms.aggregation import aggregate
-from dapo_jax.algorithms.entropy import select_top_entropy
+from dapo_jax.algorithms.entropy import (
+    adapted_entropy_coefficient,
+    applied_entropy_coefficient,
+    select_top_entropy,
+)
 from dapo_jax.models.log_probs import TokenStatistics
 from dapo_jax.training import packing, step
 from dapo_jax.training.batch import finished_columns
@@ -40,6 +45,38 @@ def test_tokens_at_or_above_the_quantile_are_selected(rho, M, digits):
     entropy = np.round(np.random.default_rng(M).exponential(1.0, M), digits).astype(np.float32)
     got = select_top_entropy(entropy, top_share=float(rho))
     assert got.tolist() == selected_by_hand(entropy.tolist(), rho)
+
+
+@pytest.mark.parametrize("first", [0.0, 0.02])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_coefficient_of_the_bonus_follows_the_entropy(first, seed):
+    """alpha_k = c_k 1[e_k <= tgt]; c up where e_k < tgt and down where e_k > tgt, not below 0."""
+    target, change = 0.2, 0.005
+    entropies = np.abs(np.random.default_rng(seed).normal(0.2, 0.1, 40).cumsum() / np.arange(1, 41))
+    entropies += 0.05 * np.sin(np.arange(40))  # so that it crosses the target both ways
+    below = [e < target for e in entropies]
+    assert any(below) and not all(below)
+    by_hand, c = [], first
+    for e in entropies:
+        alpha = 0.0
+        if e <= target:
+            alpha = c
+        if e < target:
+            following = c + change
+        elif e > target:
+            following = c - change
+            if following < 0:
+                following = 0.0
+        by_hand.append((alpha, following))
+        c = following
+    found, c = [], first
+    for e in map(float, entropies):
+        alpha = applied_entropy_coefficient(c, e, target=target)
+        c = adapted_entropy_coefficient(c, e, target=target, step=change)
+        found.append((alpha, c))
+    np.testing.assert_allclose(found, by_hand, rtol=0, atol=1e-12)
+    assert min(c for _, c in found) >= 0
+    assert applied_entropy_coefficient(0.3, target, target=target) == 0.3, "the target itself"
 
 
 @pytest.mark.parametrize("case", TRL["cases"])

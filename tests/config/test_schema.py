@@ -100,6 +100,8 @@ def changed(*changes):
         ("objective.clip_higher", 0.3, "is not a field"),
         ("objective.clip_low", 1.5, r"must be in \(0, 1\]; got 1\.5"),
         ("objective.top_entropy_share", 0.0, r"must be in \(0, 1\]; got 0\.0"),
+        ("objective.entropy_adaptation", (3.5, 0.005), r"over 32 tokens .* more than 3\.466"),
+        ("objective.entropy_adaptation", (0.2, 0.0), "must be greater than 0; got 0"),
         ("objective.clip_dual", 0.5, "must be above 1; got 0.5"),
         ("objective.aggregation", "mean", "must be one of 'token-mean'.* got 'mean'"),
         ("objective.advantage_args", {"normalise_std": 1}, r"must be bool; got 1 \(int\)"),

@@ -56,6 +56,7 @@ WAYS = {
     "kl-cov": configured("kl-cov"),
     "energy": {"objective__advantage": "optimal-token-baseline"},
     "top-entropy": {"objective__top_entropy_share": 0.2},
+    "adaptive-entropy": {"objective__entropy_adaptation": (3.4, 0.01)},
     "kl": {
         "objective__kl_coefficient": 0.1,
         "objective__kl_estimator": "k3+",
@@ -212,6 +213,28 @@ def test_ppo_resumes_bit_for_bit(ppo, home, tmp_path):
         shutil.rmtree(workdir / "checkpoints" / str(step))
     assert "resuming after step 1 of 3" in run_here(workdir, home, **PPO_RUN)[1]
     assert metrics_of(workdir) == metrics_of(ppo)
+
+
+@pytest.mark.slow
+def test_the_entropy_coefficient_adapts_and_resumes_bit_for_bit(tmp_path, home):
+    """Where it resumes the coefficient is neither that of the config nor one step from it."""
+    changes = SHORT | {
+        "objective__entropy_coefficient": 0.02,
+        "objective__entropy_adaptation": (3.0, 0.015),
+        "train__num_steps": 4,
+        "checkpoint__every_steps": 2,
+    }
+    run_here(tmp_path / "whole", home, **changes)
+    steps = metrics_of(tmp_path / "whole")[1:]
+    assert_documented(steps)
+    assert all(numbers["policy/entropy_old"] < 3.0 for numbers in steps)
+    coefficients = [numbers["policy/entropy_coefficient"] for numbers in steps]
+    assert coefficients == pytest.approx([0.02, 0.035, 0.05, 0.065], rel=1e-12)
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
+    assert "resuming after step 2 of 4" in run_here(tmp_path / "run", home, **changes)[1]
+    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
 
 
 REWARD_KL = advantage("grpo-process") | {

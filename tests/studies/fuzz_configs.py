@@ -67,6 +67,7 @@ def learned(rng: random.Random) -> dict[str, Any]:
         "objective__overlong_filter": rng.random() < 0.3,
         "objective__top_entropy_share": rng.choice([1.0, 1.0, 0.2]),
         "objective__entropy_coefficient": rng.choice([0.0, 0.0, 0.01]),
+        "objective__entropy_adaptation": rng.choice([None, None, (1.5, 0.01)]),
         "rollout__temperature": rng.choice([1.0, 1.0, 0.7]),
         "rollout__top_p": rng.choice([1.0, 1.0, 0.9]),
         "rollout__top_k": rng.choice([0, 0, 5]),

@@ -183,6 +183,8 @@ def test_each_pass_that_scores_the_batch_is_counted():
     assert passes(rollout__log_prob_source="recompute", **otb) == 2
     assert passes(rollout__log_prob_source="recompute", objective__top_entropy_share=0.2) == 2
     assert passes(rollout__log_prob_source="rollout", **configured("clip-cov")) == 1
+    adapts = {"objective__entropy_adaptation": (0.2, 0.005), "rollout__log_prob_source": "rollout"}
+    assert passes(**adapts) == passes(**adapts, objective__top_entropy_share=0.2) == 1
 
 
 @pytest.mark.parametrize("length", [700, 1300, 2900, 8192])

@@ -89,7 +89,13 @@ def test_a_card_of_grpo_has_its_techniques_off():
     )
     assert [line.split(" | ")[1] for line in card.splitlines() if " | o" in line] == ["off"] * 4
     assert "KL to the base model in the loss 0.04" in card
+    assert "nats per token" not in card
     assert "Loss `ppo-clip` on the 20 % of tokens of highest entropy, advantage" in card
+    adapted = card_of(objective__entropy_adaptation=(0.2, 0.005))
+    assert (
+        "no KL term; entropy bonus at 0.2 nats per token and below, its coefficient from 0 in "
+        "steps of 0.005. A rollout step:"
+    ) in adapted
 
 
 def test_a_card_names_hub_ids_and_no_path_of_the_machine():

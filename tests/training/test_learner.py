@@ -10,7 +10,7 @@ import pytest
 from dapo_jax.config import CorrectionConfig
 from dapo_jax.setup import HostState
 from dapo_jax.training import metrics
-from dapo_jax.training.batch import make_samples, reward_kl
+from dapo_jax.training.batch import make_samples, next_entropy_coefficient, reward_kl
 from dapo_jax.training.learner import Learner
 from dapo_jax.utils.compilations import CompilationCounter
 from dapo_jax.utils.random_streams import named_generator
@@ -48,8 +48,20 @@ def make_groups(seed=0, **changes):
     return [make_group(right, lengths=n, id=i, **changes) for i, n in enumerate(lengths)]
 
 
-def train_on(learner, state, groups, step=1, updated_steps=0):
-    return learner.train_on(state, groups, step, updated_steps=updated_steps, kl_coefficient=0.1)
+def make_varied_groups(**changes):
+    """`make_groups` with random tokens."""
+    rng, groups = np.random.default_rng(0), []
+    for group in make_groups(**changes):
+        of = [r._replace(tokens=rng.integers(3, 32, len(r.tokens))) for r in group.responses]
+        problem = group.problem._replace(prompt_tokens=tuple(rng.integers(3, 32, 5).tolist()))
+        groups.append(group._replace(responses=tuple(of), problem=problem))
+    return groups
+
+
+def train_on(learner, state, groups, step=1, updated_steps=0, **more):
+    return learner.train_on(
+        state, groups, step, updated_steps=updated_steps, kl_coefficient=0.1, **more
+    )
 
 
 def test_a_head_start_of_the_critic_uses_up_none_of_the_policys_warm_up():
@@ -86,7 +98,7 @@ def test_where_the_schedules_are_is_saved_with_the_run():
     from dapo_jax.rollout.dynamic_sampling import SamplingState
 
     host = HostState(
-        {"a": 1}, SamplingState(), 0.1, 0.2, 0.3, 4.0, updated_steps=5, base_seconds=6.0
+        {"a": 1}, SamplingState(), 0.1, 0.2, 0.3, 0.4, 4.0, updated_steps=5, base_seconds=6.0
     )
     assert HostState.from_json(host.to_json()) == host
 
@@ -186,12 +198,7 @@ def test_top_entropies_are_of_a_mini_batch_before_the_first_update(rows, devices
     micro_batches = learner._micro_batches
     learner._micro_batches = lambda rows: trained.append(rows) or micro_batches(rows)
     params = make_params(learner.config)
-    rng, groups = np.random.default_rng(0), []
-    for group in make_groups():
-        of = [r._replace(tokens=rng.integers(3, 32, len(r.tokens))) for r in group.responses]
-        problem = group.problem._replace(prompt_tokens=tuple(rng.integers(3, 32, 5).tolist()))
-        groups.append(group._replace(responses=tuple(of), problem=problem))
-    state, numbers = train_on(learner, state, groups)
+    state, numbers = train_on(learner, state, make_varied_groups())
     assert numbers["optimizer/updates"] == 2
     found = {}  # entropy of each token of a response, and whether its policy loss counts
     for update, rows in enumerate(trained[2:]):  # the first two are scored
@@ -211,6 +218,64 @@ def test_top_entropies_are_of_a_mini_batch_before_the_first_update(rows, devices
         assert set(corrections) == {0.0, 1.0} and near.sum() <= 4
         expected = (np.array(entropies) >= tau).astype(float)
         np.testing.assert_array_equal(np.array(corrections)[~near], expected[~near])
+
+
+FILTERED = {"objective__overlong_filter": True, "rollout__temperature": 0.8}
+
+
+def entropy_by_hand(config, groups):
+    """Mean over the tokens of the responses that are trained on, each response alone."""
+    params, found = make_params(config), []
+    for group in groups:
+        prompt = np.array(group.problem.prompt_tokens)
+        for response in group.responses:
+            if response.finish_reason == "stop":
+                logits = logits_of(config.model, params, np.append(prompt, response.tokens)) / 0.8
+                log_p = np.asarray(jax.nn.log_softmax(logits), np.float64)[len(prompt) - 1 : -1]
+                found.extend(-(np.exp(log_p) * log_p).sum(axis=1))
+    return np.mean(found)
+
+
+@pytest.mark.parametrize("above", [0.01, 0.0, -0.01])
+def test_the_entropy_bonus_counts_at_its_target_and_below(above):
+    """By the entropy before the first update, in all updates of the step and with the coefficient
+    of the step: they are those of a fixed coefficient, and above the target those without one."""
+    groups = make_varied_groups(truncated=1)
+    config = tiny_config(**FILTERED)
+    learner, state = make_learner(**FILTERED, objective__entropy_adaptation=(1.0, 0.01))
+    before = train_on(learner, state, groups)[1]["policy/entropy_old"]
+    assert before == pytest.approx(entropy_by_hand(config, groups), rel=1e-5)
+    adaptation = (before + above, 0.01)
+    learner, state = make_learner(**FILTERED, objective__entropy_adaptation=adaptation)
+    state, numbers = train_on(learner, state, groups, entropy_coefficient=0.5)
+    assert numbers["optimizer/updates"] == 2
+    assert numbers["policy/entropy_old"] == before
+    assert numbers["policy/entropy_coefficient"] == 0.5
+    states = {}
+    for coefficient in (0.0, 0.5):
+        fixed, start = make_learner(**FILTERED, objective__entropy_coefficient=coefficient)
+        states[coefficient], _ = train_on(fixed, start, groups)
+    moments = lambda state: jax.tree.leaves(jax.device_get(state.policy.moments))
+    expected, other = (states[c] for c in ((0.5, 0.0) if above >= 0 else (0.0, 0.5)))
+    for a, b in zip(moments(state), moments(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+    apart = [np.abs(a - b).max() for a, b in zip(moments(state), moments(other), strict=True)]
+    assert max(apart) > 1e-4
+
+
+def test_the_entropy_coefficient_waits_for_updates_of_the_policy():
+    """It stands still in the critic's head start and where no token is trained."""
+    adapts = {"objective__entropy_adaptation": (3.4, 0.01), "objective__overlong_filter": True}
+    learner, state = make_learner(**CRITIC, **adapts)
+    coefficient, seen = 0.1, []
+    for step, (updated, cut) in enumerate([(0, 0), (1, 0), (2, 0), (3, 4), (3, 0)], 1):
+        of_step = {"entropy_coefficient": coefficient}
+        groups = make_groups(truncated=cut)
+        state, numbers = train_on(learner, state, groups, step, updated, **of_step)
+        seen.append("policy/entropy_old" in numbers)
+        coefficient = next_entropy_coefficient(learner.config, coefficient, numbers)
+    assert seen == [False, False, True, False, True]
+    assert coefficient == pytest.approx(0.12)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3"])

@@ -353,8 +353,10 @@ def scoring_passes(config: Config) -> int:
     o, c = config.objective, config.correction
     reference = o.reward_kl_coefficient > 0 or o.kl_coefficient > 0
     current = o.loss in COVARIANCE_LOSSES or (c is not None and c.policy == "current")
-    other = o.advantage == "optimal-token-baseline", o.top_entropy_share < 1
-    return sum((config.rollout.log_prob_source == "recompute", reference, current, *other))
+    recompute = config.rollout.log_prob_source == "recompute"
+    energy = o.advantage == "optimal-token-baseline"
+    entropy = o.top_entropy_share < 1 or o.entropy_adaptation is not None
+    return sum((recompute, reference, current, energy, entropy))
 
 
 def group_tokens(config: Config, prompt_tokens: int, response_tokens: int) -> int:

@@ -126,10 +126,11 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
 
     own = tuple(name for name in held if name.endswith("parameters"))
     update: Any = step.compile_update(config, mesh)
+    reals = [real] * (2 + (config.objective.entropy_adaptation is not None))
     score: Any = step.compile_scoring(config, mesh)
     found = {
         "train": program(
-            lambda: update.lower(state, rows_ABT, integer, real, real),
+            lambda: update.lower(state, rows_ABT, integer, *reals),
             ("optimiser state", *own),
             rows,
         ),
