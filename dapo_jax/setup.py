@@ -134,7 +134,8 @@ class RunComponents:
         if self.config.objective.advantage == "remax":
             samplings.append(GREEDY)
         modes = dict.fromkeys(sampling.mode for sampling in samplings)
-        cancels, loaded = bool(self.config.rollout.stop_strings), self.engine.load_params(params)
+        r, loaded = self.config.rollout, self.engine.load_params(params)
+        cancels = bool(r.stop_strings) or r.end_repetition is not None
         self.engine.warm_up(loaded, modes, cancels=cancels, say=self.say)
 
     def first_host_state(self, accuracy: float, base_seconds: float) -> HostState:
@@ -160,7 +161,8 @@ class RunComponents:
         telemetry: Telemetry,
     ) -> RolloutCollector:
         """Returns a collector of groups of `num_samples` responses."""
-        request = GenerationRequest(num_samples, sampling, self.config.rollout.stop_strings)
+        r = self.config.rollout
+        request = GenerationRequest(num_samples, sampling, r.stop_strings, r.end_repetition)
         return RolloutCollector(
             self.engine,
             pool,

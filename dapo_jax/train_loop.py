@@ -356,7 +356,9 @@ class TrainLoop:
     def _sampling_metrics(self, batch: Batch, step: int) -> dict[str, Any]:
         """Returns the numbers of the step's rollout; every process must call it."""
         self.telemetry.phase(f"step {step}: {len(batch.groups)} groups sampled")
-        numbers: dict[str, Any] = rollout_metrics.sampling_metrics(batch)
+        numbers: dict[str, Any] = rollout_metrics.sampling_metrics(
+            batch, ends_repetition=self.config.rollout.end_repetition is not None
+        )
         rollout_metrics.check_finite(batch.sampled)
         if faults := rollout_metrics.scorer_faults(batch.sampled):
             self.telemetry.say(f"  warning: step {step}: {faults}")

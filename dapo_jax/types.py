@@ -80,8 +80,9 @@ class Response(NamedTuple):
     tokens: np.ndarray  # int32 [length]
     log_probs: np.ndarray  # float32 [length], under the distribution sampled from
     # "stop": sampled a stop token or completed a stop string; "length": cut at
-    # max_response_tokens; "invalid": its logits were not finite, never trained; "unfinished":
-    # sampling stopped before its end, and it is in no group (`dapo_jax.rollout.partial_rollouts`).
+    # max_response_tokens; "repetition": cut where it repeated itself, see `rollout.repetition`;
+    # "invalid": its logits were not finite, never trained; "unfinished": sampling stopped before
+    # its end, and it is in no group (`dapo_jax.rollout.carry`).
     finish_reason: str
     text: str  # decoded, special tokens left out; empty where unfinished
     # int32 [length], rollout step whose parameters sampled each token; None: that of its group
@@ -92,7 +93,7 @@ class Response(NamedTuple):
 
     @property
     def truncated(self) -> bool:
-        return self.finish_reason == "length"
+        return self.finish_reason in ("length", "repetition")
 
     @property
     def invalid(self) -> bool:
@@ -191,13 +192,13 @@ class Attempt(NamedTuple):
 
     text: str
     length: int  # in tokens, the end-of-sequence token included
-    truncated: bool  # cut at max_response_tokens
+    truncated: bool  # cut at max_response_tokens, or where it repeated itself
     verdict: Verdict
     invalid: bool = False  # its logits were not finite
 
     @property
     def finish_reason(self) -> str:
-        """That of its `Response`."""
+        """That of its `Response`; "length" of all truncated ones."""
         return "invalid" if self.invalid else "length" if self.truncated else "stop"
 
 

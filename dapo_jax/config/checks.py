@@ -165,6 +165,14 @@ def _check_sampling(config: "Config") -> None:
                 "tokens, which are those of the policy that sampled them, are of the remaining "
                 f"tokens alone. Set config.rollout.max_staleness to 0, or {name} to {everything}."
             )
+    if rollout.end_repetition is not None:
+        rule, tokens = rollout.end_repetition
+        least, most = 4 if rule == "periodic" else 1, rollout.max_response_tokens
+        wanted = (
+            f"from {least} ({rule}) to less than config.rollout.max_response_tokens ({most}), "
+            "where a response ends anyway, or the field None"
+        )
+        require(least <= tokens < most, "rollout.end_repetition[1]", tokens, wanted)
     enabled, switch = dynamic.enabled, "config.dynamic_sampling.enabled"
     wanted = f"at least 2 with {switch}: a group of one is always all right or all wrong"
     require(rollout.group_size > 1 or not enabled, "rollout.group_size", 1, wanted)

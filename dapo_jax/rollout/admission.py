@@ -14,6 +14,7 @@ from dapo_jax.rollout.carry import CarriedResponses
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.engine_config import EngineConfig
 from dapo_jax.rollout.programs import RolloutParams
+from dapo_jax.rollout.repetition import RepetitionDetector
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.rollout.slots import DecodeState, NewRequests
 from dapo_jax.types import UNFINISHED, Problem, Response, UserError
@@ -27,6 +28,8 @@ class GenerationRequest(NamedTuple):
     num_samples: int  # responses per problem
     sampling: SamplingParams | None = None  # None: the engine's own
     stop_strings: tuple[str, ...] = ()  # a response ends with the token that completes one
+    # A response ends with the token at which this rule of `repetition` holds first; None: none.
+    end_repetition: tuple[str, int] | None = None
     limits_QG: np.ndarray | None = None  # most tokens of each response; None: the engine's own
     stream: bool = False  # report tokens as they are sampled
 
@@ -77,9 +80,19 @@ class RequestTable:
     Args:
         step: rollout step of the tokens sampled now.
         keep_calls: whether the decode call of every token is kept.
+        end_repetition: see `GenerationRequest`.
+        truncated: whether the sampler leaves tokens out, see `sampling.Mode`.
     """
 
-    def __init__(self, config: EngineConfig, step: int = 0, *, keep_calls: bool = False):
+    def __init__(
+        self,
+        config: EngineConfig,
+        step: int = 0,
+        *,
+        keep_calls: bool = False,
+        end_repetition: tuple[str, int] | None = None,
+        truncated: bool = False,
+    ):
         self.step = step
         R, E, G, T = config.shards, config.requests, config.samples, config.max_response_tokens
         self.requests: list[list[Request | None]] = [[None] * E for _ in range(R)]
@@ -90,6 +103,12 @@ class RequestTable:
         self.log_probs = np.zeros((R, E, G, T), np.float32)
         self.model_log_probs = np.zeros((R, E, G, T), np.float32)
         self.calls = np.zeros((R, E, G, T), np.int32) if keep_calls else None
+        self.repetition = None
+        if end_repetition is not None:
+            # The log-probs are of the remaining tokens alone where the sampler leaves some out: all
+            # is certain where one remains.
+            policy = self.model_log_probs if truncated else self.log_probs
+            self.repetition = RepetitionDetector(end_repetition, self.tokens, policy)
 
     def request(self, r: int, e: int) -> Request:
         """Returns the request of a slot that is taken."""
@@ -114,6 +133,9 @@ class RequestTable:
                 getattr(self, name)[r, e, 0, :n] = getattr(request.partial, name)
             if self.calls is not None:
                 self.calls[r, e, 0, :n] = 0 if request.calls is None else request.calls
+        if self.repetition is not None:
+            for index in range(request.samples):
+                self.repetition.begin((r, e, index), int(self.count[r, e, index]))
 
     def response(self, r: int, e: int, index: int) -> Response:
         """Returns the tokens of a sample so far, as an unfinished response."""

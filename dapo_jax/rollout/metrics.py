@@ -12,8 +12,12 @@ from dapo_jax.types import Group, RunError
 MAX_FAULTS = 0.05  # share of a step's responses without a verdict that needs no warning
 
 
-def sampling_metrics(batch: Batch) -> dict[str, float]:
-    """Returns what was sampled and what the filter kept."""
+def sampling_metrics(batch: Batch, *, ends_repetition: bool = False) -> dict[str, float]:
+    """Returns what was sampled and what the filter kept.
+
+    Args:
+        ends_repetition: whether responses that repeat themselves are ended.
+    """
     sampled, kept = batch.sampled, batch.groups
     metrics: dict[str, float] = {
         "sampling/prompts_tried": len(sampled),
@@ -35,6 +39,9 @@ def sampling_metrics(batch: Batch) -> dict[str, float]:
             "length/truncated_share": float(np.mean([r.truncated for r in responses])),
             "reflection/share": float(np.mean([bool(find_reflection(r.text)) for r in responses])),
         }
+        if ends_repetition:
+            ended = [r.finish_reason == "repetition" for r in responses]
+            metrics["rollout/ended_repetition"] = float(np.mean(ended))
     if kept:
         metrics["accuracy/trained"] = _accuracy(kept)
     return metrics

@@ -132,9 +132,15 @@ class GenerationLoop:
         self.engine, self.params, self.detokenize = engine, engine.loaded, detokenize
         self.request, self.telemetry = request, telemetry
         self.stats = RolloutStats()
-        self.table = RequestTable(engine.config, step, keep_calls=carried is not None)
+        self.mode = (request.sampling or engine.config.params).mode
+        self.table = RequestTable(
+            engine.config,
+            step,
+            keep_calls=carried is not None,
+            end_repetition=request.end_repetition,
+            truncated=self.mode.truncated,
+        )
         self.admission = Admission(engine, self.table, problems, key, request, carried or {})
-        self.mode = self.admission.sampling.mode
         self.done = self.admission.done
         self.state: DecodeState = engine.init_decode_state()
         # Results are read one call late, so that the device never waits for the host.
@@ -238,20 +244,25 @@ class GenerationLoop:
         ours_RkB = valid_RkB & ~self._is_cancelled(output)
         self.cancelled[:] = False
         finished, new_tokens = self._take_tokens(output, valid_RkB, ours_RkB)
-        completed: list[Sample] = []
+        invalid = {sample for sample, is_finite in finished.items() if not is_finite}
+        ended: dict[Sample, str] = {}  # by the host, with the finish reason
+        if table.repetition is not None:
+            repeats = self._cut_at_repetition(before_REG, invalid, new_tokens)
+            ended |= dict.fromkeys(repeats, "repetition")
+            invalid -= set(repeats)  # the token without a meaning came later
         if self.request.stop_strings:
-            invalid = {sample for sample, is_finite in finished.items() if not is_finite}
             completed = self._cut_at_stop_strings(before_REG, invalid, new_tokens)
-        to_cancel = [sample for sample in completed if sample not in finished]  # still in slots
-        for sample in completed:  # they finish last
+            ended |= dict.fromkeys(completed, "stop")
+        to_cancel = [sample for sample in ended if sample not in finished]  # still in slots
+        for sample in ended:  # they finish last
             finished.pop(sample, None)
-        finished |= dict.fromkeys(completed, True)
+        finished |= dict.fromkeys(ended, True)
         self._tokens += [
             NewTokens(*table.name(*sample), tokens, sample in finished)
             for sample, tokens in new_tokens.items()
         ]
         if finished:
-            self._finish(finished, set(completed))
+            self._finish(finished, ended)
         stuck_R = call.had_work_R & ~valid_RkB.any(axis=(1, 2)) & table.waiting.any(axis=(1, 2))
         if self.skip_preemption:
             self.skip_preemption = False
@@ -305,6 +316,20 @@ class GenerationLoop:
             np.arange(len(request_RkB))[:, None, None], request_RkB, output.sample_index_RkB
         ]
 
+    def _cut_at_repetition(
+        self, before_REG: np.ndarray, invalid: set[Sample], new_tokens: dict[Sample, list[int]]
+    ) -> list[Sample]:
+        """Cuts each sample that repeats itself, after the token at which the rule holds first, and
+        returns the cut samples. The last token of `invalid` samples has no meaning."""
+        assert self.table.repetition is not None
+        after_REG = self.table.count.copy()
+        for sample in invalid:
+            after_REG[sample] -= 1
+        found = self.table.repetition.advance(before_REG, after_REG)
+        cut = {(r, e, c): length for (r, e, c), length in found.items()}
+        self._cut(cut, before_REG, new_tokens)
+        return list(cut)
+
     def _cut_at_stop_strings(
         self, before_REG: np.ndarray, invalid: set[Sample], new_tokens: dict[Sample, list[int]]
     ) -> list[Sample]:
@@ -322,21 +347,28 @@ class GenerationLoop:
             [int(before_REG[sample]) for sample in samples],
         )
         cut = {s: length for s, length in zip(samples, completions) if length is not None}
-        for sample, length in cut.items():
-            self.stats += RolloutStats(tokens=length - int(table.count[sample]))
-            table.count[sample] = length
-            if sample in new_tokens:
-                del new_tokens[sample][length - int(before_REG[sample]) :]
+        self._cut(cut, before_REG, new_tokens)
         return list(cut)
 
-    def _finish(self, finished: dict[Sample, bool], completed: set[Sample]) -> None:
-        """Reports samples as finished; those in `completed` completed a stop string."""
+    def _cut(
+        self, cut: dict[Sample, int], before_REG: np.ndarray, new_tokens: dict[Sample, list[int]]
+    ) -> None:
+        """Cuts samples to these lengths."""
+        for sample, length in cut.items():
+            self.stats += RolloutStats(tokens=length - int(self.table.count[sample]))
+            self.table.count[sample] = length
+            if sample in new_tokens:
+                del new_tokens[sample][length - int(before_REG[sample]) :]
+
+    def _finish(self, finished: dict[Sample, bool], ended: dict[Sample, str]) -> None:
+        """Reports samples as finished; those in `ended` for this reason, unless with a stop
+        token."""
         stops = set(self.engine.config.stop_tokens)
         responses = [self.table.response(*sample) for sample in finished]
         texts = self.detokenize([response.tokens for response in responses])
         for (place, is_finite), response, text in zip(finished.items(), responses, texts):
-            is_stopped = int(response.tokens[-1]) in stops or place in completed
-            reason = "stop" if is_stopped else "length"
+            is_stopped = int(response.tokens[-1]) in stops
+            reason = "stop" if is_stopped else ended.get(place, "length")
             if not is_finite:  # the last token has no meaning
                 assert response.model_log_probs is not None
                 response.log_probs[-1] = response.model_log_probs[-1] = 0.0

@@ -19,7 +19,12 @@ from dapo_jax.utils.progress import duration
 EXAMPLES = 4  # responses shown of the first and of the last step
 TRANSCRIPTS = 5  # held-out problems shown with a response before, halfway and after
 REFLECTIONS = 3  # responses shown that check or go back
-ENDS = {"stop": "ended by itself", "length": "cut at the limit", "invalid": "invalid"}
+ENDS = {
+    "stop": "ended by itself",
+    "length": "cut at the limit",
+    "repetition": "ended for repetition",
+    "invalid": "invalid",
+}
 ABOUT = """One point per rollout step. Held-out accuracy has a band: its 95 % interval over the
 choice of problems. Entropy, probability and clipping are means over trained tokens."""
 ABOUT_SEEDS = """Runs that differ in their seed alone are one line: their mean at the steps that all

@@ -57,7 +57,11 @@ CLIPPED_PROBABILITY = (
     ("policy/clip_dual_prob", "above clip_dual"),
 )
 WITHOUT_SIGNAL = (("share/all_right", "all right"), ("share/all_wrong", "all wrong"))
-TRUNCATED = (("length/truncated_share", "while training"), ("eval/truncated_share", "held-out"))
+TRUNCATED = (
+    ("length/truncated_share", "while training"),
+    ("eval/truncated_share", "held-out"),
+    ("rollout/ended_repetition", "while training, for repetition"),
+)
 LENGTH = (("length/mean", "mean"), ("length/max", "longest"))
 PROBABILITY = (("policy/token_prob", "probability"),)
 AGE = Panel(
