@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.rollout.carry import by_visit, from_json, next_carried, to_json
+from dapo_jax.rollout.jetstream import NOT_FINITE, OVER
 from dapo_jax.rollout.repetition import RepetitionDetector
 from dapo_jax.rollout.sampling import SamplingParams
 from tests.support.engines import EOS, complete, generate, make_engine, make_loop
@@ -167,13 +168,12 @@ def test_a_response_ends_at_that_token(cold, params, problems, whole, rule, chan
 
 @RULES
 def test_preempted_and_resumed_where_pages_are_short(cold, params, problems, whole, rule):
-    loop = make_loop(
-        cold(page_tokens=8, num_pages=14, decode_steps=4), params, problems, end_repetition=rule
-    )
+    engine = cold(page_tokens=4, num_pages=24, decode_steps=4)
+    loop = make_loop(engine, params, problems, end_repetition=rule)
     complete(loop)
     assert loop.stats.preempted > 0
     assert ends_of(loop.responses()) == [[cut(rule, full) for full in row] for row in whole]
-    assert np.asarray(loop.state.num_free).tolist() == [13]
+    assert np.asarray(loop.state.num_free).tolist() == [23]
 
 
 @RULES
@@ -228,9 +228,35 @@ def test_the_probability_is_the_policys_where_the_sampler_leaves_tokens_out(para
     assert ends_of(responses) == ends_of(whole)
 
 
-def test_invalid_tokens_repeat_nothing(params, problems):
-    broken = params | {"embed": params["embed"].at[31].set(jnp.nan)}
-    engine = make_engine(samples=4, decode_steps=4)
-    responses, stats = generate(engine, broken, problems[:2], end_repetition=("confident", 1))
+def test_a_stop_token_ends_a_response_by_itself(cold, params, problems, whole):
+    """Also where the rule holds with it."""
+    rule, full = ("confident", 1), whole[0]
+    stop = next(cut(rule, r)[0][-1] for r in full if cut(rule, r)[1] == "repetition")
+    engine = cold(decode_steps=4, stop_tokens=(stop,))
+    responses, _ = generate(engine, params, problems, end_repetition=rule)
+    every = [response for row in responses for response in row]
+    surely = [r for r in every if r.tokens[-1] == stop and r.log_probs[-1] > np.log(0.99)]
+    assert len(surely) > 5 and {r.finish_reason for r in surely} == {"stop"}
+    assert "repetition" in {r.finish_reason for r in every}
+
+
+def test_a_token_without_a_meaning_repeats_nothing(cold, params, problems, whole, monkeypatch):
+    """Had the logits of the token with which the rule holds not been finite."""
+    engine, rule = cold(decode_steps=4), PERIODIC
+    expected = [[cut(rule, full) for full in row] for row in whole]
+    limits = np.array([[len(tokens) for tokens, _ in row] for row in expected])
+    real = engine.generate
+
+    def generated(*args):
+        state, output = real(*args)
+        flags = output.data[..., 1]
+        return state, output.replace(
+            data=output.data.at[..., 1].set(jnp.where(flags & OVER, flags | NOT_FINITE, flags))
+        )
+
+    monkeypatch.setattr(engine, "generate", generated)
+    responses, _ = generate(engine, params, problems, end_repetition=rule, limits_QG=limits)
     assert {r.finish_reason for row in responses for r in row} == {"invalid"}
-    assert stats.invalid == 8
+    assert [[r.tokens.tolist() for r in row] for row in responses] == [
+        [tokens for tokens, _ in row] for row in expected
+    ]
