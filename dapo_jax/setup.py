@@ -159,10 +159,12 @@ class RunComponents:
         sampling: SamplingParams,
         pool: RewardPool,
         telemetry: Telemetry,
+        *,
+        end_repetition: tuple[str, int] | None = None,
     ) -> RolloutCollector:
         """Returns a collector of groups of `num_samples` responses."""
-        r = self.config.rollout
-        request = GenerationRequest(num_samples, sampling, r.stop_strings, r.end_repetition)
+        stop_strings = self.config.rollout.stop_strings
+        request = GenerationRequest(num_samples, sampling, stop_strings, end_repetition)
         return RolloutCollector(
             self.engine,
             pool,

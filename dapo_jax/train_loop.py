@@ -169,8 +169,14 @@ class TrainLoop:
         self.components = run = RunComponents(
             self.config, self.directory.path, telemetry.progress, self.process_group
         )
-        G, rubrics = self.config.rollout.group_size, run.train_rubrics
-        self.collector = run.collector(rubrics, G, run.train_sampling, self.pool, telemetry)
+        self.collector = run.collector(
+            run.train_rubrics,
+            self.config.rollout.group_size,
+            run.train_sampling,
+            self.pool,
+            telemetry,
+            end_repetition=self.config.rollout.end_repetition,
+        )
         telemetry.phase("compiling the programs of the update")
         run.learner.compile()
         return run
@@ -408,7 +414,10 @@ class TrainLoop:
             return None
         run = self.components
         self.telemetry.phase(f"step {step}: greedy baselines of {len(groups)} prompts")
-        greedy = run.collector(run.train_rubrics, 1, GREEDY, self.pool, self.telemetry)
+        rule = self.config.rollout.end_repetition  # as of the responses that it is a baseline of
+        greedy = run.collector(
+            run.train_rubrics, 1, GREEDY, self.pool, self.telemetry, end_repetition=rule
+        )
         problems = [group.problem for group in groups]
         with run.engine.weights(learner.policy.model, self.telemetry):
             scored = greedy.collect(problems, self._key(BASELINE_KEY, step), step=step)

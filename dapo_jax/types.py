@@ -192,13 +192,13 @@ class Attempt(NamedTuple):
 
     text: str
     length: int  # in tokens, the end-of-sequence token included
-    truncated: bool  # cut at max_response_tokens, or where it repeated itself
+    truncated: bool  # cut at max_response_tokens
     verdict: Verdict
     invalid: bool = False  # its logits were not finite
 
     @property
     def finish_reason(self) -> str:
-        """That of its `Response`; "length" of all truncated ones."""
+        """That of its `Response`."""
         return "invalid" if self.invalid else "length" if self.truncated else "stop"
 
 

@@ -197,9 +197,9 @@ class RolloutConfig:
     cache_gib: Positive | None = None
     # Texts after which a response ends, in training and evaluation.
     stop_strings: Annotated[tuple[str, ...], fields.Range(all, "texts that are not empty")] = ()
-    # (rule, tokens): the response ends, as truncated, once that many tokens in a row repeat, in
-    # training and evaluation. confident: each had a probability above 0.99 (MiniMax-M1: 3,000);
-    # periodic: they are one n-gram over and over, four times or more (docs/rollout.md).
+    # (rule, tokens): a training response ends, as truncated, once that many tokens in a row
+    # repeat. confident: each had a probability above 0.99 (MiniMax-M1: 3,000); periodic: they are
+    # one n-gram over and over, four times or more (docs/rollout.md). Not in evaluation.
     end_repetition: tuple[Literal["confident", "periodic"], PositiveInt] | None = None
     # Attention over the cache: XLA, or JAX's kernel for the platform. auto: the kernel where it
     # supports the model.

@@ -7,7 +7,7 @@ import numpy as np
 from dapo_jax.rewards.reflection import find_reflection
 from dapo_jax.rollout.dynamic_sampling import Batch
 from dapo_jax.rollout.scheduler import RolloutStats
-from dapo_jax.types import Group, RunError
+from dapo_jax.types import Group, Response, RunError
 
 MAX_FAULTS = 0.05  # share of a step's responses without a verdict that needs no warning
 
@@ -36,12 +36,11 @@ def sampling_metrics(batch: Batch, *, ends_repetition: bool = False) -> dict[str
             "accuracy/sampled": _accuracy(sampled),
             "length/mean": float(lengths.mean()),
             "length/max": float(lengths.max()),
-            "length/truncated_share": float(np.mean([r.truncated for r in responses])),
+            "length/truncated_share": _share_ended(responses, "length"),
             "reflection/share": float(np.mean([bool(find_reflection(r.text)) for r in responses])),
         }
         if ends_repetition:
-            ended = [r.finish_reason == "repetition" for r in responses]
-            metrics["rollout/ended_repetition"] = float(np.mean(ended))
+            metrics["rollout/ended_repetition"] = _share_ended(responses, "repetition")
     if kept:
         metrics["accuracy/trained"] = _accuracy(kept)
     return metrics
@@ -81,6 +80,10 @@ def carry_metrics(batch: Batch, step: int) -> dict[str, float]:
         "carry/samples_too_old": batch.num_stale,
         "carry/tokens_kept": batch.carried_tokens,
     }
+
+
+def _share_ended(responses: Sequence[Response], reason: str) -> float:
+    return float(np.mean([response.finish_reason == reason for response in responses]))
 
 
 def _accuracy(groups: Sequence[Group]) -> float:

@@ -208,10 +208,7 @@ def _collector(
         rubrics,
         lambda tokens: tokenizer.batch_decode(tokens, skip_special_tokens=True),
         GenerationRequest(
-            request.num_samples,
-            SamplingParams.of(request),
-            config.rollout.stop_strings,
-            config.rollout.end_repetition,
+            request.num_samples, SamplingParams.of(request), config.rollout.stop_strings
         ),
         telemetry=telemetry,
     )
@@ -323,13 +320,11 @@ def _settings(
 ) -> Mapping[str, Any]:
     """Returns all that the samples and their verdicts depend on, besides the problems."""
     names = ("num_samples", "temperature", "top_p", "top_k", "min_p", "seed")
-    rule = config.rollout.end_repetition
     return {
         "model": label,
         "parameters": integrity.fingerprint(params),
         **{name: getattr(request, name) for name in names},
         "max_response_tokens": config.rollout.max_response_tokens,
         "stop_strings": list(config.rollout.stop_strings),
-        **({} if rule is None else {"end_repetition": list(rule)}),
         "scorer": request.scorer or config.reward.scorer,
     }

@@ -372,6 +372,33 @@ def test_recomputed_log_probs_reference_filter_and_stop_strings(tmp_path, home):
     assert all(record["response"].find("=") + 1 == len(record["response"]) for record in stopped)
 
 
+def test_responses_that_repeat_themselves_end_in_training_alone(tmp_path, home):
+    switches = {
+        "objective__overlong_filter": True,
+        "objective__advantage": "remax",
+        "rollout__end_repetition": ("periodic", 4),
+        "pretrain__num_steps": 2,  # a base model that repeats tokens
+        "evaluation__temperature": 0.1,  # and more so
+        "train__num_steps": 1,
+        "log__rollouts_per_step": 100,
+    }
+    run_here(tmp_path / "run", home, **RUN | WITHOUT_FILTER | switches)
+    of = lambda kind: [
+        json.loads(line)
+        for text in rollouts_of(tmp_path / "run", kind).values()
+        for line in text.splitlines()
+    ]
+    reasons = [record["finish_reason"] for record in of("rollouts")]
+    step = metrics_of(tmp_path / "run")[1]
+    assert step["rollout/ended_repetition"] == reasons.count("repetition") / len(reasons) > 0
+    assert step["length/truncated_share"] == reasons.count("length") / len(reasons)
+    trained = [r["length"] for r in of("rollouts") if r["finish_reason"] == "stop"]
+    assert step["batch/tokens_trained"] == sum(trained)
+    assert_documented([step])
+    cut = [r["length"] for r in of("heldout") if r["finish_reason"] != "stop"]
+    assert len(cut) > 4 and set(cut) == {tiny_config().rollout.max_response_tokens}
+
+
 @pytest.mark.slow
 def test_carried_responses_are_trained_on_and_a_killed_run_is_the_same(tmp_path, home):
     """An update has tokens of several policies; those of the older are not in the mismatch. The

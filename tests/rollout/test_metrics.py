@@ -19,7 +19,7 @@ def test_metrics_of_what_was_sampled_and_kept():
     easy = with_texts(make_group([True, True], lengths=[2, 3]), "7", "7, let me check: 7")
     hard = with_texts(make_group([False, False], lengths=[5, 1]), "", "8")
     found = sampling_metrics(Batch([kept], [kept, easy, hard], num_returned=2))
-    assert found == {
+    expected = {
         "sampling/prompts_tried": 3,
         "sampling/prompts_kept": 1,
         "sampling/prompts_all_right": 1,
@@ -33,3 +33,10 @@ def test_metrics_of_what_was_sampled_and_kept():
         "length/truncated_share": pytest.approx(1 / 6),
         "reflection/share": pytest.approx(2 / 6),
     }
+    assert found == expected
+    looping = easy.responses[0]._replace(finish_reason="repetition")
+    easy = easy._replace(responses=(looping, easy.responses[1]))
+    found = sampling_metrics(
+        Batch([kept], [kept, easy, hard], num_returned=2), ends_repetition=True
+    )
+    assert found == expected | {"rollout/ended_repetition": pytest.approx(1 / 6)}

@@ -63,9 +63,9 @@ def write_run(directory, *, steps=6, summary=True, k=4, sources=(), updates=8, s
         ]
         text = "".join(json.dumps(record) + "\n" for record in records)
         (directory / "heldout" / f"step_{step:06d}.jsonl").write_text(text)
-    for step in (1, steps):
+    for step, reason in ((1, "length"), (steps, "repetition")):
         record = {"prompt": f"prompt {step} <b>\n", "response": "Answer: 7", "answer": "8"}
-        record |= {"correct": False, "reward": -2.0, "length": 3, "finish_reason": "length"}
+        record |= {"correct": False, "reward": -2.0, "length": 3, "finish_reason": reason}
         (directory / "rollouts" / f"step_{step:06d}.jsonl").write_text(json.dumps(record) + "\n")
     if summary:
         (directory / "summary.json").write_text(json.dumps({"seconds": 200.0}))
@@ -99,6 +99,7 @@ def test_the_page_of_a_run(tmp_path):
     assert "held-out accuracy 25.0 % to 85.0 % in 6 steps (3 min 20 s)" in page
     assert "<tr><td>held-out avg@4</td><td>25.0%</td><td>85.0%</td></tr>" in page
     assert "prompt 1 &lt;b&gt;" in page and "wrong, 8 is right, cut at the limit" in page
+    assert "wrong, 8 is right, ended for repetition" in page
     assert "data:image/png;base64," in page and "http" not in page.split("base64,")[0]
     assert "DAPO paper" not in page
     png = (tmp_path / "run" / "report.png").read_bytes()

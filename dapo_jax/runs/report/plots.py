@@ -60,7 +60,7 @@ WITHOUT_SIGNAL = (("share/all_right", "all right"), ("share/all_wrong", "all wro
 TRUNCATED = (
     ("length/truncated_share", "while training"),
     ("eval/truncated_share", "held-out"),
-    ("rollout/ended_repetition", "while training, for repetition"),
+    ("rollout/ended_repetition", "ended for repetition, while training"),
 )
 LENGTH = (("length/mean", "mean"), ("length/max", "longest"))
 PROBABILITY = (("policy/token_prob", "probability"),)
