@@ -86,7 +86,7 @@ def changed(*changes):
         ("reward.overlong_buffer_tokens", 32, r"must be less than .*\(32\); got 32"),
         ("rollout.stop_strings", ("a", ""), "must be texts .* got"),
         ("rollout.end_repetition", ("periodic", 3), r"\[1\] must be from 4 .* None; got 3"),
-        ("rollout.end_repetition", ("periodic", 32), r"less than .*max_response_tokens \(32\).* 32"),
+        ("rollout.end_repetition", ("periodic", 32), r"less than .*_tokens \(32\).* got 32"),
         ("rollout.end_repetition", ("confident", 32), r"must be from 1 \(confident\) .* got 32"),
         ("rollout.end_repetition", ("confident", 0), "must be greater than 0; got 0"),
         ("rollout.end_repetition", ("certain", 9), "must be one of 'confident', 'periodic'"),
