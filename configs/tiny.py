@@ -6,14 +6,14 @@ Time:      1 min 46 s to 3 min 50 s; 2.5 minutes more for the base model, which 
 Result:    held-out avg@32 from 26.5 % to 99-100 % after 30 steps (seed 0); docs/log.md has the
            training accuracy of each method
 
-METHOD is the name of a function below, with `-` or `_`.
+METHOD is the name of a function below or in configs/recipes.py, with `-` or `_`.
 """
 
 import inspect
 
 from ml_collections import ConfigDict
 
-from configs import tiny_dapo
+from configs import recipes, tiny_dapo
 from dapo_jax.types import UserError
 
 
@@ -202,10 +202,11 @@ METHODS = {
 
 def get_config(method: str = "") -> ConfigDict:
     """Returns configs/tiny_dapo.py with the changes of a method."""
-    change = METHODS.get(method.replace("-", "_"))
+    every = METHODS | {name: run.method for name, run in recipes.RUNS.items()}
+    change = every.get(method.replace("-", "_"))
     if change is None:
         raise UserError(
-            f"--config=configs/tiny.py:METHOD: {method!r} is not one of {', '.join(METHODS)}."
+            f"--config=configs/tiny.py:METHOD: {method!r} is not one of {', '.join(every)}."
         )
     config = tiny_dapo.get_config()
     change(config)

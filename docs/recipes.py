@@ -9,6 +9,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from configs import ablation
+from configs import recipes as published
 from dapo_jax.config.cli import definitions, load_config
 
 FILE = Path(__file__).with_suffix(".md")
@@ -32,6 +33,15 @@ ROWS = """
 `configs/qwen32b_dapo.py`; `configs/ablation.py:ROW` is the same on a small model
 ([table1.md](table1.md)).
 """
+SINCE = """
+## Recipes since DAPO
+
+`python launch/train.py --config=configs/recipes.py:RECIPE`, differences from
+`configs/qwen32b_dapo.py` in method and sizes, and stages by their first step;
+`configs/tiny.py:RECIPE` is the method alone on the tiny task. Their own problems, prompts and
+scorers are left out, and what this project does otherwise stands in `configs/recipes.py`. Not yet
+run at these sizes.
+"""
 QWEN = """
 ## Other Qwen models
 
@@ -40,8 +50,10 @@ method and sizes. Models, meshes, data, checkpoints and rows are left out.
 """
 LEFT_OUT = (
     "model.", "mesh.", "data.", "checkpoint.", "log.", "pretrain.", "train.row", "reward.workers",
-    "rollout.page_tokens", "rollout.slots", "rollout.prefill_prompts", "rollout.decode_steps",
+    "rollout.page_tokens", "rollout.cache_gib", "rollout.slots",
+    "rollout.prefill_prompts", "rollout.decode_steps",
 )  # fmt: skip
+METHOD = ("model.head_dtype", "data.pass_rate_band")  # all the same
 
 
 def fields_of(place: str) -> dict[str, Any]:
@@ -66,7 +78,8 @@ def differences(place: str, base: str) -> list[str]:
     return [
         f"`{name}` {'none' if value is None else value}"
         for name, value in ours.items()
-        if not name.startswith(LEFT_OUT) and theirs.get(name, {}) != value
+        if name in METHOD or not name.startswith(LEFT_OUT)
+        if theirs.get(name, {}) != value
     ]
 
 
@@ -94,6 +107,11 @@ def recipes() -> str:
     parts += [
         entry(row.__name__, None, differences(f"{base}:{row.__name__}", base))
         for row in ablation.TABLE_1
+    ]
+    parts.append(SINCE)
+    parts += [
+        entry(name, run.method.__doc__, differences(f"configs/recipes.py:{name}", base))
+        for name, run in published.RUNS.items()
     ]
     parts.append(QWEN)
     files = sorted((FILE.parent.parent / "configs").glob("qwen*.py"))

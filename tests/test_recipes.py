@@ -3,6 +3,9 @@
 import importlib.util
 import re
 
+import pytest
+
+from dapo_jax.config.cli import load_config
 from tests.conftest import ROOT
 
 
@@ -30,3 +33,26 @@ def test_every_method_is_there_with_what_it_changes():
     )
     assert entry("token_loss") == ": `dynamic_sampling.enabled` False"
     assert "`rollout.max_response_tokens` 512," in entry("qwen0_5b_gsm8k")
+    assert "`model.head_dtype` float32, `rollout.end_repetition` ('confident', 3000)," in entry(
+        "minimax_m1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "step", "tokens", "group_size", "prompts", "updates"),
+    [
+        ("deepscaler", 1040, 8192, 8, 128, 2),
+        ("deepscaler", 1041, 16_384, 16, 128, 2),
+        ("deepscaler", 1521, 24_576, 16, 128, 2),
+        ("skywork_or1", 660, 16_384, 16, 256, 1),
+        ("skywork_or1", 661, 32_768, 32, 160, 1),
+    ],
+)
+def test_the_stages_of_recipes_are_the_published_ones(
+    recipe, step, tokens, group_size, prompts, updates
+):
+    c = load_config(f"configs/recipes.py:{recipe}", {}).at(step)
+    assert (c.rollout.max_response_tokens, c.rollout.group_size) == (tokens, group_size)
+    assert c.train.prompts_per_step == prompts == updates * c.train.prompts_per_update
+    refills = c.dynamic_sampling.enabled and c.dynamic_sampling.max_prompts > prompts
+    assert not refills

@@ -85,7 +85,6 @@ def check(config: "Config") -> None:
 # Sections whose fields a stage may change, and the fields in them that a run has once.
 STAGED = ("rollout", "reward", "dynamic_sampling", "objective", "optimizer", "train")
 NOT_STAGED = (
-    "rollout.group_size",
     "rollout.max_staleness",
     "rollout.watchdog_limit_seconds",
     "reward.scorer",

@@ -43,7 +43,9 @@ def logits(
     return logits_XV / temperature
 
 
-def factors(hidden_XD: jax.Array, unembed_VD: jax.Array, exact: bool) -> tuple[Any, Any]:
+def factors(
+    hidden_XD: Float[Array, "*X D"], unembed_VD: Float[Array, "V D"], exact: bool
+) -> tuple[Any, Any]:
     """Returns the dtype of the factors of logits, and the precision of their product.
 
     With `exact` the wider of the two dtypes: of two in bfloat16 every product is exact in the

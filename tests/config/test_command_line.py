@@ -11,6 +11,7 @@ import pytest
 from jax.errors import JaxRuntimeError
 
 from configs import tiny, tiny_dapo
+from configs.recipes import RUNS
 from configs.tiny import METHODS
 from dapo_jax.config import cli, schema
 from dapo_jax.config.cli import parse
@@ -24,8 +25,9 @@ from tests.support.runs import load_launcher, write_config
 train = load_launcher("train")
 TINY = "--config=configs/tiny_dapo.py"
 FILES = {file.stem for file in (ROOT / "configs").glob("[a-z]*.py")}
-OTHERS = {"tiny", "sft_word_problems"}  # the latter is launch/sft.py's
-CONFIGS = sorted(f"{name}.py" for name in FILES - OTHERS) + [f"tiny.py:{m}" for m in METHODS]
+OTHERS = {"tiny", "recipes", "sft_word_problems"}  # the latter is launch/sft.py's
+CONFIGS = sorted(f"{name}.py" for name in FILES - OTHERS)
+CONFIGS += [f"tiny.py:{m}" for m in [*METHODS, *RUNS]] + [f"recipes.py:{m}" for m in RUNS]
 
 
 def call(capsys, *arguments, main=train):

@@ -1,6 +1,7 @@
 """Stages: fields that change at a rollout step, in one run that resumes bit for bit."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -12,7 +13,10 @@ from tests.support.helpers import tiny_config
 from tests.support.runs import metrics_of, params_at, rollouts_of, run_here
 
 LONGER = {"rollout.max_response_tokens": 40, "train.row_tokens": 72}
-STAGES = ((2, LONGER), (4, {"rollout.temperature": 0.5, "objective.clip_high": 0.4}))
+STAGES = (
+    (2, LONGER),
+    (4, {"rollout.temperature": 0.5, "rollout.group_size": 6, "objective.clip_high": 0.4}),
+)
 RUN = {
     "stages": STAGES,
     "train__num_steps": 5,
@@ -49,7 +53,7 @@ def test_changes_add_up_from_stage_to_stage():
     [
         (((1, {}),), "from step 1 on must begin after step 1"),
         (((3, {}), (3, {})), "from step 3 on must begin after step 3"),
-        (((2, {"rollout.group_size": 8}),), "cannot change 'rollout.group_size'"),
+        (((2, {"reward.workers": 8}),), "cannot change 'reward.workers'"),
         (((2, {"model.lora_rank": 8}),), "cannot change 'model.lora_rank'"),
         (((2, {"temperature": 0.5}),), "cannot change 'temperature'"),
         (((2, {"rollout.heat": 0.5}),), "from step 2 on: config.rollout.heat is not a field"),
@@ -80,8 +84,12 @@ def test_every_step_has_the_fields_of_its_stage(whole):
     longest = [numbers["length/max"] for numbers in metrics_of(workdir)[1:]]
     assert longest[0] == 32 and longest[1] == longest[2] == 40, longest
     assert "step 2 begins a stage: rollout.max_response_tokens 40, train.row_tokens 72" in out
-    assert "step 4 begins a stage: rollout.temperature 0.5, objective.clip_high 0.4" in out
+    fourth = "rollout.temperature 0.5, rollout.group_size 6, objective.clip_high 0.4"
+    assert f"step 4 begins a stage: {fourth}" in out
     entropy = [numbers["policy/entropy"] for numbers in metrics_of(workdir)[1:]]
+    lines = (workdir / "pass_rates.jsonl").read_text().splitlines()
+    visits = [json.loads(line)["visits"] for line in lines]
+    assert [{of[3] for of in step} for step in visits] == [{4}, {4}, {4}, {6}, {6}]
     assert entropy[3] < 0.8 * entropy[2], "the temperature has no effect"
 
 
