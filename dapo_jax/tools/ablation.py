@@ -71,7 +71,7 @@ COLUMNS = (
     Column("cut_first", "cut in the first step, %", 100, 1, _mean("length/truncated_share", FIRST)),
     Column("cut_late", "cut late, %", 100, 1, _mean("length/truncated_share", LATE)),
     Column("wrong_length", "tokens of a wrong response, late", 1, 1, _wrong_length),
-)  # fmt: skip
+)
 
 
 def place(workdir: Path, row: str, seed: int) -> Path:

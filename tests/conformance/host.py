@@ -127,9 +127,12 @@ def importance(case: Case) -> Compared:
     log_ratio_M = tokens.take(a["old_log_prob"]) - tokens.take(a["rollout_log_prob"])
     low, _, high = str(p["rollout_is_threshold"]).rpartition("_")
     weight_M, _ = importance_correction.importance_weights(
-        log_ratio_M, tokens.lengths_R, level=p["rollout_is"], cap=float(high),
+        log_ratio_M,
+        tokens.lengths_R,
+        level=p["rollout_is"],
+        cap=float(high),
         floor=float(low) if low else None,
-    )  # fmt: skip
+    )
     if p["rollout_is_batch_normalize"]:
         weight_M = importance_correction.normalised(
             weight_M, tokens.lengths_R, level=p["rollout_is"]
@@ -185,18 +188,23 @@ def kl_in_reward(case: Case) -> Compared:
     a, p = case.arrays, case.params
     mask = a["response_mask"].astype(bool)
     kl = surrogate.kl_estimate(
-        jnp.asarray(a["old_log_probs"]), jnp.asarray(a["ref_log_prob"]), jnp.asarray(mask),
+        jnp.asarray(a["old_log_probs"]),
+        jnp.asarray(a["ref_log_prob"]),
+        jnp.asarray(mask),
         estimator=KL_NAMES[p["kl_penalty"]],
-    )  # fmt: skip
+    )
     kl = np.asarray(kl)
     rewards = a["token_level_scores"] - p["init_kl_coef"] * kl
     # The reference's mean KL is of responses first, then over them.
     tokens = tokens_of(mask)
     per_response = kl.sum(axis=1)[tokens.lengths_R > 0] / tokens.lengths_R[tokens.lengths_R > 0]
     after = adapted_kl_coefficient(
-        p["init_kl_coef"], float(per_response.mean()), target=p["target_kl"],
-        horizon=p["horizon"], num_responses=len(mask),
-    )  # fmt: skip
+        p["init_kl_coef"],
+        float(per_response.mean()),
+        target=p["target_kl"],
+        horizon=p["horizon"],
+        num_responses=len(mask),
+    )
     theirs = np.ravel(case.outputs["kl_coef_after"])
     return Compared([(rewards, case.outputs["token_level_rewards"]), ([after], theirs)])
 

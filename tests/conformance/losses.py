@@ -159,13 +159,18 @@ def total_loss(case: Case) -> Compared:
 
     def loss(logp: jax.Array, entropy: jax.Array) -> jax.Array:
         surrogate = objective.surrogate(
-            logp, jnp.asarray(a["old_log_prob"]), jnp.asarray(a["advantages"]), jnp.asarray(mask),
+            logp,
+            jnp.asarray(a["old_log_prob"]),
+            jnp.asarray(a["advantages"]),
+            jnp.asarray(mask),
             **{ours: p[theirs] for ours, theirs in DUAL.items()},
-        )  # fmt: skip
+        )
         kl = objective.kl_estimate(
-            logp, jnp.asarray(a["ref_log_prob"]), jnp.asarray(mask),
+            logp,
+            jnp.asarray(a["ref_log_prob"]),
+            jnp.asarray(mask),
             estimator=KL_NAMES[p["kl_loss_type"]],
-        )  # fmt: skip
+        )
         each = -surrogate.objective_BT + p["kl_loss_coef"] * kl
         return jnp.sum(w * (each - p["entropy_coeff"] * jnp.where(mask, entropy, 0.0)))
 
@@ -219,9 +224,12 @@ def value(case: Case) -> Compared:
 
     def loss(value: jax.Array) -> tuple[jax.Array, jax.Array]:
         loss_BT, clipped_BT = critic.value_loss(
-            value, jnp.asarray(a["values"]), jnp.asarray(a["returns"]), jnp.asarray(mask),
+            value,
+            jnp.asarray(a["values"]),
+            jnp.asarray(a["returns"]),
+            jnp.asarray(mask),
             value_clip=p["cliprange_value"],
-        )  # fmt: skip
+        )
         return jnp.sum(w * loss_BT), jnp.sum(clipped_BT) / mask.sum()
 
     (total, clipped), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(a["vpreds"]))

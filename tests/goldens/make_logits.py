@@ -127,8 +127,10 @@ def main() -> None:
             f"{family}.positions": np.array(POSITIONS, np.int16),
             f"{family}.logits": logits,
         }
-        print(f"{family}: {sum(v.size for v in weights.values())} weights, "
-              f"logits of standard deviation {logits.std():.2f}")  # fmt: skip
+        print(
+            f"{family}: {sum(v.size for v in weights.values())} weights, "
+            f"logits of standard deviation {logits.std():.2f}"
+        )
     out["version"] = np.array(f"transformers {transformers.__version__}, torch {torch.__version__}")
     np.savez_compressed(PLACE, **out)
     print(f"{PLACE}: {PLACE.stat().st_size} bytes, {out['version']}")

@@ -24,19 +24,23 @@ BASE = {
     "max_position_embeddings": 64, "tie_word_embeddings": True,
 }  # fmt: skip
 LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
-}  # fmt: skip
+}
 FAMILIES = {
     "qwen2": {},
     "qwen2-untied": {"tie_word_embeddings": False, "num_key_value_heads": 4},
     "qwen2-window": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
-    "qwen2-yarn": {"rope_scaling": {"type": "yarn", "factor": 4.0,
-                                    "original_max_position_embeddings": 16}},
+    "qwen2-yarn": {
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    },
     "qwen3": {"model_type": "qwen3", "head_dim": 10, "num_key_value_heads": 1},
     "llama": {"model_type": "llama", "rope_scaling": LLAMA3, "tie_word_embeddings": False},
     "mistral": {"model_type": "mistral", "sliding_window": 6},
-}  # fmt: skip
+}
 
 
 def checkpoint(place, family, *, seed=0, dtype=np.float32):

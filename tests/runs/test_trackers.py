@@ -176,10 +176,13 @@ def silent(names):
     return [(name, *known[name]) for name in names]
 
 
-@pytest.mark.parametrize("stands_in, name, variable, more", [
-    *((True, *case) for case in silent(["wandb"])),
-    *((False, *case) for case in silent(["wandb", "mlflow"])),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "stands_in, name, variable, more",
+    [
+        *((True, *case) for case in silent(["wandb"])),
+        *((False, *case) for case in silent(["wandb", "mlflow"])),
+    ],
+)
 def test_a_server_that_never_answers_holds_up_no_step(
     tmp_path, monkeypatch, request, stands_in, name, variable, more
 ):
@@ -312,9 +315,9 @@ def of_mlflow(path):
     return names, [step for (step,) in database.execute(lines)], right
 
 
-@pytest.mark.parametrize("name, look", [
-    ("wandb", of_wandb), ("trackio", of_trackio), ("mlflow", of_mlflow)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, look", [("wandb", of_wandb), ("trackio", of_trackio), ("mlflow", of_mlflow)]
+)
 def test_the_package_itself_has_every_step_of_a_resumed_run_once(tmp_path, monkeypatch, name, look):
     """What wandb wrote offline is read from the files of its tables."""
     if importlib.util.find_spec(name) is None:

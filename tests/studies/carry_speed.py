@@ -110,9 +110,12 @@ class Run:
         assert len(batch.groups) == BATCH
         if self.update:
             self.learner_state, _ = self.learner.train_on(
-                self.learner_state, batch.groups, self.step,
-                updated_steps=self.step - 1, kl_coefficient=0.0,
-            )  # fmt: skip
+                self.learner_state,
+                batch.groups,
+                self.step,
+                updated_steps=self.step - 1,
+                kl_coefficient=0.0,
+            )
             jax.block_until_ready(self.learner_state)
         tokens = sum(len(r.tokens) for group in batch.groups for r in group.responses)
         return time.perf_counter() - start, tokens

@@ -36,8 +36,11 @@ def test_the_table_has_means_and_paired_intervals(tmp_path):
     with (tmp_path / "table.csv").open(newline="") as file:
         records = list(csv.DictReader(file))
     assert [(r["row"], r["seed"]) for r in records[:4]] == [
-        ("token_loss", "0"), ("token_loss", "1"), ("token_loss", "2"), ("dapo", "0")
-    ]  # fmt: skip
+        ("token_loss", "0"),
+        ("token_loss", "1"),
+        ("token_loss", "2"),
+        ("dapo", "0"),
+    ]
     # 8 prompts a step; in step i, i of them are all right: 1 - 3.5 / 8 over six steps.
     assert float(records[0]["informative"]) == pytest.approx(1 - 3.5 / 8)
     assert float(records[0]["wrong_length"]) == 3
@@ -71,8 +74,11 @@ def test_runs_that_are_done_are_kept_and_a_failure_is_named(tmp_path, monkeypatc
 
 def test_rows_are_the_functions_that_a_config_file_lists(tmp_path):
     assert ablation.row_names("configs/ablation_smollm2.py") == [
-        "grpo", "dapo", "no_dynamic_sampling", "no_token_loss"
-    ]  # fmt: skip
+        "grpo",
+        "dapo",
+        "no_dynamic_sampling",
+        "no_token_loss",
+    ]
     with pytest.raises(UserError, match="configs/tiny.py: the file has no ROWS"):
         ablation.row_names("configs/tiny.py")
 
