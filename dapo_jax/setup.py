@@ -8,7 +8,6 @@ import jax
 import numpy as np
 
 from dapo_jax.config import Config
-from dapo_jax.data import pass_rates
 from dapo_jax.data.dataset import load, rubrics
 from dapo_jax.data.stream import ProblemStream
 from dapo_jax.data.tokenizer import load_tokenizer, stop_tokens
@@ -19,7 +18,7 @@ from dapo_jax.models.attention import kernels
 from dapo_jax.models.sharding import check_batch_shapes, head_layout, make_mesh, num_processes
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.types import Rubric
-from dapo_jax.rollout import memory_budget
+from dapo_jax.rollout import memory_budget, pass_rates
 from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.collector import RolloutCollector
 from dapo_jax.rollout.dynamic_sampling import SamplingState, state_from_json, state_to_json

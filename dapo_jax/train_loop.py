@@ -16,7 +16,6 @@ import jax
 import numpy as np
 
 from dapo_jax.config import Config
-from dapo_jax.data.pass_rates import visit_of
 from dapo_jax.distributed.preemption import StopSignals
 from dapo_jax.distributed.process_group import ALONE, ProcessGroup
 from dapo_jax.evaluation.metrics import evaluate
@@ -29,6 +28,7 @@ from dapo_jax.rollout.dynamic_sampling import (
     open_queue,
     take_informative,
 )
+from dapo_jax.rollout.pass_rates import visit_of
 from dapo_jax.runs import run_directory
 from dapo_jax.runs.checkpoint import Checkpoints
 from dapo_jax.runs.run_directory import RunDirectory

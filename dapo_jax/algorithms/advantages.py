@@ -152,14 +152,22 @@ def gpg(
 
 
 def lite_ppo(
-    rewards_R: Float[np.ndarray, " R"], groups_R: Int[np.ndarray, " R"], *, std_ddof: int
+    rewards_R: Float[np.ndarray, " R"],
+    groups_R: Int[np.ndarray, " R"],
+    *,
+    std_ddof: int,
+    std_of: str,
 ) -> Float[np.ndarray, " R"]:
-    """A_i = (R_i - mean of its group) / (std of the whole batch's rewards + 1e-6) [R].
+    """A_i = (R_i - mean of its group) / (std over the whole batch + 1e-6) [R].
 
-    Source: Lite PPO in "Tricks or Traps", arXiv:2508.08221; aggregation token-mean.
+    Source: with the std of the "rewards" Lite PPO in "Tricks or Traps", arXiv:2508.08221,
+    aggregation token-mean; with that of the "advantages", R_i - mean of its group, ScaleRL,
+    arXiv:2510.13786, section 4, and Magistral, arXiv:2506.10910, section 2.1.
     """
-    scale = rewards_R.std(ddof=std_ddof) if len(rewards_R) > 1 else 0.0
-    return _centred(rewards_R, groups_R) / (scale + EPSILON)
+    advantage_R = _centred(rewards_R, groups_R)
+    of_batch_R = advantage_R if std_of == "advantages" else rewards_R
+    scale = of_batch_R.std(ddof=std_ddof) if len(rewards_R) > 1 else 0.0
+    return advantage_R / (scale + EPSILON)
 
 
 def maxrl(
@@ -392,7 +400,14 @@ ADVANTAGES = {
     "remax": Advantage(remax, ("rewards_R", "baselines_R")),
     "pass-at-k": Advantage(pass_at_k, GROUPS, STD),
     "gpg": Advantage(gpg, GROUPS, {"gpg_norm": Argument(Positive, 1.0)}),
-    "lite-ppo": Advantage(lite_ppo, GROUPS, {"std_ddof": STD["std_ddof"]}),
+    "lite-ppo": Advantage(
+        lite_ppo,
+        GROUPS,
+        {
+            "std_ddof": STD["std_ddof"],
+            "std_of": Argument(Literal["rewards", "advantages"], "rewards"),
+        },
+    ),
     "maxrl": Advantage(maxrl, GROUPS),
     "gdpo": Advantage(
         gdpo,

@@ -12,10 +12,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from dapo_jax.config import Config
-from dapo_jax.data.pass_rates import PassRates, from_json, to_json, with_groups
 from dapo_jax.distributed import ALONE, ProcessGroup
 from dapo_jax.rollout import carry
 from dapo_jax.rollout.carry import CarriedGroup
+from dapo_jax.rollout.pass_rates import PassRates, from_json, to_json, with_groups
 from dapo_jax.rollout.prompt_queue import CarryQueue, Outcome, PromptQueue, PromptSource
 from dapo_jax.types import Group
 

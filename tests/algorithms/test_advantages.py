@@ -17,7 +17,9 @@ SETTINGS = {
     "grpo-process": [s | {"outcome_as_step": x} for s in STD for x in (False, True)],
     "pass-at-k": STD,
     "gdpo": [{"component_weights": (1.0, 0.3)} | s for s in STD],
-    "lite-ppo": [{"std_ddof": 0}, {"std_ddof": 1}],
+    "lite-ppo": [
+        {"std_ddof": ddof, "std_of": of} for ddof in (0, 1) for of in ("rewards", "advantages")
+    ],
     "rloo": [{}],
     "opo": [{}],
     "remax": [{}],
@@ -122,7 +124,9 @@ def outcome_by_hand(name, o, p):
         elif name == "gpg":
             A = R / sum(x != 0 for x in r) * (r[i] - mean(group)) / p["gpg_norm"]
         elif name == "lite-ppo":
-            A = (r[i] - mean(group)) / (deviation(r, p["std_ddof"]) + 1e-6)
+            centred = [r[j] - mean([r[k] for k in peers[j]]) for j in range(len(r))]
+            spread = {"rewards": r, "advantages": centred}[p["std_of"]]
+            A = centred[i] / (deviation(spread, p["std_ddof"]) + 1e-6)
         elif name == "maxrl":
             A = (r[i] - mean(group)) / mean(group) if any(group) else 0.0
         elif name == "reinforce++-baseline":

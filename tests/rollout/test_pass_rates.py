@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from dapo_jax.data import pass_rates
-from dapo_jax.data.pass_rates import Visit
 from dapo_jax.data.stream import ProblemStream
+from dapo_jax.rollout import pass_rates
+from dapo_jax.rollout.pass_rates import Visit
 from dapo_jax.types import Problem, RunError, UserError
 from tests.support.helpers import make_group, tiny_config
 from tests.support.runs import metrics_of, run_here

@@ -1,0 +1,34 @@
+"""ScaleRL, DAPO and naive GRPO on the task of configs/ablation.py, for accuracy against compute.
+
+Command:   python launch/ablate.py --config=configs/ablation_scaling.py --workdir=runs/scaling
+           python launch/report.py --workdir=runs/scaling/dapo/seed_0 --compare DIR ... --fit=tokens
+Hardware:  2 CPU cores, 1 GB of memory
+Result:    not yet run
+"""
+
+from ml_collections import ConfigDict
+
+from configs import ablation, recipes
+
+UPDATES = 8  # of a rollout step of the other rows
+
+
+def scalerl(c: ConfigDict) -> None:
+    """ScaleRL's method: steps of one update, of which eight sample ahead, as its PipelineRL-8."""
+    c.train.prompts_per_step //= UPDATES
+    c.train.num_steps *= UPDATES
+    c.evaluation.every_steps *= UPDATES
+    c.checkpoint.every_steps *= UPDATES
+    c.optimizer.warmup_steps *= UPDATES
+    recipes.scalerl(c)
+
+
+ROWS = (ablation.grpo, ablation.dapo, scalerl)
+
+
+def get_config(row: str = "dapo") -> ConfigDict:
+    """Returns configs/ablation.py with the changes of a row."""
+    change = ablation.change_of(row, ROWS)
+    c = ablation.get_config()
+    change(c)
+    return c
