@@ -49,7 +49,7 @@ def factors(
     """Returns the dtype of the factors of logits, and the precision of their product.
 
     With `exact` the wider of the two dtypes: of two in bfloat16 every product is exact in the
-    float32 sum. Accelerators would round float32 factors unless told to multiply them exactly.
+    float32 sum. Accelerators would round float32 factors unless asked for exact products.
     """
     if not exact:
         return hidden_XD.dtype, None
