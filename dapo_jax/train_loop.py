@@ -24,6 +24,7 @@ from dapo_jax.rollout import memory_budget
 from dapo_jax.rollout import metrics as rollout_metrics
 from dapo_jax.rollout.dynamic_sampling import (
     Batch,
+    SamplingState,
     commit,
     open_queue,
     take_informative,
@@ -254,10 +255,8 @@ class TrainLoop:
             taken = take_informative(outcomes, config.train.prompts_per_step)
         del weights  # the update needs their memory
         batch, sampling = commit(config, host.sampling, prompts, taken, step)
-        numbers = {"step": step, "perf/weights_bytes": copied_bytes}
-        numbers |= self._sampling_metrics(batch, step)
-        if config.data.pass_rate_band is not None:
-            numbers["sampling/problems_outside_band"] = len(run.outside_band(sampling))
+        numbers = self._sampling_metrics(step, batch, sampling)
+        numbers["perf/weights_bytes"] = copied_bytes
         groups = self._groups_to_train(batch.groups, step)
         baselines = self._greedy_rewards(groups, learner, step)
         with telemetry.timer("update"):
@@ -359,12 +358,20 @@ class TrainLoop:
         """Returns the random key of a step, by the stream of randomness."""
         return jax.random.fold_in(jax.random.fold_in(self.components.key, stream), step)
 
-    def _sampling_metrics(self, batch: Batch, step: int) -> dict[str, Any]:
-        """Returns the numbers of the step's rollout; every process must call it."""
+    def _sampling_metrics(self, step: int, batch: Batch, sampling: SamplingState) -> dict[str, Any]:
+        """Returns the numbers of the step's rollout; every process must call it.
+
+        Args:
+            sampling: the state after the batch.
+        """
         self.telemetry.phase(f"step {step}: {len(batch.groups)} groups sampled")
-        numbers: dict[str, Any] = rollout_metrics.sampling_metrics(
+        numbers: dict[str, Any] = {"step": step}
+        numbers |= rollout_metrics.sampling_metrics(
             batch, ends_repetition=self.config.rollout.end_repetition is not None
         )
+        if self.config.data.pass_rate_band is not None:
+            outside = self.components.outside_band(sampling)
+            numbers["sampling/problems_outside_band"] = len(outside)
         rollout_metrics.check_finite(batch.sampled)
         if faults := rollout_metrics.scorer_faults(batch.sampled):
             self.telemetry.say(f"  warning: step {step}: {faults}")
