@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: a ratio beyond it is a broken log-prob
+NORMALISED = "normalised-"  # before the level of importance weights
 
 
 class Correction(NamedTuple):
@@ -151,6 +152,7 @@ def correct(
     weight_M, kept_M = np.ones(len(log_ratio_M)), np.ones(len(log_ratio_M), bool)
     if settings.importance is not None:
         level, floor, cap = settings.importance
+        normalises, level = level.startswith(NORMALISED), level.removeprefix(NORMALISED)
         weight_M, kept_M = importance_weights(
             log_ratio_M if weighted_M is None else np.asarray(weighted_M, np.float64) - mu_M,
             lengths_R,
@@ -158,7 +160,7 @@ def correct(
             cap=cap,
             floor=floor,
         )
-        if settings.normalise:
+        if normalises:
             weight_M = normalised(weight_M, lengths_R, level=level)
     for statistic, floor, cap in settings.reject:
         kept_M = kept_M & kept_by_divergence(

@@ -156,10 +156,7 @@ def _check_correction(config: "Config", correction: "CorrectionConfig") -> None:
         staleness = config.rollout.max_staleness
         wanted = "above 0 for config.correction.policy 'proximal', which is for stale tokens"
         require(staleness > 0, "rollout.max_staleness", staleness, wanted)
-    if correction.importance is None:
-        when = "correction.importance is None"
-        require_unset("correction.normalise", correction.normalise, when, False)
-    else:
+    if correction.importance is not None:
         _, floor, cap = correction.importance
         wanted = "(level, floor or None, cap) with a floor of at most the cap"
         ok = floor is None or floor <= cap

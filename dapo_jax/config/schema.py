@@ -298,6 +298,9 @@ Statistic = Literal[
 ]  # fmt: skip
 
 
+ImportanceLevel = Literal["token", "sequence", "normalised-token", "normalised-sequence"]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CorrectionConfig:
     """Corrections for rollouts that differ from the policy, see
@@ -309,8 +312,8 @@ class CorrectionConfig:
     policy: Literal["old", "proximal", "current"] = "old"
     # Weights of tokens or of whole responses: (level, floor or None, cap); None: no weights.
     # Without a floor they are truncated at the cap; with one, what is outside is masked (IcePop).
-    importance: tuple[Literal["token", "sequence"], Positive | None, Positive] | None = None
-    normalise: bool = False  # scale weights to mean 1 over all tokens, masked ones included
+    # Normalised: scaled to mean 1 over all tokens or responses, masked ones included.
+    importance: tuple[ImportanceLevel, Positive | None, Positive] | None = None
     # (statistic, floor or None, cap): tokens or responses outside are rejected.
     reject: tuple[tuple[Statistic, float | None, float], ...] = ()
     sequence_mask_delta: Positive | None = None  # off-policy sequence masking; None: off

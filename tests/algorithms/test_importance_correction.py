@@ -16,7 +16,6 @@ STATISTICS = get_args(Statistic)
 OFF = CorrectionConfig(
     policy="old",
     importance=None,
-    normalise=False,
     reject=(),
     sequence_mask_delta=None,
 )
@@ -173,8 +172,7 @@ def test_all_corrections_together(level, cap, floor, normalise, delta):
     alone.append(masking_by_hand(log_ratios, by_response(A), math.inf if delta is None else delta))
     got = importance_correction.correct(
         settings(
-            importance=(level, floor, cap),
-            normalise=normalise,
+            importance=("normalised-" * normalise + level, floor, cap),
             reject=tuple(rules),
             sequence_mask_delta=delta,
         ),
@@ -219,8 +217,9 @@ EVERYTHING = dict(
 def test_on_policy_nothing_is_touched(level, cap, floor, normalise):
     """To the last bit, and with the tightest bounds there are: what is at a bound stays."""
     pi, _, A = make_log_probs()
-    chosen = dict(importance=level and (level, floor, cap)) | EVERYTHING
-    got = importance_correction.correct(settings(normalise=normalise, **chosen), pi, pi, A, LENGTHS)
+    importance = level and ("normalised-" * normalise + level, floor, cap)
+    chosen = dict(importance=importance) | EVERYTHING
+    got = importance_correction.correct(settings(**chosen), pi, pi, A, LENGTHS)
     assert got.weight_M.tolist() == [1.0] * len(pi)
     assert got.kept_M.tolist() == [True] * len(pi)
 
@@ -271,11 +270,9 @@ def test_divergence_at_its_bounds_stays_and_beyond_them_goes(statistic):
 def test_huge_log_ratios_stay_finite(log_ratio, level, floor):
     pi, mu, A = make_log_probs()
     mu = pi - log_ratio
-    chosen = dict(importance=(level, floor, 2.0)) | EVERYTHING
-    for normalise in (False, True):
-        got = importance_correction.correct(
-            settings(normalise=normalise, **chosen), pi, mu, A, LENGTHS
-        )
+    for prefix in ("", "normalised-"):
+        chosen = dict(importance=(prefix + level, floor, 2.0)) | EVERYTHING
+        got = importance_correction.correct(settings(**chosen), pi, mu, A, LENGTHS)
         assert np.isfinite(got.weight_M).all() and not got.kept_M.any()
 
 
@@ -317,14 +314,13 @@ def test_log_ratios_are_bounded_by_20():
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
-@pytest.mark.parametrize("level", ["none", "token", "sequence"])
-@pytest.mark.parametrize("normalise", [False, True])
-def test_no_tokens(lengths, level, normalise):
+@pytest.mark.parametrize(
+    "level", [None, "token", "sequence", "normalised-token", "normalised-sequence"]
+)
+def test_no_tokens(lengths, level):
     none, lengths = np.zeros(0), np.array(lengths, int)
-    chosen = dict(importance=(level, 0.5, 2.0)) | EVERYTHING
-    got = importance_correction.correct(
-        settings(normalise=normalise, **chosen), none, none, none, lengths
-    )
+    chosen = dict(importance=level and (level, 0.5, 2.0)) | EVERYTHING
+    got = importance_correction.correct(settings(**chosen), none, none, none, lengths)
     assert got.weight_M.shape == got.kept_M.shape == (0,) and got.kept_M.dtype == bool
     assert importance_correction.mismatch(none, none, lengths) == {}
 

@@ -125,7 +125,6 @@ def changed(*changes):
         ("correction", {"policy": "current"}, "corrects nothing"),
         ("correction", {"policy": "old"}, r"correction\.policy 'old' corrects the"),
         ("correction", {"policy": "proximal"}, r"correction\.policy 'proximal' corrects the"),
-        ("correction", {"policy": "current", "normalise": True}, "normalise is not read when"),
         (
             "correction",
             {"policy": "current", "importance": ("token", 3.0, 2.0)},

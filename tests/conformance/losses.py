@@ -111,10 +111,10 @@ def _corrected(case: Case, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return case.arrays.get("rollout_is_weights", np.ones(mask.shape)), mask
     level, cap = settings["rollout_is"], float(settings["rollout_is_threshold"])
     weighted = settings["loss_type"] == "reinforce" and level not in (None, "none")
+    prefix = "normalised-" if settings["rollout_is_batch_normalize"] else ""
     config = CorrectionConfig(
         policy="current",
-        importance=(level, None, cap) if weighted else None,
-        normalise=settings["rollout_is_batch_normalize"],
+        importance=(f"{prefix}{level}", None, cap) if weighted else None,
         reject=rejections(settings["rollout_rs"], settings["rollout_rs_threshold"]),
     )
     tokens = tokens_of(mask)

@@ -62,7 +62,7 @@ WAYS = {
         "objective__kl_estimator": "k3+",
         "objective__entropy_coefficient": 0.01,
     },
-    "truncated-importance": correction("old", **CAPPED, normalise=True)
+    "truncated-importance": correction("old", importance=("normalised-token", None, 2.0))
     | {"rollout__log_prob_source": "recompute"},
     "rejection": configured("policy-gradient")
     | correction(

@@ -87,7 +87,9 @@ def learned(rng: random.Random) -> dict[str, Any]:
         chosen["rollout__log_prob_source"] = "recompute"
     if corrected:
         reject = rng.choice([(), (("seq-mean-k1", 0.99, 1.01),), (("token-k1", 0.5, 1.5),)])
-        chosen["correction"] = CORRECTION | {"reject": reject, "normalise": rng.random() < 0.5}
+        chosen["correction"] = CORRECTION | {"reject": reject}
+        if rng.random() < 0.5:
+            chosen["correction"]["importance"] = ("normalised-token", None, 2.0)
     if advantage == "gae":
         critic = dict(learning_rate=1e-3, value_clip=0.5, head_start_steps=0)
         return chosen | {"critic": critic, "dynamic_sampling__enabled": False}

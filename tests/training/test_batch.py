@@ -302,7 +302,6 @@ def test_the_coefficient_of_the_kl_adapts():
 CORRECTION = CorrectionConfig(
     policy="current",
     importance=("token", None, 2.0),
-    normalise=False,
     reject=(("seq-mean-k1", 0.5, 2.0),),
     sequence_mask_delta=None,
 )
