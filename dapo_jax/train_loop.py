@@ -363,7 +363,9 @@ class TrainLoop:
         """Returns the numbers of the step's rollout; every process must call it."""
         self.telemetry.phase(f"step {step}: {len(batch.groups)} groups sampled")
         numbers: dict[str, Any] = rollout_metrics.sampling_metrics(
-            batch, ends_repetition=self.config.rollout.end_repetition is not None
+            batch,
+            ends_repetition=self.config.rollout.end_repetition is not None,
+            ends_thinking=self.config.rollout.end_of_thinking is not None,
         )
         rollout_metrics.check_finite(batch.sampled)
         if faults := rollout_metrics.scorer_faults(batch.sampled):
