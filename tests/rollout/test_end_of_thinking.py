@@ -86,7 +86,13 @@ def check(loop, expected, whole):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"decode_steps": 3}, {"decode_steps": 16, "slots": 8}, {"prefill": 2}, {"num_pages": 12}],
+    [
+        {},
+        {"decode_steps": 3},
+        {"decode_steps": 16, "slots": 8},
+        {"prefill": 2},
+        {"page_tokens": 4, "num_pages": 24},
+    ],
 )
 def test_the_phrase_comes_after_exactly_n_tokens(params, problems, whole, expected, changes):
     """Independent of slots, pages, and of the tokens in a call."""
@@ -105,7 +111,7 @@ def test_the_phrase_comes_after_exactly_n_tokens(params, problems, whole, expect
             assert tokens and not over
             streamed[problem, sample] = (before + tokens, last)
     check(loop, expected, whole)
-    assert (loop.stats.preempted > 0) == ("num_pages" in changes)
+    assert (loop.stats.preempted > 0) == (changes.get("num_pages") == 24)
     for q, row in enumerate(expected):
         for g, tokens in enumerate(row):
             assert streamed[q, g] == (tokens, True)
