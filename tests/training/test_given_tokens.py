@@ -202,6 +202,10 @@ def test_the_gradient_leaves_out_given_tokens(name):
         assert numbers["reward/kl"] == pytest.approx(np.mean(kl), rel=1e-4)
 
 
+def text(sequences):
+    return ["x" * len(s) for s in sequences]
+
+
 def dropped(groups):
     """The groups without their given tokens."""
     without = lambda r: r._replace(tokens=r.tokens[r.sampled], log_probs=r.log_probs[r.sampled])
@@ -226,7 +230,6 @@ def test_advantages_are_those_of_the_responses_without_given_tokens(name):
     if name == "maxrl":
         verdicts = lambda g: tuple(v._replace(reward=float(v.correct)) for v in g.verdicts)
         groups = [g._replace(verdicts=verdicts(g)) for g in groups]
-    text = lambda sequences: ["x" * len(s) for s in sequences]
     both = []
     for of in (groups, dropped(groups)):
         if name == "grpo-process":  # three steps, by the tokens that are sampled
@@ -288,7 +291,7 @@ def test_choices_of_tokens_are_those_of_the_responses_without_given_tokens(field
         objective=dataclasses.replace(base.objective, **objective),
         correction=fields.get("correction"),
     )
-    both = [make_samples(config, g, 2, str) for g in (given_groups(), dropped(given_groups()))]
+    both = [make_samples(config, g, 2, text) for g in (given_groups(), dropped(given_groups()))]
     samples, others = both
     sampled_M, rng = samples.sampled_M, np.random.default_rng(0)
     random = lambda: rng.standard_normal(len(sampled_M)).astype(np.float32)
