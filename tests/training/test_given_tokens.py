@@ -26,6 +26,10 @@ ONE_UPDATE = {"train__prompts_per_update": 4, "rollout__temperature": TEMPERATUR
 IN_LOSS = {"objective__kl_coefficient": KL, "objective__entropy_coefficient": BONUS}
 METHODS = {
     "dapo": IN_LOSS,
+    "kl-in-reward": {
+        "objective__reward_kl_coefficient": KL,
+        "objective__kl_estimator": "k1",
+    },
     "gspo": IN_LOSS
     | {
         "objective__loss": "gspo",
@@ -93,6 +97,10 @@ def advantages_by_hand(name, groups, refs, values):
     found, returns = [], []
     for group, ref_G, value_G in zip(groups, refs, values):
         rewards = [reward_by_hand(r, v) for r, v in zip(group.responses, group.verdicts)]
+        if name == "kl-in-reward":
+            for i, (response, ref) in enumerate(zip(group.responses, ref_G)):
+                at = np.flatnonzero(response.sampled)
+                rewards[i] -= KL * sum(response.log_probs[t] - ref[t] for t in at)
         mean = sum(rewards) / len(rewards)
         deviation = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
         for response, reward, ref, value in zip(group.responses, rewards, ref_G, value_G):
@@ -135,7 +143,7 @@ def loss_by_hand(name, params, config, groups, refs, advantages):
         if o.clip_dual is not None:
             J = jnp.where(A < 0, jnp.maximum(J, o.clip_dual * A), J)
         terms = -J
-        if name != "ppo":
+        if name in ("dapo", "gspo"):
             k3 = jnp.exp(ref - log_prob) - (ref - log_prob) - 1
             terms = terms + KL * jnp.minimum(k3, 10.0) - BONUS * entropy
         loss, tokens = loss + terms.sum(), tokens + len(at)
@@ -294,6 +302,8 @@ def test_choices_of_tokens_are_those_of_the_responses_without_given_tokens(field
     both = [make_samples(config, g, 2, text) for g in (given_groups(), dropped(given_groups()))]
     samples, others = both
     sampled_M, rng = samples.sampled_M, np.random.default_rng(0)
+    samples = samples._replace(staleness_M=rng.integers(0, 3, len(sampled_M)))
+    others = others._replace(staleness_M=samples.staleness_M[sampled_M])
     random = lambda: rng.standard_normal(len(sampled_M)).astype(np.float32)
     columns = {
         "mask_BT": samples.trained_M,
@@ -325,9 +335,6 @@ def test_choices_of_tokens_are_those_of_the_responses_without_given_tokens(field
     assert not got["mask_BT"][~sampled_M].any() and not got["correction_BT"][~sampled_M].any()
     recomputed_M = columns["recomputed_M"]
     for function in (metrics.mismatch_metrics, metrics.stale_mismatch_metrics):
-        for stale in (0, 1):
-            of = [s._replace(staleness_M=s.staleness_M * 0 + stale) for s in both]
-            measured = function(of[0], recomputed_M)
-            assert measured == function(of[1], recomputed_M[sampled_M])
-            assert bool(measured) == (stale == (function is metrics.stale_mismatch_metrics))
-            assert metrics.staleness_metrics(of[0]) == metrics.staleness_metrics(of[1])
+        measured = function(samples, recomputed_M)
+        assert measured and measured == function(others, recomputed_M[sampled_M])
+    assert metrics.staleness_metrics(samples) == metrics.staleness_metrics(others)
