@@ -138,8 +138,9 @@ def test_the_answer_is_sampled_after_prompt_thinking_and_phrase(engine, params, 
     assert num > 5
 
 
-def test_carried_responses_get_the_phrase_once(engine, params, problems, whole, expected):
+def test_carried_responses_get_the_phrase_once(params, problems, whole, expected):
     """Wherever they were cut, however late, and stored between."""
+    engine = make_engine(**ROOM | {"decode_steps": 3})  # token N is the last of its call
     cut_before, cut_after = 0, 0
     for calls in (2, 3, 4, 6):
         asked = {"detokenize": spell, "end_of_thinking": END}
