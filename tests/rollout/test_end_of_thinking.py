@@ -145,7 +145,7 @@ def test_carried_responses_get_the_phrase_once(params, problems, whole, expected
     for calls in (2, 3, 4, 6):
         asked = {"detokenize": spell, "end_of_thinking": END}
         every = []
-        for later in (1, 2, 7):
+        for later in (1, 2, 20):
             loop = make_loop(engine, params, problems, carried={}, **asked)
             while loop.num_calls < calls + later:
                 loop.step()
