@@ -82,7 +82,9 @@ def minimax_m1(c: ConfigDict) -> None:
 
 def scalerl(c: ConfigDict) -> None:
     """ScaleRL (arXiv:2510.13786, section 4): CISPO, the mean of each prompt, no refill, no problem
-    solved nine times in ten, truncated responses left out. Not here: the forced end of thinking."""
+    solved nine times in ten, truncated responses left out, thinking ended after 12,288 tokens
+    (section 2). Whether it trains the tokens that end thinking is not published; here they are not.
+    """
     c.model.head_dtype = "float32"
     c.data.pass_rate_band = (0.0, 0.9)
     c.rollout.update(max_staleness=8, log_prob_source="rollout")
@@ -139,6 +141,14 @@ def _ending_repetition() -> ConfigDict:
     return c
 
 
+def _ending_thinking() -> ConfigDict:
+    """Returns DAPO on Qwen3-8B-Base, which ends thinking after 12,288 tokens."""
+    c = qwen3_8b_dapo.get_config()
+    phrase = "Okay, time is up. Let me stop thinking and formulate a final answer now. </think>"
+    c.rollout.end_of_thinking = (12_288, phrase)
+    return c
+
+
 class Run(NamedTuple):
     """A recipe's model and sizes; stages as in `config.stages`."""
 
@@ -178,7 +188,7 @@ RUNS = {
         magistral, qwen32b_dapo.get_config, 2048, 20_480, 16, 512, 512, 1e-6, 20, 625
     ),
     "minimax_m1": Run(minimax_m1, _ending_repetition, 2048, 20_480, 16, 512, 32, 1e-6, 20, 625),
-    "scalerl": Run(scalerl, qwen3_8b_dapo.get_config, 2048, 14_336, 16, 48, 48, 5e-7, 100, 1000),
+    "scalerl": Run(scalerl, _ending_thinking, 2048, 14_336, 16, 48, 48, 5e-7, 100, 1000),
     "r1_zero": Run(r1_zero, qwen32b_dapo.get_config, 2048, 32_768, 16, 512, 32, 3e-6, 20, 650),
 }  # fmt: skip
 

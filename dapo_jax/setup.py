@@ -22,6 +22,7 @@ from dapo_jax.rollout import memory_budget, pass_rates
 from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.collector import RolloutCollector
 from dapo_jax.rollout.dynamic_sampling import SamplingState, state_from_json, state_to_json
+from dapo_jax.rollout.end_of_thinking import EndOfThinking
 from dapo_jax.rollout.engine import make_engine
 from dapo_jax.rollout.engine_config import EngineConfig
 from dapo_jax.rollout.sampling import SamplingParams
@@ -99,6 +100,7 @@ class RunComponents:
         self.key = jax.random.key(config.seed)
         self.train_sampling = SamplingParams.of(config.rollout)
         self.eval_sampling = SamplingParams.of(config.evaluation)
+        self.end_of_thinking = EndOfThinking.of(config.rollout, self.tokenizer)
         self.engine = make_engine(
             config,
             self.mesh,
@@ -162,8 +164,13 @@ class RunComponents:
         end_repetition: tuple[str, int] | None = None,
     ) -> RolloutCollector:
         """Returns a collector of groups of `num_samples` responses."""
-        stop_strings = self.config.rollout.stop_strings
-        request = GenerationRequest(num_samples, sampling, stop_strings, end_repetition)
+        request = GenerationRequest(
+            num_samples,
+            sampling,
+            self.config.rollout.stop_strings,
+            end_repetition,
+            end_of_thinking=self.end_of_thinking,
+        )
         return RolloutCollector(
             self.engine,
             pool,

@@ -367,7 +367,9 @@ class TrainLoop:
         self.telemetry.phase(f"step {step}: {len(batch.groups)} groups sampled")
         numbers: dict[str, Any] = {"step": step}
         numbers |= rollout_metrics.sampling_metrics(
-            batch, ends_repetition=self.config.rollout.end_repetition is not None
+            batch,
+            ends_repetition=self.config.rollout.end_repetition is not None,
+            ends_thinking=self.config.rollout.end_of_thinking is not None,
         )
         if self.config.data.pass_rate_band is not None:
             outside = self.components.outside_band(sampling)

@@ -74,11 +74,14 @@ class Problem(NamedTuple):
 
 
 class Response(NamedTuple):
-    """One sampled answer. A response that ended by itself holds its end-of-sequence token, or the
-    token that completes a stop string."""
+    """One answer of the policy. A response that ended by itself holds its end-of-sequence token, or
+    the token that completes a stop string. Some tokens may be given, not sampled: a forced end of
+    thinking."""
 
     tokens: np.ndarray  # int32 [length]
-    log_probs: np.ndarray  # float32 [length], under the distribution sampled from
+    # float32 [length], under the distribution sampled from. NaN: the token is given. Sums that
+    # forget `sampled` are not finite, and the update is skipped.
+    log_probs: np.ndarray
     # "stop": sampled a stop token or completed a stop string; "length": cut at
     # max_response_tokens; "repetition": cut where it repeated itself, see `rollout.repetition`;
     # "invalid": its logits were not finite, never trained; "unfinished": sampling stopped before
@@ -88,8 +91,13 @@ class Response(NamedTuple):
     # int32 [length], rollout step whose parameters sampled each token; None: that of its group
     versions: np.ndarray | None = None
     # float32 [length], under the untempered model with the whole vocabulary. None: unknown. NaN:
-    # unknown for a token that an earlier version sampled.
+    # unknown for a token that an earlier version sampled, or the token is given.
     model_log_probs: np.ndarray | None = None
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """Whether the policy sampled each token, bool [length]; given tokens are in no loss."""
+        return ~np.isnan(self.log_probs)
 
     @property
     def truncated(self) -> bool:
@@ -222,8 +230,8 @@ class Samples(NamedTuple):
 
     prompts: tuple[tuple[int, ...], ...]  # R prompts in tokens
     tokens_M: np.ndarray  # int32
-    log_prob_M: np.ndarray  # float32, under the distribution sampled from
-    lengths_R: np.ndarray  # int
+    log_prob_M: np.ndarray  # float32, under the distribution sampled from; NaN: given
+    lengths_R: np.ndarray  # int, given tokens included
     groups_R: np.ndarray  # int, which prompt of the batch
     staleness_M: np.ndarray  # int, rollout steps since the token was sampled
     # bool, False where the loss leaves it out: invalid, not scored, overlong filtering
@@ -238,6 +246,16 @@ class Samples(NamedTuple):
     def response_M(self) -> np.ndarray:
         """Index of the response of each token."""
         return np.repeat(np.arange(len(self.lengths_R)), self.lengths_R)
+
+    @property
+    def sampled_M(self) -> np.ndarray:
+        """Whether the policy sampled each token, bool; the others were given."""
+        return ~np.isnan(self.log_prob_M)
+
+    @property
+    def trained_M(self) -> np.ndarray:
+        """Whether each token is in the loss, bool: sampled, and of a trained response."""
+        return np.repeat(self.trained_R, self.lengths_R) & self.sampled_M
 
 
 class Rows(NamedTuple):

@@ -172,6 +172,19 @@ def _check_sampling(config: "Config") -> None:
             "where a response ends anyway, or the field None"
         )
         require(least <= tokens < most, "rollout.end_repetition[1]", tokens, wanted)
+    if rollout.end_of_thinking is not None:
+        tokens, phrase = rollout.end_of_thinking
+        wanted = "a phrase whose last word closes thinking, such as '</think>', or the field None"
+        require(bool(phrase.split()), "rollout.end_of_thinking[1]", phrase, wanted)
+        size, most = len(phrase.encode()), rollout.max_response_tokens
+        wanted = (
+            f"less than config.rollout.max_response_tokens ({most}) - {size}, the most tokens that "
+            "the phrase may have, so that an answer can follow"
+        )
+        require(tokens < most - size, "rollout.end_of_thinking[0]", tokens, wanted)
+        wanted = f"texts that config.rollout.end_of_thinking[1] ({phrase!r}) does not hold"
+        ok = not any(text in phrase for text in rollout.stop_strings)
+        require(ok, "rollout.stop_strings", rollout.stop_strings, wanted)
     enabled, switch = dynamic.enabled, "config.dynamic_sampling.enabled"
     wanted = f"at least 2 with {switch}: a group of one is always all right or all wrong"
     require(rollout.group_size > 1 or not enabled, "rollout.group_size", 1, wanted)

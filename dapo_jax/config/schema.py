@@ -201,6 +201,11 @@ class RolloutConfig:
     # repeat. confident: each had a probability above 0.99 (MiniMax-M1: 3,000); periodic: they are
     # one n-gram over and over, four times or more (docs/rollout.md). Not in evaluation.
     end_repetition: tuple[Literal["confident", "periodic"], PositiveInt] | None = None
+    # (tokens N, phrase), or None: thinking that has not ended after N tokens is ended. A response
+    # whose first N tokens do not have the phrase's last word, such as </think>, is cut there; the
+    # phrase is appended, in no loss, and sampling goes on. Also in evaluation: with its budget of
+    # thinking, a policy is used as it was trained.
+    end_of_thinking: tuple[PositiveInt, str] | None = None
     # Attention over the cache: XLA, or JAX's kernel for the platform. auto: the kernel where it
     # supports the model.
     kernel: Literal["auto", "xla", "tpu", "gpu"] = "auto"
@@ -220,6 +225,11 @@ class RolloutConfig:
     def carries(self) -> bool:
         """Whether unfinished responses are carried into the next step."""
         return self.max_staleness > 0
+
+    @property
+    def resumes(self) -> bool:
+        """Whether responses are prefilled with the tokens they have, to go on from there."""
+        return self.carries or self.end_of_thinking is not None
 
     @staticmethod
     def truncating() -> tuple[str, ...]:

@@ -4,13 +4,14 @@
 """
 
 import collections
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from dapo_jax.rollout.carry import CarriedResponses
+from dapo_jax.rollout.end_of_thinking import EndOfThinking
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.engine_config import EngineConfig
 from dapo_jax.rollout.programs import RolloutParams
@@ -32,6 +33,8 @@ class GenerationRequest(NamedTuple):
     end_repetition: tuple[str, int] | None = None
     limits_QG: np.ndarray | None = None  # most tokens of each response; None: the engine's own
     stream: bool = False  # report tokens as they are sampled
+    # Thinking that has not ended by itself is ended; the engine's `num_pages` must not be None.
+    end_of_thinking: EndOfThinking | None = None
 
 
 class Request(NamedTuple):
@@ -156,6 +159,17 @@ class RequestTable:
             else self.calls[r, e, index, : self.count[r, e, index]].copy()
         )
 
+    def give(self, r: int, e: int, index: int, tokens: Sequence[int]) -> None:
+        """Appends tokens that are not sampled to a sample. They count as tokens of the call that
+        sampled the last one."""
+        n = self.count[r, e, index]
+        at = r, e, index, slice(n, n + len(tokens))
+        self.tokens[at] = tokens
+        self.log_probs[at] = self.model_log_probs[at] = np.nan
+        if self.calls is not None:
+            self.calls[at] = self.calls[r, e, index, n - 1]
+        self.count[r, e, index] = n + len(tokens)
+
     def close(self, r: int, e: int, index: int) -> None:
         """Ends a sample; its slot is free after the last one."""
         self.waiting[r, e, index] = False
@@ -185,6 +199,8 @@ class Admission:
     ):
         self.sampling = engine.config.params if request.sampling is None else request.sampling
         self.sampling.check()
+        resumes = engine.config.num_pages is not None
+        assert resumes or request.end_of_thinking is None, "no programs for longer prompts"
         self.engine, self.table, self.problems, self.request = engine, table, problems, request
         self.key_data = np.asarray(jax.random.key_data(key))
         self.carried = carried
@@ -336,7 +352,7 @@ class Admission:
             new.first_sample_P[r, p] = request.first
             new.sampled_P[r, p] = len(tokens) - len(request.problem.prompt_tokens)
             numbers = range(request.first, request.first + request.samples)
-            limits = [self._limit(request.number, sample) for sample in numbers]
+            limits = [self.limit(request.number, sample) for sample in numbers]
             new.limit_PG[r, p, : request.samples] = limits
             self.table.open(r, e, request, self.arrivals)
             self.arrivals += 1
@@ -347,7 +363,8 @@ class Admission:
         )
         return self.engine.insert(prefix, state, new)
 
-    def _limit(self, problem: int, sample: int) -> int:
+    def limit(self, problem: int, sample: int) -> int:
+        """Returns the most tokens of a sample; raises UserError where it is out of range."""
         most, limits_QG = self.engine.config.max_response_tokens, self.request.limits_QG
         limit = most if limits_QG is None else int(limits_QG[problem, sample])
         if not 1 <= limit <= most:

@@ -139,7 +139,7 @@ def make_engine_config(
     )
     if r.cache_gib is not None:
         made = dataclasses.replace(made, num_pages=_num_pages(made, r.cache_gib))
-    if config.rollout.carries:
+    if config.rollout.resumes:
         # The pool is sized for prompts without the tokens that were sampled before.
         pages = made.num_pages or made.shard_pages * made.shards
         made = dataclasses.replace(made, num_pages=pages, resumes=True)

@@ -12,11 +12,14 @@ from dapo_jax.types import Group, Response, RunError
 MAX_FAULTS = 0.05  # share of a step's responses without a verdict that needs no warning
 
 
-def sampling_metrics(batch: Batch, *, ends_repetition: bool = False) -> dict[str, float]:
+def sampling_metrics(
+    batch: Batch, *, ends_repetition: bool = False, ends_thinking: bool = False
+) -> dict[str, float]:
     """Returns what was sampled and what the filter kept.
 
     Args:
         ends_repetition: whether responses that repeat themselves are ended.
+        ends_thinking: whether thinking that has not ended by itself is ended.
     """
     sampled, kept = batch.sampled, batch.groups
     metrics: dict[str, float] = {
@@ -41,6 +44,9 @@ def sampling_metrics(batch: Batch, *, ends_repetition: bool = False) -> dict[str
         }
         if ends_repetition:
             metrics["rollout/ended_repetition"] = _share_ended(responses, "repetition")
+        if ends_thinking:
+            ended = [not response.sampled.all() for response in responses]
+            metrics["rollout/ended_thinking"] = float(np.mean(ended))
     if kept:
         metrics["accuracy/trained"] = _accuracy(kept)
     return metrics

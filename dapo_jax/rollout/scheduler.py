@@ -202,7 +202,7 @@ class GenerationLoop:
                 of_tokens = calls.get((number, sample))
                 if of_tokens is not None:  # else all of earlier steps
                     responses[sample] = carry.cut(response, of_tokens, last_call)
-                    discarded = len(response.tokens) - len(responses[sample].tokens)
+                    discarded = int(response.sampled.sum() - responses[sample].sampled.sum())
                     self.stats += RolloutStats(tokens=-discarded, discarded=discarded)
         return found
 
@@ -244,6 +244,9 @@ class GenerationLoop:
         ours_RkB = valid_RkB & ~self._is_cancelled(output)
         self.cancelled[:] = False
         finished, new_tokens = self._take_tokens(output, valid_RkB, ours_RkB)
+        over = set(finished)  # on the device
+        # First, so that no rule sees what is discarded.
+        thinking = self._cut_thinking(before_REG, finished, new_tokens)
         invalid = {sample for sample, is_finite in finished.items() if not is_finite}
         ended: dict[Sample, str] = {}  # by the host, with the finish reason
         if table.repetition is not None:
@@ -253,16 +256,20 @@ class GenerationLoop:
         if self.request.stop_strings:
             completed = self._cut_at_stop_strings(before_REG, invalid, new_tokens)
             ended |= dict.fromkeys(completed, "stop")
-        to_cancel = [sample for sample in ended if sample not in finished]  # still in slots
+        thinking = [sample for sample in thinking if sample not in ended]
+        to_cancel = [sample for sample in (*ended, *thinking) if sample not in over]
         for sample in ended:  # they finish last
             finished.pop(sample, None)
         finished |= dict.fromkeys(ended, True)
+        self._end_thinking(thinking, new_tokens)
         self._tokens += [
             NewTokens(*table.name(*sample), tokens, sample in finished)
             for sample, tokens in new_tokens.items()
         ]
         if finished:
             self._finish(finished, ended)
+        for sample in reversed(thinking):
+            self._resume_later(*sample)
         stuck_R = call.had_work_R & ~valid_RkB.any(axis=(1, 2)) & table.waiting.any(axis=(1, 2))
         if self.skip_preemption:
             self.skip_preemption = False
@@ -315,6 +322,39 @@ class GenerationLoop:
         return self.cancelled[
             np.arange(len(request_RkB))[:, None, None], request_RkB, output.sample_index_RkB
         ]
+
+    def _cut_thinking(
+        self,
+        before_REG: np.ndarray,
+        finished: dict[Sample, bool],
+        new_tokens: dict[Sample, list[int]],
+    ) -> list[Sample]:
+        """Cuts each sample whose thinking is to be ended, after its `after_tokens` tokens; returns
+        the cut samples, which are in `finished` no longer."""
+        end, table, cut = self.request.end_of_thinking, self.table, dict[Sample, int]()
+        if end is None:
+            return []
+        n = end.after_tokens
+        for r, e, c in np.argwhere((before_REG < n) & (table.count >= n)).tolist():
+            has_ended = (r, e, c) in finished and table.count[r, e, c] == n
+            has_room = n + len(end.phrase) < self.admission.limit(*table.name(r, e, c))
+            if has_room and not has_ended:
+                cut[r, e, c] = n
+        texts = self.detokenize([table.tokens[sample][:n] for sample in cut]) if cut else []
+        cut = {sample: n for sample, text in zip(cut, texts) if end.closing not in text}
+        self._cut(cut, before_REG, new_tokens)
+        for sample in cut:
+            finished.pop(sample, None)
+        return list(cut)
+
+    def _end_thinking(self, samples: list[Sample], new_tokens: dict[Sample, list[int]]) -> None:
+        """Appends the phrase that ends thinking."""
+        for sample in samples:
+            assert self.request.end_of_thinking is not None
+            phrase = self.request.end_of_thinking.phrase
+            self.table.give(*sample, phrase)
+            if sample in new_tokens:
+                new_tokens[sample] += phrase
 
     def _cut_at_repetition(
         self, before_REG: np.ndarray, invalid: set[Sample], new_tokens: dict[Sample, list[int]]
@@ -395,6 +435,14 @@ class GenerationLoop:
         if len(in_slots) < 2:
             return []
         e, c = in_slots[-1]
+        self._resume_later(r, e, c)
+        self.stats += RolloutStats(preempted=1)
+        return [(r, e, c)]
+
+    def _resume_later(self, r: int, e: int, c: int) -> None:
+        """Frees the place of a sample, which is prefilled with the tokens it has when there is room
+        again."""
+        table = self.table
         request, response = table.request(r, e), table.response(r, e, c)
         calls = table.calls_of(r, e, c)
         resumed = request._replace(
@@ -402,8 +450,6 @@ class GenerationLoop:
         )
         self.admission.queue.appendleft(resumed)
         table.close(r, e, c)
-        self.stats += RolloutStats(preempted=1)
-        return [(r, e, c)]
 
     def _cancel(self, samples: list[Sample]) -> None:
         """Takes samples off the device; their tokens in the unread call are discarded."""

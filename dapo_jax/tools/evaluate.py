@@ -28,6 +28,7 @@ from dapo_jax.rewards.types import Rubric, parse_scorers
 from dapo_jax.rollout import memory_budget
 from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.collector import RolloutCollector
+from dapo_jax.rollout.end_of_thinking import EndOfThinking
 from dapo_jax.rollout.engine import make_engine
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.runs import integrity, run_directory
@@ -208,7 +209,10 @@ def _collector(
         rubrics,
         lambda tokens: tokenizer.batch_decode(tokens, skip_special_tokens=True),
         GenerationRequest(
-            request.num_samples, SamplingParams.of(request), config.rollout.stop_strings
+            request.num_samples,
+            SamplingParams.of(request),
+            config.rollout.stop_strings,
+            end_of_thinking=EndOfThinking.of(config.rollout, tokenizer),
         ),
         telemetry=telemetry,
     )
@@ -320,11 +324,13 @@ def _settings(
 ) -> Mapping[str, Any]:
     """Returns all that the samples and their verdicts depend on, besides the problems."""
     names = ("num_samples", "temperature", "top_p", "top_k", "min_p", "seed")
+    thinking = config.rollout.end_of_thinking
     return {
         "model": label,
         "parameters": integrity.fingerprint(params),
         **{name: getattr(request, name) for name in names},
         "max_response_tokens": config.rollout.max_response_tokens,
         "stop_strings": list(config.rollout.stop_strings),
+        **({} if thinking is None else {"end_of_thinking": list(thinking)}),
         "scorer": request.scorer or config.reward.scorer,
     }

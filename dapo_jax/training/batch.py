@@ -125,16 +125,19 @@ def estimate_advantages(
     """Returns advantages, and returns where there is a critic, of every token of the batch [M]; 0
     for tokens that are not trained.
 
+    Given tokens are no actions: an estimator goes from each sampled token to the next sampled one,
+    and a discount counts these.
+
     Args:
         kl_penalty_M: coefficient times KL estimate of each token, subtracted from its reward.
         values_M: the critic's value before each token.
         baselines_R: reward of the greedy response to the same prompt.
         energy_M: squared norm of each token's gradient by its logits.
     """
-    trained_M = np.repeat(samples.trained_R, samples.lengths_R)
+    trained_M, sampled_M = samples.trained_M, samples.sampled_M
     counted_R = samples.counted_R
     # A response outside the baseline is not trained either, and has no token here.
-    lengths_R = np.where(samples.trained_R, samples.lengths_R, 0)[counted_R]
+    lengths_R = kept_lengths(trained_M, samples.lengths_R)[counted_R]
     components_RC = samples.rewards_RC[counted_R]
     rewards_R = components_RC.sum(axis=1)
     token_rewards_M = np.zeros(int(trained_M.sum()))
@@ -148,9 +151,9 @@ def estimate_advantages(
         components_RC=components_RC,
         groups_R=samples.groups_R[counted_R],
         lengths_R=lengths_R,
-        total_lengths_R=samples.lengths_R[counted_R],
+        total_lengths_R=kept_lengths(sampled_M, samples.lengths_R)[counted_R],
         token_rewards_M=token_rewards_M,
-        steps=tuple(s for s, counted in zip(samples.steps, counted_R) if counted),
+        steps=tuple(s for s, counted in zip(_in_sampled(samples), counted_R) if counted),
         baselines_R=None if baselines_R is None else baselines_R[counted_R],
         values_M=None if values_M is None else values_M[trained_M].astype(np.float64),
         energy_M=None if energy_M is None else energy_M[trained_M],
@@ -294,6 +297,17 @@ def _versions(group: Group, response: Response) -> np.ndarray:
     if response.versions is not None:
         return response.versions
     return np.full(len(response.tokens), group.step)
+
+
+def _in_sampled(samples: Samples) -> list[tuple[tuple[int, float], ...]]:
+    """Returns the steps of each response by the sampled tokens up to their ends."""
+    before = np.concatenate([[0], np.cumsum(samples.sampled_M)])  # sampled tokens, of the batch
+    starts_R = np.cumsum(samples.lengths_R) - samples.lengths_R
+    return [
+        # A response without a token has steps that end with its first.
+        tuple((int(before[start : start + end + 1][-1] - before[start]), r) for end, r in steps)
+        for start, steps in zip(starts_R.tolist(), samples.steps)
+    ]
 
 
 def _steps_in_tokens(

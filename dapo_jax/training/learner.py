@@ -334,7 +334,7 @@ class Learner:
 
         numbers: dict[str, float] = {}
         columns = {
-            "mask_BT": np.repeat(samples.trained_R, samples.lengths_R),
+            "mask_BT": samples.trained_M,
             "staleness_BT": samples.staleness_M,
             "log_prob_old_BT": samples.log_prob_M,
         }
@@ -381,7 +381,7 @@ class Learner:
             )
             # Responses that only count in the baseline of their group are charged it too.
             counted_M = np.repeat(samples.trained_R | samples.counted_R, samples.lengths_R)
-            kl_M = np.where(counted_M, kl_M, 0.0)
+            kl_M = np.where(counted_M & samples.sampled_M, kl_M, 0.0)
             trained_M = columns["mask_BT"]
             numbers["reward/kl"] = float(kl_M[trained_M].sum() / max(1, trained_M.sum()))
             numbers["reward/kl_coefficient"] = kl_coefficient

@@ -109,7 +109,7 @@ def staleness_metrics(samples: Samples) -> dict[str, float]:
     """Returns how many rollout steps ago the trained tokens were sampled: mean, largest, and the
     share of each age. Stale tokens keep the log-probs of the policy that sampled them and are not
     in `mismatch_metrics`."""
-    age_M = samples.staleness_M[np.repeat(samples.trained_R, samples.lengths_R)]
+    age_M = samples.staleness_M[samples.trained_M]
     numbers = {
         "batch/stale_share": float((age_M > 0).mean()) if len(age_M) else 0.0,
         "batch/staleness_mean": float(age_M.mean()) if len(age_M) else 0.0,
@@ -130,7 +130,7 @@ def stale_mismatch_metrics(samples: Samples, log_prob_M: np.ndarray) -> dict[str
     Args:
         log_prob_M: under the policy before the first update.
     """
-    trained_M = np.repeat(samples.trained_R, samples.lengths_R)
+    trained_M = samples.trained_M
     age_M = samples.staleness_M[trained_M]
     if not age_M.any():
         return {}
@@ -147,7 +147,7 @@ def stale_mismatch_metrics(samples: Samples, log_prob_M: np.ndarray) -> dict[str
 def mismatch_metrics(samples: Samples, log_prob_old_M: np.ndarray) -> dict[str, float]:
     """Returns the mismatch of the training program's log-probs and the rollout's, over the trained
     tokens that the current parameters sampled."""
-    fresh_M = np.repeat(samples.trained_R, samples.lengths_R) & (samples.staleness_M == 0)
+    fresh_M = samples.trained_M & (samples.staleness_M == 0)
     if not fresh_M.any():
         return {}
     ours_M, theirs_M = log_prob_old_M[fresh_M], samples.log_prob_M[fresh_M]

@@ -91,6 +91,18 @@ def changed(*changes):
         ("rollout.end_repetition", ("confident", 0), "must be greater than 0; got 0"),
         ("rollout.end_repetition", ("certain", 9), "must be one of 'confident', 'periodic'"),
         ("rollout.end_repetition", "confident", "end_repetition must be"),
+        ("rollout.end_of_thinking", (0, "Answer: "), "must be greater than 0; got 0"),
+        ("rollout.end_of_thinking", (24, "Answer: "), r"\[0\] must be .*\(32\) - 8, .* got 24"),
+        ("rollout.end_of_thinking", (9, " \n"), r"\[1\] must be a phrase whose last word"),
+        (
+            "rollout",
+            {
+                "max_response_tokens": 32,
+                "end_of_thinking": (9, "\nAnswer: "),
+                "stop_strings": ("\n",),
+            },
+            "stop_strings must be texts that .*Answer: .* does not hold; got",
+        ),
         ("rollout.watchdog_limit_seconds", -1.0, "must be .* got -1"),
         ("rollout.top_p", 1.5, r"must be in \(0, 1\]; got 1\.5"),
         ("rollout.top_p", 0.9, "log_prob_source to 'recompute', or top_p to 1"),

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ from dapo_jax.data.tokenizer import load_tokenizer
 from dapo_jax.distributed.process_group import EXIT_RESTART
 from dapo_jax.models import hf_weights
 from dapo_jax.models.sharding import make_mesh, param_shardings
+from dapo_jax.runs.run_directory import RunDirectory
 from dapo_jax.training import pretrain
 from dapo_jax.types import RunError, UserError
 from tests.conftest import ROOT
@@ -397,6 +399,58 @@ def test_responses_that_repeat_themselves_end_in_training_alone(tmp_path, home):
     assert_documented([step])
     cut = [r["length"] for r in of("heldout") if r["finish_reason"] != "stop"]
     assert len(cut) > 4 and set(cut) == {tiny_config().rollout.max_response_tokens}
+
+
+def test_thinking_is_ended_in_training_and_evaluation(tmp_path, home, monkeypatch):
+    """The phrase is scored and counts in lengths, and is not trained. The run carries responses,
+    and repeats its second step where it resumes after the first."""
+    workdir, n = tmp_path / "run", 5
+    settings: dict[str, Any] = RUN | CARRY | {"dynamic_sampling__enabled": False}
+    settings |= {
+        "rollout__end_of_thinking": (n, "\nAnswer: "),
+        "train__num_steps": 2,
+        "checkpoint__every_steps": 1,
+    }
+    answer = load_tokenizer(tiny_config().model).encode("\nAnswer: ")
+    groups, real = {}, RunDirectory.save_rollouts  # by step
+
+    def save(self, step, sampled, *more):
+        groups[step] = sampled
+        return real(self, step, sampled, *more)
+
+    monkeypatch.setattr(RunDirectory, "save_rollouts", save)
+    run_here(workdir, home, **settings)
+
+    def num_given(response):
+        tokens = response.tokens.tolist()
+        if len(tokens) <= n or answer[-1] in tokens[:n]:
+            assert response.sampled.all()
+            return 0
+        assert tokens[n : n + 2] == answer and "\nAnswer: " in response.text
+        assert len(tokens) > n + 2 and np.flatnonzero(~response.sampled).tolist() == [n, n + 1]
+        return 2
+
+    steps = metrics_of(workdir)[1:]
+    assert_documented([{re.sub(r"/\d$", "/AGE", name): 0 for name in step} for step in steps])
+    for step in steps:
+        responses = [r for group in groups[step["step"]] for r in group.responses]
+        given = [num_given(r) for r in responses]
+        assert step["rollout/ended_thinking"] == given.count(2) / len(given) > 0.2
+        lengths = [len(r.tokens) for r in responses]
+        assert step["length/mean"] == pytest.approx(np.mean(lengths))
+        assert step["batch/tokens_trained"] == sum(lengths) - sum(given)
+    assert steps[0]["rollout/log_prob_gap_max"] < 1e-5
+    assert steps[1]["carry/tokens_continued"] > 0
+    written = "".join(rollouts_of(workdir, "heldout").values())
+    heldout = [json.loads(line) for line in written.splitlines()]
+    longer = [record["response"] for record in heldout if record["length"] > n + 2]
+    assert longer and all("Answer: " in text for text in longer)
+    resumed = tmp_path / "resumed"
+    shutil.copytree(workdir, resumed)
+    shutil.rmtree(resumed / "checkpoints" / "2")
+    assert "resuming after step 1 of 2" in run_here(resumed, home, **settings)[1]
+    assert metrics_of(resumed) == metrics_of(workdir)
+    assert rollouts_of(resumed) == rollouts_of(workdir)
 
 
 @pytest.mark.slow

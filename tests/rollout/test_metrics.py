@@ -1,5 +1,6 @@
 """Metrics of a rollout, counted by hand."""
 
+import numpy as np
 import pytest
 
 from dapo_jax.rollout.dynamic_sampling import Batch
@@ -40,3 +41,8 @@ def test_metrics_of_what_was_sampled_and_kept():
         Batch([kept], [kept, easy, hard], num_returned=2), ends_repetition=True
     )
     assert found == expected | {"rollout/ended_repetition": pytest.approx(1 / 6)}
+    given = [np.array([-1.0, np.nan]), np.array([np.nan, np.nan, -1.0])]
+    responses = zip(easy.responses, given, strict=True)
+    easy = easy._replace(responses=tuple(r._replace(log_probs=x) for r, x in responses))
+    found = sampling_metrics(Batch([kept], [kept, easy, hard], num_returned=2), ends_thinking=True)
+    assert found == expected | {"rollout/ended_thinking": pytest.approx(2 / 6)}

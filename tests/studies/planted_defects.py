@@ -36,6 +36,20 @@ DEFECTS = (
         "tests/training/test_packing.py",
     ),
     Defect(
+        "the phrase that ends thinking is trained",
+        "dapo_jax/types.py",
+        "np.repeat(self.trained_R, self.lengths_R) & self.sampled_M",
+        "np.repeat(self.trained_R, self.lengths_R)",
+        "tests/training/test_given_tokens.py -k gradient",
+    ),
+    Defect(
+        "thinking is ended after a whole call: a run depends on the tokens in a call",
+        "dapo_jax/rollout/scheduler.py",
+        "cut = {sample: n for sample, text in zip(cut, texts)",
+        "cut = {s: int(table.count[s]) for s, text in zip(cut, texts)",
+        "tests/rollout/test_end_of_thinking.py -k exactly",
+    ),
+    Defect(
         "tokens sampled while verdicts were awaited are kept: a run depends on time",
         "dapo_jax/rollout/collector.py",
         "loop.unfinished(prompts.cut)",

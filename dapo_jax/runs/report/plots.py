@@ -61,6 +61,7 @@ TRUNCATED = (
     ("length/truncated_share", "while training"),
     ("eval/truncated_share", "held-out"),
     ("rollout/ended_repetition", "ended for repetition, while training"),
+    ("rollout/ended_thinking", "thinking ended by force, while training"),
 )
 LENGTH = (("length/mean", "mean"), ("length/max", "longest"))
 PROBABILITY = (("policy/token_prob", "probability"),)

@@ -40,7 +40,7 @@ class Program(NamedTuple):
 
 def names(config: Config) -> tuple[str, ...]:
     """Returns the names of all programs that the run may have."""
-    bounded = config.rollout.cache_gib is not None or config.rollout.carries
+    bounded = config.rollout.cache_gib is not None or config.rollout.resumes
     found = PROGRAMS + ((PREEMPTED,) if bounded else ())
     return found + (CRITIC_PROGRAMS if config.critic is not None else ())
 

@@ -57,7 +57,7 @@ class Setting(NamedTuple):
             samples=r.group_size,
             page_tokens=most + 1,
             decode_steps=max(1, r.decode_steps // self.unit_tokens),
-            resumes=r.carries,
+            resumes=r.resumes,
         )
 
 
