@@ -84,12 +84,18 @@ def test_pages_are_put_and_copied_one_by_one(problem, kernel):
 
 
 @pytest.mark.parametrize(
-    "kernel, window", [*((kernel, None) for kernel in KERNELS), ("xla", 6), ("tpu", 6)]
+    "kernel, window, blocks",
+    [
+        *((kernel, None, ()) for kernel in KERNELS),
+        ("xla", 6, ()),
+        ("tpu", 6, ()),
+        ("tpu", None, (("paged_kv", A), ("paged_queries", 2))),  # a page at a time
+    ],
 )
-def test_a_token_attends_to_its_own_pages_and_is_kept_there(problem, kernel, window):
+def test_a_token_attends_to_its_own_pages_and_is_kept_there(problem, kernel, window, blocks):
     """Against attention over each whole sequence. Kernels are interpreted."""
     k, v, table, q, k_new, v_new = problem
-    layout = paged.Layout(kernel, A, "float32")
+    layout = paged.Layout(kernel, A, "float32", blocks=blocks)
     goes = jnp.array([True, True, False])
     attend = paged.decoding(layout, table, jnp.asarray(LENGTHS), goes, TILE)
     before = pool_of(layout, k, v)
