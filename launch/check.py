@@ -17,6 +17,8 @@ resume   a checkpoint saved and restored
 --parts    some of these, separated by commas, default all
 --minutes  at most, default 9; the same command runs later what had no time
 --here     run the one part in this process, without a limit of time
+--tune     measure block sizes of the attention kernels instead, print the flag that sets the
+           fastest in a config, and write tune.json; for TPUs
 --document write the findings in docs/accelerators/ into docs/accelerators.md, and nothing else
 """
 
@@ -37,7 +39,7 @@ def main(argv: list[str]) -> int:
             __doc__ or "",
             text={"output": str(ROOT / "runs" / "check"), "parts": ""},
             numbers={"minutes": 9.0},
-            switches=("here", "document"),
+            switches=("here", "document", "tune"),
         )
         from dapo_jax.tools.check import page, runner
 
@@ -45,6 +47,12 @@ def main(argv: list[str]) -> int:
             page.write_document(ROOT / "docs" / "accelerators.md", ROOT / "docs" / "accelerators")
             return 0
         output = Path(flags["output"]).expanduser().resolve()
+        say = lambda text: print(text, flush=True)
+        if flags["tune"]:
+            from dapo_jax.tools.check import machine, tuning
+
+            tuning.tune(machine.this_machine(), output, say)
+            return 0
         parts = flags["parts"].split(",") if flags["parts"] else list(runner.PARTS)
         if flags["here"]:
             from configs import tiny_dapo
@@ -52,7 +60,6 @@ def main(argv: list[str]) -> int:
             (part,) = parts
             runner.run_here(output, part, tiny_dapo.get_config().to_dict())
             return 0
-        say = lambda text: print(text, flush=True)
         store = runner.run(Path(__file__).resolve(), output, parts, flags["minutes"], say)
         print(f"{page.counts(store)}: {output / 'check.html'}")
     except Exception as error:

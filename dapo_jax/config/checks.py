@@ -44,9 +44,26 @@ def check_model(model: "ModelConfig") -> None:
         wanted = f"in the vocabulary: from 0 to {model.vocab_size - 1}"
         require(0 <= token < model.vocab_size, "model.stop_token_ids", token, wanted)
     check_divides("model.num_kv_heads", model.num_kv_heads, "model.num_heads", model.num_heads)
+    _check_kernel_blocks(model.kernel_blocks)
     if not model.lora_rank:
         default = type(model).__dataclass_fields__["lora_alpha"].default
         require_unset("model.lora_alpha", model.lora_alpha, "model.lora_rank is 0", default)
+
+
+def _check_kernel_blocks(blocks: "tuple[tuple[str, int], ...]") -> None:
+    field, sizes = "model.kernel_blocks", dict(blocks)
+    names = [name for name, _ in blocks]
+    require(len(names) == len(sizes), field, blocks, "names, each once")
+    for name, size in blocks:
+        # Powers of two, so that rows padded to whole blocks of one size have whole blocks of all.
+        least = {"paged_queries": 1, "paged_kv": 16}.get(name, 128)
+        wanted = f"a power of two from {least} to 8192"
+        power = size & (size - 1) == 0
+        require(power and least <= size <= 8192, f"{field}[{name!r}]", size, wanted)
+    for name in ("splash_kv", "splash_kv_dkv"):
+        part, whole = sizes.get(f"{name}_compute"), sizes.get(name, 512)
+        wanted = f"at most that of {name!r} ({whole})"
+        require(part is None or part <= whole, f"{field}['{name}_compute']", part, wanted)
 
 
 def check_training(config: "Config | SftConfig") -> None:

@@ -23,6 +23,13 @@ from dapo_jax.utils.fields import (
     UpTo1,
 )
 
+KernelBlock = Literal[
+    "splash_q", "splash_kv", "splash_kv_compute",
+    "splash_q_dkv", "splash_kv_dkv", "splash_kv_dkv_compute",
+    "splash_q_dq", "splash_kv_dq",
+    "paged_kv", "paged_queries",
+]  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -70,6 +77,11 @@ class ModelConfig:
     # Attention in training: XLA, splash attention (TPU) or flash attention (GPU). auto: the kernel
     # of the platform where it supports the model.
     attention: Literal["auto", "xla", "splash", "flash"] = "auto"
+    # Sizes of blocks of the TPU kernels, in tokens, by name; others have their defaults. splash_*:
+    # of attention in training, forward, and backward for keys and values (dkv) and queries (dq).
+    # paged_*: keys and values fetched at once in rollouts, and queries computed with them.
+    # launch/check.py --tune measures them (docs/accelerators.md).
+    kernel_blocks: tuple[tuple[KernelBlock, PositiveInt], ...] = ()
     # Tokens per device whose logits are in memory at once.
     log_prob_chunk_tokens: PositiveInt = 4096
 

@@ -84,7 +84,10 @@ class EngineConfig:
     @property
     def pool_layout(self) -> paged.Layout:
         heads_axis = dict(self.layout.rules)["kv_heads"]
-        return paged.Layout(self.kernel, self.page_tokens, self.model.compute_dtype, heads_axis)
+        c = self.model
+        return paged.Layout(
+            self.kernel, self.page_tokens, c.compute_dtype, heads_axis, c.kernel_blocks
+        )
 
     def pages(self, tokens: int) -> int:
         """Returns the number of pages that hold so many tokens."""

@@ -17,7 +17,8 @@ from dapo_jax.types import UserError
 
 Kernel = Literal["xla", "tpu", "gpu"]
 PLATFORMS: dict[str, Kernel] = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu"}
-# Of the TPU's kernel; of the GPU's. Not tuned, see docs/rollout.md.
+# Of the TPU's kernel, where `ModelConfig.kernel_blocks` has no other; of the GPU's. Not tuned, see
+# docs/rollout.md.
 TPU_KEYS_PER_BLOCK, TPU_BLOCK_BYTES, TPU_HEAD_DIM = 1024, 4 * 2**20, 128
 GPU_KEYS_PER_BLOCK, GPU_SPLITS = 128, 8
 
@@ -93,20 +94,26 @@ def _tpu_refusal(c: ModelConfig, page_tokens: int, heads_parts: int) -> str | No
             "config.model.compute_dtype is 'float32' and each has one query head; got "
             f"{kv_heads}"
         )
-    if page_tokens > (most := keys_per_block(heads, kv_heads, c.compute_dtype)):
+    most = keys_per_block(heads, kv_heads, c.compute_dtype, c.kernel_blocks)
+    if page_tokens > most:
         return f"takes a config.rollout.page_tokens of {most} at most; got {page_tokens}"
     return None
 
 
-def keys_per_block(heads: int, kv_heads: int, dtype: Any) -> int:
+def keys_per_block(
+    heads: int, kv_heads: int, dtype: Any, blocks: tuple[tuple[str, int], ...] = ()
+) -> int:
     """Returns the tokens whose keys and values the TPU's kernel holds at once: a power of two.
 
-    Its two buffers have 4 MiB then. The compiler lets a kernel have 16 MiB of vector memory on v4
-    and v5, with everything else in it.
+    By default its two buffers have 4 MiB. The compiler lets a kernel have 16 MiB of vector memory
+    on v4 and v5, with everything else in it.
 
     Args:
         heads: query heads of a device.
+        blocks: see `ModelConfig.kernel_blocks`.
     """
+    if "paged_kv" in dict(blocks):
+        return dict(blocks)["paged_kv"]
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
 
     dtype = jnp.dtype(dtype)
@@ -122,6 +129,7 @@ def tpu_attention(
     lengths_B: jax.Array,
     window: jax.Array | int | None,
     heads_axis: str | None,
+    blocks: tuple[tuple[str, int], ...] = (),
 ) -> jax.Array:
     """Attends with one query a sequence to the first `lengths_B` tokens of its pages.
 
@@ -129,6 +137,7 @@ def tpu_attention(
         pages: keys and values in turn, [pages, page, 2 K, H].
         window: how many of the last tokens a query sees; None: all.
         heads_axis: mesh axis that the heads lie over.
+        blocks: see `ModelConfig.kernel_blocks`.
     """
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
@@ -137,7 +146,7 @@ def tpu_attention(
     page_tokens = pages.shape[1]
 
     def local(q: jax.Array, table: jax.Array, lengths: jax.Array, pages: jax.Array) -> jax.Array:
-        block = keys_per_block(q.shape[1], pages.shape[2] // 2, pages.dtype)
+        block = keys_per_block(q.shape[1], pages.shape[2] // 2, pages.dtype, blocks)
         return ragged_paged_attention(
             q,
             pages,
@@ -150,7 +159,7 @@ def tpu_attention(
             # Given, because the kernel would look them up by the device that this process has.
             num_kv_pages_per_block=min(table.shape[1], block // page_tokens),
             # The kernel computes all queries of a block with the keys of each sequence in it.
-            num_queries_per_block=1,
+            num_queries_per_block=min(B, dict(blocks).get("paged_queries", 1)),
         )
 
     return _over_heads(local, heads_axis, 2)(q_BNH, table_BP, lengths_B, pages)

@@ -31,6 +31,7 @@ class Layout(NamedTuple):
     page_tokens: int
     dtype: str  # of activations and of the cache
     heads_axis: str | None = None  # mesh axis that the kv heads lie over
+    blocks: tuple[tuple[str, int], ...] = ()  # see `ModelConfig.kernel_blocks`
 
     def pool(self, c: ModelConfig, num_pages: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Returns the shapes of a pool's arrays."""
@@ -159,7 +160,13 @@ def decoding(
             new = jnp.stack(kept, axis=2).reshape(B, -1, H)
             cache = (cache[0].at[layer, page_B, offset_B].set(new),)
             out_BNH = kernels.tpu_attention(
-                q[:, 0], all_layers(cache[0]), own_BP, read_B, window, layout.heads_axis
+                q[:, 0],
+                all_layers(cache[0]),
+                own_BP,
+                read_B,
+                window,
+                layout.heads_axis,
+                layout.blocks,
             )
             return out_BNH[:, None], cache
         at = (layer, page_B[:, None], jnp.arange(K)[None], offset_B[:, None])

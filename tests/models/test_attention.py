@@ -287,6 +287,13 @@ LONG = 768  # tokens of a row, in blocks of 128
 # Sequences that end within blocks and with one, of a token, within one block, and over several;
 # padding last: within a block, of three, and of all.
 LENGTHS = [[100, 1, 155, 60, 300, 122, 30], [1, 90, 231, 61, 7, 378], [768]]
+# Other blocks than 128 for some: of every pass, and of keys computed in parts.
+UNLIKE = (
+    ("splash_kv", 256),
+    ("splash_kv_compute", 128),
+    ("splash_q_dkv", 256),
+    ("splash_kv_dq", 512),
+)
 
 
 @pytest.mark.parametrize(
@@ -295,7 +302,8 @@ LENGTHS = [[100, 1, 155, 60, 300, 122, 30], [1, 90, 231, 61, 7, 378], [768]]
     [(1, "cpu"), (2, "cpu"), pytest.param(1, "tpu", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("window", [None, 150])
-def test_rows_of_many_blocks(monkeypatch, window, context, platform):
+@pytest.mark.parametrize("blocks", [(), UNLIKE], ids=["alike", "unlike"])
+def test_rows_of_many_blocks(monkeypatch, blocks, window, context, platform):
     """Rows with blocks of their own to pass over, as XLA attends."""
     monkeypatch.setattr(attention_kernels, "SPLASH_BLOCK", 128)
     rng = np.random.default_rng(0)
@@ -317,7 +325,7 @@ def test_rows_of_many_blocks(monkeypatch, window, context, platform):
 
     layout = layout_over(1, 1, context, 1)
     (_, here), of_here = found(xla.XLA)
-    choice = Choice("splash", platform, window, window is not None, layout)
+    choice = Choice("splash", platform, window, window is not None, layout, blocks=blocks)
     with interpreted() if platform == "tpu" else contextlib.nullcontext():
         (_, there), of_there = jax.block_until_ready(found(choice))
     assert np.isfinite(there).all()
@@ -392,11 +400,28 @@ def test_blocks_of_random_rows_are_those_of_a_loop_over_them(monkeypatch, blocks
         assert [x.dtype for x in found] == [info.block_mask.dtype, info.data_next.dtype]
 
 
+def test_blocks_of_a_config_are_those_of_the_kernel():
+    """Rows have whole blocks of each size: of 1,300 tokens two of 1,024, and 16 of 128."""
+    blocks = (("splash_q", 1024), ("splash_kv_dkv", 2048), ("splash_kv_dkv_compute", 256))
+    model = {"model__kernel_blocks": blocks, "model__compute_dtype": "bfloat16"}
+    choice = attention_kernels.choose(tiny_config(**model).model, on("tpu"))
+    (kernel,) = attention_kernels._splash_kernels(choice._replace(layout=None), 1300, 1)
+    sizes = kernel.kwargs["block_sizes"]
+    assert (sizes.block_q, sizes.block_q_dkv, sizes.block_q_dq) == (1024, 512, 512)
+    assert (sizes.block_kv, sizes.block_kv_compute, sizes.block_kv_dq) == (512, 512, 512)
+    assert (sizes.block_kv_dkv, sizes.block_kv_dkv_compute) == (1536, 256)
+    shape = lambda info: np.asarray(info.block_mask).shape
+    assert shape(kernel.fwd_mask_info) == (1, 2, 3)
+    assert shape(kernel.dkv_mask_info) == (1, 4, 1)
+    assert shape(kernel.dq_mask_info) == (1, 4, 3)
+
+
 def test_rows_of_more_blocks_than_int32_numbers_are_refused():
     """1,300 x 1,300 blocks of 1,300 names are more than 2^31."""
     blocks = np.ones((1, 1300, 1300), np.int8)
     info = SimpleNamespace(block_mask=blocks, data_next=np.zeros(blocks.shape, np.int16))
-    sizes = SimpleNamespace(block_q=128, block_kv=128)
+    of_queries, of_keys = ("q", "q_dq", "q_dkv"), ("kv", "kv_dq", "kv_dkv")
+    sizes = SimpleNamespace(**{f"block_{name}": 128 for name in of_queries + of_keys})
     kernel = SimpleNamespace(kwargs={"block_sizes": sizes}, fwd_mask_info=info)
     segments = jax.ShapeDtypeStruct((128 * 1300,), jnp.int32)
     row = lambda segments: attention_kernels._within_segments(

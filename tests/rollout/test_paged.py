@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic import tpu_info  # what lowering asks of the devices; no public name
 from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu import ragged_paged_attention
 
 from dapo_jax.models import decoder
 from dapo_jax.models.attention import kernels as attention_kernels
@@ -84,12 +85,18 @@ def test_pages_are_put_and_copied_one_by_one(problem, kernel):
 
 
 @pytest.mark.parametrize(
-    "kernel, window", [*((kernel, None) for kernel in KERNELS), ("xla", 6), ("tpu", 6)]
+    "kernel, window, blocks",
+    [
+        *((kernel, None, ()) for kernel in KERNELS),
+        ("xla", 6, ()),
+        ("tpu", 6, ()),
+        ("tpu", None, (("paged_kv", A), ("paged_queries", 2))),  # a page at a time
+    ],
 )
-def test_a_token_attends_to_its_own_pages_and_is_kept_there(problem, kernel, window):
+def test_a_token_attends_to_its_own_pages_and_is_kept_there(problem, kernel, window, blocks):
     """Against attention over each whole sequence. Kernels are interpreted."""
     k, v, table, q, k_new, v_new = problem
-    layout = paged.Layout(kernel, A, "float32")
+    layout = paged.Layout(kernel, A, "float32", blocks=blocks)
     goes = jnp.array([True, True, False])
     attend = paged.decoding(layout, table, jnp.asarray(LENGTHS), goes, TILE)
     before = pool_of(layout, k, v)
@@ -114,6 +121,31 @@ def test_a_token_attends_to_its_own_pages_and_is_kept_there(problem, kernel, win
     for old, new in zip(before, after, strict=True):
         changed = np.asarray(old != new).any(axis=tuple(range(2, old.ndim)))
         assert set(np.flatnonzero(changed[1])) == owners | {0} and not changed[0].any()
+
+
+@pytest.mark.parametrize(
+    "blocks, sizes",
+    [
+        ((), {"num_kv_pages_per_block": 8, "num_queries_per_block": 1}),
+        (
+            (("paged_kv", 64), ("paged_queries", 2)),
+            {"num_kv_pages_per_block": 2, "num_queries_per_block": 2},
+        ),
+        ((("paged_queries", 16),), {"num_kv_pages_per_block": 8, "num_queries_per_block": 4}),
+    ],
+)
+def test_blocks_of_a_config_reach_the_kernel(monkeypatch, blocks, sizes):
+    """Of a table of 8 pages of 32 tokens, and of 4 slots."""
+    handed = {}
+    monkeypatch.setattr(
+        ragged_paged_attention,
+        "ragged_paged_attention",
+        lambda q, *_, **given: handed.update(given) or q,
+    )
+    q, pages = jnp.zeros((4, 4, 128)), jnp.zeros((9, 32, 4, 128))
+    table, lengths = jnp.zeros((4, 8), jnp.int32), jnp.ones(4, jnp.int32)
+    kernels.tpu_attention(q, pages, table, lengths, None, None, blocks)
+    assert sizes.items() <= handed.items()
 
 
 @pytest.mark.parametrize("kernel", ["tpu", "gpu"])

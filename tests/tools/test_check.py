@@ -1,19 +1,25 @@
 """launch/check.py: its runner, its verdicts, and what the plan takes from it."""
 
+import functools
 import json
+import shlex
 import textwrap
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dapo_jax.config import cli
 from dapo_jax.rollout import sampling
-from dapo_jax.tools.check import numerics, page, rollout, runner, trace
+from dapo_jax.tools.bench.shapes import bench_model
+from dapo_jax.tools.check import numerics, page, rollout, runner, trace, tuning
 from dapo_jax.tools.check.findings import Finding, Result, Store
-from dapo_jax.tools.check.machine import Machine, judged
+from dapo_jax.tools.check.machine import MODELS, Machine, judged
 from dapo_jax.tools.plan import chips
 from dapo_jax.types import UserError
 from tests.conftest import ROOT
+from tests.support.helpers import tiny_config
 from tests.support.runs import load_launcher
 
 check = load_launcher("check")
@@ -110,6 +116,57 @@ def test_a_chip_is_judged_by_its_share_and_a_cpu_is_not():
     assert judged(0.4, 0.5, H100, "40 %", {}).verdict == "slow"
     assert judged(0.6, 0.5, H100, "60 %", {}).verdict == "ok"
     assert judged(0.1, 0.5, CPU, "10 %", {}).verdict == "ok"
+
+
+def test_nothing_is_tuned_without_a_tpu(tmp_path, capsys):
+    assert check(["launch/check.py", f"--output={tmp_path}", "--tune"]) == 0
+    assert "nothing to tune here" in capsys.readouterr().out
+    assert not (tmp_path / tuning.FILE).exists()
+
+
+def test_the_fastest_blocks_are_chosen_group_by_group():
+    """What is refused, or hardly faster than the default, is not; a later group has the first's."""
+    groups = (
+        tuning.Group("decode", ({"paged_kv": 512}, {"paged_kv": 2048}, {"paged_kv": 4096})),
+        tuning.Group("decode", ({"paged_queries": 1}, {"paged_queries": 2})),
+        tuning.Group("forward", ({"splash_q": 256}, {"splash_q": 1024})),
+    )
+    of = {512: 1.2, 2048: 0.8, 4096: None, 256: 0.99, 1024: 0.7}
+
+    def seconds(pass_, blocks):
+        sizes = dict(blocks)
+        if pass_ == "forward":
+            return of.get(sizes.get("splash_q"), 1.0)
+        took = of.get(sizes.get("paged_kv"), 1.0)
+        return took if took is None else took * {2: 0.5}.get(sizes.get("paged_queries"), 1.0)
+
+    blocks, lines = tuning.best(groups, seconds)
+    assert blocks == (("paged_kv", 2048), ("paged_queries", 2), ("splash_q", 1024))
+    assert len(lines) == 10
+    assert lines[3] == {"pass": "decode", "blocks": {"paged_kv": 4096}, "seconds": None}
+    of[1024] = 0.985
+    assert tuning.best(groups, seconds)[0] == (("paged_kv", 2048), ("paged_queries", 2))
+
+
+def test_the_flag_of_tuned_blocks_sets_them():
+    blocks = (("splash_q", 1024), ("paged_kv", 2048))
+    arguments = [f"--config={ROOT / 'configs' / 'tiny_dapo.py'}", *shlex.split(tuning.flag(blocks))]
+    config, _ = cli.parse(["launch/train.py", *arguments], "")
+    assert config.model.kernel_blocks == blocks
+
+
+@pytest.mark.parametrize("name", ["0.5B", "1.5B", "7B"])
+def test_candidates_are_sizes_that_a_config_takes(name):
+    c = bench_model((*MODELS[name], "bfloat16"))
+    groups = tuning.groups(c)
+    assert {group.pass_ for group in groups} >= {"forward", "backward"}
+    assert any(group.pass_ == "decode" for group in groups) == (c.head_dim == 128)
+    for group in groups:
+        for candidate in group.candidates:
+            tiny_config(model__kernel_blocks=tuple(candidate.items()))
+        _, shapes = tuning.program(c, group.pass_, ())
+        arguments = jax.eval_shape(functools.partial(tuning.values, group.pass_, shapes))
+        assert [(x.shape, x.dtype) for x in arguments] == [(x.shape, x.dtype) for x in shapes]
 
 
 def test_the_bytes_and_operations_of_a_token():

@@ -27,7 +27,8 @@ from dapo_jax.types import UserError
 from dapo_jax.utils.precision import LANES
 
 KERNELS = {"tpu": "splash", "gpu": "flash", "cuda": "flash", "rocm": "flash"}
-# Tokens of a block of queries and of keys, at most. Not tuned, see docs/update.md.
+# Tokens of a block of queries and of keys, at most, where `ModelConfig.kernel_blocks` has no other.
+# Not tuned, see docs/update.md.
 SPLASH_BLOCK, FLASH_BLOCK = 512, 128
 KEPT = "attention"  # the name of what `ModelConfig.remat` may keep of attention
 
@@ -41,6 +42,7 @@ class Choice(NamedTuple):
     every_layer: bool = False  # slides
     layout: HeadLayout | None = None  # on a mesh of several devices
     refused: str | None = None  # why "auto" is XLA's attention on a platform that has a kernel
+    blocks: tuple[tuple[str, int], ...] = ()  # see `ModelConfig.kernel_blocks`
 
     @property
     def context(self) -> int:
@@ -104,7 +106,8 @@ def choose(
     every_layer = len(sliding) == config.num_layers
     if refused is not None:
         return Choice("xla", platform, window, every_layer, layout, f"{kernel} {refused}")
-    return Choice(kernel, platform, window, every_layer, layout)
+    blocks = config.kernel_blocks
+    return Choice(kernel, platform, window, every_layer, layout, blocks=blocks)
 
 
 def attend(
@@ -163,11 +166,30 @@ def whole_rows(x_BTX: Shaped[Array, "B T *X"], parts: int) -> jax.Array:
     return zigzag.to_rows(jax.lax.all_gather(x_BTX, "context", axis=1, tiled=True), parts)
 
 
-def splash_size(tokens: int) -> tuple[int, int]:
-    """Returns (tokens padded to whole blocks, tokens of a block)."""
-    whole = SPLASH_BLOCK if tokens >= SPLASH_BLOCK else LANES
+OF_QUERIES = ("q", "q_dkv", "q_dq")
+OF_KEYS = ("kv", "kv_compute", "kv_dkv", "kv_dkv_compute", "kv_dq")
+
+
+def splash_sizes(
+    tokens: int, names: tuple[str, ...], blocks: tuple[tuple[str, int], ...]
+) -> tuple[int, dict[str, int]]:
+    """Returns tokens padded to whole blocks, and the tokens of each named block.
+
+    Sizes are powers of two: padded to the largest that is not longer than the tokens, there are
+    whole blocks of each smaller one, and one block of each larger one.
+
+    Args:
+        names: `OF_QUERIES` or `OF_KEYS`.
+        blocks: see `ModelConfig.kernel_blocks`.
+    """
+    given = {name.removeprefix("splash_"): size for name, size in blocks}
+    sizes = {name: given.get(name, SPLASH_BLOCK) for name in names}
+    for name in sizes.keys() - given.keys():
+        whole = sizes.get(name.removesuffix("_compute"), SPLASH_BLOCK)
+        sizes[name] = min(sizes[name], whole)  # what is computed at once is a part of a block
+    whole = max((size for size in sizes.values() if size <= tokens), default=LANES)
     full = tokens + -tokens % whole
-    return full, min(SPLASH_BLOCK, full)
+    return full, {name: min(size, full) for name, size in sizes.items()}
 
 
 def _splash_kernels(choice: Choice, T: int, heads: int) -> tuple[Any, ...]:
@@ -180,10 +202,11 @@ def _splash_kernels(choice: Choice, T: int, heads: int) -> tuple[Any, ...]:
     from jax.experimental.pallas.ops.tpu import splash_attention as library
 
     C = choice.context
-    (full, block), (full_kv, block_kv) = splash_size(T // C), splash_size(T)
-    blocks: dict[str, Any] = {f"block_{name}": block for name in ("q", "q_dkv", "q_dq")}
-    of_kv = ("kv", "kv_compute", "kv_dkv", "kv_dkv_compute", "kv_dq")
-    blocks |= {f"block_{name}": block_kv for name in of_kv}
+    full, of_queries = splash_sizes(T // C, OF_QUERIES, choice.blocks)
+    full_kv, of_keys = splash_sizes(T, OF_KEYS, choice.blocks)
+    blocks: dict[str, Any] = {
+        f"block_{name}": size for name, size in (of_queries | of_keys).items()
+    }
     # The position in the row of each device's queries; padding is where its last query is.
     order_CX = zigzag.order(T, C).reshape(C, -1)
     order_CX = np.pad(order_CX, ((0, 0), (0, full - T // C)), mode="edge")
@@ -229,8 +252,14 @@ def _splash(
     _, T, _, H = q_BTNH.shape
     arrays = segments_BT, k_BTKH, v_BTKH
     segments_BS, k_BSKH, v_BSKH = (whole_rows(x, choice.context) for x in arrays)
-    (full, _), (full_kv, _) = splash_size(T), splash_size(segments_BS.shape[1])
-    segments = library.SegmentIds(_padded(segments_BT, 1, full), _padded(segments_BS, 1, full_kv))
+    full, _ = splash_sizes(T, OF_QUERIES, choice.blocks)
+    full_kv, _ = splash_sizes(segments_BS.shape[1], OF_KEYS, choice.blocks)
+    of_queries_BT, of_keys_BS = _padded(segments_BT, 1, full), _padded(segments_BS, 1, full_kv)
+    if choice.blocks:
+        # Blocks of another size may skip padding in the forward pass and meet it in the backward
+        # pass, whose weights would be infinite: padded queries see no padded key.
+        of_keys_BS = jnp.where(of_keys_BS > 0, of_keys_BS, -1)
+    segments = library.SegmentIds(of_queries_BT, of_keys_BS)
     fill = lambda x, full: _padded(_padded(x, 1, full), 3, LANES).swapaxes(1, 2)
     q_BNTH = fill((q_BTNH * H**-0.5).astype(q_BTNH.dtype), full)
     k_BKSH, v_BKSH = fill(k_BSKH, full_kv), fill(v_BSKH, full_kv)
@@ -257,7 +286,10 @@ def _within_segments(kernel: Any, segments: Any) -> Any:
         segments: of queries [T] (the part of this device) and of keys [S] (the whole row).
     """
     sizes = kernel.kwargs["block_sizes"]
-    if len(segments.q) == sizes.block_q and len(segments.kv) == sizes.block_kv:
+    forward = sizes.block_q, sizes.block_kv
+    by_queries = sizes.block_q_dq, sizes.block_kv_dq
+    by_keys = sizes.block_q_dkv, sizes.block_kv_dkv
+    if {forward, by_queries, by_keys} == {(len(segments.q), len(segments.kv))}:
         return kernel
 
     def bounds(segments_T: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
@@ -265,9 +297,11 @@ def _within_segments(kernel: Any, segments: Any) -> Any:
         none = jnp.iinfo(blocks.dtype).max  # padding; a block of nothing else meets no other
         return jnp.where(blocks > 0, blocks, none).min(axis=1), blocks.max(axis=1)
 
-    least_Q, largest_Q = bounds(segments.q, sizes.block_q)
-    least_K, largest_K = bounds(segments.kv, sizes.block_kv)
-    near_QK = (least_Q[:, None] <= largest_K[None]) & (least_K[None] <= largest_Q[:, None])
+    @functools.cache  # mostly all three have the same blocks
+    def near(block_q: int, block_kv: int) -> jax.Array:
+        least_Q, largest_Q = bounds(segments.q, block_q)
+        least_K, largest_K = bounds(segments.kv, block_kv)
+        return (least_Q[:, None] <= largest_K[None]) & (least_K[None] <= largest_Q[:, None])
 
     def fewer(
         info: Any, near: jax.Array, turned: Callable[[jax.Array], jax.Array], *, forward: bool
@@ -298,9 +332,9 @@ def _within_segments(kernel: Any, segments: Any) -> Any:
 
     as_is, transposed = lambda x: x, lambda x: x.T
     return type(kernel)(
-        fewer(kernel.fwd_mask_info, near_QK, as_is, forward=True),
-        fewer(kernel.dq_mask_info, near_QK, as_is, forward=False),
-        fewer(kernel.dkv_mask_info, near_QK.T, transposed, forward=False),
+        fewer(kernel.fwd_mask_info, near(*forward), as_is, forward=True),
+        fewer(kernel.dq_mask_info, near(*by_queries), as_is, forward=False),
+        fewer(kernel.dkv_mask_info, near(*by_keys).T, transposed, forward=False),
         **kernel.kwargs,
     )
 

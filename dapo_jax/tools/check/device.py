@@ -51,7 +51,7 @@ def _memory(machine: Machine) -> Result:
     size = (1 << 26) if machine.is_cpu else (1 << 29)
     x = jnp.ones(size, jnp.float32)
     more = jax.jit(lambda x: x + 1)
-    rate = 2 * 4 * size / _median_seconds(lambda: more(x))
+    rate = 2 * 4 * size / median_seconds(lambda: more(x))
     figures = {"array_bytes": 4 * size, "bytes_per_second": rate}
     text = f"{rate / 1e9:,.0f} GB/s read and written"
     if machine.chip.memory_rate is None:
@@ -66,8 +66,8 @@ def _copies() -> Result:
     there = jax.device_put(host)
     # A new array each time: one that was read before keeps its copy on the host.
     arrays = iter([jax.block_until_ready(there + i) for i in range(6)])
-    to_device = host.nbytes / _median_seconds(lambda: jax.device_put(host))
-    to_host = host.nbytes / _median_seconds(lambda: np.asarray(next(arrays)))
+    to_device = host.nbytes / median_seconds(lambda: jax.device_put(host))
+    to_host = host.nbytes / median_seconds(lambda: np.asarray(next(arrays)))
     text = f"{to_device / 1e9:.1f} GB/s to the device, {to_host / 1e9:.1f} GB/s from it"
     return Result("ok", text, {"to_device": to_device, "to_host": to_host})
 
@@ -84,7 +84,7 @@ def _kernels(shape: tuple) -> Result:
     return Result("ok", f"{text} ({reasons})" if reasons else text, figures)
 
 
-def _median_seconds(run: Callable[[], Any]) -> float:
+def median_seconds(run: Callable[[], Any]) -> float:
     """Returns the median time of five calls, after one more."""
     seconds = []
     for _ in range(6):

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from dapo_jax.models.sharding import AXES
+from dapo_jax.rollout.memory_budget import held
 from dapo_jax.tools.bench import TrainShape, bench_train
 from dapo_jax.tools.bench.memory import peaks
 from dapo_jax.tools.bench.shapes import bench_model
@@ -14,7 +15,6 @@ from dapo_jax.tools.plan import estimate
 
 ROWS, ROWS_ON_CPU = (4096, 16_384), (256, 512)  # tokens
 MFU = 0.3  # less is called slow
-MEMORY_APART = 0.05  # measured memory over the compiler's figure
 
 
 def checks(machine: Machine, store: Store, base: dict[str, Any]) -> dict[str, Check]:
@@ -57,18 +57,21 @@ def _update(machine: Machine, store: Store, shape: TrainShape, base: dict[str, A
         "padding_share": found["padding_fraction"],
         "compiled_mb": found["compiled_mb"],
     }
+    config = train_config(shape, base)
+    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
+    # The plan's arithmetic, which leaves out activations; its other figure is the compiler's.
+    figures["planned_mb"] = planned = round(held(config, sizes).update_bytes / 1e6, 1)
     text = f"{per_second:,.0f} tokens/s, compiled in {found['compile_seconds']:.0f} s"
     # The devices' counter never falls: it is this update's only where it rose.
     peak = found["peak_device_mb"]
     if peak is not None and before is not None and peak > before:
         figures["peak_device_mb"] = peak
         apart = peak / found["compiled_mb"] - 1
-        text += f", {peak / 1e3:.1f} GB in use ({100 * apart:+.0f} % from the compiler's figure)"
+        text += f", {peak / 1e3:.1f} GB in use ({100 * apart:+.0f} % from the compiler's figure;"
+        text += f" the plan has {planned / 1e3:.1f} GB without activations)"
     flops, _ = machine.rates(store)
     if flops is None:
         return Result("ok", f"{text}; rates are not known without the part `device`", figures)
-    config = train_config(shape, base)
-    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
     work = estimate.batch_work(
         config,
         sizes,

@@ -149,7 +149,8 @@ def keys_per_query(config: Config, platform: str, sequence_tokens: float) -> flo
     """Returns the mean number of keys that training computes per query.
 
     Splash attention computes the blocks of b tokens that a sequence of S touches below the
-    diagonal: S^2 / 2 + 3 S b / 2 pairs, at most a whole row. Flash attention computes all blocks of
+    diagonal: S^2 / 2 + 3 S b / 2 pairs, at most a whole row; b is the mean of the blocks of queries
+    and of keys, where they differ. Flash attention computes all blocks of
     a row below the diagonal. XLA's computes each part of a row against all keys up to the end of
     the part, and whole rows where a row lies on several devices.
     """
@@ -157,7 +158,10 @@ def keys_per_query(config: Config, platform: str, sequence_tokens: float) -> flo
     if name == "flash":
         return (row + kernels.FLASH_BLOCK) / 2
     if name == "splash":
-        full, block = kernels.splash_size(row)
+        blocks = config.model.kernel_blocks
+        full, of_queries = kernels.splash_sizes(row, kernels.OF_QUERIES, blocks)
+        full_kv, of_keys = kernels.splash_sizes(row, kernels.OF_KEYS, blocks)
+        full, block = max(full, full_kv), (of_queries["q"] + of_keys["kv"]) / 2
         return min(sequence_tokens + 3 * block, full + block) / 2
     if config.mesh.context > 1:
         return row
