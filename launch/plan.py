@@ -23,7 +23,9 @@ a virtual clock: seconds of a rollout, idle time, prompts begun, and, where the 
 config's mesh, the price of the run. Nothing is compiled.
 
 --length_distribution  of responses: lognormal:MEAN:SIGMA (default lognormal:5120:1, MEAN at most a
-                       quarter of the longest), uniform:LENGTH, or a .jsonl file with lengths
+                       quarter of the longest), lognormal:MEAN-LAST:SIGMA:CORRELATION with a mean
+                       that grows and lengths correlated in a group, uniform:LENGTH, or a .jsonl
+                       file with lengths
 --accept               share of the prompts that dynamic sampling keeps, default 0.4
 --lengths_from         directory of a run that saved all its rollouts: its lengths and verdicts
                        instead, and its measured seconds for comparison

@@ -245,6 +245,7 @@ def test_the_table(capsys):
         ("--accept=0", "--accept must be above 0 and at most 1; got 0"),
         ("--accept=1.5", "--accept must be above 0 and at most 1; got 1.5"),
         ("--length_distribution=lognormal:1e9:1", r"from 1 to .*'lognormal:1e9:1'"),
+        ("--length_distribution=lognormal:4-1e9:1", r"LAST and LENGTH from 1 to .*'lognormal:4-1e"),
         ("--length_distribution=normal:3", "must be lognormal:MEAN:SIGMA.*'normal:3'"),
         ("--length_distribution=uniform:99999", "from 1 to 72; got 'uniform:99999'"),
         ("--length_distribution=none.jsonl", "none.jsonl: no such file"),
@@ -311,3 +312,24 @@ def test_correlated_lengths_of_a_group():
     logs = np.log([lengths(rng, 2) for _ in range(4000)])
     assert np.corrcoef(logs.T)[0, 1] == pytest.approx(0.75, abs=0.03)
     assert logs.std() == pytest.approx(1, abs=0.03)
+
+
+def test_a_growing_mean():
+    """From MEAN to LAST over the steps, by the place in the data, carried or not."""
+    lengths = workload.lengths_of("lognormal:10-30:0", 100)
+    assert [int(lengths(np.random.default_rng(0), 1, at)[0]) for at in (0, 0.5, 1)] == [10, 20, 30]
+    steps, prompts = 4, 8
+    progress = lambda step, number: min(1.0, (step + number / prompts) / steps)
+    work = workload.sampled(lengths, 1.0, G, 0, progress=progress)
+    of = lambda step, number: work(step, number).lengths_G.tolist()
+    assert of(0, 0) == [10] * G and of(3, 4) == of(0, 28) == [28] * G and of(0, 99) == [30] * G
+
+
+def test_the_mean_of_correlated_lengths(capsys):
+    """Of many groups: one group's lengths would have the mean of that group."""
+    arguments = ["--simulate_hosts=1", "--compare_hosts=1", "--simulate_steps=1"]
+    found = simulated(capsys, *arguments, "--length_distribution=lognormal:9:0.5:0.9")
+    (text,) = [text for text in found["assumptions"] if text.startswith("lengths lognormal")]
+    assert ": 9 tokens on average" in text
+    found = simulated(capsys, *arguments, "--length_distribution=lognormal:4-8:0.5:0.9")
+    assert ": 6 tokens on average" in "".join(found["assumptions"])

@@ -108,11 +108,14 @@ def simulate(config: Config, flags: Flags, say: Callable[[str], None]) -> dict[s
         usual = min(MEAN_TOKENS, max(1, r.max_response_tokens // 4))
         text, accept = flags.length_distribution or f"lognormal:{usual}:1", flags.accept or 0.4
         lengths = workload.lengths_of(text, r.max_response_tokens)
-        work = workload.sampled(lengths, accept, r.group_size, config.seed)
-        some = lengths(np.random.default_rng(0), 100_000)
+        num_prompts = steps * config.train.prompts_per_step / accept  # expected, of all steps
+        progress = lambda step, number: min(1.0, step / steps + number / num_prompts)
+        work = workload.sampled(lengths, accept, r.group_size, config.seed, progress=progress)
+        rng, num = np.random.default_rng(0), 100_000 // r.group_size
+        some = np.concatenate([lengths(rng, r.group_size, i / num) for i in range(num)])
         mean = some.mean()
         assumptions.append(
-            f"lengths {text}, independent: {mean:,.0f} tokens on average, "
+            f"lengths {text}: {mean:,.0f} tokens on average, "
             f"{np.mean(some == r.max_response_tokens):.1%} of {r.max_response_tokens:,}; "
             f"{accept:.0%} of the prompts informative"
         )
