@@ -23,12 +23,16 @@ a virtual clock: seconds of a rollout, idle time, prompts begun, and, where the 
 config's mesh, the price of the run. Nothing is compiled.
 
 --length_distribution  of responses: lognormal:MEAN:SIGMA (default lognormal:5120:1, MEAN at most a
-                       quarter of the longest), uniform:LENGTH, or a .jsonl file with lengths
+                       quarter of the longest), lognormal:MEAN-LAST:SIGMA:CORRELATION with a mean
+                       that grows and lengths correlated in a group, uniform:LENGTH, or a .jsonl
+                       file with lengths
 --accept               share of the prompts that dynamic sampling keeps, default 0.4
 --lengths_from         directory of a run that saved all its rollouts: its lengths and verdicts
                        instead, and its measured seconds for comparison
 --compare_hosts        other numbers of hosts in the table, one step each, default 1,16,64,256
 --simulate_steps       rollout steps with --simulate_hosts hosts, default 3
+--split                how many of the hosts sample while the others train, or best: the number
+                       with the shortest steps
 --chip                 of the hosts, default v5p; or, measured:
 --decode_seconds, --prefill_seconds   of a call each
 --host_seconds         of the host for each call, default 0
@@ -44,7 +48,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-TEXTS = ("length_distribution", "lengths_from", "compare_hosts", "chip")
+TEXTS = ("length_distribution", "lengths_from", "compare_hosts", "chip", "split")
 INTEGERS = ("simulate_hosts", "simulate_steps", "heldout_prompts")
 FLOATS = ("accept", "decode_seconds", "prefill_seconds", "host_seconds", "reward_seconds")
 COMPILED = ("topology", "program", "search", "response_tokens")  # not read by a simulation

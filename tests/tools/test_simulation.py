@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.rollout.dynamic_sampling import SamplingState, next_rate
-from dapo_jax.tools.plan import chips, estimate, many_hosts, simulation, workload
+from dapo_jax.tools.plan import chips, estimate, many_hosts, simulation, whole_steps, workload
 from dapo_jax.tools.plan.simulation import Setting
 from dapo_jax.tools.plan.virtual import Costs, Group
 from tests.support.helpers import tiny_config
@@ -245,6 +245,7 @@ def test_the_table(capsys):
         ("--accept=0", "--accept must be above 0 and at most 1; got 0"),
         ("--accept=1.5", "--accept must be above 0 and at most 1; got 1.5"),
         ("--length_distribution=lognormal:1e9:1", r"from 1 to .*'lognormal:1e9:1'"),
+        ("--length_distribution=lognormal:4-1e9:1", r"LAST and LENGTH from 1 to .*'lognormal:4-1e"),
         ("--length_distribution=normal:3", "must be lognormal:MEAN:SIGMA.*'normal:3'"),
         ("--length_distribution=uniform:99999", "from 1 to 72; got 'uniform:99999'"),
         ("--length_distribution=none.jsonl", "none.jsonl: no such file"),
@@ -259,6 +260,20 @@ def test_a_wrong_command_is_refused(capsys, argument, message):
     assert main(["program", TINY, "--simulate_hosts=2", *argument.split()]) == 2
     out, err = capsys.readouterr()
     assert out == "" and "Traceback" not in err and re.search(message, err), err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--split=0", "--split must be 'best' or how many of the hosts sample, less than .*=2; go"),
+        ("--split=2", "got '2'"),
+        ("--split=some", "got 'some'"),
+        ("--split=1", "max_staleness 1 or more.*; got 0"),
+        ("--split=1 --config.rollout.max_staleness=1 --compare_hosts=4", "leave --compare_hosts"),
+    ],
+)
+def test_a_wrong_split_is_refused(capsys, arguments, message):
+    test_a_wrong_command_is_refused(capsys, arguments, message)
 
 
 def carrying(max_staleness=2, **changes):
@@ -311,3 +326,106 @@ def test_correlated_lengths_of_a_group():
     logs = np.log([lengths(rng, 2) for _ in range(4000)])
     assert np.corrcoef(logs.T)[0, 1] == pytest.approx(0.75, abs=0.03)
     assert logs.std() == pytest.approx(1, abs=0.03)
+
+
+def test_a_growing_mean():
+    """From MEAN to LAST over the steps, by the place in the data, carried or not."""
+    lengths = workload.lengths_of("lognormal:10-30:0", 100)
+    assert [int(lengths(np.random.default_rng(0), 1, at)[0]) for at in (0, 0.5, 1)] == [10, 20, 30]
+    steps, prompts = 4, 8
+    progress = lambda step, number: min(1.0, (step + number / prompts) / steps)
+    work = workload.sampled(lengths, 1.0, G, 0, progress=progress)
+    of = lambda step, number: work(step, number).lengths_G.tolist()
+    assert of(0, 0) == [10] * G and of(3, 4) == of(0, 28) == [28] * G and of(0, 99) == [30] * G
+
+
+def test_the_mean_of_correlated_lengths(capsys):
+    """Of many groups: one group's lengths would have the mean of that group."""
+    arguments = ["--simulate_hosts=1", "--compare_hosts=1", "--simulate_steps=1"]
+    found = simulated(capsys, *arguments, "--length_distribution=lognormal:9:0.5:0.9")
+    (text,) = [text for text in found["assumptions"] if text.startswith("lengths lognormal")]
+    assert ": 9 tokens on average" in text
+    found = simulated(capsys, *arguments, "--length_distribution=lognormal:4-8:0.5:0.9")
+    assert ": 6 tokens on average" in "".join(found["assumptions"])
+
+
+@pytest.mark.parametrize("rollout, update, transfer", [(10, 4, 1), (4, 10, 1), (10, 10, 2)])
+def test_split_meshes_by_hand(rollout, update, transfer):
+    """The slower side sets the pace. Where both take as long, parameters that are on their way
+    delay each second rollout, since the next needs those of the update before the last."""
+    steps = whole_steps.at_once([rollout] * 6, [update] * 6, transfer)
+    assert steps[0] == (rollout + update, rollout, update, 0, rollout), "from a cold start"
+    seconds = [step.seconds for step in steps[1:]]
+    if rollout != update:
+        assert seconds == [max(rollout, update)] * 5
+    else:
+        # Rollouts end at 10, 20, 32, 42, 54, 64: the third waits until 20 + 2, the fifth until 44.
+        assert seconds == [10, 12, 10, 12, 10]
+    waits = sum(step.sampler_waits for step in steps[1:]), sum(s.trainer_waits for s in steps[1:])
+    expected = {10: {4: (0, 5 * 6), 10: (2 * 2, 2 * 2)}, 4: {10: (7 + 6 + 6 + 6, 0)}}
+    assert waits == expected[rollout][update]
+
+
+def test_the_best_split():
+    """Twelve hosts; rollouts take 60 s and updates 20 s on one host each: 9 sample."""
+    of = lambda k: whole_steps.at_once([60 / k] * 4, [20 / (12 - k)] * 4, 0.0)
+    found = whole_steps.best_split(of, 12)
+    assert found == 9 == min(range(1, 12), key=lambda k: whole_steps.mean_seconds(of(k)))
+    assert whole_steps.best_split(of, 2) == 1
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_the_age_of_simulated_tokens(max_staleness):
+    """Every token counts once, for a batch, for the next step or as lost; none is too old."""
+    lengths = workload.lengths_of("lognormal:8:1:0.5", 32)
+    work = workload.sampled(lengths, 1.0, G, seed=1)
+    # All groups are kept: an informative rate that rises would have groups sampled again.
+    kept = dataclasses.replace(CONFIG.dynamic_sampling, enabled=False)
+    config = dataclasses.replace(carrying(max_staleness), dynamic_sampling=kept)
+    found = simulation.rollouts(setting(config=config), work, hosts=2, steps=8)
+    used, position = 0, 0
+    for step, one in enumerate(found):
+        of_batch = [
+            work(*((0, position + i) if max_staleness else (step, i))).lengths_G.mean()
+            for i in range(one.tried)
+        ]
+        assert one.response_tokens == pytest.approx(np.mean(of_batch))
+        used += sum(of_batch) * G
+        position += one.tried
+        assert 0 <= one.staleness <= min(step, max_staleness)
+    assert max(one.staleness for one in found) == max_staleness
+    lost = sum(one.tokens_lost for one in found)
+    assert sum(one.tokens for one in found) == used + found[-1].tokens_carried + lost
+
+
+def test_whole_steps(capsys):
+    """In turn and at once: the rollout is that of the hosts that sample, with a staleness of one
+    less; the update takes as much longer as fewer hosts train."""
+    arguments = ["--simulate_steps=3", "--config.mesh.data=4", "--simulate_hosts=4"]
+    turn = simulated(capsys, *arguments, "--compare_hosts=3", "--config.rollout.max_staleness=1")
+    first, *_ = (whole_steps.Step(*values) for values in turn["whole_steps"]["steps"])
+    assert first.rollout == turn["rows"][1]["seconds"]
+    assert first.seconds == pytest.approx(first.rollout + first.update)
+    parts = turn["price"]["parts"]
+    assert first.update == pytest.approx(parts["train"], rel=0.3), "the lengths are of the batch"
+    split = simulated(capsys, *arguments, "--split=3", "--config.rollout.max_staleness=2")
+    rows, found = split["rows"], split["whole_steps"]
+    assert [row["hosts"] for row in rows] == [3] * 3 and split["price"] is None
+    steps = [whole_steps.Step(*values) for values in found["steps"]]
+    assert (found["sampling"], found["training"]) == (3, 1) and found["staleness"] <= 2
+    assert [step.rollout for step in steps] == [row["seconds"] for row in rows]
+    assert rows[0]["seconds"] == turn["rows"][0]["seconds"], "a new run's prompts, on three hosts"
+    assert found["transfer_seconds"] > 0
+    assert "3 hosts sampling and 1 training" in many_hosts.describe(split)
+    best = simulated(capsys, *arguments, "--split=best", "--config.rollout.max_staleness=2")
+    assert best["whole_steps"]["sampling"] in (1, 2, 3)
+
+
+def test_updates_take_longer_on_fewer_hosts():
+    sizes = {"data": 1, "fsdp": 16, "context": 1, "tensor": 4}
+    config = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, row_tokens=2**20))
+    seconds = lambda share: whole_steps.update_seconds(
+        config, sizes, chips.named("v5p"), share=share, response_tokens=20, prompt_tokens=8
+    )
+    assert seconds(0.25) == pytest.approx(2 * seconds(0.5), rel=0.05)
+    assert seconds(0.25) == pytest.approx(4 * seconds(1.0), rel=0.05)

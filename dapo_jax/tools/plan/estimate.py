@@ -319,15 +319,20 @@ def weights_call(config: Config, sizes: Mapping[str, int]) -> Work:
     """Returns the costs of weight resharding: a device reads its share of the trainer's parameters,
     writes its share of the replica's, and receives what it lacks of that."""
     c, devices = config.model, math.prod(sizes.values())
-    m = matrices(c)
+    m, whole = matrices(c), replica_bytes(c)
     ends = m.head * (1 if c.tie_embeddings else 2)
     width = lambda dtype: jnp.dtype(dtype).itemsize
-    head = c.compute_dtype if c.head_dtype is None else c.base_dtype
-    whole = m.layers * matrix_width(c) + m.head * width(head)
-    whole += (ends - m.head) * width(c.compute_dtype)
     copy = whole / rollout_shape(sizes, config.mesh.rollout_tensor)["tensor"]
     read = (m.layers * width(c.matrix_dtype) + ends * width(c.base_dtype)) / devices
     return Work(0.0, read + copy, max(0.0, copy - whole / devices))
+
+
+def replica_bytes(c: ModelConfig) -> int:
+    """Returns the bytes of the parameters of a replica of the rollout."""
+    m, width = matrices(c), lambda dtype: jnp.dtype(dtype).itemsize
+    head = c.compute_dtype if c.head_dtype is None else c.base_dtype
+    embedding = 0 if c.tie_embeddings else m.head * width(c.compute_dtype)
+    return m.layers * matrix_width(c) + m.head * width(head) + embedding
 
 
 def matrix_width(c: ModelConfig) -> int:

@@ -3,6 +3,8 @@
 The result is a simulation and never a measurement; its text says so.
 """
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +15,7 @@ import numpy as np
 from dapo_jax.config import Config
 from dapo_jax.models.sharding import AXES, rollout_shape
 from dapo_jax.rollout.engine_config import bucket_sizes
-from dapo_jax.tools.plan import chips, estimate, price, simulation, workload
+from dapo_jax.tools.plan import chips, estimate, price, simulation, whole_steps, workload
 from dapo_jax.tools.plan.report import markdown_table, seconds_text
 from dapo_jax.tools.plan.simulation import Rollout, Setting
 from dapo_jax.tools.plan.virtual import Costs
@@ -23,6 +25,7 @@ MEAN_TOKENS = 5120  # default mean length of a response; at most a quarter of th
 COMPARED = "1,16,64,256"
 EVAL_PROMPTS = 30  # AIME 2024
 CHIP = "v5p"
+BEST = "best"  # of --split
 COLUMNS = (
     "hosts|step|informative rate|rollout|longest wait|idle, mean|prompts begun|given back|"
     "slots busy|tokens lost|cache of a device"
@@ -46,6 +49,7 @@ class Flags(NamedTuple):
     host_seconds: float | None = None
     reward_seconds: float | None = None
     heldout_prompts: int | None = None
+    split: str | None = None
 
 
 POSITIVE = ("simulate_hosts", "simulate_steps", "prompt_tokens", "heldout_prompts")
@@ -53,7 +57,7 @@ SECONDS = ("decode_seconds", "prefill_seconds", "host_seconds", "reward_seconds"
 
 
 def check(config: Config, flags: Flags) -> list[int]:
-    """Returns the numbers of hosts to compare.
+    """Returns the numbers of hosts to compare; none with --split.
 
     Raises:
         UserError: a flag is out of range, or the config cannot be simulated.
@@ -76,6 +80,9 @@ def check(config: Config, flags: Flags) -> list[int]:
             "--lengths_from takes lengths and verdicts from a run: leave --accept and "
             "--length_distribution out."
         )
+    if flags.split is not None:
+        _check_split(config, flags)
+        return []
     compared = flags.compare_hosts or ("" if flags.lengths_from else COMPARED)
     try:
         hosts = {int(number) for number in compared.split(",") if number}
@@ -84,6 +91,26 @@ def check(config: Config, flags: Flags) -> list[int]:
     if any(number < 1 for number in hosts):
         raise UserError(f"--compare_hosts must be such as {COMPARED}; got {compared!r}.")
     return sorted(hosts | {flags.simulate_hosts})
+
+
+def _check_split(config: Config, flags: Flags) -> None:
+    text, most = flags.split or "", flags.simulate_hosts - 1
+    if most < 1 or (text != BEST and not (text.isdecimal() and 1 <= int(text) <= most)):
+        raise UserError(
+            f"--split must be {BEST!r} or how many of the hosts sample, less than "
+            f"--simulate_hosts={flags.simulate_hosts}; got {text!r}."
+        )
+    if config.rollout.max_staleness < 1:
+        raise UserError(
+            "--split needs config.rollout.max_staleness 1 or more, since the parameters that "
+            "sample lack one update; got 0."
+        )
+    refused = ("compare_hosts", "lengths_from", "decode_seconds")
+    if given := [f"--{name}" for name in refused if getattr(flags, name) is not None]:
+        raise UserError(
+            "--split simulates one number of hosts, with updates as long as the plan estimates: "
+            f"leave {', '.join(given)} out."
+        )
 
 
 def simulate(config: Config, flags: Flags, say: Callable[[str], None]) -> dict[str, Any]:
@@ -108,31 +135,54 @@ def simulate(config: Config, flags: Flags, say: Callable[[str], None]) -> dict[s
         usual = min(MEAN_TOKENS, max(1, r.max_response_tokens // 4))
         text, accept = flags.length_distribution or f"lognormal:{usual}:1", flags.accept or 0.4
         lengths = workload.lengths_of(text, r.max_response_tokens)
-        work = workload.sampled(lengths, accept, r.group_size, config.seed)
-        some = lengths(np.random.default_rng(0), 100_000)
+        num_prompts = steps * config.train.prompts_per_step / accept  # expected, of all steps
+        progress = lambda step, number: min(1.0, step / steps + number / num_prompts)
+        work = workload.sampled(lengths, accept, r.group_size, config.seed, progress=progress)
+        rng, num = np.random.default_rng(0), 100_000 // r.group_size
+        some = np.concatenate([lengths(rng, r.group_size, i / num) for i in range(num)])
         mean = some.mean()
         assumptions.append(
-            f"lengths {text}, independent: {mean:,.0f} tokens on average, "
+            f"lengths {text}: {mean:,.0f} tokens on average, "
             f"{np.mean(some == r.max_response_tokens):.1%} of {r.max_response_tokens:,}; "
             f"{accept:.0%} of the prompts informative"
         )
     shards, devices = _replicas(config)
     token_gib = estimate.token_bytes(config.model, r) / devices / chips.GIB
+    simulated: dict[int, list[Rollout]] = {}  # by number of hosts
+
+    def rollouts(hosts: int, num: int) -> list[Rollout]:
+        if hosts not in simulated:
+            say(f"{hosts} hosts: {num} steps")
+            simulated[hosts] = simulation.rollouts(setting, work, hosts=hosts, steps=num)
+        return simulated[hosts]
+
+    own_hosts, whole = flags.simulate_hosts, None
+    if flags.split is not None:
+        one_less = dataclasses.replace(r, max_staleness=r.max_staleness - 1)
+        setting = setting._replace(config=dataclasses.replace(config, rollout=one_less))
+        whole = _split(setting, flags, lambda hosts: rollouts(hosts, steps))
+        numbers = [own_hosts := whole["sampling"]]
     rows, own = [], []
     for hosts in numbers:
-        num = steps if hosts == flags.simulate_hosts else 1
-        say(f"{hosts} hosts: {num} steps")
-        found = simulation.rollouts(setting, work, hosts=hosts, steps=num)
+        found = rollouts(hosts, steps if hosts == own_hosts else 1)
         rows += [_row(hosts, step, one, token_gib) for step, one in enumerate(found, 1)]
-        own = found if hosts == flags.simulate_hosts else own
+        own = found if hosts == own_hosts else own
     result: dict[str, Any] = {
         "simulate_hosts": flags.simulate_hosts,
         "assumptions": assumptions,
         "cache_gib": r.cache_gib,
         "rows": rows,
         "price": None,
+        "whole_steps": whole,
     }
-    if lengths is not None and shards == flags.simulate_hosts and flags.decode_seconds is None:
+    is_own_mesh = shards == flags.simulate_hosts and flags.decode_seconds is None
+    if lengths is not None and is_own_mesh and whole is None:
+        seconds, updates = [one.seconds for one in own], _updates(setting, flags, own, shards)
+        result["whole_steps"] = {
+            "sampling": None,
+            "steps": whole_steps.in_turn(seconds, updates),
+            "staleness": max(one.staleness for one in own),
+        }
         say(f"{shards} hosts, an evaluation")
         result["price"] = price.price(
             setting,
@@ -154,6 +204,55 @@ def simulate(config: Config, flags: Flags, say: Callable[[str], None]) -> dict[s
             "ratio_of_medians": float(np.median(predicted) / np.median(seconds)),
         }
     return result
+
+
+def _split(
+    setting: Setting, flags: Flags, rollouts: Callable[[int], list[Rollout]]
+) -> dict[str, Any]:
+    """Returns the whole steps of split meshes, for `whole_steps.describe`.
+
+    Args:
+        setting: with the staleness that is left for carried responses.
+        rollouts: by the number of hosts that sample.
+    """
+    model, (_, devices), chip = setting.config.model, _replicas(setting.config), _chip(flags)
+    copy = estimate.Work(0.0, 0.0, estimate.replica_bytes(model) / devices)
+    times, hosts = estimate.expected(copy, chip), flags.simulate_hosts
+    assert times is not None, "the rates of all chips of `CHIPS` are known"
+
+    def steps(sampling: int) -> list[whole_steps.Step]:
+        found = rollouts(sampling)
+        updates = _updates(setting, flags, found, hosts - sampling)
+        return whole_steps.at_once([one.seconds for one in found], updates, times.links)
+
+    tried = functools.cache(steps)
+    if flags.split == BEST:
+        sampling = whole_steps.best_split(tried, hosts)
+    else:
+        sampling = int(flags.split or "")
+    return {
+        "sampling": sampling,
+        "training": hosts - sampling,
+        "transfer_seconds": times.links,
+        "steps": tried(sampling),
+        "staleness": 1 + max(one.staleness for one in rollouts(sampling)),
+    }
+
+
+def _updates(setting: Setting, flags: Flags, rollouts: list[Rollout], hosts: int) -> list[float]:
+    """Returns the seconds of each step's update on that many hosts."""
+    config = setting.config
+    return [
+        whole_steps.update_seconds(
+            config,
+            _sizes(config),
+            _chip(flags),
+            share=hosts / _replicas(config)[0],
+            response_tokens=one.response_tokens,
+            prompt_tokens=setting.prompt_tokens,
+        )
+        for one in rollouts
+    ]
 
 
 def _sizes(config: Config) -> dict[str, int]:
@@ -262,6 +361,8 @@ def describe(result: Mapping[str, Any]) -> str:
             f"config.rollout.cache_gib is {given:g}, and a device would hold {most:.3g} GiB: "
             "sequences would wait for pages, which is not simulated."
         )
+    if result["whole_steps"] is not None:
+        lines.append(whole_steps.describe(result["whole_steps"]))
     if result["price"] is not None:
         lines.append(price.describe(result["price"]))
     if "measured" in result:

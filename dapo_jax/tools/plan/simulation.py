@@ -84,6 +84,8 @@ class Rollout(NamedTuple):
     tokens_carried: int  # tokens of unfinished groups that the next step resumes
     tokens_cached: int  # largest number in one host's cache
     rate: float  # estimated informative rate at the start
+    response_tokens: float  # mean length in the batch, to the unit
+    staleness: int  # rollout steps since the batch's oldest token was sampled
 
 
 class OneWorkQueue(WorkQueue):
@@ -190,6 +192,10 @@ def rollout(
         lost = units - sum(int(each[0].engine.group(i).lengths_G.sum()) for i in range(tried))
     carried_units = sum(len(r.tokens) for group in carried for _, r in group.responses)
     cached = max(host.engine.cached_units for host in each)
+    groups = {n: group for host in each for n, group in host.prompts.groups.items()}
+    responses = [response for n in batch for response in groups[n].responses]
+    ages = [step - r.versions.min() for r in responses if r.versions is not None]
+    lengths = [len(r.tokens) for r in responses]
     one = Rollout(
         seconds,
         1 - (busy_H - np.maximum(0.0, device_H - seconds)) / seconds,
@@ -203,6 +209,8 @@ def rollout(
         carried_units * setting.unit_tokens,
         math.ceil(cached * setting.unit_tokens),
         state.informative_rate,
+        float(np.mean(lengths or [0])) * setting.unit_tokens,
+        max(map(int, ages), default=0),
     )
     rate = next_rate(state.informative_rate, len(batch), tried)
     return one, SamplingState(rate, carried)

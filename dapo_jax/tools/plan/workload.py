@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -13,18 +13,27 @@ from dapo_jax.config import Config
 from dapo_jax.tools.plan.virtual import Group
 from dapo_jax.types import UserError
 
-# (generator, number of responses) -> lengths in tokens.
-Lengths = Callable[[np.random.Generator, int], np.ndarray]
-KNOWN = "lognormal:MEAN:SIGMA[:CORRELATION], uniform:LENGTH or the path of a .jsonl file"
+KNOWN = (
+    "lognormal:MEAN:SIGMA[:CORRELATION], lognormal:MEAN-LAST:SIGMA[:CORRELATION], uniform:LENGTH "
+    "or the path of a .jsonl file"
+)
 # (rollout step, number of the prompt in it) -> its responses; repeatable.
 Workload = Callable[[int, int], Group]
+
+
+class Lengths(Protocol):
+    """A distribution of lengths in tokens."""
+
+    def __call__(self, rng: np.random.Generator, num: int, progress: float = 0.0) -> np.ndarray:
+        """Returns `num` lengths of one group, at this share of the simulated steps."""
+        ...
 
 
 def lengths_of(text: str, most: int) -> Lengths:
     """Returns the distribution that --length_distribution names, cut at `most` tokens.
 
-    MEAN is before the cut. CORRELATION, 0 by default, is that of the logarithms of two lengths of
-    one group.
+    MEAN is before the cut; MEAN-LAST grows evenly over the simulated steps. CORRELATION, 0 by
+    default, is that of the logarithms of two lengths of one group.
 
     Raises:
         UserError: no such distribution, or no such file.
@@ -33,25 +42,30 @@ def lengths_of(text: str, most: int) -> Lengths:
     cut = lambda raw: np.clip(np.rint(raw), 1, most).astype(int)
     if kind.endswith(".jsonl") and not given:
         found = _lengths_in(Path(text))
-        return lambda rng, num: cut(rng.choice(found, num))
+        return lambda rng, num, progress=0.0: cut(rng.choice(found, num))
+    first, _, last = given[0].partition("-") if given else ("", "", "")
     try:
-        values = [float(value) for value in given]
+        values = [float(value) for value in (first, *given[1:])]
+        final = float(last) if last else values[0]
     except ValueError:
-        values = []
-    if kind == "uniform" and len(values) == 1 and 1 <= values[0] <= most:
-        return lambda rng, num: cut(np.full(num, values[0]))
+        values, final = [], 0.0
+    if kind == "uniform" and len(values) == 1 and not last and 1 <= values[0] <= most:
+        return lambda rng, num, progress=0.0: cut(np.full(num, values[0]))
     if kind == "lognormal" and len(values) in (2, 3):
         mean, sigma, correlation = (*values, 0.0)[:3]
-        if 0 < mean <= most and sigma >= 0 and 0 <= correlation <= 1:
-            mu = math.log(mean) - sigma**2 / 2
-            own = sigma * math.sqrt(1 - correlation)
-            shared = lambda rng: sigma * math.sqrt(correlation) * rng.standard_normal()
-            if not correlation:
-                shared = lambda rng: 0.0
-            return lambda rng, num: cut(rng.lognormal(mu + shared(rng), own, num))
+        means_are_known = 0 < mean <= most and 0 < final <= most
+        if means_are_known and sigma >= 0 and 0 <= correlation <= 1:
+            own, shared = sigma * math.sqrt(1 - correlation), sigma * math.sqrt(correlation)
+
+            def lengths(rng: np.random.Generator, num: int, progress: float = 0.0) -> np.ndarray:
+                mu = math.log(mean + progress * (final - mean)) - sigma**2 / 2
+                of_group = shared * rng.standard_normal() if correlation else 0.0
+                return cut(rng.lognormal(mu + of_group, own, num))
+
+            return lengths
     raise UserError(
-        f"--length_distribution must be {KNOWN}, with MEAN and LENGTH from 1 to {most:,}; got "
-        f"{text!r}."
+        f"--length_distribution must be {KNOWN}, with MEAN, LAST and LENGTH from 1 to {most:,}; "
+        f"got {text!r}."
     )
 
 
@@ -74,15 +88,26 @@ def _length(line: Any) -> int:
     return int(line["length"] if isinstance(line, dict) else line)
 
 
-def sampled(lengths: Lengths, accept: float, group_size: int, seed: int) -> Workload:
-    """Returns independent lengths, for prompts that are informative with probability `accept`."""
+def sampled(
+    lengths: Lengths,
+    accept: float,
+    group_size: int,
+    seed: int,
+    *,
+    progress: Callable[[int, int], float] = lambda step, number: 0.0,
+) -> Workload:
+    """Returns lengths for prompts that are informative with probability `accept`.
+
+    Args:
+        progress: of the lengths, by the rollout step and the number of the prompt in it.
+    """
 
     @functools.lru_cache(maxsize=100_000)
     def group(step: int, number: int) -> Group:
         rng = np.random.default_rng((seed, step, number))
         correct_G = np.zeros(group_size, bool)
         correct_G[0] = rng.random() < accept
-        return Group(lengths(rng, group_size), correct_G)
+        return Group(lengths(rng, group_size, progress(step, number)), correct_G)
 
     return group
 
