@@ -163,13 +163,12 @@ def correct(
         if normalises:
             weight_M = normalised(weight_M, lengths_R, level=level)
     for statistic, floor, cap in settings.reject:
-        kept_M = kept_M & kept_by_divergence(
-            log_ratio_M, lengths_R, statistic=statistic, floor=floor, cap=cap
-        )
-    if settings.sequence_mask_delta is not None:
-        kept_M = kept_M & kept_by_sequence_masking(
-            log_ratio_M, advantage_M, lengths_R, delta=settings.sequence_mask_delta
-        )
+        if statistic == "sequence-mask":
+            kept_M &= kept_by_sequence_masking(log_ratio_M, advantage_M, lengths_R, delta=cap)
+        else:
+            kept_M &= kept_by_divergence(
+                log_ratio_M, lengths_R, statistic=statistic, floor=floor, cap=cap
+            )
     return Correction(weight_M, kept_M)
 
 

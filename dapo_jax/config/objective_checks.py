@@ -176,9 +176,7 @@ def _check_correction(config: "Config", correction: "CorrectionConfig") -> None:
             ok = low is None and high > 0
             wanted = f"({statistic!r}, None, cap) with cap above 0, in nats"
         require(ok, f"correction.reject[{i}]", (statistic, low, high), wanted)
-    if not (
-        correction.importance or correction.reject or correction.sequence_mask_delta is not None
-    ):
+    if not (correction.importance or correction.reject):
         raise UserError("config.correction corrects nothing: set it to None.")
 
 

@@ -336,9 +336,9 @@ class CorrectionConfig:
     # Without a floor they are truncated at the cap; with one, what is outside is masked (IcePop).
     # Normalised: scaled to mean 1 over all tokens or responses, masked ones included.
     importance: tuple[ImportanceLevel, Positive | None, Positive] | None = None
-    # (statistic, floor or None, cap): tokens or responses outside are rejected.
-    reject: tuple[tuple[Statistic, float | None, float], ...] = ()
-    sequence_mask_delta: Positive | None = None  # off-policy sequence masking; None: off
+    # (statistic, floor or None, cap): tokens or responses outside are rejected. sequence-mask: of
+    # negative advantage and with mean log(mu/pi) above the cap (DeepSeek-V3.2).
+    reject: tuple[tuple[Literal[Statistic, "sequence-mask"], float | None, float], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

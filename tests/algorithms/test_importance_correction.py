@@ -17,7 +17,6 @@ OFF = CorrectionConfig(
     policy="old",
     importance=None,
     reject=(),
-    sequence_mask_delta=None,
 )
 IMPORTANCE = [
     dict(level=level, cap=cap, floor=floor)
@@ -167,14 +166,14 @@ def test_all_corrections_together(level, cap, floor, normalise, delta):
         bounds = bounds_for(statistic, values)
         rules.append((statistic, *bounds))
         alone.append([(bounds[0] or -math.inf) <= x <= bounds[1] for x in values])
+    masked = () if delta is None else (("sequence-mask", None, delta),)
     weights, kept = importance_by_hand(log_ratios, level, cap, floor)
     alone.append(kept)
     alone.append(masking_by_hand(log_ratios, by_response(A), math.inf if delta is None else delta))
     got = importance_correction.correct(
         settings(
             importance=("normalised-" * normalise + level, floor, cap),
-            reject=tuple(rules),
-            sequence_mask_delta=delta,
+            reject=(*rules, *masked),
         ),
         pi,
         mu,
@@ -200,14 +199,17 @@ def test_each_rule_is_enough_to_reject():
             pi - mu, LENGTHS, statistic=statistic, floor=floor, cap=1.0
         )
         assert got.weight_M.tolist() == [1.0] * len(pi) and got.kept_M.tolist() == own.tolist()
-    got = importance_correction.correct(settings(sequence_mask_delta=0.0), pi, mu, A, LENGTHS)
+    rule = ("sequence-mask", None, 0.0)
+    got = importance_correction.correct(settings(reject=(rule,)), pi, mu, A, LENGTHS)
     own = importance_correction.kept_by_sequence_masking(pi - mu, A, LENGTHS, delta=0.0)
     assert got.kept_M.tolist() == own.tolist() and not own.all()
 
 
 EVERYTHING = dict(
-    reject=tuple((s, 1.0, 1.0) if s.endswith("k1") else (s, None, 0.0) for s in STATISTICS),
-    sequence_mask_delta=0.0,
+    reject=(
+        *((s, 1.0, 1.0) if s.endswith("k1") else (s, None, 0.0) for s in STATISTICS),
+        ("sequence-mask", None, 0.0),
+    )
 )
 
 

@@ -67,8 +67,7 @@ WAYS = {
     "rejection": configured("policy-gradient")
     | correction(
         importance=("sequence", 0.999, 1.001),
-        reject=(("seq-mean-k1", 0.999, 1.001),),
-        sequence_mask_delta=0.001,
+        reject=(("seq-mean-k1", 0.999, 1.001), ("sequence-mask", None, 0.001)),
     )
     | {"optimizer__learning_rate": 1e-3},
 }
@@ -255,7 +254,7 @@ REWARD_KL = advantage("grpo-process") | {
         (advantage("gdpo", component_weights=(1.0,)), "2 numbers"),
         (advantage("grpo-process"), "overlong_penalty must be 0 for .*outcome_as_step to True"),
         (NO_OVERLONG | REWARD_KL, "reward_kl_coefficient must be 0 for .*outcome_as_step to True"),
-        (correction("old", sequence_mask_delta=0.1), "'recompute', or policy"),
+        (correction("old", reject=(("sequence-mask", None, 0.1),)), "'recompute', or policy"),
         (correction(reject=(("seq-k9", None, 1.0),)), r"reject\[0\]\[0\] must be .*got 'seq-k9'"),
         (correction(reject=(("seq-sum-k1", None, 2.0),)), "bounds of a ratio"),
         (configured("gspo-token") | {"model__compute_dtype": "bfloat16"}, "bounds of .*gspo-token"),

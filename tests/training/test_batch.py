@@ -303,7 +303,6 @@ CORRECTION = CorrectionConfig(
     policy="current",
     importance=("token", None, 2.0),
     reject=(("seq-mean-k1", 0.5, 2.0),),
-    sequence_mask_delta=None,
 )
 
 

@@ -281,10 +281,12 @@ def test_advantages_are_those_of_the_responses_without_given_tokens(name):
             "rollout__log_prob_source": "recompute",
             "correction": CorrectionConfig(
                 policy="old",
-                importance=("sequence", None, 1.5),
-                normalise=True,
-                reject=(("seq-mean-k1", 0.9, 1.1), ("token-k2", None, 0.2)),
-                sequence_mask_delta=0.05,
+                importance=("normalised-sequence", None, 1.5),
+                reject=(
+                    ("seq-mean-k1", 0.9, 1.1),
+                    ("token-k2", None, 0.2),
+                    ("sequence-mask", None, 0.05),
+                ),
             ),
         },
     ],
