@@ -239,7 +239,7 @@ class Samples(NamedTuple):
     counted_R: np.ndarray  # bool, False where its group's baseline leaves it out too
     # float64, components of the reward: each scorer's, the overlong punishment
     rewards_RC: np.ndarray
-    # Process supervision: (tokens up to the end of the step, its reward), for each response.
+    # Process supervision: (sampled tokens up to the end of the step, its reward), by response.
     steps: tuple[tuple[tuple[int, float], ...], ...]
 
     @property

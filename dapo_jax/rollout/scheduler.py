@@ -245,8 +245,10 @@ class GenerationLoop:
         self.cancelled[:] = False
         finished, new_tokens = self._take_tokens(output, valid_RkB, ours_RkB)
         over = set(finished)  # on the device
-        # First, so that no rule sees what is discarded.
-        thinking = self._cut_thinking(before_REG, finished, new_tokens)
+        thinking: list[Sample] = []  # to be ended
+        if self.request.end_of_thinking is not None:
+            # First, so that no rule sees what is discarded.
+            thinking = self._cut_thinking(before_REG, finished, new_tokens)
         invalid = {sample for sample, is_finite in finished.items() if not is_finite}
         ended: dict[Sample, str] = {}  # by the host, with the finish reason
         if table.repetition is not None:
@@ -261,7 +263,8 @@ class GenerationLoop:
         for sample in ended:  # they finish last
             finished.pop(sample, None)
         finished |= dict.fromkeys(ended, True)
-        self._end_thinking(thinking, new_tokens)
+        if thinking:
+            self._give_phrase(thinking, new_tokens)
         self._tokens += [
             NewTokens(*table.name(*sample), tokens, sample in finished)
             for sample, tokens in new_tokens.items()
@@ -332,8 +335,7 @@ class GenerationLoop:
         """Cuts each sample whose thinking is to be ended, after its `after_tokens` tokens; returns
         the cut samples, which are in `finished` no longer."""
         end, table, cut = self.request.end_of_thinking, self.table, dict[Sample, int]()
-        if end is None:
-            return []
+        assert end is not None
         n = end.after_tokens
         for r, e, c in np.argwhere((before_REG < n) & (table.count >= n)).tolist():
             has_ended = (r, e, c) in finished and table.count[r, e, c] == n
@@ -347,14 +349,21 @@ class GenerationLoop:
             finished.pop(sample, None)
         return list(cut)
 
-    def _end_thinking(self, samples: list[Sample], new_tokens: dict[Sample, list[int]]) -> None:
+    def _give_phrase(self, samples: list[Sample], new_tokens: dict[Sample, list[int]]) -> None:
         """Appends the phrase that ends thinking."""
+        assert self.request.end_of_thinking is not None
         for sample in samples:
-            assert self.request.end_of_thinking is not None
-            phrase = self.request.end_of_thinking.phrase
-            self.table.give(*sample, phrase)
+            self.table.give(*sample, self.request.end_of_thinking.phrase)
             if sample in new_tokens:
-                new_tokens[sample] += phrase
+                new_tokens[sample] += self.request.end_of_thinking.phrase
+
+    def _answer_start(self, sample: Sample) -> int:
+        """Returns the number of tokens up to the end of the given phrase; 0 without one."""
+        end, log_probs = self.request.end_of_thinking, self.table.log_probs[sample]
+        if end is None or self.table.count[sample] <= end.after_tokens:
+            return 0
+        is_forced = np.isnan(log_probs[end.after_tokens])
+        return end.after_tokens + len(end.phrase) if is_forced else 0
 
     def _cut_at_repetition(
         self, before_REG: np.ndarray, invalid: set[Sample], new_tokens: dict[Sample, list[int]]
@@ -374,19 +383,21 @@ class GenerationLoop:
         self, before_REG: np.ndarray, invalid: set[Sample], new_tokens: dict[Sample, list[int]]
     ) -> list[Sample]:
         """Cuts each sample whose text holds a stop string, after the token that completes it, and
-        returns the cut samples. The last token of `invalid` samples has no meaning."""
+        returns the cut samples. The last token of `invalid` samples has no meaning. A string that
+        reaches into a given phrase is none."""
         table = self.table
         samples: list[Sample] = [
             (r, e, c) for r, e, c in np.argwhere(table.count > before_REG).tolist()
         ]
-        lengths = [int(table.count[sample]) - (sample in invalid) for sample in samples]
+        starts = [self._answer_start(sample) for sample in samples]
+        ends = [int(table.count[sample]) - (sample in invalid) for sample in samples]
         completions = first_completions(
             self.request.stop_strings,
             self.detokenize,
-            [table.tokens[sample][:length] for sample, length in zip(samples, lengths)],
-            [int(before_REG[sample]) for sample in samples],
+            [table.tokens[sample][i:j] for sample, i, j in zip(samples, starts, ends)],
+            [int(before_REG[sample]) - i for sample, i in zip(samples, starts)],
         )
-        cut = {s: length for s, length in zip(samples, completions) if length is not None}
+        cut = {s: i + n for s, i, n in zip(samples, starts, completions) if n is not None}
         self._cut(cut, before_REG, new_tokens)
         return list(cut)
 

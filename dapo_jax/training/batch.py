@@ -153,7 +153,7 @@ def estimate_advantages(
         lengths_R=lengths_R,
         total_lengths_R=kept_lengths(sampled_M, samples.lengths_R)[counted_R],
         token_rewards_M=token_rewards_M,
-        steps=tuple(s for s, counted in zip(_in_sampled(samples), counted_R) if counted),
+        steps=tuple(s for s, counted in zip(samples.steps, counted_R) if counted),
         baselines_R=None if baselines_R is None else baselines_R[counted_R],
         values_M=None if values_M is None else values_M[trained_M].astype(np.float64),
         energy_M=None if energy_M is None else energy_M[trained_M],
@@ -299,22 +299,11 @@ def _versions(group: Group, response: Response) -> np.ndarray:
     return np.full(len(response.tokens), group.step)
 
 
-def _in_sampled(samples: Samples) -> list[tuple[tuple[int, float], ...]]:
-    """Returns the steps of each response by the sampled tokens up to their ends."""
-    before = np.concatenate([[0], np.cumsum(samples.sampled_M)])  # sampled tokens, of the batch
-    starts_R = np.cumsum(samples.lengths_R) - samples.lengths_R
-    return [
-        # A response without a token has steps that end with its first.
-        tuple((int(before[start : start + end + 1][-1] - before[start]), r) for end, r in steps)
-        for start, steps in zip(starts_R.tolist(), samples.steps)
-    ]
-
-
 def _steps_in_tokens(
     response: Response, verdict: Verdict, detokenize: Callable[[list[np.ndarray]], list[str]]
 ) -> tuple[tuple[int, float], ...]:
-    """Returns (tokens up to the end of the step, reward) of each step. Scorers name a step by the
-    characters up to its end; a step that ends with the text ends with the response.
+    """Returns (sampled tokens up to the end of the step, reward) of each step. Scorers name a step
+    by the characters up to its end; a step that ends with the text ends with the response.
 
     The response is decoded once, in blocks; then the block in which a step ends is searched.
     """
@@ -343,4 +332,5 @@ def _steps_in_tokens(
         counts = range(start, min(start + BLOCK_TOKENS, len(tokens)) + 1)
         return start + bisect.bisect_left(counts, end, key=characters)
 
-    return tuple((place(end), reward) for end, reward in verdict.steps)
+    sampled = response.sampled
+    return tuple((int(sampled[: place(end)].sum()), reward) for end, reward in verdict.steps)

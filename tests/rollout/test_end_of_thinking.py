@@ -192,6 +192,26 @@ def test_what_ends_a_response_first(engine, params, problems, whole, expected):
     assert tokens_of(responses) == expected
 
 
+def test_a_stop_string_that_reaches_into_the_phrase_is_none(params, problems, whole, expected):
+    """Its text was given in part: whether it begins in the thinking or ends in the answer."""
+    letters = [chr(64 + token) for token in range(32)]
+    reaching = [f"{letter}TFG" for letter in letters] + [f"TFG{letter}" for letter in letters]
+    texts = spell([full.tokens for row in whole for full in row])
+    answers = spell([tokens[N + len(PHRASE) :] for row in expected for tokens in row])
+    assert not any(stop in text for stop in reaching for text in (*texts, *answers))
+    for engine in (make_engine(**ROOM), make_engine(**ROOM | {"page_tokens": 4, "num_pages": 24})):
+        responses, _ = generate(
+            engine,
+            params,
+            problems,
+            detokenize=spell,
+            end_of_thinking=END,
+            stop_strings=(*reaching, "L"),
+        )
+        ends_at = lambda tokens: tokens.index(12) + 1 if 12 in tokens else len(tokens)
+        assert tokens_of(responses) == [[t[: ends_at(t)] for t in row] for row in expected]
+
+
 def test_a_limit_without_room_for_an_answer_has_no_phrase(engine, params, problems, whole):
     limits = np.full((len(problems), 4), N + len(PHRASE))
     responses, _ = generate(

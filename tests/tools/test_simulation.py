@@ -429,3 +429,20 @@ def test_updates_take_longer_on_fewer_hosts():
     )
     assert seconds(0.25) == pytest.approx(2 * seconds(0.5), rel=0.05)
     assert seconds(0.25) == pytest.approx(4 * seconds(1.0), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "sizes, share, same",
+    [((8, 2, 1), 1 / 16, (1, 1, 1)), ((8, 2, 4), 1 / 8, (1, 2, 4)), ((4, 4, 1), 3 / 4, (3, 4, 1))],
+)
+def test_a_part_of_a_mesh_has_no_part_of_a_device(sizes, share, same):
+    """Copies of the parameters go first; no device has more than all of them."""
+    seconds = lambda sizes, share: whole_steps.update_seconds(
+        CONFIG,
+        dict(zip(("data", "fsdp", "tensor"), sizes), context=1),
+        chips.named("v5p"),
+        share=share,
+        response_tokens=20,
+        prompt_tokens=8,
+    )
+    assert seconds(sizes, share) == pytest.approx(seconds(same, 1.0))

@@ -84,11 +84,12 @@ def update_seconds(
 
     Args:
         sizes: sizes of the mesh's axes.
-        share: of its devices that train, with a smaller fsdp axis, or data axis.
+        share: of its devices that train: the data axis is smaller, then fsdp.
         response_tokens, prompt_tokens: mean lengths.
     """
-    axis = "fsdp" if sizes["fsdp"] > 1 else "data"
-    scaled: Any = {**sizes, axis: sizes[axis] * share}
+    shards = sizes["data"] * sizes["fsdp"] * share
+    fsdp = min(sizes["fsdp"], shards)
+    scaled: Any = {**sizes, "data": shards / fsdp, "fsdp": fsdp}
     lengths = dict(response_tokens=round(response_tokens), prompt_tokens=prompt_tokens)
     parts = estimate.step(config, scaled, chip, **lengths)["parts"]
     return sum(parts[name]["seconds"] for name in estimate.BATCHED if name in parts)
