@@ -45,6 +45,8 @@ def check_model(model: "ModelConfig") -> None:
         require(0 <= token < model.vocab_size, "model.stop_token_ids", token, wanted)
     check_divides("model.num_kv_heads", model.num_kv_heads, "model.num_heads", model.num_heads)
     _check_kernel_blocks(model.kernel_blocks)
+    if model.attention not in ("auto", "splash"):
+        _require_no_blocks("splash", model, "model.attention", model.attention)
     if not model.lora_rank:
         default = type(model).__dataclass_fields__["lora_alpha"].default
         require_unset("model.lora_alpha", model.lora_alpha, "model.lora_rank is 0", default)
@@ -64,6 +66,11 @@ def _check_kernel_blocks(blocks: "tuple[tuple[str, int], ...]") -> None:
         part, whole = sizes.get(f"{name}_compute"), sizes.get(name, 512)
         wanted = f"at most that of {name!r} ({whole})"
         require(part is None or part <= whole, f"{field}['{name}_compute']", part, wanted)
+
+
+def _require_no_blocks(kernel: str, model: "ModelConfig", field: str, value: str) -> None:
+    unread = tuple(block for block in model.kernel_blocks if block[0].startswith(kernel))
+    require_unset("model.kernel_blocks", unread, f"{field} is {value!r}", ())
 
 
 def check_training(config: "Config | SftConfig") -> None:
@@ -181,6 +188,11 @@ def _check_sampling(config: "Config") -> None:
                 "tokens, which are those of the policy that sampled them, are of the remaining "
                 f"tokens alone. Set config.rollout.max_staleness to 0, or {name} to {everything}."
             )
+    if rollout.kernel not in ("auto", "tpu"):
+        _require_no_blocks("paged", config.model, "rollout.kernel", rollout.kernel)
+    keys = dict(config.model.kernel_blocks).get("paged_kv", rollout.page_tokens)
+    wanted = f"at least config.rollout.page_tokens ({rollout.page_tokens})"
+    require(keys >= rollout.page_tokens, "model.kernel_blocks['paged_kv']", keys, wanted)
     if rollout.end_repetition is not None:
         rule, tokens = rollout.end_repetition
         least, most = 4 if rule == "periodic" else 1, rollout.max_response_tokens

@@ -23,12 +23,11 @@ from dapo_jax.utils.fields import (
     UpTo1,
 )
 
-KernelBlock = Literal[
-    "splash_q", "splash_kv", "splash_kv_compute",
-    "splash_q_dkv", "splash_kv_dkv", "splash_kv_dkv_compute",
-    "splash_q_dq", "splash_kv_dq",
-    "paged_kv", "paged_queries",
-]  # fmt: skip
+Forward = Literal["splash_q", "splash_kv", "splash_kv_compute"]
+Backward = Literal[
+    "splash_q_dkv", "splash_kv_dkv", "splash_kv_dkv_compute", "splash_q_dq", "splash_kv_dq"
+]
+KernelBlock = Literal[Forward, Backward, "paged_kv", "paged_queries"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -167,6 +167,35 @@ def test_a_wrong_field_is_named(field, value, message):
     assert "config." in str(error.value) and field.split(".")[-1] in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "field, value, unread",
+    [
+        ("model.attention", "xla", ("splash_q", 512)),
+        ("model.attention", "flash", ("splash_q", 512)),
+        ("rollout.kernel", "xla", ("paged_kv", 256)),
+        ("rollout.kernel", "gpu", ("paged_kv", 256)),
+    ],
+)
+def test_blocks_of_a_kernel_that_is_not_there_are_refused(field, value, unread):
+    """Of those that are given, the error names those that nothing reads."""
+    blocks = (("splash_q", 512), ("paged_kv", 256))
+    with pytest.raises(UserError, match=f"not read when config.{field} is '{value}'") as error:
+        Config.from_dict(changed((field, value), ("model.kernel_blocks", blocks)))
+    assert "config.model.kernel_blocks is not read" in str(error.value)
+    assert f"(got {(unread,)!r})" in str(error.value)
+    others = tuple(block for block in blocks if block != unread)
+    Config.from_dict(changed((field, value), ("model.kernel_blocks", others)))
+
+
+def test_a_block_of_keys_has_a_page_at_least():
+    """A smaller one would leave the kernel, and decode with XLA's attention."""
+    pages, blocks = ("rollout.page_tokens", 64), "model.kernel_blocks"
+    Config.from_dict(changed(pages, (blocks, (("paged_kv", 64),))))
+    message = r"blocks\['paged_kv'\] must be at least config\.rollout\.page_tokens \(64\); got 32"
+    with pytest.raises(UserError, match=message):
+        Config.from_dict(changed(pages, (blocks, (("paged_kv", 32),))))
+
+
 def test_carried_tokens_have_the_log_probs_of_all_tokens():
     carry, recompute = ("rollout.max_staleness", 2), ("rollout.log_prob_source", "recompute")
     assert Config.from_dict(changed(carry, recompute)).rollout.carries

@@ -39,12 +39,14 @@ def _splash(suffix: str, sizes: Sequence[tuple[int, ...]]) -> tuple[Mapping[str,
     return tuple(dict(zip(names, of)) for of in sizes)
 
 
-# Queries, keys fetched, and keys computed at once.
-SIZES = (
-    (256, 256, 256), (256, 1024, 512), (512, 512, 512), (512, 1024, 512), (512, 1024, 1024),
-    (512, 2048, 512), (1024, 512, 512), (1024, 1024, 512), (1024, 1024, 1024),
-    (1024, 2048, 512), (1024, 2048, 1024), (2048, 1024, 512), (2048, 2048, 512),
-)  # fmt: skip
+# By queries: keys fetched, and keys computed at once.
+KEYS = {
+    256: ((256, 256), (1024, 512)),
+    512: ((512, 512), (1024, 512), (1024, 1024), (2048, 512)),
+    1024: ((512, 512), (1024, 512), (1024, 1024), (2048, 512), (2048, 1024)),
+    2048: ((1024, 512), (2048, 512)),
+}
+SIZES = tuple((queries, *keys) for queries, of in KEYS.items() for keys in of)
 GROUPS = (
     Group("decode", tuple({"paged_kv": tokens} for tokens in (128, 256, 512, 1024, 2048, 4096))),
     Group("decode", tuple({"paged_queries": n} for n in (1, 2, 4, 8))),
