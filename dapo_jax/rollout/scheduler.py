@@ -16,6 +16,7 @@ import numpy as np
 from dapo_jax.rollout import carry
 from dapo_jax.rollout.admission import Admission, GenerationRequest, RequestTable, Sample
 from dapo_jax.rollout.carry import CarriedResponses
+from dapo_jax.rollout.end_of_thinking import EndOfThinking
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.jetstream import NOT_FINITE, OVER, VALID, DecodeOutput
 from dapo_jax.rollout.slots import DecodeState
@@ -246,9 +247,9 @@ class GenerationLoop:
         finished, new_tokens = self._take_tokens(output, valid_RkB, ours_RkB)
         over = set(finished)  # on the device
         thinking: list[Sample] = []  # to be ended
-        if self.request.end_of_thinking is not None:
+        if (end := self.request.end_of_thinking) is not None:
             # First, so that no rule sees what is discarded.
-            thinking = self._cut_thinking(before_REG, finished, new_tokens)
+            thinking = self._cut_thinking(end, before_REG, finished, new_tokens)
         invalid = {sample for sample, is_finite in finished.items() if not is_finite}
         ended: dict[Sample, str] = {}  # by the host, with the finish reason
         if table.repetition is not None:
@@ -263,8 +264,11 @@ class GenerationLoop:
         for sample in ended:  # they finish last
             finished.pop(sample, None)
         finished |= dict.fromkeys(ended, True)
-        if thinking:
-            self._give_phrase(thinking, new_tokens)
+        for sample in thinking:
+            assert end is not None
+            table.give(*sample, end.phrase)
+            if sample in new_tokens:
+                new_tokens[sample] += end.phrase
         self._tokens += [
             NewTokens(*table.name(*sample), tokens, sample in finished)
             for sample, tokens in new_tokens.items()
@@ -328,15 +332,14 @@ class GenerationLoop:
 
     def _cut_thinking(
         self,
+        end: EndOfThinking,
         before_REG: np.ndarray,
         finished: dict[Sample, bool],
         new_tokens: dict[Sample, list[int]],
     ) -> list[Sample]:
         """Cuts each sample whose thinking is to be ended, after its `after_tokens` tokens; returns
         the cut samples, which are in `finished` no longer."""
-        end, table, cut = self.request.end_of_thinking, self.table, dict[Sample, int]()
-        assert end is not None
-        n = end.after_tokens
+        table, n, cut = self.table, end.after_tokens, dict[Sample, int]()
         for r, e, c in np.argwhere((before_REG < n) & (table.count >= n)).tolist():
             has_ended = (r, e, c) in finished and table.count[r, e, c] == n
             has_room = n + len(end.phrase) < self.admission.limit(*table.name(r, e, c))
@@ -348,14 +351,6 @@ class GenerationLoop:
         for sample in cut:
             finished.pop(sample, None)
         return list(cut)
-
-    def _give_phrase(self, samples: list[Sample], new_tokens: dict[Sample, list[int]]) -> None:
-        """Appends the phrase that ends thinking."""
-        assert self.request.end_of_thinking is not None
-        for sample in samples:
-            self.table.give(*sample, self.request.end_of_thinking.phrase)
-            if sample in new_tokens:
-                new_tokens[sample] += self.request.end_of_thinking.phrase
 
     def _answer_start(self, sample: Sample) -> int:
         """Returns the number of tokens up to the end of the given phrase; 0 without one."""

@@ -73,6 +73,7 @@ def learned(rng: random.Random) -> dict[str, Any]:
         "rollout__top_k": rng.choice([0, 0, 5]),
         "rollout__stop_strings": rng.choice([(), (), ("=",), ("\n",)]),
         "rollout__end_repetition": rng.choice([None, None, ("periodic", 4), ("periodic", 12)]),
+        "rollout__end_of_thinking": rng.choice([None, None, (6, "\nAnswer: ")]),
         "rollout__group_size": rng.choice([2, 3, 4, 8]),
         "seed": rng.randrange(3),
     }
@@ -86,7 +87,8 @@ def learned(rng: random.Random) -> dict[str, Any]:
     if cut or corrected or rng.random() < 0.3:
         chosen["rollout__log_prob_source"] = "recompute"
     if corrected:
-        reject = rng.choice([(), (("seq-mean-k1", 0.99, 1.01),), (("token-k1", 0.5, 1.5),)])
+        rules = (("seq-mean-k1", 0.99, 1.01), ("token-k1", 0.5, 1.5), ("sequence-mask", None, 0.1))
+        reject = rng.choice([(), *((rule,) for rule in rules)])
         chosen["correction"] = CORRECTION | {"reject": reject}
         if rng.random() < 0.5:
             chosen["correction"]["importance"] = ("normalised-token", None, 2.0)

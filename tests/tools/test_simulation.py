@@ -268,6 +268,7 @@ def test_a_wrong_command_is_refused(capsys, argument, message):
         ("--split=0", "--split must be 'best' or how many of the hosts sample, less than .*=2; go"),
         ("--split=2", "got '2'"),
         ("--split=some", "got 'some'"),
+        ("--split=best --simulate_hosts=1", "simulate_hosts must be 2 or more .*--split; got 1"),
         ("--split=1", "max_staleness 1 or more.*; got 0"),
         ("--split=1 --config.rollout.max_staleness=1 --compare_hosts=4", "leave --compare_hosts"),
     ],

@@ -95,7 +95,9 @@ def check(config: Config, flags: Flags) -> list[int]:
 
 def _check_split(config: Config, flags: Flags) -> None:
     text, most = flags.split or "", flags.simulate_hosts - 1
-    if most < 1 or (text != BEST and not (text.isdecimal() and 1 <= int(text) <= most)):
+    if most < 1:
+        raise UserError("--simulate_hosts must be 2 or more hosts for --split; got 1.")
+    if text != BEST and not (text.isdecimal() and 1 <= int(text) <= most):
         raise UserError(
             f"--split must be {BEST!r} or how many of the hosts sample, less than "
             f"--simulate_hosts={flags.simulate_hosts}; got {text!r}."
