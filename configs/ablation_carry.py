@@ -2,8 +2,8 @@
 
 Command:   python launch/ablate.py --config=configs/ablation_carry.py --workdir=runs/tail
 Hardware:  2 CPU cores, 1 GB of memory
-Time:      TIME
-Result:    docs/async.md
+Time:      4 minutes a run on one core
+Result:    docs/async.md: carry ends 0.7 points lower, and is slower to 90 %
 """
 
 from ml_collections import ConfigDict

@@ -1,6 +1,7 @@
 """Command lines of the programs in launch/: flags, config files, and how failures are reported."""
 
 import errno
+import os
 import re
 import runpy
 import sys
@@ -30,6 +31,10 @@ COMPILER_WORDS = ("RET_CHECK", "Mosaic", "ompilation")
 # Errors of the file system that are no failure of the storage.
 PERMANENT_ERRNOS = ["ENOENT", "EACCES", "EPERM", "EROFS", "EEXIST", "ENOTDIR", "EISDIR"]
 PERMANENT_ERRNOS += ["ENAMETOOLONG", "ENOSPC", "EDQUOT"]
+
+# Of a GPU's memory, unless the environment says otherwise. JAX takes 0.75 and never more. CUDA and
+# its libraries need the rest. Read when JAX starts its devices, after this import.
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
 
 
 def parse(

@@ -81,7 +81,10 @@ def _bit_sums(arrays: list[jax.Array]) -> list[jax.Array]:
             for axis, stride in enumerate(np.cumprod([1, *words.shape[::-1]])[-2::-1] % 2**31)
         )
         weighted = words * (2 * jnp.asarray(position, jnp.uint32) + 1)
-        return jnp.stack([jnp.sum(words, dtype=jnp.uint32), jnp.sum(weighted, dtype=jnp.uint32)])
+        zeros = (jnp.uint32(0), jnp.uint32(0))
+        both = lambda a, b: (a[0] + b[0], a[1] + b[1])
+        # One reduction: for two of them XLA on CPUs writes out the words of all arrays at once.
+        return jnp.stack(jax.lax.reduce((words, weighted), zeros, both, tuple(range(words.ndim))))
 
     return [sums(x) for x in arrays]
 

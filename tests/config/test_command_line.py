@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -321,3 +323,18 @@ def test_grpo_is_dapo_without_its_techniques():
 def test_the_exit_status_says_whether_to_start_again(error, status, capsys):
     assert cli.fail(error) == status
     assert str(error.args[-1])[:20] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("given", "share"), [(None, 0.92), ("0.5", 0.5)])
+def test_gpus_give_most_of_their_memory(given, share):
+    """As jaxlib reads its options, in a process of its own: this one has started its devices."""
+    read = (
+        "import jaxlib.xla_client, dapo_jax.config.cli\n"
+        "print(jaxlib.xla_client.generate_pjrt_gpu_plugin_options()['memory_fraction'])"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "XLA_PYTHON_CLIENT_MEM_FRACTION"}
+    env |= {} if given is None else {"XLA_PYTHON_CLIENT_MEM_FRACTION": given}
+    done = subprocess.run(
+        [sys.executable, "-c", read], env=env, cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert float(done.stdout) == share

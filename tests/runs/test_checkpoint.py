@@ -144,6 +144,12 @@ def test_sums_see_every_bit_and_every_place(place):
     assert bit_sums(jnp.asarray(flipped)) != before != bit_sums(jnp.asarray(swapped))
 
 
+def test_sums_need_no_copy_of_the_arrays():
+    arrays = [jnp.ones((64, 1024)), jnp.ones((3, 5, 256), jnp.bfloat16), jnp.float32(1)]
+    memory = integrity._bit_sums.lower(arrays).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 1000
+
+
 def test_where_all_are_damaged_nothing_is_moved(tmp_path):
     write(tmp_path, [1, 2])
     damage_all(tmp_path, flip_a_byte)
