@@ -73,9 +73,9 @@ class ModelConfig:
     # all products; dots_no_batch: products with weights; attention_mlp: attention's output and the
     # inputs of the MLP's gate; attention: its output; full: the layer's input alone.
     remat: Literal["none", "dots", "dots_no_batch", "attention_mlp", "attention", "full"] = "full"
-    # Attention in training: XLA, splash attention (TPU) or flash attention (GPU). auto: the kernel
-    # of the platform where it supports the model.
-    attention: Literal["auto", "xla", "splash", "flash"] = "auto"
+    # Attention in training: XLA, splash attention (TPU), cuDNN's (GPU from Hopper on) or flash
+    # attention (GPU). auto: the kernel of the platform where it supports the model.
+    attention: Literal["auto", "xla", "splash", "cudnn", "flash"] = "auto"
     # Sizes of blocks of the TPU kernels, in tokens, by name; others have their defaults. splash_*:
     # of attention in training, forward, and backward for keys and values (dkv) and queries (dq).
     # paged_*: keys and values fetched at once in rollouts, and queries computed with them.

@@ -1,10 +1,9 @@
-"""Attention over pages by JAX's own kernels, and the choice of the program for a run.
+"""Attention over pages by kernels, and the choice of the program for a run.
 
-On TPU: ragged paged attention (Pallas), whose pages hold keys and values in turn. On GPU: paged
-attention (Pallas, Triton); it has not been run on one.
+On TPU: JAX's ragged paged attention (Pallas), whose pages hold keys and values in turn. On GPU:
+`gpu_kernel`.
 """
 
-import warnings
 from typing import Any, Literal
 
 import jax
@@ -13,14 +12,13 @@ from jax.sharding import PartitionSpec
 
 from dapo_jax.config import ModelConfig
 from dapo_jax.models.decoder import NO_WINDOW
+from dapo_jax.rollout import gpu_kernel
 from dapo_jax.types import UserError
 
 Kernel = Literal["xla", "tpu", "gpu"]
 PLATFORMS: dict[str, Kernel] = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu"}
-# Of the TPU's kernel, where `ModelConfig.kernel_blocks` has no other; of the GPU's. Not tuned, see
-# docs/rollout.md.
+# Of the TPU's kernel, where `ModelConfig.kernel_blocks` has no other. Not tuned: docs/rollout.md.
 TPU_KEYS_PER_BLOCK, TPU_BLOCK_BYTES, TPU_HEAD_DIM = 1024, 4 * 2**20, 128
-GPU_KEYS_PER_BLOCK, GPU_SPLITS = 128, 8
 
 
 def choose(
@@ -174,38 +172,16 @@ def gpu_attention(
 ) -> jax.Array:
     """Attends as `tpu_attention` does, without windows; interpreted on CPUs.
 
-    To the kernel every kv head is a sequence of its own, whose pages are those of one head: so the
-    pool is handed over as it lies.
-
     Args:
         pages: keys and values, [pages, K, page, H] each.
     """
-    with warnings.catch_warnings():  # jax 0.12 says that the kernel is deprecated
-        warnings.simplefilter("ignore", DeprecationWarning)
-        from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
-
     B, _, H = q_BNH.shape
-    A, P = pages[0].shape[2], table_BP.shape[1]
-    block = min(max(1, GPU_KEYS_PER_BLOCK // A), 1 << (P - 1).bit_length())
-    splits = min(GPU_SPLITS, -(-P // block))
-    # Every split has as many whole blocks; lengths keep the table's filling unseen.
-    table_BP = jnp.pad(table_BP, ((0, 0), (0, -P % (splits * block))))
+    interpret = jax.default_backend() == "cpu"
 
     def local(q: jax.Array, table: jax.Array, lengths: jax.Array, *pages: jax.Array) -> jax.Array:
-        K = pages[0].shape[1]
-        own = table[:, None] * K + jnp.arange(K, dtype=table.dtype)[None, :, None]
-        k, v = (x.reshape(1, -1, *x.shape[2:]) for x in pages)
-        out = paged_attention(
-            (q * H**-0.5).astype(q.dtype).reshape(B * K, -1, H),
-            k,
-            v,
-            own.reshape(B * K, -1),
-            jnp.repeat(lengths, K),
-            pages_per_compute_block=block,
-            k_splits=splits,
-            interpret=jax.default_backend() == "cpu",
-        )
-        return out.reshape(q.shape)
+        q_BKGH = q.reshape(B, pages[0].shape[1], -1, H)
+        out_BKGH = gpu_kernel.paged_attention(q_BKGH, *pages, table, lengths, interpret=interpret)
+        return out_BKGH.reshape(q.shape)
 
     return _over_heads(local, heads_axis, 1)(q_BNH, table_BP, lengths_B, *pages)
 

@@ -1,8 +1,7 @@
 """Memory that a run holds on a device, by the shapes of its arrays alone.
 
 Setup and launch/plan.py choose the size of an inference replica by it. Temporaries of the programs,
-activations above all, are known to a compiler only: launch/plan.py. On CPUs, which do not report
-their memory, decoding has another copy of the layers, which is not counted.
+activations above all, are known to a compiler only: launch/plan.py.
 """
 
 import dataclasses
@@ -29,7 +28,7 @@ from dapo_jax.models.sharding import (
     rollout_shape,
 )
 from dapo_jax.rollout.engine_config import make_engine_config
-from dapo_jax.rollout.programs import rollout_dtypes, rollout_layout
+from dapo_jax.rollout.programs import rollout_dtypes, rollout_layout, unrolls
 from dapo_jax.types import UserError
 
 GIB = 2**30
@@ -52,11 +51,14 @@ class Held(NamedTuple):
         return sum(self.always.values()) + sum(self.update.values())
 
 
-def held(config: Config, sizes: Mapping[str, int], *, training: bool = True) -> Held:
+def held(
+    config: Config, sizes: Mapping[str, int], *, training: bool = True, platform: str = "tpu"
+) -> Held:
     """Returns what a run holds on a mesh of these axis sizes.
 
     Args:
         training: False: the run evaluates only.
+        platform: of the devices; see `programs.unrolls`.
 
     Raises:
         UserError: the KV cache of `config.rollout.cache_gib` does not hold one sequence.
@@ -66,7 +68,7 @@ def held(config: Config, sizes: Mapping[str, int], *, training: bool = True) -> 
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), shapes)
     parameters = bytes_per_device(shapes, specs, sizes)
     gradients = bytes_per_device(like, specs, sizes)  # as large as each of the two moments
-    copy, cache = rollout_copy_and_cache(config, sizes)
+    copy, cache = rollout_copy_and_cache(config, sizes, platform)
     always, update = {"parameters": parameters}, {}
     always["frozen parameters"] = bytes_per_device(frozen, frozen_specs, sizes)
     if training:
@@ -80,7 +82,9 @@ def held(config: Config, sizes: Mapping[str, int], *, training: bool = True) -> 
     return Held(nonzero(always), nonzero(rollout), update)
 
 
-def rollout_copy_and_cache(config: Config, sizes: Mapping[str, int]) -> tuple[int, int]:
+def rollout_copy_and_cache(
+    config: Config, sizes: Mapping[str, int], platform: str = "tpu"
+) -> tuple[int, int]:
     """Returns the bytes of the rollout copy of the parameters, without arrays that are the
     trainer's own, and those of the KV cache."""
     c = config.model
@@ -97,6 +101,8 @@ def rollout_copy_and_cache(config: Config, sizes: Mapping[str, int]) -> tuple[in
     copy = jax.eval_shape(functools.partial(rollout_dtypes, c), shapes)
     specs = param_specs(c, rollout_layout(config.mesh)), param_specs(c, config.mesh)
     copy_bytes = sum(jax.tree.leaves(jax.tree.map(size, copy, shapes, *specs)))
+    if unrolls(platform, c):  # decoding holds the layers once more
+        copy_bytes += bytes_per_device(copy["layers"], specs[0]["layers"], rollout_sizes)
     # The pages of every kernel take the same bytes; whether it takes the model is checked later.
     plain = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, kernel="xla"))
     prompt = config.data.max_prompt_tokens
@@ -148,7 +154,12 @@ def with_replica_size(
         if number > tensor and not _is_possible(config, sizes, number, list(by_process.values())):
             continue
         try:
-            found = held(_with_rollout_tensor(config, number), sizes, training=training)
+            found = held(
+                _with_rollout_tensor(config, number),
+                sizes,
+                training=training,
+                platform=devices[0].platform,
+            )
         except UserError as refused:  # a cache that does not hold one sequence of so many heads
             error = refused
             continue

@@ -37,7 +37,7 @@ from dapo_jax.rollout.tiles import tile_on
 from dapo_jax.utils.compilations import return_memory
 from dapo_jax.utils.precision import multiply_in
 
-UNROLLED_LAYERS = 32  # at most, on CPUs: there a scan copies each layer's weights at each token
+UNROLLED_LAYERS = 32  # at most, see `unrolls`
 
 
 class RolloutParams(NamedTuple):
@@ -78,6 +78,15 @@ def rollout_dtypes(c: ModelConfig, params: decoder.Params) -> decoder.Params:
         return x if keeps else x.astype(dtype)
 
     return jax.tree_util.tree_map_with_path(of_rollout, params)
+
+
+def unrolls(platform: str, c: ModelConfig) -> bool:
+    """Whether decoding goes from layer to layer without a scan, over arrays of each layer's own.
+
+    A scan, and slices of stacked arrays too, copy each layer's weights at each token on CPUs and
+    GPUs; docs/rollout.md. The arrays take as much memory as the layers. More layers compile longer.
+    """
+    return platform != "tpu" and c.num_layers <= UNROLLED_LAYERS
 
 
 @functools.cache
@@ -142,7 +151,7 @@ class Programs:
         """Sets where parameters lie, and the programs that bring the trainer's parameters there."""
         config, mesh, c = self.config, self.mesh, self.config.model
         layout = rollout_layout(config.layout)
-        self.unroll = platform == "cpu" and c.num_layers <= UNROLLED_LAYERS
+        self.unroll = unrolls(platform, c)
         self.params_at = param_shardings(c, layout, mesh)
         of_one = lambda at: NamedSharding(mesh, PartitionSpec(*at.spec[1:]))
         unstacked_at = (jax.tree.map(of_one, self.params_at["layers"]),) * c.num_layers

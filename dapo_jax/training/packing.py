@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dapo_jax.config import Config
+from dapo_jax.models.attention.cudnn import most_segments
 from dapo_jax.types import Rows
 
 
@@ -25,7 +26,7 @@ def first_fit_decreasing(
     lengths: Sequence[int], row_tokens: int, prefixes: Sequence[tuple[int, ...]] | None = None
 ) -> list[list[int]]:
     """Returns rows as lists of indices into `lengths`: longest first, each into the first row with
-    room. Equal lengths keep their order.
+    room, for tokens and for one of `most_segments`. Equal lengths keep their order.
 
     Args:
         prefixes: tokens at the beginning of each sequence that a row holds once for all sequences
@@ -35,6 +36,7 @@ def first_fit_decreasing(
     Raises:
         ValueError: a length exceeds `row_tokens`.
     """
+    most = most_segments(row_tokens)
     prefixes = prefixes or [()] * len(lengths)
     turns = {prefix: turn for turn, prefix in enumerate(dict.fromkeys(prefixes))}
     rows: list[list[int]] = []
@@ -45,10 +47,11 @@ def first_fit_decreasing(
             raise ValueError(f"sequence {i} has {lengths[i]} tokens, a row holds {row_tokens}")
         added = lengths[i] - len(prefixes[i])
         having = holders[prefixes[i]] if prefixes[i] else []
-        row = next((row for row in having if added <= room[row]), None)
+        takes = lambda row, added: added <= room[row] and len(rows[row]) < most
+        row = next((row for row in having if takes(row, added)), None)
         if row is None:
             added = lengths[i]
-            row = next((row for row, left in enumerate(room) if added <= left), len(rows))
+            row = next((row for row in range(len(rows)) if takes(row, added)), len(rows))
             having.append(row)
         if row == len(rows):
             rows.append([])
@@ -210,11 +213,13 @@ def most_rows(lengths: Sequence[int], row_tokens: int) -> int:
     """Returns a bound on the rows of `first_fit_decreasing`, for sequences of at most these
     lengths.
 
-    As many of the longest as fit together are in each row; and any two rows hold more than
-    `row_tokens` together, or the first would have taken a sequence of the second.
+    As many of the longest as fit together are in each row. And any two rows that are not full of
+    segments hold more than `row_tokens` together, or the first would have taken a sequence of the
+    second.
     """
-    by_number = -(-len(lengths) // (row_tokens // max(lengths)))
-    by_tokens = 2 * -(-sum(lengths) // row_tokens) - 1
+    most = most_segments(row_tokens)
+    by_number = -(-len(lengths) // min(row_tokens // max(lengths), most))
+    by_tokens = 2 * -(-sum(lengths) // row_tokens) - 1 + len(lengths) // most
     return min(by_number, by_tokens)
 
 
@@ -222,11 +227,12 @@ def max_micro_batches(config: Config) -> int:
     """Returns the micro-batches that the longest possible mini-batch needs: the fixed shape of an
     update.
 
-    k = row_tokens // longest of the longest sequences fit in a row. First-fit opens a row only if
-    none has room, so at most one row has fewer than k sequences.
+    k of the longest sequences fit in a row. First-fit opens a row only if none has room, so at most
+    one row has fewer than k sequences.
     """
     t = config.train
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     sequences = t.prompts_per_update * config.rollout.group_size
-    rows = -(-sequences // (t.row_tokens // longest))
+    k = min(t.row_tokens // longest, most_segments(t.row_tokens))
+    rows = -(-sequences // k)
     return used_micro_batches(rows, t.rows_per_micro_batch)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -9,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo as cudnn_library  # no public name
 from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.models import decoder
+from dapo_jax.models.attention import cudnn, xla, zigzag
 from dapo_jax.models.attention import kernels as attention_kernels
-from dapo_jax.models.attention import xla, zigzag
 from dapo_jax.models.attention.kernels import Choice
 from dapo_jax.models.attention.xla import SharedPrompts
 from dapo_jax.models.decoder import NO_WINDOW
@@ -160,6 +162,76 @@ def test_xla(monkeypatch, arrays, expected, window, long, rows):
 def test_kernels(arrays, expected, choice, window):
     """Interpreted. Rows and heads are filled up to the kernels' blocks."""
     check(xla.packed(jnp.asarray(SEGMENTS), choice), arrays, expected, window)
+
+
+@pytest.fixture
+def cudnn_here(monkeypatch):
+    """In cuDNN's place: what its documentation says of its arguments, in plain JAX. What is of no
+    segment it leaves as it finds it, in values and gradients: here that is not a number."""
+
+    @jax.custom_vjp
+    def dirty(x, own):
+        return x
+
+    to_nan = lambda own, x: jnp.where(own[:, :, None, None], x, jnp.nan)
+    dirty.defvjp(lambda x, own: (x, own), lambda own, gradient: (to_nan(own, gradient), None))
+
+    def attend(q, k, v, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, mask_type):
+        assert mask_type == cudnn_library.MaskType.PADDING_CAUSAL
+        at = jnp.arange(q.shape[1])[None, None]
+        own = (
+            lambda first, length: (  # [B, M, T]
+                (first[:, :-1, None] <= at) & (at < first[:, :-1, None] + length[:, :, None])
+            )
+        )
+        of_q, of_k = own(q_offsets, q_seqlen), own(kv_offsets, kv_seqlen)
+        same = jnp.einsum("bmt,bms->bts", of_q.astype(int), of_k.astype(int)) > 0
+        see = same & (at.swapaxes(1, 2) >= at)
+        real_q, real_k = jnp.any(of_q, axis=1), jnp.any(of_k, axis=1)
+        q, k, v = dirty(q * scale * q.shape[-1] ** 0.5, real_q), dirty(k, real_k), dirty(v, real_k)
+        return to_nan(real_q, xla.dot_product_attention(q, k, v, see))
+
+    monkeypatch.setattr(cudnn_library, "dot_product_attention", attend)
+
+
+def test_cudnn(arrays, expected, cudnn_here):
+    check(xla.packed(jnp.asarray(SEGMENTS), Choice("cudnn")), arrays, expected, None)
+
+
+def test_cudnn_on_a_mesh(arrays, expected, cudnn_here):
+    layout = layout_over(2, 1, 1, 2)
+    attend = xla.packed(jnp.asarray(SEGMENTS), Choice("cudnn", layout=layout))
+    check(attend, arrays, expected, None)
+
+
+def test_cudnn_gives_no_number_for_more_segments_than_its_bound(monkeypatch, arrays, cudnn_here):
+    """The second row has two; numbers there would be wrong."""
+    monkeypatch.setattr(cudnn, "most_segments", lambda row_tokens: 1)
+    q, k, v, _ = (jnp.asarray(x, jnp.float32) for x in arrays)
+    segments = np.where(np.arange(B)[:, None] == 0, SEGMENTS == 1, SEGMENTS).astype(np.int32)
+    out = cudnn.attend(jnp.asarray(segments), q, k, v)
+    assert np.isfinite(out[0]).all() and np.isnan(out[1]).all()
+
+
+def test_programs_of_gpus_are_lowered(monkeypatch):
+    """For CUDA, forward and backward: the compiler behind is not there."""
+    monkeypatch.setattr(cudnn_library, "check_cudnn_version", lambda: 91900)
+    monkeypatch.setattr(cudnn_library, "check_compute_capability", lambda least: True)
+    monkeypatch.setattr(cudnn_library, "is_cuda_compute_capability_equal", lambda other: False)
+    of = lambda heads: jax.ShapeDtypeStruct((1, 256, heads, 64), jnp.bfloat16)
+    segments = jnp.ones((1, 256), jnp.int32)
+
+    def calls(kernel):
+        choice = Choice(kernel, "gpu")
+        total = lambda q, k, v: jnp.sum(
+            attention_kernels.attend(choice, segments, q, k, v, None).astype(jnp.float32)
+        )
+        traced = jax.jit(jax.grad(total, (0, 1, 2))).trace(of(4), of(2), of(2))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        return set(re.findall(r"custom_call @([\w$.]+)", text))
+
+    assert calls("cudnn") >= {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
+    assert calls("flash") == {"__gpu$xla.gpu.triton"}
 
 
 def test_layers_that_slide_are_told_apart_on_a_mesh(arrays, expected):
@@ -439,8 +511,10 @@ def layout_over(*sizes):
 
 
 def on(platform, heads="tensor", kv_heads="tensor", context=1):
-    """A layout over a device of a platform that is not there."""
-    device = SimpleNamespace(platform=platform)
+    """A layout over devices of a platform that is not there, such as "cuda 9.0"."""
+    device = SimpleNamespace(platform=platform.split()[0])
+    if " " in platform:  # NVIDIA's generation, as JAX gives it
+        device.compute_capability = platform.split()[1]
     shape = {"context": context}
     mesh = SimpleNamespace(devices=np.array([device] * 2), size=2, shape=shape)
     return HeadLayout(mesh, PartitionSpec(("data", "fsdp")), PartitionSpec(), heads, kv_heads)
@@ -451,9 +525,20 @@ def on(platform, heads="tensor", kv_heads="tensor", context=1):
     [
         ("cpu", {}, "xla"),
         ("tpu", {}, "splash"),
-        ("cuda", {"compute_dtype": "bfloat16", "head_dim": 64}, "flash"),
-        ("cuda", {"head_dim": 64}, "xla"),  # float32
-        ("cuda", {"compute_dtype": "bfloat16", "head_dim": 320}, "xla"),
+        ("cuda 9.0", {"compute_dtype": "bfloat16", "head_dim": 64}, "cudnn"),
+        ("cuda 10.3", {"compute_dtype": "bfloat16", "head_dim": 64}, "cudnn"),
+        ("cuda 8.6", {"compute_dtype": "bfloat16", "head_dim": 64}, "flash"),
+        ("rocm", {"compute_dtype": "bfloat16", "head_dim": 64}, "flash"),
+        (
+            "cuda 9.0",
+            {"compute_dtype": "bfloat16", "head_dim": 64, "attention": "flash"},
+            "flash",
+        ),
+        ("cuda 9.0", {"head_dim": 64}, "xla"),  # float32
+        ("cuda 8.6", {"head_dim": 64}, "xla"),
+        ("cuda 9.0", {"compute_dtype": "bfloat16", "head_dim": 320}, "xla"),
+        ("cuda 9.0", {"compute_dtype": "bfloat16", "head_dim": 20}, "xla"),
+        ("cuda 8.6", {"compute_dtype": "bfloat16", "head_dim": 20}, "flash"),
         ("tpu", {"attention": "xla"}, "xla"),
     ],
 )
@@ -465,7 +550,8 @@ def test_a_fall_back_to_xla_says_why():
     refused = lambda layout, **changes: (
         attention_kernels.choose(replace_model(CONFIG, **changes), layout).refused
     )
-    assert refused(on("cuda")).startswith("flash takes config.model.compute_dtype 'bfloat16' only")
+    assert refused(on("cuda 9.0")).startswith("cudnn takes config.model.compute_dtype 'bfloat16'")
+    assert refused(on("cuda 8.6")).startswith("flash takes config.model.compute_dtype 'bfloat16'")
     assert refused(on("tpu", kv_heads=None)).startswith("splash needs config.mesh.rules")
     assert refused(on("cpu")) is None and refused(on("tpu")) is None
     assert refused(on("cuda"), attention="xla") is None, "asked for"
@@ -483,11 +569,19 @@ def test_windows_are_those_of_the_layers_that_slide():
 @pytest.mark.parametrize(
     "layout, changes, said",
     [
-        (on("cpu"), {"attention": "splash"}, "config.model.attention 'splash' is a kernel for ano"),
-        (on("tpu"), {"attention": "flash"}, "the devices are 'tpu'. Set it to 'auto'"),
-        (on("cuda"), {"attention": "flash"}, "compute_dtype 'bfloat16' only; got 'float32'"),
+        (on("cpu"), {"attention": "splash"}, "config.model.attention 'splash' is a kernel for oth"),
+        (on("tpu"), {"attention": "flash"}, "other devices; these are 'tpu'. Set it to 'auto'"),
+        (on("cuda 9.0"), {"attention": "cudnn"}, "compute_dtype 'bfloat16' only; got 'float32'"),
+        (on("cuda 8.6"), {"attention": "flash"}, "compute_dtype 'bfloat16' only; got 'float32'"),
+        (on("cuda 8.6"), {"attention": "cudnn"}, "other devices; these are 'cuda'. Set it to"),
         (on("tpu", kv_heads=None), {"attention": "splash"}, "go to 'tensor' and None"),
         (on("cuda", context=2), {"attention": "flash"}, "needs whole rows; got config.mesh.con"),
+        (on("cuda 9.0", context=2), {"attention": "cudnn"}, "needs whole rows; got config.mesh.c"),
+        (
+            on("cuda 9.0"),
+            {"attention": "cudnn", "compute_dtype": "bfloat16", "head_dim": 20},
+            "takes a multiple of 8 as config.model.head_dim; got 20",
+        ),
         (
             on("cuda"),
             {"attention": "flash", "sliding_window": (5, (0,))},
@@ -515,6 +609,6 @@ def test_tokens_over_devices_need_heads_on_one_axis():
 
 
 def test_a_run_refuses_it_before_it_begins(tmp_path):
-    with pytest.raises(UserError, match="config.model.attention 'flash' is a kernel for another"):
+    with pytest.raises(UserError, match="config.model.attention 'flash' is a kernel for other dev"):
         RunComponents(tiny_config(model__attention="flash"), tmp_path, Progress(0, 0))
     assert not list(tmp_path.iterdir())

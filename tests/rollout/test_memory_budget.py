@@ -113,8 +113,30 @@ def test_held_bytes_are_those_of_the_arrays(changes):
     assert found.update["gradients"] == bytes_of(params), "both are float32"
 
 
-def devices(number, per_process):
-    return [SimpleNamespace(process_index=i // per_process) for i in range(number)]
+def devices(number, per_process, platform="tpu"):
+    return [
+        SimpleNamespace(platform=platform, process_index=i // per_process) for i in range(number)
+    ]
+
+
+def test_decoding_on_a_gpu_holds_the_layers_once_more():
+    config = tiny_config(**ONE | {"mesh__data": 8})
+    of = lambda platform: held(config, dict.fromkeys(AXES, 1), platform=platform).rollout
+    mesh = make_mesh(config.mesh)
+    prompt = config.data.max_prompt_tokens
+    engine_config = make_engine_config(config, mesh.shape, prompt, (1,), platform="cpu")
+    params = initial_params(config.model, config.mesh, mesh, seed=0)
+    decoded = DecoderEngine(engine_config, mesh, mesh).load_params(params).decode["layers"]
+    assert COPY not in of("tpu")
+    assert of("cuda")[COPY] == bytes_of(decoded) == bytes_of(params["layers"])
+    deep = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=33))
+    assert COPY not in held(deep, dict.fromkeys(AXES, 1), platform="cuda").rollout
+    one = tiny_config(**ONE)
+    less = held(one, dict.fromkeys(AXES, 1), platform="cuda").rollout_bytes - 1
+    chosen = lambda platform: with_replica_size(one, devices(1, 1, platform), less, print)
+    assert chosen("tpu") is one
+    with pytest.raises(UserError, match=COPY):
+        chosen("cuda")
 
 
 SPREAD = """--config.mesh.tensor=1 --config.mesh.fsdp=-1 --config.train.rows_per_micro_batch=128
@@ -188,18 +210,17 @@ def test_a_run_and_its_plan_choose_the_same_size(monkeypatch, tmp_path):
     """On eight devices with so little memory that a replica needs two."""
     config = tiny_config(**ONE | {"mesh__fsdp": 8, "model__num_kv_heads": 4, "model__path": None})
     sizes = dict(data=1, fsdp=8, context=1, tensor=1)
-    alone = held(config, sizes).rollout_bytes
+    alone = held(config, sizes, platform="cpu").rollout_bytes
     assert memory_budget.device_bytes(jax.devices()) is None, "a CPU does not report it"
     monkeypatch.setattr(memory_budget, "device_bytes", lambda _: alone)
     run = RunComponents(config, tmp_path, Progress(0, 0, quiet=True))
     assert dict(run.engine.mesh.shape) == dict(data=4, fsdp=1, context=1, tensor=2)
     said, target = [], chips.target("local")
-    there = [SimpleNamespace(platform="tpu", process_index=0)] * 8
-    tpu = target._replace(devices=there, hbm_bytes=alone)
-    assert plan.with_replicas(config, tpu, said.append) == run.config
+    gpu = target._replace(devices=devices(8, 8, "cuda"), hbm_bytes=alone)
+    assert plan.with_replicas(config, gpu, said.append) == run.config
     assert "2 devices form an inference replica" in said[0]
     assert plan.with_replicas(config, target, said.append) is config, "nor does the run know it"
-    least = plan.with_replicas(config, tpu._replace(hbm_bytes=1), said.append)
+    least = plan.with_replicas(config, gpu._replace(hbm_bytes=1), said.append)
     assert least.mesh.rollout_tensor == 4, "a plan takes the closest"
     found = plan.plan(
         run.config, target, ("decode",), said.append, response_tokens=8, prompt_tokens=8

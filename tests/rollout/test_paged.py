@@ -18,7 +18,7 @@ from jax.experimental.pallas.ops.tpu import ragged_paged_attention
 from dapo_jax.models import decoder
 from dapo_jax.models.attention import kernels as attention_kernels
 from dapo_jax.models.attention import xla
-from dapo_jax.rollout import kernels, paged
+from dapo_jax.rollout import gpu_kernel, kernels, paged
 from dapo_jax.rollout.engine_config import make_engine_config
 from dapo_jax.rollout.programs import Programs, rollout_dtypes
 from dapo_jax.rollout.tiles import Tile
@@ -121,6 +121,60 @@ def test_a_token_attends_to_its_own_pages_and_is_kept_there(problem, kernel, win
     for old, new in zip(before, after, strict=True):
         changed = np.asarray(old != new).any(axis=tuple(range(2, old.ndim)))
         assert set(np.flatnonzero(changed[1])) == owners | {0} and not changed[0].any()
+
+
+def softmax_of_pages(q_BKGH, pages, table, lengths):
+    """One query after the other, in float64."""
+    out = np.zeros(q_BKGH.shape)
+    for b, k, g in np.ndindex(q_BKGH.shape[:3]):
+        keys, values = (
+            np.concatenate([np.asarray(x, np.float64)[page, k] for page in table[b]])[: lengths[b]]
+            for x in pages
+        )
+        scores = keys @ q_BKGH[b, k, g] / np.sqrt(q_BKGH.shape[-1])
+        weights = np.exp(scores - scores.max())
+        out[b, k, g] = weights @ values / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize(
+    "part_tokens, least_programs, parts", [(2048, 1, 1), (128, 1, 3), (2048, 64, 5)]
+)
+@pytest.mark.parametrize("queries", [3, 20])
+def test_parts_of_a_sequence_are_joined(
+    monkeypatch, part_tokens, least_programs, parts, queries, page=8, head=16
+):
+    """Of 320 tokens at most: parts of 64 and more, whole, begun, of one token and empty."""
+    monkeypatch.setattr(gpu_kernel, "PART_TOKENS", part_tokens)
+    monkeypatch.setattr(gpu_kernel, "LEAST_PROGRAMS", least_programs)
+    lengths = np.array([1, 64, 65, 129, 200, 320], np.int32)
+    rows, of_each = len(lengths), 320 // page
+    assert gpu_kernel.parts(2 * rows, 320) == parts
+    rng = np.random.default_rng(0)
+    # Large scores: parts differ in their largest.
+    q = 10 * rng.standard_normal((rows, 2, queries, head))
+    pages = [rng.standard_normal((1 + rows * of_each, 2, page, head)) for _ in "kv"]
+    table = rng.permutation(np.arange(1, 1 + rows * of_each)).reshape(rows, of_each)
+    out = gpu_kernel.paged_attention(
+        jnp.float32(q),
+        *map(jnp.float32, pages),
+        jnp.asarray(table, jnp.int32),
+        jnp.asarray(lengths),
+        interpret=True,
+    )
+    np.testing.assert_allclose(out, softmax_of_pages(q, pages, table, lengths), rtol=0, atol=1e-5)
+
+
+def test_the_gpus_kernel_is_lowered_to_triton():
+    """For CUDA; the compiler behind is not there."""
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    integers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    pages = of(30, 2, 32, 128)
+    traced = jax.jit(gpu_kernel.paged_attention).trace(
+        of(4, 2, 6, 128), pages, pages, integers(4, 7), integers(4)
+    )
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @__gpu$xla.gpu.triton") == 1
 
 
 @pytest.mark.parametrize(

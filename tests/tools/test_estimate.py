@@ -151,6 +151,7 @@ def test_devices_share_what_one_would_do():
         ("attention_mlp", "splash", 4.5),
         ("attention", "auto", 4.5),
         ("attention", "flash", 5.5),
+        ("attention", "cudnn", 5.5),
         ("full", "splash", 5.5),
     ],
 )
@@ -158,7 +159,7 @@ def test_a_kernel_runs_again_unless_remat_keeps_what_it_gives(remat, attention, 
     """As docs/update.md says. In longer sequences only attention computes more."""
     config = by_hand(remat=remat, attention=attention)
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, row_tokens=8192))
-    platform = "gpu" if attention == "flash" else "tpu"
+    platform = "gpu" if attention in ("flash", "cudnn") else "tpu"
 
     def more(program):
         if attention == "flash":  # computes whole rows: of a longer row

@@ -5,7 +5,14 @@ import pytest
 
 from dapo_jax.tools.bench.shapes import sample_lengths
 from dapo_jax.training import packing
-from tests.support.helpers import in_groups, pack_samples, random_samples, rows_of, segments_of
+from tests.support.helpers import (
+    in_groups,
+    pack_samples,
+    random_samples,
+    rows_of,
+    segments_of,
+    tiny_config,
+)
 
 
 def unpack(rows):
@@ -67,9 +74,11 @@ def test_responses_of_a_row_share_their_prompt(seed):
     assert (~padding).sum() < (alone > 0).sum() and len(padding) <= len(alone)
 
 
+@pytest.mark.parametrize("most_segments", [32, 2])
 @pytest.mark.parametrize("seed", range(20))
-def test_shared_prompts_need_no_more_rows_than_are_compiled_for(seed):
+def test_shared_prompts_need_no_more_rows_than_are_compiled_for(monkeypatch, seed, most_segments):
     """`max_micro_batches` counts on rows with room for k of the longest sequences having k."""
+    monkeypatch.setattr(packing, "most_segments", lambda row_tokens: most_segments)
     rng = np.random.default_rng(seed)
     row_tokens, longest = int(rng.integers(20, 90)), int(rng.integers(5, 20))
     sequences = 4 * int(rng.integers(1, 12))
@@ -78,7 +87,8 @@ def test_shared_prompts_need_no_more_rows_than_are_compiled_for(seed):
     if seed % 2:  # the worst there is
         lengths = [longest] * sequences
     rows = packing.first_fit_decreasing(lengths, row_tokens, [p[:-1] for p in prompts])
-    assert len(rows) <= -(-sequences // (row_tokens // longest))
+    assert len(rows) <= -(-sequences // min(row_tokens // longest, most_segments))
+    assert max(map(len, rows)) <= most_segments
     assert sorted(i for row in rows for i in row) == list(range(sequences))
 
 
@@ -112,6 +122,27 @@ def test_first_fit_decreasing(seed):
         for earlier in range(later):
             before = sum(lengths[i] for i in rows[earlier] if lengths[i] >= lengths[row[0]])
             assert before + lengths[row[0]] > 64
+
+
+def test_a_row_holds_no_more_sequences_than_cudnn_takes():
+    """A row of 512 tokens takes 32, a row of 16,384 takes 128: so many of 128 tokens fill it."""
+    sizes = lambda lengths, row: [len(x) for x in packing.first_fit_decreasing(lengths, row)]
+    assert sizes([2] * 70, 512) == [32, 32, 6]
+    assert sizes([3] + [1] * 70, 512) == [32, 32, 7]
+    assert sizes([100] * 150, 16_384) == [128, 22]
+    segments = rows_of(random_samples(np.random.default_rng(0), 80), 4096).segments_BT
+    assert segments.max() == 32 and len(segments) == 3
+    config = tiny_config(
+        data__max_prompt_tokens=4,
+        rollout__max_response_tokens=8,
+        reward__overlong_buffer_tokens=4,
+        rollout__group_size=4,
+        train__prompts_per_step=40,
+        train__prompts_per_update=40,
+        train__row_tokens=512,
+        train__rows_per_micro_batch=2,
+    )
+    assert packing.max_micro_batches(config) == 3, "160 sequences in five rows"
 
 
 def test_too_long_a_sequence_is_refused():

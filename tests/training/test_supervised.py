@@ -119,11 +119,15 @@ def test_tokens_that_are_not_trained_are_read_and_not_learnt(model):
     assert loss(only_first._replace(response=changed)) == pytest.approx(loss(first), rel=1e-6)
 
 
+@pytest.mark.parametrize("most_segments", [32, 2])
 @pytest.mark.parametrize("seed", range(20))
-def test_no_mini_batch_has_more_rows_than_the_bound(seed):
+def test_no_mini_batch_has_more_rows_than_the_bound(monkeypatch, seed, most_segments):
+    """Nor where a row is full of sequences before it is full of tokens."""
+    monkeypatch.setattr(packing, "most_segments", lambda row_tokens: most_segments)
     rng = np.random.default_rng(seed)
     row_tokens = int(rng.integers(20, 60))
-    longest = sorted(rng.integers(1, row_tokens + 1, 30).tolist(), reverse=True)[:9]
+    largest = row_tokens // (1 if seed % 2 else 6)  # short ones too
+    longest = sorted(rng.integers(1, largest + 1, 30).tolist(), reverse=True)[:9]
     bound = packing.most_rows(longest, row_tokens)
     assert bound <= 9
     for _ in range(50):

@@ -1,7 +1,7 @@
 """The choice of the program that attends in training, and JAX's own kernels for packed rows.
 
-TPU: splash attention (Pallas), which skips blocks of keys that no query sees. GPU: flash attention
-(Pallas, Triton), which takes segment ids; it has not been run on a GPU. Elsewhere: XLA, see `xla`.
+TPU: splash attention (Pallas), which skips blocks of keys that no query sees. GPU: cuDNN's, which
+skips them too; before Hopper flash attention (Pallas, Triton), which does not. Elsewhere: XLA.
 
 A kernel is a program of one device: on a mesh each device attends with its own rows and heads, to
 keys and values of whole rows.
@@ -20,13 +20,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
 from dapo_jax.config import ModelConfig
-from dapo_jax.models.attention import zigzag
+from dapo_jax.models.attention import cudnn, zigzag
 from dapo_jax.models.decoder import NO_WINDOW
 from dapo_jax.models.sharding import HeadLayout
 from dapo_jax.types import UserError
 from dapo_jax.utils.precision import LANES
 
-KERNELS = {"tpu": "splash", "gpu": "flash", "cuda": "flash", "rocm": "flash"}
+# By platform as JAX calls it; on NVIDIA GPUs before Hopper flash.
+KERNELS = {"tpu": "splash", "gpu": "cudnn", "cuda": "cudnn", "rocm": "flash"}
 # Tokens of a block of queries and of keys, at most, where `ModelConfig.kernel_blocks` has no other.
 # Not tuned, see docs/update.md.
 SPLASH_BLOCK, FLASH_BLOCK = 512, 128
@@ -36,7 +37,7 @@ KEPT = "attention"  # the name of what `ModelConfig.remat` may keep of attention
 class Choice(NamedTuple):
     """The program that attends, and its settings."""
 
-    kernel: Literal["xla", "splash", "flash"]
+    kernel: Literal["xla", "splash", "cudnn", "flash"]
     platform: str = "cpu"  # of the devices; on "cpu" a kernel is interpreted
     window: int | None = None  # positions that sliding layers see
     every_layer: bool = False  # slides
@@ -63,7 +64,8 @@ def choose(
         UserError: the named kernel is another platform's or does not take the model, or
             config.mesh.context needs heads and kv_heads on one axis.
     """
-    platform = jax.default_backend() if layout is None else layout.mesh.devices.flat[0].platform
+    device = jax.local_devices()[0] if layout is None else layout.mesh.devices.flat[0]
+    platform = device.platform
     if layout is not None and layout.mesh.size == 1:
         layout = None
     context = 1 if layout is None else layout.context
@@ -75,26 +77,30 @@ def choose(
         )
     if context > 1 and unaligned:
         raise UserError(f"config.mesh.context ({context}) {unaligned}.")
-    wanted, of_platform = config.attention, KERNELS.get(platform, "xla")
-    kernel: Any = of_platform if wanted == "auto" else wanted
-    if kernel not in ("xla", of_platform):
+    wanted, there = config.attention, _of_device(device)
+    kernel: Any = there[0] if wanted == "auto" else wanted
+    if kernel not in ("xla", *there):
         raise UserError(
-            f"config.model.attention {wanted!r} is a kernel for another platform; the devices are "
+            f"config.model.attention {wanted!r} is a kernel for other devices; these are "
             f"{platform!r}. Set it to 'auto'."
         )
     window, sliding = config.sliding_window or (None, ())
+    on_gpu = kernel in ("cudnn", "flash")
     reasons = {  # why the kernel does not take the model
         "knows a token by one segment, which config.train.share_prompts needs two of": (
             kernel != "xla" and share_prompts
         ),
         unaligned: kernel != "xla" and unaligned,
-        f"needs whole rows; got config.mesh.context {context}": kernel == "flash" and context > 1,
-        "does not take config.model.sliding_window": kernel == "flash" and sliding,
+        f"needs whole rows; got config.mesh.context {context}": on_gpu and context > 1,
+        "does not take config.model.sliding_window": on_gpu and sliding,
         f"takes config.model.compute_dtype 'bfloat16' only; got {config.compute_dtype!r}": (
-            kernel == "flash" and config.compute_dtype != "bfloat16"
+            on_gpu and config.compute_dtype != "bfloat16"
         ),
         f"takes a config.model.head_dim from 16 to 256; got {config.head_dim}": (
-            kernel == "flash" and not 16 <= config.head_dim <= 256
+            on_gpu and not 16 <= config.head_dim <= 256
+        ),
+        f"takes a multiple of 8 as config.model.head_dim; got {config.head_dim}": (
+            kernel == "cudnn" and config.head_dim % 8 != 0
         ),
     }
     refused = next((f"{reason}" for reason, holds in reasons.items() if holds), None)
@@ -108,6 +114,15 @@ def choose(
         return Choice("xla", platform, window, every_layer, layout, f"{kernel} {refused}")
     blocks = config.kernel_blocks
     return Choice(kernel, platform, window, every_layer, layout, blocks=blocks)
+
+
+def _of_device(device: Any) -> tuple[str, ...]:
+    """The kernels that run on a device, the fastest first."""
+    kernel = KERNELS.get(device.platform, "xla")
+    if kernel != "cudnn":
+        return (kernel,)
+    capability = float(getattr(device, "compute_capability", 0.0))
+    return ("cudnn", "flash") if capability >= cudnn.LEAST_CAPABILITY else ("flash",)
 
 
 def attend(
@@ -130,7 +145,8 @@ def attend(
     T, N = q_BTNH.shape[1], q_BTNH.shape[2] // of_heads
     # The arrays of a kernel are data too: each device has those of its own queries.
     kernels = _splash_kernels(choice, T, N) if choice.kernel == "splash" else ()
-    local = functools.partial({"splash": _splash, "flash": _flash}[choice.kernel], choice)
+    program = {"splash": _splash, "cudnn": _cudnn, "flash": _flash}[choice.kernel]
+    local = functools.partial(program, choice)
     if layout is not None:
         by_queries = NamedSharding(layout.mesh, PartitionSpec(None, "context"))
         parts = tuple(kernel.manual_sharding_spec(by_queries) for kernel in kernels)
@@ -337,6 +353,17 @@ def _within_segments(kernel: Any, segments: Any) -> Any:
         fewer(kernel.dkv_mask_info, near(*by_keys).T, transposed, forward=False),
         **kernel.kwargs,
     )
+
+
+def _cudnn(
+    choice: Choice,
+    kernels: tuple[Any, ...],
+    window: jax.Array,
+    segments_BT: jax.Array,
+    *arrays: jax.Array,
+) -> jax.Array:
+    """cuDNN's attention over the rows and heads of one device."""
+    return checkpoint_name(cudnn.attend(segments_BT, *arrays), KEPT)
 
 
 def _flash(

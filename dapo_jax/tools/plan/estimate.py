@@ -138,7 +138,7 @@ def model_flops(config: Config, sequence_tokens: float) -> float:
 
 
 def kernel(config: Config, platform: str) -> str:
-    """Returns the attention program of the update: "splash", "flash" or "xla"."""
+    """Returns the attention program of the update, see `kernels.Choice`."""
     c = config.model
     chosen = kernels.KERNELS.get(platform, "xla")
     chosen = chosen if c.attention == "auto" else c.attention
@@ -150,13 +150,15 @@ def keys_per_query(config: Config, platform: str, sequence_tokens: float) -> flo
 
     Splash attention computes the blocks of b tokens that a sequence of S touches below the
     diagonal: S^2 / 2 + 3 S b / 2 pairs, at most a whole row; b is the mean of the blocks of queries
-    and of keys, where they differ. Flash attention computes all blocks of
-    a row below the diagonal. XLA's computes each part of a row against all keys up to the end of
+    and of keys, where they differ. So does cuDNN's. Flash attention computes all blocks of a row
+    below the diagonal. XLA's computes each part of a row against all keys up to the end of
     the part, and whole rows where a row lies on several devices.
     """
     row, name = config.train.row_tokens, kernel(config, platform)
     if name == "flash":
         return (row + kernels.FLASH_BLOCK) / 2
+    if name == "cudnn":
+        return min(sequence_tokens + 3 * kernels.FLASH_BLOCK, row + kernels.FLASH_BLOCK) / 2
     if name == "splash":
         blocks = config.model.kernel_blocks
         full, of_queries = kernels.splash_sizes(row, kernels.OF_QUERIES, blocks)

@@ -79,7 +79,8 @@ def _contexts(config: Config, devices: int) -> list[int]:
     """Returns the powers of two and the config's own size that divide the devices and the rows; 1
     alone where attention takes no other (see `attention.kernels.choose`)."""
     rules = dict(config.mesh.rules)
-    if config.model.attention == "flash" or rules.get("heads") != rules.get("kv_heads"):
+    of_rows = config.model.attention in ("cudnn", "flash")
+    if of_rows or rules.get("heads") != rules.get("kv_heads"):
         return [1]
     sizes = sorted({*(2**n for n in range(devices.bit_length())), max(1, config.mesh.context)})
     cuts = lambda n: n == 1 or config.train.row_tokens % (2 * n) == 0
