@@ -179,8 +179,11 @@ def gpu_attention(
     interpret = jax.default_backend() == "cpu"
 
     def local(q: jax.Array, table: jax.Array, lengths: jax.Array, *pages: jax.Array) -> jax.Array:
-        q_BKGH = q.reshape(B, pages[0].shape[1], -1, H)
-        out_BKGH = gpu_kernel.paged_attention(q_BKGH, *pages, table, lengths, interpret=interpret)
+        k_pages, v_pages = pages
+        q_BKGH = q.reshape(B, k_pages.shape[1], -1, H)
+        out_BKGH = gpu_kernel.paged_attention(
+            q_BKGH, k_pages, v_pages, table, lengths, interpret=interpret
+        )
         return out_BKGH.reshape(q.shape)
 
     return _over_heads(local, heads_axis, 1)(q_BNH, table_BP, lengths_B, *pages)
