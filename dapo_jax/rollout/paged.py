@@ -2,7 +2,7 @@
 
 A sequence owns the pages of `page_tokens` tokens that its row of the page table names, in order.
 Page 0 is a scratch page: masked writes go there and nothing reads it. A pool is a tuple of arrays:
-keys and values [L, pages, K, page, H] each for XLA (`tiles`) and JAX's GPU kernel; one array
+keys and values [L, pages, K, page, H] each for XLA (`tiles`) and the GPU kernel; one array
 [L, pages, page, 2 K, H], keys and values in turn, for JAX's TPU kernel (`kernels`).
 
 Invariant: every cached value is finite (`nan_safe`). Masked keys have weight 0, and 0 * NaN is NaN.

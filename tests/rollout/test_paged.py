@@ -1,4 +1,4 @@
-"""Attention over pages: what it reads and writes, and what is handed to JAX's kernels."""
+"""Attention over pages: what it reads and writes, and what is handed to the kernels."""
 
 import contextlib
 import dataclasses

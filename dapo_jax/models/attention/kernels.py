@@ -1,4 +1,4 @@
-"""The choice of the program that attends in training, and JAX's own kernels for packed rows.
+"""The choice of the program that attends in training, and kernels for packed rows.
 
 TPU: splash attention (Pallas), which skips blocks of keys that no query sees. GPU: cuDNN's, which
 skips them too; before Hopper flash attention (Pallas, Triton), which does not. Elsewhere: XLA.

@@ -112,14 +112,16 @@ def values(pass_: str, shapes: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array
     return arrays
 
 
-def measured(c: ModelConfig, pass_: str, blocks: Blocks) -> float | None:
+def measured(
+    c: ModelConfig, pass_: str, blocks: Blocks, say: Callable[[str], None]
+) -> float | None:
     """Returns the seconds of `program` on this device; None: the compiler refuses it."""
     run, shapes = program(c, pass_, blocks)
     arguments = values(pass_, shapes)
     try:
         compiled = jax.jit(run).lower(*arguments).compile()
     except Exception as error:  # Mosaic's and XLA's own, of several kinds
-        print(f"  {dict(blocks)}: {str(error).splitlines()[0][:200]}", flush=True)
+        say(f"  {dict(blocks)}: {str(error).splitlines()[0][:200]}")
         return None
     return median_seconds(lambda: compiled(*arguments))
 
@@ -169,7 +171,7 @@ def tune(machine: Machine, output: Path, say: Callable[[str], None]) -> None:
     found = {}
     for name, shape in machine.models(DECODING_BYTES).items():
         c = bench_model(shape)
-        blocks, lines = best(groups(c), lambda pass_, blocks, c=c: measured(c, pass_, blocks))
+        blocks, lines = best(groups(c), lambda pass_, blocks, c=c: measured(c, pass_, blocks, say))
         found[name] = {"kernel_blocks": blocks, "measured": lines}
         say(f"{name}: {flag(blocks) if blocks else 'the defaults are the fastest'}")
         content = {"machine": machine.identity(), "models": found}
