@@ -217,7 +217,7 @@ class RolloutConfig:
     # phrase is appended, in no loss, and sampling goes on. Also in evaluation: with its budget of
     # thinking, a policy is used as it was trained.
     end_of_thinking: tuple[PositiveInt, str] | None = None
-    # Attention over the cache: XLA, or the platform's kernel. auto: the kernel where it supports the
+    # Attention over the cache: XLA or the platform's kernel. auto: the kernel where it takes the
     # model.
     kernel: Literal["auto", "xla", "tpu", "gpu"] = "auto"
     # Old log-probs of the ratio: the rollout's (float32: equal to 1e-7), or, as in the script,

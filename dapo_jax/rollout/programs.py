@@ -84,9 +84,11 @@ def unrolls(platform: str, c: ModelConfig) -> bool:
     """Whether decoding goes from layer to layer without a scan, over arrays of each layer's own.
 
     A scan, and slices of stacked arrays too, copy each layer's weights at each token on CPUs and
-    GPUs; docs/rollout.md. The arrays take as much memory as the layers. More layers compile longer.
+    GPUs; docs/rollout.md. The arrays take as much memory as the layers: too much for adapters on a
+    GPU, where the frozen layers are nearly all that a run holds. More layers compile longer.
     """
-    return platform != "tpu" and c.num_layers <= UNROLLED_LAYERS
+    fits = platform == "cpu" or not c.lora_rank
+    return platform != "tpu" and fits and c.num_layers <= UNROLLED_LAYERS
 
 
 @functools.cache

@@ -131,6 +131,8 @@ def test_decoding_on_a_gpu_holds_the_layers_once_more():
     assert of("cuda")[COPY] == bytes_of(decoded) == bytes_of(params["layers"])
     deep = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=33))
     assert COPY not in held(deep, dict.fromkeys(AXES, 1), platform="cuda").rollout
+    adapters = dataclasses.replace(config, model=dataclasses.replace(config.model, lora_rank=2))
+    assert COPY not in held(adapters, dict.fromkeys(AXES, 1), platform="cuda").rollout
     one = tiny_config(**ONE)
     less = held(one, dict.fromkeys(AXES, 1), platform="cuda").rollout_bytes - 1
     chosen = lambda platform: with_replica_size(one, devices(1, 1, platform), less, print)

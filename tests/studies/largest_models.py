@@ -33,13 +33,13 @@ from dapo_jax.tools.plan.plan import plan
 from dapo_jax.tools.plan.programs import PROGRAMS
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "qwen1_5b_gsm8k_lora.py"
-# Memory in GiB, and the dtype of the arithmetic.
+# The platform, memory in GiB, and the dtype of the arithmetic.
 DEVICES = {
-    "T4, 16 GB": (0.9 * 15.0, "float32"),
-    "v5e-1": (15.75, "bfloat16"),
-    "GPU of 24 GB": (0.9 * 24.0, "bfloat16"),
-    "v6e-1": (31.24, "bfloat16"),
-    "GPU of 80 GB": (0.9 * 80.0, "bfloat16"),
+    "T4, 16 GB": ("gpu", 0.9 * 15.0, "float32"),
+    "v5e-1": ("tpu", 15.75, "bfloat16"),
+    "GPU of 24 GB": ("gpu", 0.9 * 24.0, "bfloat16"),
+    "v6e-1": ("tpu", 31.24, "bfloat16"),
+    "GPU of 80 GB": ("gpu", 0.9 * 80.0, "bfloat16"),
 }
 METHODS = {
     "all parameters": dict(lora_rank=0, lora_alpha=32.0, param_dtype="float32"),
@@ -111,11 +111,11 @@ def config_of(family, size, method, dtype):
 
 
 @functools.cache
-def needed(family, size, method, dtype):
+def needed(family, size, method, platform, dtype):
     """GiB that the run needs by arithmetic."""
     config = config_of(family, size, method, dtype)
     c, T = config.model, config.train.row_tokens
-    held = memory_budget.held(config, dict.fromkeys(AXES, 1))
+    held = memory_budget.held(config, dict.fromkeys(AXES, 1), platform=platform)
     width = jnp.dtype(c.compute_dtype).itemsize
     layer = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim
     layer += 3 * c.intermediate_size + 4 * c.hidden_size
@@ -125,17 +125,18 @@ def needed(family, size, method, dtype):
     return max(held.rollout_bytes, held.update_bytes + activations) / GIB
 
 
-def largest(family, method, gib, dtype):
-    """Sizes of the family that fit by arithmetic, the largest first."""
-    return [s for s in FAMILIES[family][1] if needed(family, s, method, dtype) <= gib]
+def largest(family, method, platform, gib, dtype):
+    """Sizes of the family that fit by arithmetic, the largest first, with the GiB they need."""
+    need = {s: needed(family, s, method, platform, dtype) for s in FAMILIES[family][1]}
+    return {size: gibs for size, gibs in need.items() if gibs <= gib}
 
 
 def compile_largest(family, method, topology):
     """Prints the GiB of each program with what lies beside it, until a size fits."""
     target = chips.target(f"{topology}:1x1")
-    gib, dtype = DEVICES[f"{topology}-1"]
-    for size in largest(family, method, gib, dtype):
-        config = config_of(family, size, method, dtype)
+    device = DEVICES[f"{topology}-1"]
+    for size in largest(family, method, *device):
+        config = config_of(family, size, method, device[-1])
         lengths = dict(response_tokens=400, prompt_tokens=105)
         found = plan(config, target, wanted=PROGRAMS, say=lambda _: None, **lengths)
         peaks = {n: x["peak_bytes"] + x["held_bytes"] for n, x in found["programs"].items()}
@@ -149,13 +150,13 @@ def compile_largest(family, method, topology):
 def main(topologies):
     print("| device | method |" + "".join(f" {family} |" for family in FAMILIES))
     print("|---|---|" + "---|" * len(FAMILIES))
-    for device, (gib, dtype) in DEVICES.items():
+    for name, device in DEVICES.items():
         for method in METHODS:
             cells = []
             for family in FAMILIES:
-                fits = largest(family, method, gib, dtype)[:1]
-                cells += [f"{s} ({needed(family, s, method, dtype):.1f})" for s in fits] or ["-"]
-            print(f"| {device} | {method} | " + " | ".join(cells) + " |", flush=True)
+                fits = largest(family, method, *device)
+                cells += [f"{size} ({gib:.1f})" for size, gib in fits.items()][:1] or ["-"]
+            print(f"| {name} | {method} | " + " | ".join(cells) + " |", flush=True)
     for topology in topologies:
         for method in METHODS:
             for family in FAMILIES:

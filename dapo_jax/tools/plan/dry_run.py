@@ -133,6 +133,7 @@ def _fields(group: Any) -> str:
 
 def _memory_lines(config: Config, axis_sizes: dict[str, int]) -> Lines:
     held, r = memory_budget.held(config, axis_sizes), config.rollout
+    on_gpu = memory_budget.held(config, axis_sizes, platform="gpu").rollout_bytes
     tokens = config.data.max_prompt_tokens + r.max_response_tokens
     slots = f"{r.slots:,} slots of up to {tokens:,} tokens on all devices"
     lines = [
@@ -143,6 +144,9 @@ def _memory_lines(config: Config, axis_sizes: dict[str, int]) -> Lines:
         ("together, in updates", held.update_bytes),
     ]
     notes = {"KV cache": slots, "together, in updates": "without activations"}
+    if on_gpu > held.rollout_bytes:
+        more = f"{memory_budget.size_text(on_gpu)} on a GPU: decoding has the layers once more"
+        notes["together, in rollouts"] = more
     size = lambda number: memory_budget.size_text(number).rjust(12)
     return [
         (name, size(number) + (f"   {notes[name]}" if name in notes else ""))
