@@ -546,6 +546,19 @@ def test_the_kernel_of_the_platform_is_chosen(platform, changes, chosen):
     assert attention_kernels.choose(replace_model(CONFIG, **changes), on(platform)).kernel == chosen
 
 
+def test_a_gpu_that_is_to_repeat_its_bits_attends_by_flash(monkeypatch):
+    bits = lambda attention: (
+        attention_kernels.choose(
+            replace_model(CONFIG, compute_dtype="bfloat16", head_dim=64, attention=attention),
+            on("cuda 9.0"),
+        ).kernel
+    )
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=d --xla_gpu_deterministic_ops=true")
+    assert (bits("auto"), bits("cudnn")) == ("flash", "cudnn")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=false")
+    assert (bits("auto"), bits("flash")) == ("cudnn", "flash")
+
+
 def test_a_fall_back_to_xla_says_why():
     refused = lambda layout, **changes: (
         attention_kernels.choose(replace_model(CONFIG, **changes), layout).refused

@@ -11,9 +11,13 @@ LEAST_CAPABILITY = 9.0  # of the GPU; older ones take no packed rows
 
 
 def most_segments(row_tokens: int) -> int:
-    """Returns how many sequences a packed row may hold: cuDNN wants a bound, and the time of its
-    backward pass grows with it (docs/update.md). Packing keeps to it on every platform."""
-    return max(32, row_tokens // 128)
+    """Returns how many sequences a packed row may hold, on every platform.
+
+    cuDNN wants a bound and computes as for a batch of so many rows: time and memory of its backward
+    pass grow with it (docs/update.md). Rows of 16,384 tokens and more are full all the same if
+    sequences have 512 tokens on average.
+    """
+    return max(32, row_tokens // 512)
 
 
 def places(segments_BT: Int[Array, "B T"], most: int) -> tuple[jax.Array, jax.Array]:

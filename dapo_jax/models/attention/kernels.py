@@ -8,6 +8,7 @@ keys and values of whole rows.
 """
 
 import functools
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -31,6 +32,8 @@ KERNELS = {"tpu": "splash", "gpu": "cudnn", "cuda": "cudnn", "rocm": "flash"}
 # Tokens of a block of queries and of keys, at most, where `ModelConfig.kernel_blocks` has no other.
 # Not tuned, see docs/update.md.
 SPLASH_BLOCK, FLASH_BLOCK = 512, 128
+# The flag with which runs on GPUs repeat bit for bit, see docs/pods.md.
+DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 KEPT = "attention"  # the name of what `ModelConfig.remat` may keep of attention
 
 
@@ -117,12 +120,16 @@ def choose(
 
 
 def _of_device(device: Any) -> tuple[str, ...]:
-    """The kernels that run on a device, the fastest first."""
+    """The kernels that run on a device, the one to prefer first."""
     kernel = KERNELS.get(device.platform, "xla")
     if kernel != "cudnn":
         return (kernel,)
-    capability = float(getattr(device, "compute_capability", 0.0))
-    return ("cudnn", "flash") if capability >= cudnn.LEAST_CAPABILITY else ("flash",)
+    if float(getattr(device, "compute_capability", 0.0)) < cudnn.LEAST_CAPABILITY:
+        return ("flash",)
+    # Where sums must have one order, cuDNN's backward pass holds the scores of whole rows.
+    if DETERMINISTIC in os.environ.get("XLA_FLAGS", "").split():
+        return "flash", "cudnn"
+    return "cudnn", "flash"
 
 
 def attend(
