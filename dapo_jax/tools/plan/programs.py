@@ -20,7 +20,7 @@ from dapo_jax.models.sharding import check_batch_shapes, param_shardings, rollou
 from dapo_jax.rollout import memory_budget
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.engine_config import EngineConfig, make_engine_config
-from dapo_jax.rollout.programs import rollout_dtypes, rollout_layout
+from dapo_jax.rollout.programs import rollout_dtypes, rollout_layout, unrolls
 from dapo_jax.training import critic, packing, step
 
 # There is no program "weights" where rollouts read the trainer's own arrays.
@@ -110,6 +110,9 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
         else:
             copy += device_bytes(arrays, at)
     lower = lambda name: lambda: engine.lower(rolled, name, engine_config.params.mode)
+    twice = {}  # in rollouts
+    if unrolls(rollout_on.devices.flat[0].platform, c):
+        twice = {"layers once more": device_bytes(rolled["layers"], rolled_at["layers"])}
 
     # The run holds this throughout a step. The rollout's copy is dropped before the update.
     held = dict(memory_budget.held(config, mesh.shape).always)
@@ -135,12 +138,12 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
             rows,
         ),
         "old_logprobs": program(lambda: score.lower(params, rows_ABT, integer), own, rows),
-        "decode": program(lower("decode"), read, copy + pool),
-        "prefill": program(lower("prefill"), read, copy, cache=pool),
+        "decode": program(lower("decode"), read, copy + pool, **twice),
+        "prefill": program(lower("prefill"), read, copy, cache=pool, **twice),
     }
     # A preempted sequence is prefilled with what it had sampled.
     if engine_config.num_pages is not None:
-        found[PREEMPTED] = program(lower(PREEMPTED), read, copy, cache=pool)
+        found[PREEMPTED] = program(lower(PREEMPTED), read, copy, cache=pool, **twice)
     if copy:
         here = jax.tree.map(
             lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), params, params_at
