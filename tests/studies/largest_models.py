@@ -1,7 +1,7 @@
 """The largest model of each family that one accelerator trains: all parameters, LoRA, LoRA on int8.
 
 Command: python -m tests.studies.largest_models             # by arithmetic, a minute
-         python -m tests.studies.largest_models v5e v6e     # and compiled: 5 minutes each,
+         python -m tests.studies.largest_models v5e v6e     # and compiled: 25 minutes,
                                                             # needs uv sync --extra tpu
 
 The work is that of configs/qwen1_5b_gsm8k_lora.py with 32 slots and one row of 2,048 tokens in each
