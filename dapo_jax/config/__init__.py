@@ -6,6 +6,7 @@ from dapo_jax.config.schema import (
     DataConfig,
     MeshConfig,
     ModelConfig,
+    ObjectiveConfig,
     OptimizerConfig,
     PretrainConfig,
     RolloutConfig,
@@ -15,5 +16,5 @@ from dapo_jax.config.schema import (
 )
 
 __all__ = ["Config", "CorrectionConfig", "DataConfig", "MeshConfig", "ModelConfig"]
-__all__ += ["OptimizerConfig", "PretrainConfig", "RolloutConfig", "SourceConfig", "Statistic"]
-__all__ += ["model_config"]
+__all__ += ["ObjectiveConfig", "OptimizerConfig", "PretrainConfig", "RolloutConfig"]
+__all__ += ["SourceConfig", "Statistic", "model_config"]

@@ -246,29 +246,11 @@ class GenerationLoop:
         self.cancelled[:] = False
         finished, new_tokens = self._take_tokens(output, valid_RkB, ours_RkB)
         over = set(finished)  # on the device
-        thinking: list[Sample] = []  # to be ended
-        if (end := self.request.end_of_thinking) is not None:
-            # First, so that no rule sees what is discarded.
-            thinking = self._cut_thinking(end, before_REG, finished, new_tokens)
-        invalid = {sample for sample, is_finite in finished.items() if not is_finite}
-        ended: dict[Sample, str] = {}  # by the host, with the finish reason
-        if table.repetition is not None:
-            repeats = self._cut_at_repetition(before_REG, invalid, new_tokens)
-            ended |= dict.fromkeys(repeats, "repetition")
-            invalid -= set(repeats)  # the token without a meaning came later
-        if self.request.stop_strings:
-            completed = self._cut_at_stop_strings(before_REG, invalid, new_tokens)
-            ended |= dict.fromkeys(completed, "stop")
-        thinking = [sample for sample in thinking if sample not in ended]
+        ended, thinking = self._apply_rules(before_REG, finished, new_tokens)
         to_cancel = [sample for sample in (*ended, *thinking) if sample not in over]
         for sample in ended:  # they finish last
             finished.pop(sample, None)
         finished |= dict.fromkeys(ended, True)
-        for sample in thinking:
-            assert end is not None
-            table.give(*sample, end.phrase)
-            if sample in new_tokens:
-                new_tokens[sample] += end.phrase
         self._tokens += [
             NewTokens(*table.name(*sample), tokens, sample in finished)
             for sample, tokens in new_tokens.items()
@@ -285,6 +267,42 @@ class GenerationLoop:
                 to_cancel += self._preempt(r, int(output.waiting_Rk[r, 0]), call.arrivals)
         if to_cancel:
             self._cancel(to_cancel)
+
+    def _apply_rules(
+        self,
+        before_REG: np.ndarray,
+        finished: dict[Sample, bool],
+        new_tokens: dict[Sample, list[int]],
+    ) -> tuple[dict[Sample, str], list[Sample]]:
+        """Cuts responses where a rule of the request ends them.
+
+        Args:
+            before_REG: tokens of each response before the call.
+
+        Returns:
+            The samples that end, with the finish reason; those whose thinking ends, which have the
+            phrase now and go on.
+        """
+        table, thinking = self.table, []
+        if (end := self.request.end_of_thinking) is not None:
+            # First, so that no rule sees what is discarded.
+            thinking = self._cut_thinking(end, before_REG, finished, new_tokens)
+        invalid = {sample for sample, is_finite in finished.items() if not is_finite}
+        ended: dict[Sample, str] = {}
+        if table.repetition is not None:
+            repeats = self._cut_at_repetition(before_REG, invalid, new_tokens)
+            ended |= dict.fromkeys(repeats, "repetition")
+            invalid -= set(repeats)  # the token without a meaning came later
+        if self.request.stop_strings:
+            completed = self._cut_at_stop_strings(before_REG, invalid, new_tokens)
+            ended |= dict.fromkeys(completed, "stop")
+        thinking = [sample for sample in thinking if sample not in ended]
+        for sample in thinking:
+            assert end is not None
+            table.give(*sample, end.phrase)
+            if sample in new_tokens:
+                new_tokens[sample] += end.phrase
+        return ended, thinking
 
     def _take_tokens(
         self, output: DecodeOutput, valid_RkB: np.ndarray, ours_RkB: np.ndarray

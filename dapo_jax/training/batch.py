@@ -12,7 +12,7 @@ import numpy as np
 
 from dapo_jax.algorithms import advantages, covariance, entropy, importance_correction
 from dapo_jax.algorithms.surrogate import MAX_K3, MAX_LOG_RATIO
-from dapo_jax.config import Config
+from dapo_jax.config import Config, ObjectiveConfig
 from dapo_jax.rewards.types import soft_overlong_punishment
 from dapo_jax.types import Group, Response, RunError, Samples, Verdict
 
@@ -226,25 +226,34 @@ def finished_columns(
         )
     if o.loss in ("kl-cov", "clip-cov") and mask_M.any():
         assert current_M is not None
+        given = current_M, columns["log_prob_old_BT"], columns["advantage_BT"], priority_M
         selected_M = np.zeros(len(mask_M), bool)
-        taken, args = lambda x_M: x_M[mask_M], o.loss_args
-        if o.loss == "kl-cov":
-            selected_M[mask_M] = covariance.select_kl_cov(
-                taken(current_M), taken(columns["advantage_BT"]), cov_share=args["cov_share"]
-            )
-        else:
-            assert o.clip_low is not None and o.clip_high is not None
-            selected_M[mask_M] = covariance.select_clip_cov(
-                taken(current_M),
-                taken(columns["log_prob_old_BT"]),
-                taken(columns["advantage_BT"]),
-                taken(priority_M),
-                **args,
-                clip_low=o.clip_low,
-                clip_high=o.clip_high,
-            )
+        selected_M[mask_M] = _select_by_covariance(o, *(x_M[mask_M] for x_M in given))
         out["selected_BT"] = selected_M
     return out
+
+
+def _select_by_covariance(
+    o: ObjectiveConfig,
+    current_M: np.ndarray,
+    log_prob_old_M: np.ndarray,
+    advantage_M: np.ndarray,
+    priority_M: np.ndarray,
+) -> np.ndarray:
+    """Returns which of the trained tokens kl-cov or clip-cov selects."""
+    if o.loss == "kl-cov":
+        share = o.loss_args["cov_share"]
+        return covariance.select_kl_cov(current_M, advantage_M, cov_share=share)
+    assert o.clip_low is not None and o.clip_high is not None
+    return covariance.select_clip_cov(
+        current_M,
+        log_prob_old_M,
+        advantage_M,
+        priority_M,
+        **o.loss_args,
+        clip_low=o.clip_low,
+        clip_high=o.clip_high,
+    )
 
 
 def kept_lengths(mask_M: np.ndarray, lengths_R: np.ndarray) -> np.ndarray:

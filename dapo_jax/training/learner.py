@@ -245,20 +245,8 @@ class Learner:
         numbers |= metrics.staleness_metrics(samples)
         numbers |= self._add_advantages(samples, columns, kl_coefficient, baselines_R)
 
-        bonus: tuple[np.float32, ...] = ()  # the argument that the update has where it adapts
-        adaptation = config.objective.entropy_adaptation
-        if adaptation is not None:
-            trained_M, applied = columns["mask_BT"], 0.0
-            # The policy's schedules stand still in the critic's head start.
-            if policy_step > 0 and trained_M.any():
-                before = float(columns["entropy_M"][trained_M].mean(dtype=np.float64))
-                applied = entropy.applied_entropy_coefficient(
-                    entropy_coefficient, before, target=adaptation[0]
-                )
-                numbers["policy/entropy_old"] = before
-                numbers["policy/entropy_coefficient"] = entropy_coefficient
-            bonus = (np.float32(applied),)
-
+        bonus, more = self._entropy_bonus(columns, entropy_coefficient, policy_step)
+        numbers |= more
         policy, value_model = state
         rate = learning_rate(config.optimizer, max(1, policy_step), num_steps - head_start)
         results, critic_results, kept, empty = [], [], 0, 0
@@ -293,6 +281,22 @@ class Learner:
         padding, total = sum((s == 0).sum() for s in segments), sum(s.size for s in segments)
         numbers["batch/padding_share"] = float(padding / max(1, total))
         return LearnerState(policy, value_model), numbers
+
+    def _entropy_bonus(
+        self, columns: Columns, coefficient: float, policy_step: int
+    ) -> tuple[tuple[np.float32, ...], dict[str, float]]:
+        """Returns the argument that the update has where the entropy bonus adapts, else none, and
+        metrics. The policy's schedules stand still in the critic's head start."""
+        adaptation = self.config.objective.entropy_adaptation
+        if adaptation is None:
+            return (), {}
+        trained_M = columns["mask_BT"]
+        if policy_step <= 0 or not trained_M.any():
+            return (np.float32(0.0),), {}
+        before = float(columns["entropy_M"][trained_M].mean(dtype=np.float64))
+        applied = entropy.applied_entropy_coefficient(coefficient, before, target=adaptation[0])
+        numbers = {"policy/entropy_old": before, "policy/entropy_coefficient": coefficient}
+        return (np.float32(applied),), numbers
 
     def _cut(self, samples: Samples) -> list[MiniBatch]:
         """Returns the packed mini-batches: slices, as a group's responses are adjacent."""

@@ -184,7 +184,19 @@ def loss_and_sums(
     if entropy_coefficient is not None:
         loss_BT = loss_BT - entropy_coefficient * jnp.where(mask_BT, entropy_BT, 0.0)
     loss = jnp.sum(rows.weight_BT * loss_BT)
+    measured = _sums_and_extremes(rows, statistics, terms, loss, kl_ref_BT)
+    return loss, jax.lax.stop_gradient(measured)
 
+
+def _sums_and_extremes(
+    rows: Rows,
+    statistics: log_probs.TokenStatistics,
+    terms: surrogate.Surrogate,
+    loss: jax.Array,
+    kl_ref_BT: jax.Array,
+) -> tuple[Sums, Extremes]:
+    """Returns the statistics of one micro-batch, in float32."""
+    mask_BT, log_prob_BT = rows.mask_BT, statistics.log_prob_BT
     prob_BT = jnp.exp(log_prob_BT)
     dual_BT = terms.clipped_dual_BT
     if dual_BT is None:
@@ -195,7 +207,7 @@ def loss_and_sums(
     sums = Sums(
         tokens=count(mask_BT),
         loss=loss,
-        entropy=count(entropy_BT),
+        entropy=count(statistics.entropy_BT),
         token_prob=count(prob_BT),
         clip_high=count(terms.clipped_high_BT),
         clip_low=count(terms.clipped_low_BT),
@@ -216,8 +228,7 @@ def loss_and_sums(
         minus_ratio_min=jnp.max(jnp.where(mask_BT, -terms.ratio_BT, -jnp.inf)),
         mismatch_max=jnp.max(mismatch_BT),
     )
-    statistics = jax.tree.map(lambda x: x.astype(jnp.float32), (sums, extremes))
-    return loss, jax.lax.stop_gradient(statistics)
+    return jax.tree.map(lambda x: x.astype(jnp.float32), (sums, extremes))
 
 
 def _head_layout(config: Config, mesh: Mesh | None) -> HeadLayout | None:

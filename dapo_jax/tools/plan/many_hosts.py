@@ -52,6 +52,17 @@ class Flags(NamedTuple):
     split: str | None = None
 
 
+class Work(NamedTuple):
+    """What the simulated hosts generate."""
+
+    groups: workload.Workload
+    steps: int
+    mean_tokens: float  # of a response
+    assumption: str  # in words
+    lengths: workload.Lengths | None  # None: those of a run
+    seconds: list[float] | None  # that the run took for each step's rollout; None: no run
+
+
 POSITIVE = ("simulate_hosts", "simulate_steps", "prompt_tokens", "heldout_prompts")
 SECONDS = ("decode_seconds", "prefill_seconds", "host_seconds", "reward_seconds")
 
@@ -123,31 +134,8 @@ def simulate(config: Config, flags: Flags, say: Callable[[str], None]) -> dict[s
     """
     numbers = check(config, flags)
     setting, assumptions = _setting(config, flags)
-    r, steps = config.rollout, flags.simulate_steps or 3
-    measured = lengths = None
-    if flags.lengths_from is not None:
-        measured = workload.of_run(Path(flags.lengths_from), config)
-        work, mean = measured.workload, measured.tokens
-        steps = min(flags.simulate_steps or len(measured.seconds), len(measured.seconds))
-        assumptions.append(
-            f"lengths and verdicts of the {steps} steps of {flags.lengths_from}: "
-            f"{mean:,.0f} tokens on average, {measured.accept:.0%} informative"
-        )
-    else:
-        usual = min(MEAN_TOKENS, max(1, r.max_response_tokens // 4))
-        text, accept = flags.length_distribution or f"lognormal:{usual}:1", flags.accept or 0.4
-        lengths = workload.lengths_of(text, r.max_response_tokens)
-        num_prompts = steps * config.train.prompts_per_step / accept  # expected, of all steps
-        progress = lambda step, number: min(1.0, step / steps + number / num_prompts)
-        work = workload.sampled(lengths, accept, r.group_size, config.seed, progress=progress)
-        rng, num = np.random.default_rng(0), 100_000 // r.group_size
-        some = np.concatenate([lengths(rng, r.group_size, i / num) for i in range(num)])
-        mean = some.mean()
-        assumptions.append(
-            f"lengths {text}: {mean:,.0f} tokens on average, "
-            f"{np.mean(some == r.max_response_tokens):.1%} of {r.max_response_tokens:,}; "
-            f"{accept:.0%} of the prompts informative"
-        )
+    r, work = config.rollout, _work(config, flags)
+    steps, assumptions = work.steps, [*assumptions, work.assumption]
     shards, devices = _replicas(config)
     token_gib = estimate.token_bytes(config.model, r) / devices / chips.GIB
     simulated: dict[int, list[Rollout]] = {}  # by number of hosts
@@ -155,7 +143,8 @@ def simulate(config: Config, flags: Flags, say: Callable[[str], None]) -> dict[s
     def rollouts(hosts: int, num: int) -> list[Rollout]:
         if hosts not in simulated:
             say(f"{hosts} hosts: {num} steps")
-            simulated[hosts] = simulation.rollouts(setting, work, hosts=hosts, steps=num)
+            groups = work.groups
+            simulated[hosts] = simulation.rollouts(setting, groups, hosts=hosts, steps=num)
         return simulated[hosts]
 
     own_hosts, whole = flags.simulate_hosts, None
@@ -178,7 +167,7 @@ def simulate(config: Config, flags: Flags, say: Callable[[str], None]) -> dict[s
         "whole_steps": whole,
     }
     is_own_mesh = shards == flags.simulate_hosts and flags.decode_seconds is None
-    if lengths is not None and is_own_mesh and whole is None:
+    if work.lengths is not None and is_own_mesh and whole is None:
         seconds, updates = [one.seconds for one in own], _updates(setting, flags, own, shards)
         result["whole_steps"] = {
             "sampling": None,
@@ -191,21 +180,49 @@ def simulate(config: Config, flags: Flags, say: Callable[[str], None]) -> dict[s
             _chip(flags),
             _sizes(config),
             own,
-            lengths,
+            work.lengths,
             hosts=shards,
-            response_tokens=round(mean),
+            response_tokens=round(work.mean_tokens),
             eval_prompts=flags.heldout_prompts or EVAL_PROMPTS,
         )
-    if measured is not None:
-        predicted, seconds = [one.seconds for one in own], measured.seconds[:steps]
+    if work.seconds is not None:
+        predicted = [one.seconds for one in own]
         result["measured"] = {
-            "seconds": seconds,
+            "seconds": work.seconds,
             "predicted_seconds": predicted,
-            "ratio_of_sums": sum(predicted) / sum(seconds),
+            "ratio_of_sums": sum(predicted) / sum(work.seconds),
             # The medians show whether other work slowed the machine down in some steps.
-            "ratio_of_medians": float(np.median(predicted) / np.median(seconds)),
+            "ratio_of_medians": float(np.median(predicted) / np.median(work.seconds)),
         }
     return result
+
+
+def _work(config: Config, flags: Flags) -> Work:
+    r = config.rollout
+    if flags.lengths_from is not None:
+        measured = workload.of_run(Path(flags.lengths_from), config)
+        steps = min(flags.simulate_steps or len(measured.seconds), len(measured.seconds))
+        assumption = (
+            f"lengths and verdicts of the {steps} steps of {flags.lengths_from}: "
+            f"{measured.tokens:,.0f} tokens on average, {measured.accept:.0%} informative"
+        )
+        seconds = measured.seconds[:steps]
+        return Work(measured.workload, steps, measured.tokens, assumption, None, seconds)
+    steps, accept = flags.simulate_steps or 3, flags.accept or 0.4
+    usual = min(MEAN_TOKENS, max(1, r.max_response_tokens // 4))
+    text = flags.length_distribution or f"lognormal:{usual}:1"
+    lengths = workload.lengths_of(text, r.max_response_tokens)
+    num_prompts = steps * config.train.prompts_per_step / accept  # expected, of all steps
+    progress = lambda step, number: min(1.0, step / steps + number / num_prompts)
+    groups = workload.sampled(lengths, accept, r.group_size, config.seed, progress=progress)
+    rng, num = np.random.default_rng(0), 100_000 // r.group_size
+    some = np.concatenate([lengths(rng, r.group_size, i / num) for i in range(num)])
+    assumption = (
+        f"lengths {text}: {some.mean():,.0f} tokens on average, "
+        f"{np.mean(some == r.max_response_tokens):.1%} of {r.max_response_tokens:,}; "
+        f"{accept:.0%} of the prompts informative"
+    )
+    return Work(groups, steps, some.mean(), assumption, lengths, None)
 
 
 def _split(
