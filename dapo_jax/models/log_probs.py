@@ -41,7 +41,7 @@ class _Plan(NamedTuple):
     temperature: float
     chunk_tokens: int
     layout: HeadLayout | None
-    frozen: bool = False  # nobody asks for the gradient of the unembedding
+    frozen: bool = False  # the unembedding needs no gradient
     collision: bool = False
     exact: bool = False
 

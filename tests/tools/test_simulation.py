@@ -304,7 +304,7 @@ def test_carried_prompts_keep_the_slots_full():
 
 def test_the_lengths_of_carried_prompts_are_those_of_synchronous_ones():
     """No bias: the prompts of the first steps are the same, in the same order, with the same
-    lengths, whoever ended first; more hosts change nothing."""
+    lengths, in whatever order they end; more hosts change nothing."""
     lengths = workload.lengths_of("lognormal:8:1:0.5", 32)
     work = workload.sampled(lengths, 0.5, G, seed=3)
     found = [

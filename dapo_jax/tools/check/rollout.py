@@ -60,7 +60,7 @@ def _decode(machine: Machine, store: Store, shape: Shape) -> Result:
     }
     text = f"{n / seconds:,.0f} tokens/s decoded, {found['tokens_per_second']:,.0f} over all"
     if found["compilations"]:
-        return Result("wrong", f"{text}; it compiled {found['compilations']} times anew", figures)
+        return Result("wrong", f"{text}; it compiled {found['compilations']} times more", figures)
     flops, rate = machine.rates(store)
     if flops is None or rate is None:
         return Result("ok", f"{text}; rates are not known without the part `device`", figures)

@@ -61,7 +61,7 @@ def _step(machine: Machine, shape: Shape, base: dict[str, Any]) -> Result:
         f"{k} {v:.2f}" for k, v in phases.items()
     )
     if found["compilations"]:
-        return Result("wrong", f"{text}; it compiled {found['compilations']} times anew", figures)
+        return Result("wrong", f"{text}; it compiled {found['compilations']} times more", figures)
     if not traces[0].operations:
         return Result("ok", f"{text}; the profiler saw no operation of a device", figures)
     idle = traces[0].idle_share
