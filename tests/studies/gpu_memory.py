@@ -28,7 +28,7 @@ from dapo_jax.tools.check.machine import MODELS
 from dapo_jax.tools.plan import programs
 
 ROW_TOKENS = 16_384
-# What XLA wants to know of an H200: its limits, by NVIDIA's tables for compute capability 9.0.
+# What XLA asks of a GPU that is not there (openxla/xla, xla/backends/gpu/target_config).
 H200 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
