@@ -72,8 +72,8 @@ def test_logits_are_those_of_transformers(tmp_path, family):
     "family, prompt", [("qwen2-window", 9), ("mistral-window", 1), ("qwen2-yarn", 1), ("qwen3", 9)]
 )
 def test_the_engines_logits_are_those_of_transformers(tmp_path, family, prompt):
-    """A prompt is prefilled, and what is sampled greedily goes through the paged cache: at every step
-    the whole row of logits is that of the training forward, which is that of transformers."""
+    """A prompt is prefilled, and what is sampled greedily goes through the paged cache: at every
+    step the whole row of logits is that of the training forward, which is that of transformers."""
     golden, config, params = opened(tmp_path, family)
     T = len(golden.tokens_T)
     engine_config = EngineConfig(
