@@ -4,11 +4,13 @@ Answers come from a model: verifiers hang, crash and eat memory on some of them.
 costs its own credit and a note in its verdict, never the run. An alarm interrupts a scorer that
 runs out of time. A scorer that an alarm does not stop is killed with its worker; the other
 responses of its chunk are scored again, one by one, in a fresh worker. A pool that does not survive
-the death of a worker is replaced.
+the death of a worker is replaced, and what waited in its queue goes to the next.
 """
 
+import collections
 import concurrent.futures
 import ctypes
+import itertools
 import multiprocessing
 import os
 import signal
@@ -38,7 +40,7 @@ CHUNKS_PER_WORKER, MAX_CHUNK = 4, 64
 POLL_SECONDS = 0.5  # between checks that the awaited pool is alive
 LOCK_SECONDS = 15.0
 LOST = "pool lost"  # the end of a chunk whose pool has given up
-MAX_LOSSES = 2  # pools lost with a response before it is given up
+MAX_LOSSES = 2  # pools that gave up while a worker may have had a response: then it is given up
 MAX_REPLACED = 3  # pools in a row that scored nothing
 NO_WORKERS = (
     "The processes that score do not start; their errors are above. In a script of your own, "
@@ -61,12 +63,32 @@ class Chunk(NamedTuple):
     tasks: list[int]  # indices
     future: pebble.ProcessFuture
     pool: pebble.ProcessPool
-    losses: int = 0  # pools that were lost with each of the responses
+    queue: collections.deque[pebble.ProcessFuture]  # of that pool, in the order of scheduling
+    losses: int = 0  # of each response, see MAX_LOSSES
 
     @property
     def is_over(self) -> bool:
         """Whether there is something to collect, or nothing to wait for."""
         return self.future.done() or not self.pool.active
+
+    def result(self) -> list[Scored] | str:
+        """Returns the scores of the chunk, or of its beginning, or the end of its worker."""
+        if not self.future.done():
+            return LOST
+        try:
+            return self.future.result()
+        except concurrent.futures.TimeoutError:
+            return "timeout"
+        except pebble.ProcessExpired:
+            return "worker died"
+        except concurrent.futures.BrokenExecutor:
+            return LOST
+
+    def may_have_been_taken(self, workers: int) -> bool:
+        """Whether one of the workers may have had this chunk when the pool gave up: they take
+        chunks in order, so theirs are among the first that did not end."""
+        open_chunks = itertools.islice(filter(_did_not_end, self.queue), workers)
+        return self.future in open_chunks
 
 
 class Pending(NamedTuple):
@@ -94,21 +116,22 @@ class RewardPool:
         # Loaded here too: a wrong name is the user's mistake, not a worker's.
         self.reads_all = {name: load_scorer(name).reads_all for name in self.names}
         self.workers, self.timeout_seconds = workers, timeout_seconds
-        self.pool = self._new_pool()
+        self._start_pool()
         self.replaced = 0  # pools
         self.fruitless: int | None = None  # pools since the last score; None: no score ever
 
-    def _new_pool(self) -> pebble.ProcessPool:
+    def _start_pool(self) -> None:
         for name in ONE_THREAD:  # read by workers as they import; this process has imported
             os.environ.setdefault(name, "1")
         # spawn: a fork of a process in which JAX runs threads can deadlock.
-        return pebble.ProcessPool(
+        self.pool = pebble.ProcessPool(
             self.workers,
             max_tasks=CHUNKS_PER_LIFE,
             initializer=_start_worker,
             initargs=(self.names,),
             context=multiprocessing.get_context("spawn"),
         )
+        self.queue = collections.deque()
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -151,8 +174,11 @@ class RewardPool:
 
     def _take(self, pending: Pending, chunk: Chunk) -> None:
         """Takes the scores of a chunk that is over, and schedules its other responses again."""
-        indices, losses, scores = chunk.tasks, chunk.losses, self._result(chunk)
+        indices, losses, scores = chunk.tasks, chunk.losses, chunk.result()
         if scores == LOST:
+            if not chunk.may_have_been_taken(self.workers):
+                pending.chunks.append(self._schedule(pending.tasks, indices, losses))
+                return
             losses += 1
             scores = "worker died"
             if len(indices) == 1 and losses < MAX_LOSSES:
@@ -171,19 +197,6 @@ class RewardPool:
             rest = [[i] for i in indices]
         pending.chunks.extend(self._schedule(pending.tasks, part, losses) for part in rest if part)
 
-    def _result(self, chunk: Chunk) -> list[Scored] | str:
-        """Returns the scores of a chunk, or of its beginning, or the end of its worker."""
-        if not chunk.future.done():
-            return LOST
-        try:
-            return chunk.future.result()
-        except concurrent.futures.TimeoutError:
-            return "timeout"
-        except pebble.ProcessExpired:
-            return "worker died"
-        except (concurrent.futures.BrokenExecutor, concurrent.futures.CancelledError):
-            return LOST
-
     def _needed(self, task: Task) -> Task:
         """Drops the fields that no scorer of the task reads: sending them takes time."""
         if any(self.reads_all[name] for name in task.scorers):
@@ -193,22 +206,34 @@ class RewardPool:
     def _schedule(self, tasks: list[Task], chunk: list[int], losses: int) -> Chunk:
         """Hands a chunk to the pool, to a new one if that has given up."""
         if not self.pool.active:
-            if self.fruitless is None or self.fruitless >= MAX_REPLACED:
-                raise RunError(NO_WORKERS)
-            self.pool.stop()
-            self.pool.join()
-            self.pool = self._new_pool()
-            self.replaced += 1
-            self.fruitless += 1
+            self._replace_pool()
         limit = self.timeout_seconds
         # A worker starts no response after the first limit, and the last one has its own limit.
         timeout = limit * min(2, len(chunk)) + GRACE_SECONDS
         arguments = ([tasks[i] for i in chunk], limit)
         try:
             future = self.pool.schedule(_score_chunk, args=arguments, timeout=timeout)
-        except RuntimeError as error:  # the pool has given up at once
-            raise RunError(NO_WORKERS) from error
-        return Chunk(chunk, future, self.pool, losses)
+        except RuntimeError:  # the pool has given up this moment
+            self._replace_pool()
+            return self._schedule(tasks, chunk, losses)
+        while self.queue and self.queue[0].done():
+            self.queue.popleft()
+        self.queue.append(future)
+        return Chunk(chunk, future, self.pool, self.queue, losses)
+
+    def _replace_pool(self) -> None:
+        if self.fruitless is None or self.fruitless >= MAX_REPLACED:
+            raise RunError(NO_WORKERS)
+        self.pool.stop()
+        self.pool.join()
+        self._start_pool()
+        self.replaced += 1
+        self.fruitless += 1
+
+
+def _did_not_end(future: pebble.ProcessFuture) -> bool:
+    broken = concurrent.futures.BrokenExecutor
+    return not future.done() or isinstance(future.exception(), broken)
 
 
 class _OutOfTime(BaseException):

@@ -72,6 +72,30 @@ def test_idle_workers_that_are_killed_are_replaced():
     assert not any(v.note for v in found)
 
 
+def test_responses_that_wait_while_workers_are_killed_are_scored():
+    """Twice every worker is killed until the pool gives up. The first time they have chunks, which
+    are scored again one by one. The second time two workers lose two single responses at most, and
+    two more at most may have been with a worker both times."""
+    texts = [str(i) for i in range(200)]
+    rubric = Rubric(((named("unhurried"), 1.0),), 1.0, -1.0)
+    others = multiprocessing.active_children()
+    with RewardPool(rubric.names, workers=2, timeout_seconds=5.0) as pool:
+        pool.score([Task(rubric.names, "7", "7")])
+        pending = pool.submit([Task(rubric.names, text, "7") for text in texts])
+        for round in (0, 1):
+            assert not pool.ready(pending) and pool.replaced == round
+            while pool.pool.active:
+                for child in multiprocessing.active_children():
+                    if child not in others:
+                        child.kill()
+                time.sleep(0.01)
+        found = [verdict(rubric, scored.scores) for scored in pool.collect(pending)]
+        assert pool.replaced == 2
+    lost = [v for v in found if v.note]
+    assert len(lost) <= 4 and all(v.note == "worker died" for v in lost)
+    assert all(v.correct == text.startswith("7") for text, v in zip(texts, found) if not v.note)
+
+
 def test_ready_schedules_again_and_does_not_wait(one_worker):
     """While responses are generated, responses that a worker left or died with are tried again."""
     texts = ["hang", "7", "die", "8", "7", "9", "7", "6"]  # two to a chunk
