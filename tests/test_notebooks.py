@@ -11,7 +11,7 @@ from statistics import fmean
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import FAST_COMPILATION, ROOT
 from tests.support.runs import programs
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -61,8 +61,7 @@ def execute(notebook, result, home, *parameters):
     """Returns the notebook with its outputs after a run in its own directory, on one device."""
     place = str(notebook.parent)
     command = [sys.executable, "-c", RUN, str(notebook), place, str(result), *parameters]
-    # Without the tests' own flags: evaluations take longer than compilation.
-    environment = os.environ | {"XLA_FLAGS": "", "XDG_CACHE_HOME": str(home)}
+    environment = os.environ | {"XLA_FLAGS": FAST_COMPILATION, "XDG_CACHE_HOME": str(home)}
     environment |= {
         "JAX_COMPILATION_CACHE_DIR": programs(home),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

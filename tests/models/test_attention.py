@@ -368,13 +368,22 @@ UNLIKE = (
 )
 
 
+MANY_BLOCKS = {
+    # Blocks of parts of 192 tokens lie over two.
+    f"{name}-{window}-{context}-cpu": (blocks, window, context, "cpu")
+    for name, blocks in (("alike", ()), ("unlike", UNLIKE))
+    for window in (None, 150)
+    for context in (1, 2)
+}
+# As on a TPU: what is fetched meanwhile is done, too.
+ON_TPU = {"alike-None-1-tpu": ((), None, 1, "tpu"), "unlike-150-1-tpu": (UNLIKE, 150, 1, "tpu")}
+
+
 @pytest.mark.parametrize(
-    "context, platform",
-    # Blocks of parts of 192 tokens lie over two. For a TPU what is fetched meanwhile is done, too.
-    [(1, "cpu"), (2, "cpu"), pytest.param(1, "tpu", marks=pytest.mark.slow)],
+    "blocks, window, context, platform",
+    [pytest.param(*case, id=name) for name, case in MANY_BLOCKS.items()]
+    + [pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in ON_TPU.items()],
 )
-@pytest.mark.parametrize("window", [None, 150])
-@pytest.mark.parametrize("blocks", [(), UNLIKE], ids=["alike", "unlike"])
 def test_rows_of_many_blocks(monkeypatch, blocks, window, context, platform):
     """Rows with blocks of their own to pass over, as XLA attends."""
     monkeypatch.setattr(attention_kernels, "SPLASH_BLOCK", 128)

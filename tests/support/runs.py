@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
-import sys
 from unittest import mock
 
 import jax
@@ -21,6 +19,7 @@ from dapo_jax.runs.report import page as report_page
 from dapo_jax.training import step as train_step
 from dapo_jax.training.learner import LearnerState
 from tests.conftest import FAST_COMPILATION, ROOT
+from tests.support.forked import ForkedProgram
 from tests.support.helpers import tiny_config, tiny_dict
 
 
@@ -80,16 +79,9 @@ def start(
 ):
     """Starts launch/train.py, or another program, in a process of its own."""
     config = config or write_config(workdir.with_name(workdir.name + "_config"), **overrides)
-    command = [
-        sys.executable,
-        str(program),
-        f"--config={config}",
-        f"--workdir={workdir}",
-        *flags,
-    ]
+    arguments = [str(program), f"--config={config}", f"--workdir={workdir}", *flags]
     env = environment(home, devices=devices, optimise=optimise)
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=env, cwd="/", stdout=pipe, stderr=pipe, text=True)
+    return ForkedProgram(arguments, env, workdir.parent)
 
 
 def free_port():
