@@ -113,6 +113,12 @@ def run_all(
         RunError: a run failed; finished runs are kept, and the same call resumes.
     """
     count = len(rows) * len(seeds)
+    done = sum((place(workdir, r, s) / "summary.json").exists() for r in rows for s in seeds)
+    print(
+        f"{count - done} of {count} runs to do, {processes} at a time; "
+        f"the log of each is {workdir}/ROW/seed_S/log.txt",
+        flush=True,
+    )
     # The first row of a seed makes the base model that the others reuse.
     for part in ([rows[0]], rows[1:]):
         jobs = [(row, seed) for seed in seeds for row in part]

@@ -47,7 +47,7 @@ def test_the_table_has_means_and_paired_intervals(tmp_path):
     assert (tmp_path / "table.png").stat().st_size > 10_000
 
 
-def test_runs_that_are_done_are_kept_and_a_failure_is_named(tmp_path, monkeypatch):
+def test_runs_that_are_done_are_kept_and_a_failure_is_named(tmp_path, monkeypatch, capsys):
     program = tmp_path / "train.py"
     program.write_text(PROGRAM)
     monkeypatch.setattr(ablation, "TRAIN", program)
@@ -58,9 +58,12 @@ def test_runs_that_are_done_are_kept_and_a_failure_is_named(tmp_path, monkeypatc
     run_all = lambda: ablation.run_all("c.py", ["a", "b"], range(2), workdir, 2)
     with pytest.raises(RunError, match=r"b/seed_1/log.txt"):
         run_all()
+    log = f"the log of each is {workdir}/ROW/seed_S/log.txt"
+    assert capsys.readouterr().out.startswith(f"4 of 4 runs to do, 2 at a time; {log}\n")
     assert (broken / "log.txt").read_text() == "no luck\n"
     (broken / "fail").unlink()
     run_all()
+    assert capsys.readouterr().out.startswith("1 of 4 runs to do, ")
     starts = {
         (row, seed): (ablation.place(workdir, row, seed) / "starts").read_text().splitlines()
         for row in "ab"
