@@ -90,11 +90,14 @@ def free_port():
         return free.getsockname()[1]
 
 
-def start_all(workdir, home, *, processes, devices, **settings):
+def start_all(workdir, home, *, processes, devices, program=TRAIN, config=None, **overrides):
     """One run in several processes with so many devices each."""
+    # Written once: the first process reads it while the others are started.
+    config = config or write_config(workdir.with_name(workdir.name + "_config"), **overrides)
+    settings = {"devices": devices, "program": program, "config": config}
     common = (f"--coordinator_address=127.0.0.1:{free_port()}", f"--num_processes={processes}")
     return [
-        start(workdir, home, devices=devices, flags=(*common, f"--process_id={i}"), **settings)
+        start(workdir, home, flags=(*common, f"--process_id={i}"), **settings)
         for i in range(processes)
     ]
 
