@@ -1,4 +1,4 @@
-"""Listeners to XLA's compilations: a counter, and the return of freed memory to the system."""
+"""A counter of XLA's compilations, and the return of freed memory to the system."""
 
 import ctypes
 import functools
@@ -20,19 +20,22 @@ class CompilationCounter:
         self.count += event == EVENT
 
 
+def return_freed() -> None:
+    """Returns memory that this process has freed to the system.
+
+    glibc would keep it, in pieces that the arrays of another phase do not fit in. Other C libraries
+    have no such call and are left alone.
+    """
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
+
+
 @functools.cache  # one listener is enough
 def return_memory() -> None:
-    """Returns memory that a compilation has freed to the system, after each one from now on.
-
-    glibc would keep it, some 330 MB, while arrays are taken from the system. Other C libraries have
-    no such call and are left alone.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is None:
-        return
+    """Calls `return_freed` after each compilation from now on: it leaves some 330 MB behind."""
 
     def listen(event: str, duration_secs: float, **_: object) -> None:
         if event == EVENT and duration_secs >= LEAST_SECONDS:
-            trim(0)
+            return_freed()
 
     jax.monitoring.register_event_duration_secs_listener(listen)
