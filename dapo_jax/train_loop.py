@@ -43,7 +43,8 @@ from dapo_jax.training import (
     state_bytes,
 )
 from dapo_jax.types import Group, RunError, StopRequested
-from dapo_jax.utils.compilations import CompilationCounter, return_freed
+from dapo_jax.utils.compilations import CompilationCounter
+from dapo_jax.utils.heap import trim_heap
 from dapo_jax.utils.profiling import traced
 from dapo_jax.utils.progress import Progress, duration
 from dapo_jax.utils.telemetry import Telemetry
@@ -339,7 +340,7 @@ class TrainLoop:
         self.telemetry.watchdog.limited = True
         self.telemetry.phase(f"step {step}: sampling")
         self.telemetry.take_seconds()
-        return_freed()  # of the step before: each phase has arrays of other sizes
+        trim_heap()  # of the step before: each phase has arrays of other sizes
         return self._counters()
 
     def _counters(self) -> dict[str, float]:
@@ -392,7 +393,7 @@ class TrainLoop:
         """Trains on the groups; returns the state of the learner and the numbers of the updates."""
         step, host = state.step + 1, state.host
         self.telemetry.phase(f"step {step}: updating")
-        return_freed()
+        trim_heap()
         learner, numbers = self.components.learner.train_on(
             state.learner,
             groups,
@@ -462,7 +463,7 @@ class TrainLoop:
         """Returns the metrics of the held-out problems, and stores some responses."""
         run, num_samples = self.components, self.config.evaluation.num_samples
         self.telemetry.phase(f"step {step}: evaluating on {len(run.heldout)} problems")
-        return_freed()
+        trim_heap()
         # An update before it cannot be repeated, so a stop waits for the end of the evaluation.
         telemetry = self.telemetry if step == 0 else self.telemetry.without_stop()
         collector = run.collector(

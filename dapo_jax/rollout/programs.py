@@ -34,7 +34,7 @@ from dapo_jax.rollout.jetstream import NOT_FINITE, OVER, VALID, DecodeOutput
 from dapo_jax.rollout.sampling import Mode, sample
 from dapo_jax.rollout.slots import DecodeState, Prefix
 from dapo_jax.rollout.tiles import tile_on
-from dapo_jax.utils.compilations import return_memory
+from dapo_jax.utils.heap import trim_after_compilations
 from dapo_jax.utils.precision import multiply_in
 
 UNROLLED_LAYERS = 32  # at most, see `unrolls`
@@ -96,7 +96,7 @@ class Programs:
     """The compiled programs, with their layouts and donations."""
 
     def __init__(self, config: EngineConfig, mesh: Mesh, trained_on: Mesh):
-        return_memory()
+        trim_after_compilations()
         self.config, self.mesh, c = config, mesh, config.model
         platform = mesh.devices.flat[0].platform
         multiply_in(c.compute_dtype, platform)

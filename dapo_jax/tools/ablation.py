@@ -112,18 +112,19 @@ def run_all(
     Raises:
         RunError: a run failed; finished runs are kept, and the same call resumes.
     """
-    count = len(rows) * len(seeds)
-    done = sum((place(workdir, r, s) / "summary.json").exists() for r in rows for s in seeds)
+    jobs = [(row, seed) for seed in seeds for row in rows]
+    count = len(jobs)
+    jobs = [job for job in jobs if not (place(workdir, *job) / "summary.json").exists()]
     print(
-        f"{count - done} of {count} runs to do, {processes} at a time; "
+        f"{len(jobs)} of {count} runs to do, {processes} at a time; "
         f"the log of each is {workdir}/ROW/seed_S/log.txt",
         flush=True,
     )
     # The first row of a seed makes the base model that the others reuse.
-    for part in ([rows[0]], rows[1:]):
-        jobs = [(row, seed) for seed in seeds for row in part]
-        jobs = [job for job in jobs if not (place(workdir, *job) / "summary.json").exists()]
-        _run_jobs(config, jobs, count, workdir, processes, flags)
+    first = [job for job in jobs if job[0] == rows[0]]
+    others = [job for job in jobs if job[0] != rows[0]]
+    for part in (first, others):
+        _run_jobs(config, part, count, workdir, processes, flags)
 
 
 def _run_jobs(

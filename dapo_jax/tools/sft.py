@@ -44,7 +44,7 @@ from dapo_jax.training import step as train_step
 from dapo_jax.training.optimizer import learning_rate
 from dapo_jax.training.step import TrainState
 from dapo_jax.types import Rows, StopRequested, UserError
-from dapo_jax.utils.compilations import return_memory
+from dapo_jax.utils.heap import trim_after_compilations
 from dapo_jax.utils.precision import multiply_in
 from dapo_jax.utils.profiling import traced
 from dapo_jax.utils.progress import Column, Progress, duration
@@ -192,7 +192,7 @@ class FineTuning:
         self.mesh = mesh = make_mesh(config.mesh)
         t, model = config.train, config.model
         check_row_shapes(t.rows_per_micro_batch, t.row_tokens, mesh.shape)
-        return_memory()
+        trim_after_compilations()
         multiply_in(model.compute_dtype, mesh.devices.flat[0].platform)
         self.update: Any = supervised.compile_update(model, config.mesh, config.optimizer, mesh)
         self.score = train_step.compile_log_probs(

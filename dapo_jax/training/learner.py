@@ -31,7 +31,7 @@ from dapo_jax.training.batch import (
 from dapo_jax.training.optimizer import learning_rate
 from dapo_jax.training.packing import take_columns
 from dapo_jax.types import Group, Rows, RunError, Samples
-from dapo_jax.utils.compilations import return_memory
+from dapo_jax.utils.heap import trim_after_compilations
 from dapo_jax.utils.precision import multiply_in
 from dapo_jax.utils.random_streams import named_generator
 
@@ -94,7 +94,7 @@ class Learner:
         say: Callable[[str], None],
         doing: Callable[[str], None] = lambda _: None,
     ):
-        return_memory()
+        trim_after_compilations()
         multiply_in(config.model.compute_dtype, mesh.devices.flat[0].platform)
         self.config, self.mesh, self.detokenize = config, mesh, detokenize
         self.say, self.doing = say, doing
