@@ -7,18 +7,15 @@ the copy with it. --passed: skip the former, because the whole suite has just pa
 """
 
 import concurrent.futures
-import multiprocessing
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-OUTPUT = "pytest.txt"
-PYTEST = 100  # is added to pytest's exit status: 1 is also that of a process that never came to it
-_forked = multiprocessing.get_context("forkserver")
 
 
 class Defect(NamedTuple):
@@ -237,40 +234,17 @@ DEFECTS = (
 
 def run(copy: Path, tests: str) -> int:
     """pytest's exit status: 0 all passed, 1 some failed."""
-    process = _forked.Process(target=_pytest, args=(copy, tests.split(" ", 2)))
-    process.start()
-    process.join()
-    if process.exitcode not in (PYTEST, PYTEST + 1):
-        output = (copy / OUTPUT).read_text()
-        raise SystemExit(f"pytest could not run {tests} ({process.exitcode}):\n{output}")
-    return process.exitcode - PYTEST
-
-
-def _pytest(copy: Path, tests: list[str]) -> None:
-    """Runs tests of a copy in this process, which is forked from one that has the libraries."""
-    output = os.open(copy / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for number in (1, 2):
-        os.dup2(output, number)
-    os.chdir(copy)
-    sys.path[0] = str(copy)
-    import pytest
-
-    # pytest warns of plugins that the libraries import: it cannot rewrite their assertions.
-    libraries = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
-    sys.exit(PYTEST + pytest.main(["-n", "0", "-x", "-q", *libraries, *tests]))
-
-
-def prepare(programs: Path) -> None:
-    """Sets what Python and JAX read as they start, in this process's children."""
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", *tests.split(" ", 2)]
     # The libraries' byte code of the whole suite, see conftest.py, instead of one for each copy.
-    os.environ["PYTHONPYCACHEPREFIX"] = str(ROOT / ".pytest_cache" / "d" / "bytecode")
-    os.environ["PYTHONDONTWRITEBYTECODE"] = ""
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    kept = {"PYTHONPYCACHEPREFIX": str(ROOT / ".pytest_cache" / "d" / "bytecode")}
     # Programs that a defect leaves as they are compile once for all copies.
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(programs)
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
-    # No module of this project: a copy's own are imported in its process.
-    _forked.set_forkserver_preload(["flax", "grain", "optax", "orbax.checkpoint", "transformers"])
+    kept |= {"JAX_COMPILATION_CACHE_DIR": str(copy.parent / "programs")}
+    kept |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
+    env = os.environ | kept | {"PYTHONDONTWRITEBYTECODE": ""}
+    done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"pytest could not run {tests}:\n{done.stdout}{done.stderr}")
+    return done.returncode
 
 
 def plant(copy: Path, defect: Defect) -> None:
@@ -294,7 +268,6 @@ def main() -> int:
     """0 if every defect is found, 1 otherwise."""
     missed = []
     with tempfile.TemporaryDirectory() as temporary:
-        prepare(Path(temporary) / "programs")
         right = make_copy(Path(temporary) / "right")
         passed = sys.argv[1:] == ["--passed"]
         for tests in () if passed else sorted({defect.tests for defect in DEFECTS}):
