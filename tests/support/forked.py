@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["dapo_jax.train_loop"])
@@ -53,11 +54,15 @@ def _run(arguments: list[str], env: dict[str, str], out: Path, err: Path) -> Non
     os.environ.update(env)
     os.chdir("/")
     import jax
+    from jax._src import compiler
 
     # What JAX reads from the environment as it is imported.
     jax.config.update("jax_compilation_cache_dir", env["JAX_COMPILATION_CACHE_DIR"])
     seconds = float(env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
+    # JAX lets process 0 alone write compiled programs, so others compile theirs in every run. Here
+    # each has a directory of its own.
+    compiler.distributed = SimpleNamespace(global_state=SimpleNamespace(process_id=0, client=None))
     sys.argv = arguments
     try:
         runpy.run_path(arguments[0], run_name="__main__")

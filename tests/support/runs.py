@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -75,12 +76,13 @@ TRAIN = ROOT / "launch" / "train.py"
 
 
 def start(
-    workdir, home, *, devices=1, optimise=False, flags=(), program=TRAIN, config=None, **overrides
-):
+    workdir, home, *, devices=1, optimise=False, process=0, flags=(), program=TRAIN, config=None,
+    **overrides,
+):  # fmt: skip
     """Starts launch/train.py, or another program, in a process of its own."""
     config = config or write_config(workdir.with_name(workdir.name + "_config"), **overrides)
     arguments = [str(program), f"--config={config}", f"--workdir={workdir}", *flags]
-    env = environment(home, devices=devices, optimise=optimise)
+    env = environment(home, devices=devices, optimise=optimise, process=process)
     return ForkedProgram(arguments, env, workdir.parent)
 
 
@@ -97,20 +99,23 @@ def start_all(workdir, home, *, processes, devices, program=TRAIN, config=None, 
     settings = {"devices": devices, "program": program, "config": config}
     common = (f"--coordinator_address=127.0.0.1:{free_port()}", f"--num_processes={processes}")
     return [
-        start(workdir, home, flags=(*common, f"--process_id={i}"), **settings)
+        start(workdir, home, process=i, flags=(*common, f"--process_id={i}"), **settings)
         for i in range(processes)
     ]
 
 
-def environment(home, *, devices=1, optimise=False):
+def environment(home, *, devices=1, optimise=False, process=0):
     """The environment of a process that keeps its caches in `home`."""
+    # Processes of one run compile the same programs at the same time: none reads what another
+    # has half written.
+    compiled = Path(programs(home), f"process_{process}" if process else "")
     flags = f"--xla_force_host_platform_device_count={devices}"
     if not optimise:
         flags += f" {FAST_COMPILATION}"
     return os.environ | {
         "XDG_CACHE_HOME": str(home),
         "XLA_FLAGS": flags,
-        "JAX_COMPILATION_CACHE_DIR": programs(home),
+        "JAX_COMPILATION_CACHE_DIR": str(compiled),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
 

@@ -82,16 +82,22 @@ def test_the_update_compiles_with_the_versions_that_a_pod_installs(name):
     assert found["fits"] and not numbers["refused"] and numbers["temp_bytes"] > 0
 
 
-@pytest.fixture(scope="module", params=tpu_programs.TOPOLOGIES)
-def found(request):
-    """What the compiled decode, insert, prefill and update programs have for four chips."""
+@pytest.fixture(scope="module")
+def found_for_all():
+    """{topology: what its compiled decode, insert, prefill and update programs have}"""
     skip_unless_pinned()
     done = subprocess.run(
-        [sys.executable, "-m", "tests.studies.tpu_programs", request.param],
+        [sys.executable, "-m", "tests.studies.tpu_programs", *tpu_programs.TOPOLOGIES],
         cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+    return {found["topology"]: found for found in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.fixture(scope="module", params=tpu_programs.TOPOLOGIES)
+def found(request, found_for_all):
+    """What the programs have for four chips of a kind."""
+    return found_for_all[request.param]
 
 
 @pytest.mark.slow
