@@ -42,8 +42,10 @@ class StopSignals:
         """Raises StopRequested if a signal has come. One process may raise before another: see
         `ProcessGroup.stop_together`."""
         if self.received is None:
-            self.received = self.process_group.stop_requested()
-            self._reported = self.received is not None
+            # A signal may come to this process during the call: it is not overwritten.
+            requested = self.process_group.stop_requested()
+            if requested is not None:
+                self.received, self._reported = requested, True
         if self.received is not None:
             if not self._reported:
                 self.process_group.request_stop(self.received)

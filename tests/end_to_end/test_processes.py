@@ -263,6 +263,22 @@ def test_which_process_generates_what_and_when_does_not_matter(number, seed, mon
     assert queues[0].work_queue.claimed <= informative[7] + 1 + 8 / 0.6 + number
 
 
+def test_a_signal_that_comes_while_others_are_asked_is_not_lost():
+    def asked():
+        signal.raise_signal(signal.SIGTERM)
+
+    store, before = Store(), signal.getsignal(signal.SIGTERM)
+    first, second = (ProcessGroup(i, 2, store) for i in range(2))
+    first.stop_requested = asked
+    try:
+        with StopSignals(Progress(0, 0, quiet=True), first) as signals:
+            with pytest.raises(StopRequested):
+                signals.check()
+        assert signals.received == signal.SIGTERM == second.stop_requested()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_the_signal_sent_to_all_processes_does_not_end_one_that_stops_already(capsys):
     """A pod's shutdown sends SIGTERM to each process. One that another stopped first survives its
     own, also while it shuts down; a second one of its own ends it."""
