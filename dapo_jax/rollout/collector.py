@@ -158,8 +158,10 @@ class RolloutCollector:
                 if prompts.done and isinstance(prompts, CarryQueue):
                     while loop.num_calls < prompts.cut and not next(generation).idle:
                         pass
+                    # By all members of the replica: it may call the device.
+                    unfinished = loop.unfinished(prompts.cut)
                     if leader:
-                        prompts.unfinished = dict(zip(numbers, loop.unfinished(prompts.cut)))
+                        prompts.unfinished = dict(zip(numbers, unfinished))
                 idle = waits and not groups and not outcomes
                 yield CollectorOutput(generated is not None, groups, outcomes, idle)
         finally:

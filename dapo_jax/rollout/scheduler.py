@@ -212,12 +212,12 @@ class GenerationLoop:
         self.num_calls = max(self.num_calls, call)
 
     def step(self) -> bool:
-        """Admits prompts, calls `generate`, reads the previous call; returns whether any call was
-        made or read."""
+        """Admits prompts, calls `generate`, reads the previous call. Returns whether it made or
+        read a call, or found responses that had finished in earlier steps."""
         last, self.unread = self.unread, None
         self.state = self.admission.admit(self.params, self.state, unread=last is not None)
-        self._finished += [Finished(*found) for found in self.admission.finished_before]
-        self.admission.finished_before = []
+        before, self.admission.finished_before = self.admission.finished_before, []
+        self._finished += [Finished(*found) for found in before]
         if self.table.waiting.any():
             self.state, output = self.engine.generate(self.params, self.state, self.mode)
             output.copy_to_host_async()
@@ -226,7 +226,7 @@ class GenerationLoop:
             self.unread = _Call(output, self.num_calls, had_work_R, self.admission.arrivals)
         if last is not None:
             self._read(last)
-        return last is not None or self.unread is not None
+        return bool(before) or last is not None or self.unread is not None
 
     def _read(self, call: _Call) -> None:
         """Takes the tokens of a call; ends, preempts and cancels responses."""

@@ -14,7 +14,7 @@ from dapo_jax.rewards.pool import Scored
 from dapo_jax.rewards.types import Rubric, Score
 from dapo_jax.rollout import carry
 from dapo_jax.rollout.admission import GenerationRequest
-from dapo_jax.rollout.carry import most_begun
+from dapo_jax.rollout.carry import CarriedGroup, most_begun
 from dapo_jax.rollout.collector import RolloutCollector
 from dapo_jax.rollout.dynamic_sampling import (
     SamplingState,
@@ -24,6 +24,7 @@ from dapo_jax.rollout.dynamic_sampling import (
     state_from_json,
     state_to_json,
 )
+from dapo_jax.types import Response
 from tests.rollout.test_collector import Data, spell
 from tests.support.engines import generate, make_engine, tokens_of
 from tests.support.helpers import make_params, tiny_config
@@ -201,6 +202,36 @@ def test_more_prompts_begin_where_the_first_do_not_fill_the_batch(monkeypatch, e
         assert longer[0][0] == most_begun(CONFIG, 1.0) == 12
         # On every engine after the last call of those before, so that none is ahead of the cut.
         assert all(min(calls[n:]) > max(calls[:n]) for n, calls in longer)
+
+
+@pytest.mark.parametrize("polls", [3, 20])
+def test_verdicts_on_what_had_finished_before_the_step_change_nothing(policies, polls):
+    """More groups than one prefill takes ended in the step before, behind a straggler. They fill
+    the batch; whether their verdicts come at once or late, decoding goes on to the cut."""
+    engine = make_engine(
+        page_tokens=16, samples=4, num_pages=400, decode_steps=4, resumes=True, prefill=4
+    )
+    tokens, log_probs = np.array([7, 5, 1], np.int32), np.full(3, -1.0, np.float32)
+
+    def response(first):
+        own = np.array([first, *tokens[1:]], np.int32)
+        return Response(own, log_probs, "stop", spell([own])[0], np.ones(3, np.int32), log_probs)
+
+    finished = tuple((sample, response(7 + sample % 2)) for sample in range(4))
+    state = SamplingState(0.5, tuple(CarriedGroup((i, 0), finished) for i in range(12)))
+    found = []
+    for of_verdict in (0, polls):
+        queue = open_queue(CONFIG, state, Data(0), step=2)
+        pool = SlowPool(0, 0)
+        pool.rng = SimpleNamespace(integers=lambda _, polls=of_verdict: polls)
+        collector = RolloutCollector(engine, pool, RUBRICS, spell, GenerationRequest(4))
+        with engine.weights(policies[0]):
+            list(collector.groups(queue, jax.random.key(2), step=2))
+        tried = queue.num_resolved
+        kept = [n for n in range(tried) if queue.work_queue.outcomes[n].kept]
+        batch, after = commit(CONFIG, state, queue, Taken(tried, kept), 2)
+        found.append((tried, batch.carried_tokens, json.dumps(state_to_json(after))))
+    assert found[0] == found[1] and found[0][1] > 0
 
 
 def test_a_longer_delay_of_the_cut_keeps_more_tokens(
