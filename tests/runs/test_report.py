@@ -11,7 +11,7 @@ import pytest
 import dapo_jax
 from dapo_jax.runs.report import data, plots
 from dapo_jax.runs.report import page as report
-from dapo_jax.runs.report.data import by_method, load_runs
+from dapo_jax.runs.report.data import by_method, load_runs, responses_sampled
 from dapo_jax.runs.report.paper_curves import SOURCES, Curve, load_paper
 from dapo_jax.types import UserError
 from tests.config.test_command_line import call, load_launcher
@@ -135,6 +135,16 @@ def test_seeds_of_a_method_are_one_line_with_an_interval(tmp_path, without_plots
     page = report.write_report(places[0], others=places[1:]).read_text()
     assert "dapo, 4 seeds: held-out accuracy 26.5 % to 66.5 % in 4 steps (still running)" in page
     assert "held-out avg@4</td><td>26.5% [25" in page and "held-out avg@8</td><td>25.0%<" in page
+
+
+def test_responses_are_counted_by_the_group_size_of_their_stage():
+    config = {
+        "rollout": {"group_size": 4},
+        "stages": [[3, {"rollout.group_size": 8}], [4, {"objective.clip_high": 0.4}]],
+    }
+    of = lambda step: responses_sampled({"step": step, "sampling/prompts_tried": 10}, config)
+    assert [of(step) for step in range(1, 6)] == [40, 40, 80, 80, 80]
+    assert responses_sampled({"step": 0}, config) == 0
 
 
 def test_runs_without_counts_have_no_panel_of_tokens(tmp_path):

@@ -170,7 +170,7 @@ def _load_run(name: str, directory: Path) -> Run:
         # The last line may be half written.
         lines = [line for line in file.read_text().splitlines() if line.endswith("}")]
         steps = [_metrics(json.loads(line), k) for line in lines]
-        _count_tokens(steps, frozen["config"]["rollout"]["group_size"])
+        _count_tokens(steps, frozen["config"])
         file = directory / "summary.json"
         summary = json.loads(file.read_text()) if file.exists() else None
     except OSError as error:
@@ -201,12 +201,25 @@ def _metrics(numbers: dict[str, Any], k: int) -> dict[str, Any]:
     return numbers | {"step": int(numbers["step"])}
 
 
-def _count_tokens(steps: Sequence[dict[str, Any]], group_size: int) -> None:
+def responses_sampled(numbers: dict[str, Any], config: dict[str, Any]) -> int:
+    """Returns how many responses a step sampled.
+
+    Args:
+        numbers: the step's metrics.
+        config: the run's, from config.json. Its stages may change the size of groups.
+    """
+    group_size = config["rollout"]["group_size"]
+    for first, changes in config.get("stages", ()):
+        if first <= numbers["step"]:
+            group_size = changes.get("rollout.group_size", group_size)
+    return int(numbers.get("sampling/prompts_tried", 0)) * group_size
+
+
+def _count_tokens(steps: Sequence[dict[str, Any]], config: dict[str, Any]) -> None:
     """Adds to each step `tokens`, those of all responses sampled since the start."""
     if not any("length/mean" in numbers for numbers in steps):
         return
     tokens = 0.0
     for numbers in steps:
-        prompts = numbers.get("sampling/prompts_tried", 0)
-        tokens += numbers.get("length/mean", 0) * prompts * group_size
+        tokens += numbers.get("length/mean", 0) * responses_sampled(numbers, config)
         numbers["tokens"] = tokens

@@ -7,7 +7,7 @@ at most ten of them each. Only metrics are read: a check whose metrics are missi
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from dapo_jax.runs.report.data import Run
+from dapo_jax.runs.report.data import Run, responses_sampled
 from dapo_jax.runs.report.paper_curves import Curve
 
 MIN_STEPS = 5  # a shorter run is not judged
@@ -255,15 +255,14 @@ def _updates_skipped(run: Run) -> Finding | None:
 
 def _scorer_failed(run: Run) -> Finding | None:
     steps = trained_steps(run)
-    group_size = run.frozen["config"]["rollout"]["group_size"]
-    responses = group_size * sum(n.get("sampling/prompts_tried", 0) for n in steps)
+    responses = sum(responses_sampled(numbers, run.frozen["config"]) for numbers in steps)
     faults = sum(n.get("sampling/scorer_faults", 0) for n in steps)
     if faults <= SCORER_FAULTS * responses:
         return None
     return Finding(
         "the scorer fails",
-        f"It raised, died or ran out of time on {faults:.0f} of {responses:.0f} responses.",
-        "try it with launch/score_file.py; reward.timeout_seconds.",
+        f"It raised, died or ran out of time on {faults:.0f} of {responses} responses.",
+        "try it with launch/score.py; reward.timeout_seconds.",
     )
 
 
