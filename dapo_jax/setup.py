@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from dapo_jax.config import Config
-from dapo_jax.data.dataset import load, rubrics
+from dapo_jax.data.dataset import check_scorers, load, rubrics
 from dapo_jax.data.stream import ProblemStream
 from dapo_jax.data.tokenizer import load_tokenizer, stop_tokens
 from dapo_jax.distributed.process_group import ALONE, ProcessGroup
@@ -23,10 +23,10 @@ from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.collector import RolloutCollector
 from dapo_jax.rollout.dynamic_sampling import SamplingState, state_from_json, state_to_json
 from dapo_jax.rollout.end_of_thinking import EndOfThinking
-from dapo_jax.rollout.engine import make_engine
+from dapo_jax.rollout.engine import make_engine, run_engine_config
 from dapo_jax.rollout.engine_config import EngineConfig
 from dapo_jax.rollout.sampling import SamplingParams
-from dapo_jax.training import Learner, LearnerState, base_model
+from dapo_jax.training import Learner, LearnerState, Schedule, base_model
 from dapo_jax.types import RunError
 from dapo_jax.utils.progress import Progress
 from dapo_jax.utils.telemetry import Telemetry
@@ -41,18 +41,21 @@ class HostState(NamedTuple):
     sampling: SamplingState
     base_accuracy: float
     accuracy: float  # of the last evaluation
-    reward_kl_coefficient: float  # of the next step; adapts where the config says so
-    entropy_coefficient: float  # likewise
+    schedule: Schedule  # of the next step
     seconds: float  # worked until the last save, over all starts of the run
-    updated_steps: int  # rollout steps that made an update; schedules advance with these
     base_seconds: float  # to make or read the base model
 
     def to_json(self) -> dict[str, Any]:
-        return self._asdict() | {"sampling": state_to_json(self.sampling)}
+        values = self._asdict() | {"sampling": state_to_json(self.sampling)}
+        del values["schedule"]
+        return values | self.schedule._asdict()
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "HostState":
-        return cls(**values)._replace(sampling=state_from_json(values["sampling"]))
+        schedule = Schedule(*(values[name] for name in Schedule._fields))
+        others = {name: x for name, x in values.items() if name not in Schedule._fields}
+        others["sampling"] = state_from_json(values["sampling"])
+        return cls(schedule=schedule, **others)
 
 
 class RunState(NamedTuple):
@@ -71,8 +74,8 @@ class RunComponents:
     ):
         # The least memory of any process, so that all choose the same layout of their arrays.
         each = process_group.all_gather(memory_budget.device_bytes(jax.local_devices()))
-        least = min((size for size in each if size is not None), default=None)
-        config = memory_budget.with_replica_size(config, jax.devices(), least, progress.say)
+        self.memory_bytes = min((size for size in each if size is not None), default=None)
+        config = self._with_replica_size(config, progress.say)
         self.config, self.process_group, self.say = config, process_group, progress.say
         self.mesh = make_mesh(config.mesh)
         check_batch_shapes(config, self.mesh.shape)
@@ -117,10 +120,25 @@ class RunComponents:
         kind = devices.flat[0].device_kind
         progress.say(f"{devices.size} {kind} device(s), mesh {sizes}; run directory {workdir}")
 
-    def load_base(self, workdir: Path, check_stop: Callable[[], None]) -> tuple[Any, float]:
-        """Returns the parameters of the base model, and the seconds that it took to make."""
+    def _with_replica_size(self, config: Config, say: Callable[[str], None]) -> Config:
+        return memory_budget.with_replica_size(config, jax.devices(), self.memory_bytes, say)
+
+    def check_stage(self, config: Config) -> None:
+        """Raises UserError if a later stage, with this config, could not begin on these devices."""
+        config = self._with_replica_size(config, lambda _: None)
+        check_batch_shapes(config, self.mesh.shape)
+        run_engine_config(config, self.mesh, (), max_prompt_tokens=config.data.max_prompt_tokens)
+
+    def load_base(
+        self, config: Config, workdir: Path, check_stop: Callable[[], None]
+    ) -> tuple[Any, float]:
+        """Returns the parameters of the base model, and the seconds that it took to make.
+
+        Args:
+            config: of the run's first step, also where a later stage is resumed: the same base.
+        """
         return base_model.load_or_make(
-            self.config,
+            config,
             self.mesh,
             self.tokenizer,
             workdir / "base",
@@ -146,10 +164,8 @@ class RunComponents:
             sampling=SamplingState(pass_rates=self.measured),
             base_accuracy=accuracy,
             accuracy=accuracy,
-            reward_kl_coefficient=self.config.objective.reward_kl_coefficient,
-            entropy_coefficient=self.config.objective.entropy_coefficient,
+            schedule=Schedule.first(self.config.objective),
             seconds=0.0,
-            updated_steps=0,
             base_seconds=base_seconds,
         )
 
@@ -208,7 +224,12 @@ class RunComponents:
 
 
 def reward_pool(config: Config) -> RewardPool:
-    """Returns workers with every scorer of the run's training and held-out responses."""
+    """Returns workers with every scorer of the run's training and held-out responses.
+
+    Raises:
+        UserError: a scorer cannot be loaded.
+    """
+    check_scorers(config)
     train, heldout = rubrics(config, config.data.train), rubrics(config, config.data.heldout)
     named = {name for rubric in (*train.values(), *heldout.values()) for name in rubric.names}
     r = config.reward

@@ -36,13 +36,11 @@ from dapo_jax.runs.run_directory import RunDirectory
 from dapo_jax.setup import GREEDY, HostState, RunComponents, RunState, reward_pool
 from dapo_jax.training import (
     LearnerState,
-    made_an_update,
-    next_entropy_coefficient,
-    next_kl_coefficient,
+    Schedule,
     shaped_rewards,
     state_bytes,
 )
-from dapo_jax.types import Group, RunError, StopRequested
+from dapo_jax.types import Group, RunError, StopRequested, UserError
 from dapo_jax.utils.compilations import CompilationCounter
 from dapo_jax.utils.heap import trim_heap
 from dapo_jax.utils.profiling import traced
@@ -152,7 +150,8 @@ class TrainLoop:
         if restored is None or run.learner.needs_base:
             telemetry.phase("loading or making the base model")
             check_stop = telemetry.watchdog.moving(self.signals.check_together)
-            base, base_seconds = run.load_base(self.directory.path, check_stop)
+            first = self.run_config.at(1)
+            base, base_seconds = run.load_base(first, self.directory.path, check_stop)
         learner = run.learner.start(base, None if restored is None else restored.learner)
         telemetry.phase("compiling the programs of the rollout")
         run.warm_up(learner.policy.model)
@@ -171,6 +170,7 @@ class TrainLoop:
         self.components = run = RunComponents(
             self.config, self.directory.path, telemetry.progress, self.process_group
         )
+        self._check_stages(after=step)
         self.collector = run.collector(
             run.train_rubrics,
             self.config.rollout.group_size,
@@ -183,10 +183,22 @@ class TrainLoop:
         run.learner.compile()
         return run
 
+    def _check_stages(self, after: int) -> None:
+        """Raises UserError for a stage that the run could not enter, days before it begins."""
+        for first, _ in self.run_config.stages:
+            if first <= after:
+                continue
+            try:
+                self.components.check_stage(self.run_config.at(first))
+            except UserError as error:
+                what = f"config.stages: the stage from step {first} on"
+                raise UserError(f"{what}: {error}") from error
+
     def _enter_stage(self, state: RunState) -> RunState:
         """Replaces the components where the next step is of another stage; the state goes on."""
         step = state.step + 1
         if self.run_config.at(step) != self.config:
+            self.save(state)  # whatever happens while the new programs are compiled
             reference = self.components.learner.reference
             del self.components, self.collector  # before the next ones take memory
             run = self._build(step)
@@ -200,7 +212,10 @@ class TrainLoop:
                 self.telemetry.say(f"step {step} begins a stage: {changed}")
                 # Other limits or another temperature sampled what is carried.
                 sampling = state.host.sampling._replace(carried=())
-                state = state._replace(host=state.host._replace(sampling=sampling))
+                host = state.host._replace(
+                    sampling=sampling, schedule=state.host.schedule.in_stage(changes)
+                )
+                state = state._replace(host=host)
         return state
 
     def _restore(self) -> RunState | None:
@@ -260,22 +275,20 @@ class TrainLoop:
         numbers["perf/weights_bytes"] = copied_bytes
         groups = self._groups_to_train(batch.groups, step)
         baselines = self._greedy_rewards(groups, learner, step)
+        schedule = host.schedule
         with telemetry.timer("update"):
             if groups:  # from here on the parameters before the update are gone: it donates them
-                learner, more = self._update(state, groups, baselines)
+                learner, schedule, more = self._update(state, groups, baselines)
                 numbers |= more
         if self._is_evaluated(step):
             with telemetry.timer("evaluation"):
                 numbers |= self._evaluate(step, learner)
         self._save_rollouts(batch, step)
-        kl_coefficient = next_kl_coefficient(config, host.reward_kl_coefficient, numbers, groups)
         host = host._replace(
             data=run.stream.get_state(),
             sampling=sampling,
             accuracy=numbers.get(self.accuracy_name, host.accuracy),
-            reward_kl_coefficient=kl_coefficient,
-            entropy_coefficient=next_entropy_coefficient(config, host.entropy_coefficient, numbers),
-            updated_steps=host.updated_steps + made_an_update(numbers),
+            schedule=schedule,
         )
         return self._complete(RunState(step, learner, host), numbers | self._measured(before))
 
@@ -389,25 +402,20 @@ class TrainLoop:
 
     def _update(
         self, state: RunState, groups: list[Group], baselines: list[float] | None
-    ) -> tuple[LearnerState, dict[str, float]]:
-        """Trains on the groups; returns the state of the learner and the numbers of the updates."""
-        step, host = state.step + 1, state.host
+    ) -> tuple[LearnerState, Schedule, dict[str, float]]:
+        """Trains on the groups; returns the state of the learner, the schedule of the next step and
+        the numbers of the updates."""
+        step = state.step + 1
         self.telemetry.phase(f"step {step}: updating")
         trim_heap()
-        learner, numbers = self.components.learner.train_on(
-            state.learner,
-            groups,
-            step,
-            updated_steps=host.updated_steps,
-            kl_coefficient=host.reward_kl_coefficient,
-            entropy_coefficient=host.entropy_coefficient,
-            baselines=baselines,
+        learner, schedule, numbers = self.components.learner.train_on(
+            state.learner, state.host.schedule, groups, step, baselines=baselines
         )
         if not self.updated:
             self.updated = True
             numbers["time/first_update"] = time.monotonic() - self.started
         rewards = [shaped_rewards(self.config, group) for group in groups]
-        return learner, numbers | {"reward/mean": float(np.mean(rewards))}
+        return learner, schedule, numbers | {"reward/mean": float(np.mean(rewards))}
 
     def _save_rollouts(self, batch: Batch, step: int) -> None:
         self.telemetry.phase(f"step {step}: writing rollouts and metrics")

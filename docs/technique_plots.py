@@ -24,8 +24,8 @@ from scipy.special import betaln
 
 from dapo_jax.algorithms.advantages import group_advantages
 from dapo_jax.algorithms.aggregation import aggregate
+from dapo_jax.algorithms.overlong import soft_overlong_punishment
 from dapo_jax.algorithms.surrogate import surrogate
-from dapo_jax.rewards.types import soft_overlong_punishment
 from dapo_jax.runs.report.plots import COLOURS
 
 BLUE, RED, GREEN, PURPLE, OCHRE = COLOURS

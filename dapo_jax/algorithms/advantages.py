@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int, Real
 
+from dapo_jax.types import RunError
 from dapo_jax.utils.fields import Argument, Positive, Share, UpTo1
 
 EPSILON = 1e-6  # keeps the division finite when all rewards are equal, as in the reference
@@ -178,12 +179,13 @@ def maxrl(
     Source: MaxRL, arXiv:2602.02710. A group of mean 0 gets 0.
 
     Raises:
-        ValueError: a reward is below 0.
+        RunError: a reward is below 0.
     """
     if (rewards_R < 0).any():
-        raise ValueError(
-            "maxrl needs rewards of 0 or more: set config.reward.incorrect to 0, and "
-            "config.reward.overlong_buffer_tokens and overlong_penalty to 0"
+        raise RunError(
+            f"config.objective.advantage is 'maxrl', and a reward is {rewards_R.min():g}: its mean "
+            "is a pass rate and needs rewards of 0 or more. Look at the scorer that gave it, and "
+            "at its weight."
         )
 
     def one(r_G: np.ndarray) -> np.ndarray:
@@ -309,6 +311,21 @@ def gae(
     return advantage_M, advantage_M + values_M
 
 
+def token_energy(
+    log_prob_M: Float[np.ndarray, " M"], collision_M: Float[np.ndarray, " M"]
+) -> Float[np.ndarray, " M"]:
+    """Returns the squared norm of the gradient of each token's log-prob by its logits [M].
+
+        w = 1 - 2 pi + sum over the vocabulary of pi^2
+
+    Source: as `optimal_token_baseline`.
+
+    Args:
+        collision_M: the sum of the squares, see `log_probs.TokenStatistics`.
+    """
+    return 1.0 - 2.0 * np.exp(log_prob_M.astype(np.float64)) + collision_M
+
+
 def optimal_token_baseline(
     token_rewards_M: Float[np.ndarray, " M"],
     groups_R: Int[np.ndarray, " R"],
@@ -320,13 +337,12 @@ def optimal_token_baseline(
     """Rewards to go less the baseline of least variance at their position in the group [M].
 
         A_it = G_it - sum_j G_jt W_jt / (sum_j W_jt + 1e-8),   W_jt = sum over s <= t of w_js
-        w = 1 - 2 pi + sum over the vocabulary of pi^2
 
     The sums are over the responses j of the group that have a token t. Source: Optimal Token
     Baseline, arXiv:2602.07078.
 
     Args:
-        energy_M: w, the squared norm of the gradient of log pi by the logits.
+        energy_M: w, see `token_energy`.
         zero_tail: no baseline where one response of the group alone still goes on: it would be
             that response's own reward. As in the reference implementation.
     """

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: a ratio beyond it is a broken log-prob
+from dapo_jax.algorithms.surrogate import MAX_LOG_RATIO
+
 NORMALISED = "normalised-"  # before the level of importance weights
 
 

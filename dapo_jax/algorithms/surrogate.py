@@ -1,8 +1,8 @@
-"""The surrogate of DAPO and the KL estimates: pure functions of log-probs, advantages and masks.
+"""The surrogate of DAPO: pure functions of log-probs, advantages and masks.
 
 The loss of a mini-batch is sum_t w_t l_t / W over its response tokens. l_t comes from `surrogate`
-or another policy loss, `kl_estimate` and the entropy; w_t and W from `aggregation`. Arithmetic is
-float32, or float64 where the inputs are.
+or another policy loss, `kl.kl_estimate` and the entropy; w_t and W from `aggregation`. Arithmetic
+is float32, or float64 where the inputs are.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,6 @@ from dapo_jax.utils.precision import at_least_float32
 
 # exp(20) = 4.9e8: a ratio beyond it is a broken log-prob; its gradient is cut as in the reference.
 MAX_LOG_RATIO = 20.0
-MAX_K3 = 10.0
 
 
 class Surrogate(NamedTuple):
@@ -87,37 +86,3 @@ def surrogate(
         (advantage_BT < 0) & (ratio_BT < 1 - clip_low),
         dual_BT,
     )
-
-
-def kl_estimate(
-    log_prob_BT: Float[Array, "B T"],
-    log_prob_ref_BT: Float[Array, "B T"],
-    mask_BT: Bool[Array, "B T"],
-    *,
-    estimator: str,
-) -> Float[Array, "B T"]:
-    """Estimates KL(policy || reference) of each token in nats, 0 outside the mask.
-
-        d = logp - ref;  k1 = d,  abs = |d|,  k2 = d^2 / 2,  k3 = exp(-d) - 1 + d
-
-    A `+` after the name keeps the value and takes the gradient of k2, whose expectation is the
-    gradient of the KL. k3 is bounded as in verl: |d| by 20, the value by 10, no gradient beyond.
-
-    Source: J. Schulman, "Approximating KL divergence" (2020); k3 is also GRPO's, arXiv:2402.03300,
-    eq. 4.
-    """
-    d_BT = masked_log_ratio(log_prob_BT, log_prob_ref_BT, mask_BT)
-    name = estimator.removesuffix("+")
-    k2_BT = 0.5 * d_BT * d_BT
-    if name == "k1":
-        value_BT = d_BT
-    elif name == "abs":
-        value_BT = d_BT * jax.lax.stop_gradient(jnp.sign(d_BT))  # slope 0 at 0
-    elif name == "k2":
-        value_BT = k2_BT
-    else:
-        bounded_BT = clamp(d_BT, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-        value_BT = clamp(jnp.expm1(-bounded_BT) + bounded_BT, -MAX_K3, MAX_K3)
-    if estimator.endswith("+"):
-        value_BT = jax.lax.stop_gradient(value_BT - k2_BT) + k2_BT
-    return value_BT

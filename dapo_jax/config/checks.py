@@ -102,6 +102,8 @@ def check(config: "Config") -> None:
     _check_sampling(config)
     _check_pretrain(config)
     check_mesh(config.mesh)
+    if config.seed >= 2**32:
+        raise UserError(f"config.seed must be below 2**32; got {config.seed}.")
     small, large = config.train.prompts_per_update, config.train.prompts_per_step
     check_divides("train.prompts_per_update", small, "train.prompts_per_step", large)
 

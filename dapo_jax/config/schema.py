@@ -412,7 +412,7 @@ class LogConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    seed: NonNegativeInt = 0
+    seed: NonNegativeInt = 0  # below 2**32: keys of JAX have no more bits
     # Stages of the run, in order: (first rollout step, {"section.field": value, ...}). Changes add
     # up. See `dapo_jax.config.checks.check_stages` for the fields.
     stages: tuple[tuple[PositiveInt, FrozenDict[Any]], ...] = ()

@@ -73,6 +73,16 @@ def rubrics(config: Config, chosen: Mapping[str, SourceConfig]) -> dict[str, Rub
     }
 
 
+def check_scorers(config: Config) -> None:
+    """Raises UserError for a scorer of the run's sources that cannot be loaded, by its field."""
+    for kind, chosen in (("train", config.data.train), ("heldout", config.data.heldout)):
+        for name, source in chosen.items():
+            own = f"config.data.{kind}.{name}.scorer"
+            field = "config.reward.scorer" if source.scorer is None else own
+            for scorer, _ in parse_scorers(source.scorer or config.reward.scorer):
+                scorers.load_scorer(scorer, field)
+
+
 def load(
     config: Config,
     chosen: Mapping[str, SourceConfig],

@@ -243,12 +243,15 @@ class LoadedScorer(NamedTuple):
         return as_score(found[0])
 
 
-def load_scorer(name: str) -> LoadedScorer:
+def load_scorer(name: str, field: str = "config.reward.scorer") -> LoadedScorer:
     """Loads a scorer: a name in SCORERS, `module:function` or `path/to/file.py:function`.
 
     A function with two parameters without default is called with (text, answer) and returns a
     score, see `as_score`. One with four is called with the lists (texts, token ids, answers,
     metadata) and returns a list of scores. Metadata are the other columns of the problem's record.
+
+    Args:
+        field: where the name stands, for messages.
 
     Raises:
         UserError: there is no such scorer, or it takes other arguments.
@@ -258,18 +261,18 @@ def load_scorer(name: str) -> LoadedScorer:
     place, _, function = name.rpartition(":")
     if not place or not function:
         raise UserError(
-            f"config.reward.scorer: {name!r} is not one of {', '.join(SCORERS)}, nor "
+            f"{field}: {name!r} is not one of {', '.join(SCORERS)}, nor "
             "module:function, nor path/to/file.py:function."
         )
-    scorer = getattr(_import(place, name), function, None)
+    scorer = getattr(_import(place, name, field), function, None)
     if not callable(scorer):
-        raise UserError(f"config.reward.scorer: {place} has no function {function!r}.")
+        raise UserError(f"{field}: {place} has no function {function!r}.")
     parameters = inspect.signature(scorer).parameters.values()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     needed = [p.name for p in parameters if p.kind in positional and p.default is p.empty]
     if len(needed) not in (2, 4):
         raise UserError(
-            f"config.reward.scorer: {name!r} takes ({', '.join(needed)}); a scorer takes "
+            f"{field}: {name!r} takes ({', '.join(needed)}); a scorer takes "
             "(text, answer) or (texts, token_ids, answers, metadata)."
         )
     return LoadedScorer(scorer, len(needed) == 4)
@@ -282,21 +285,21 @@ def warm_up(names: Sequence[str]) -> None:
         math_verify("\\boxed{1}", "1")
 
 
-def _import(place: str, name: str) -> types.ModuleType:
+def _import(place: str, name: str, field: str) -> types.ModuleType:
     """Imports a module by name, or a file here or in the project's directory."""
     if not place.endswith(".py"):
         try:
             return importlib.import_module(place)
         except ImportError as error:
             raise UserError(
-                f"config.reward.scorer: {name!r} cannot be imported: {error}. Put the module on "
+                f"{field}: {name!r} cannot be imported: {error}. Put the module on "
                 "PYTHONPATH, or name its file: path/to/file.py:function."
             ) from error
     path = Path(place).expanduser().resolve()
     path = path if path.is_file() else Path(__file__).resolve().parents[2] / place
     spec = importlib.util.spec_from_file_location(f"scorer_{path.stem}", path)
     if not path.is_file() or spec is None or spec.loader is None:
-        raise UserError(f"config.reward.scorer: there is no file {Path(place).absolute()}.")
+        raise UserError(f"{field}: there is no file {Path(place).absolute()}.")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

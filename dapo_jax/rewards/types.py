@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from dapo_jax.types import Verdict
 
@@ -129,30 +128,6 @@ def verdict(rubric: Rubric, scores: Sequence[Score] | str) -> Verdict:
 def _verdict(first: Score, rewards: Sequence[float]) -> Verdict:
     several = tuple(rewards) if len(rewards) > 1 else ()
     return Verdict(first.correct, sum(rewards), first.extracted, rewards=several)
-
-
-def soft_overlong_punishment(
-    lengths_G: ArrayLike, *, max_response_tokens: int, buffer_tokens: int, penalty: float
-) -> np.ndarray:
-    """Returns the length reward of each response, float64 [G], from 0 down to -penalty.
-
-        R(y) = 0                                  where |y| <= L_max - L_cache
-               ((L_max - L_cache) - |y|) / L_cache   in between
-               -1                                 where L_max < |y|
-
-    Source: DAPO, arXiv:2503.14476, eq. 13, scaled by `penalty`.
-
-    Args:
-        lengths_G: response lengths in tokens, end-of-sequence token included.
-        max_response_tokens: L_max.
-        buffer_tokens: L_cache; 0: no punishment.
-        penalty: factor on the reward, 1 in the paper.
-    """
-    lengths_G = np.asarray(lengths_G, np.float64)
-    if buffer_tokens == 0:
-        return np.zeros_like(lengths_G)
-    over_G = lengths_G - (max_response_tokens - buffer_tokens)
-    return -penalty * np.clip(over_G / buffer_tokens, 0.0, 1.0)
 
 
 def parse_scorers(text: str) -> tuple[tuple[str, float], ...]:

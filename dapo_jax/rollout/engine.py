@@ -315,9 +315,24 @@ def make_engine(
     Raises:
         UserError: see `make_engine_config`.
     """
+    own = own_mesh(rollout_mesh(mesh, config.mesh.rollout_tensor))
+    engine_config = run_engine_config(
+        config, mesh, stop_tokens, max_prompt_tokens=max_prompt_tokens
+    )
+    return DecoderEngine(engine_config, own, mesh)
+
+
+def run_engine_config(
+    config: Config, mesh: Mesh, stop_tokens: tuple[int, ...], *, max_prompt_tokens: int
+) -> EngineConfig:
+    """Returns the config of `make_engine`'s engine.
+
+    Raises:
+        UserError: see `make_engine_config`.
+    """
     everywhere = rollout_mesh(mesh, config.mesh.rollout_tensor)
     own = own_mesh(everywhere)
-    engine_config = make_engine_config(
+    return make_engine_config(
         config,
         own.shape,
         max_prompt_tokens,
@@ -325,4 +340,3 @@ def make_engine(
         platform=own.devices.flat[0].platform,
         run_sizes=everywhere.shape,
     )
-    return DecoderEngine(engine_config, own, mesh)

@@ -94,12 +94,11 @@ def request(config: Config, flags: Any) -> Request:
     SamplingParams.of(asked).check("--")
     if asked.scorer is not None:
         try:
-            for name, _ in parse_scorers(asked.scorer):
-                load_scorer(name)
-        except UserError as error:
-            raise UserError(str(error).replace("config.reward.scorer", "--scorer", 1)) from error
+            scorers = parse_scorers(asked.scorer)
         except ValueError as error:
             raise UserError(f"--scorer={asked.scorer}: {error}.") from error
+        for name, _ in scorers:
+            load_scorer(name, "--scorer")
     return asked
 
 

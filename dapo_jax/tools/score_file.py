@@ -105,12 +105,10 @@ def _rubric(scorer: str, timeout_seconds: float, workers: int) -> Rubric:
         )
     try:
         rubric = Rubric(parse_scorers(scorer), correct=1.0, incorrect=-1.0)
-        for name in rubric.names:
-            load_scorer(name)
-    except UserError as error:
-        raise UserError(str(error).replace("config.reward.scorer", "--scorer", 1)) from error
     except ValueError as error:
         raise UserError(f"--scorer={scorer}: {error}.") from error
+    for name in rubric.names:
+        load_scorer(name, "--scorer")
     return rubric
 
 

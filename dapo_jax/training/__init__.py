@@ -6,26 +6,22 @@
 from dapo_jax.training.batch import (
     estimate_advantages,
     make_samples,
-    next_entropy_coefficient,
-    next_kl_coefficient,
     shaped_rewards,
 )
 from dapo_jax.training.learner import Learner, LearnerState, state_bytes
-from dapo_jax.training.metrics import made_an_update
 from dapo_jax.training.packing import Packed, max_micro_batches, pack
+from dapo_jax.training.schedule import Schedule
 from dapo_jax.training.step import TrainState
 
 __all__ = [
     "Learner",
     "LearnerState",
     "Packed",
+    "Schedule",
     "TrainState",
     "estimate_advantages",
-    "made_an_update",
     "make_samples",
     "max_micro_batches",
-    "next_entropy_coefficient",
-    "next_kl_coefficient",
     "pack",
     "shaped_rewards",
     "state_bytes",

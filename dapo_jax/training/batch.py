@@ -1,23 +1,52 @@
-"""From scored groups to columns of a batch: shaped rewards, advantages, corrections.
+"""From scored groups to the columns of a batch: shaped rewards, advantages, corrections.
 
 All of it is NumPy on the host. `training.learner` calls it: rewards and advantages once for the
 whole batch of a rollout step, corrections for each of its mini-batches.
 """
 
 import bisect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dapo_jax.algorithms import advantages, covariance, entropy, importance_correction
-from dapo_jax.algorithms.surrogate import MAX_K3, MAX_LOG_RATIO
+from dapo_jax.algorithms.overlong import soft_overlong_punishment
 from dapo_jax.config import Config, ObjectiveConfig
-from dapo_jax.rewards.types import soft_overlong_punishment
-from dapo_jax.types import Group, Response, RunError, Samples, Verdict
+from dapo_jax.types import Group, Response, Rows, RunError, Samples, Verdict
 
 BLOCK_TOKENS = 64  # decoded at once to find the tokens of steps
 CONTEXT_TOKENS = 8  # decoded before a block, since one character may be several tokens
+
+
+class TokenColumns(NamedTuple):
+    """What the loss is made of: values of the tokens of a batch, or of one of its mini-batches [M].
+
+    None: not computed yet, or not read by the objective.
+    """
+
+    mask_M: np.ndarray  # bool, the token is trained
+    log_prob_old_M: np.ndarray  # under the policy that anchors the ratio
+    staleness_M: np.ndarray | None = None  # rollout steps since the token was sampled
+    recomputed_M: np.ndarray | None = None  # log-probs before the first update
+    log_prob_ref_M: np.ndarray | None = None  # under the reference
+    entropy_M: np.ndarray | None = None  # before the first update, nats
+    energy_M: np.ndarray | None = None  # squared norm of the gradient of its log-prob by its logits
+    value_old_M: np.ndarray | None = None  # of the critic, before its update
+    advantage_M: np.ndarray | None = None
+    return_M: np.ndarray | None = None  # target of the critic
+    correction_M: np.ndarray | None = None  # weight of the policy term
+    selected_M: np.ndarray | None = None  # bool, Clip-Cov or KL-Cov acts on the token
+    weight_M: np.ndarray | None = None  # numerator of its weight in the loss
+
+    def part(self, tokens: slice | np.ndarray) -> "TokenColumns":
+        """Returns the columns of some of the tokens."""
+        return TokenColumns(*(None if x_M is None else x_M[tokens] for x_M in self))  # type: ignore[arg-type]
+
+    def of_rows(self) -> dict[str, np.ndarray]:
+        """Returns those columns that `Rows` has, by its fields."""
+        named = {name.removesuffix("M") + "BT": x_M for name, x_M in self._asdict().items()}
+        return {name: x for name, x in named.items() if x is not None and name in Rows._fields}
 
 
 def reward_components(config: Config, group: Group) -> np.ndarray:
@@ -92,27 +121,6 @@ def make_samples(
     )
 
 
-def reward_kl(log_prob_M: np.ndarray, log_prob_ref_M: np.ndarray, *, estimator: str) -> np.ndarray:
-    """Returns estimates of KL(policy || reference) for the reward, nats per token, float64 [M].
-
-    The values of `surrogate.kl_estimate`, in NumPy: M differs from step to step, and XLA would
-    compile a program for each M.
-
-    Args:
-        log_prob_M: under the policy that sampled, float32.
-        log_prob_ref_M: under the reference.
-        estimator: k1, abs, k2 or k3.
-    """
-    d_M = (log_prob_M - log_prob_ref_M).astype(np.float64)
-    bounded_M = np.clip(d_M, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return {
-        "k1": d_M,
-        "abs": np.abs(d_M),
-        "k2": 0.5 * d_M**2,
-        "k3": np.clip(np.expm1(-bounded_M) + bounded_M, -MAX_K3, MAX_K3),
-    }[estimator]
-
-
 def estimate_advantages(
     config: Config,
     samples: Samples,
@@ -172,24 +180,22 @@ def estimate_advantages(
     )
 
 
-def finished_columns(
+def with_corrections(
     config: Config,
-    columns: Mapping[str, np.ndarray],
+    columns: TokenColumns,
     lengths_R: np.ndarray,
     log_prob_rollout_M: np.ndarray,
     *,
     current_M: np.ndarray | None,
     priority_M: np.ndarray,
-) -> dict[str, np.ndarray]:
-    """Returns the columns of a mini-batch with its importance correction and selected tokens.
+) -> TokenColumns:
+    """Returns the columns of a mini-batch with `correction_M` and `selected_M`.
 
-    Adds `correction_BT` and `selected_BT`; tokens that a correction rejects leave `mask_BT`, those
-    below the top entropies only their policy term, by a correction of 0.
+    Tokens that a correction rejects leave `mask_M`, those below the top entropies only their policy
+    term, by a correction of 0.
 
     Args:
-        columns: of the mini-batch's tokens [M], by the names of `Rows`; and `recomputed_M`, the
-            log-probs before the first update, where they were recomputed; `entropy_M`, the
-            entropies before it in nats, where the objective reads them.
+        columns: of the mini-batch's tokens, advantages included.
         lengths_R: tokens of each response.
         log_prob_rollout_M: under the distribution sampled from.
         current_M: log-probs at the parameters of the next gradient, where the loss or the
@@ -197,40 +203,38 @@ def finished_columns(
         priority_M: random numbers, see `covariance.select_clip_cov`.
     """
     o, settings = config.objective, config.correction
-    mask_M = columns["mask_BT"]
-    out = dict(columns)
-    recomputed_M, entropy_M = out.pop("recomputed_M", None), out.pop("entropy_M", None)
-    out["correction_BT"] = mask_M.astype(np.float64)
+    mask_M, advantage_M = columns.mask_M, columns.advantage_M
+    assert advantage_M is not None
+    correction_M, selected_M = mask_M.astype(np.float64), None
     if settings is not None:
         # Where the ratio of a stale token is to the policy that sampled it, its weight is 1.
         is_old = settings.policy != "current"
-        compared_M = recomputed_M if is_old else current_M
-        weighted_M = columns["log_prob_old_BT"] if is_old else current_M
+        compared_M = columns.recomputed_M if is_old else current_M
+        weighted_M = columns.log_prob_old_M if is_old else current_M
         assert compared_M is not None and weighted_M is not None
         correction = importance_correction.correct(
             settings,
             compared_M[mask_M],
             log_prob_rollout_M[mask_M],
-            columns["advantage_BT"][mask_M],
+            advantage_M[mask_M],
             kept_lengths(mask_M, lengths_R),
             weighted_M=weighted_M[mask_M],
         )
-        out["correction_BT"][mask_M] = correction.weight_M
-        out["mask_BT"] = mask_M.copy()
-        out["mask_BT"][mask_M] = correction.kept_M
-        mask_M = out["mask_BT"]
+        correction_M[mask_M] = correction.weight_M
+        kept_M = mask_M.copy()
+        kept_M[mask_M] = correction.kept_M
+        mask_M = kept_M
     if o.top_entropy_share < 1 and mask_M.any():
-        assert entropy_M is not None
-        out["correction_BT"][mask_M] *= entropy.select_top_entropy(
-            entropy_M[mask_M], top_share=o.top_entropy_share
+        assert columns.entropy_M is not None
+        correction_M[mask_M] *= entropy.select_top_entropy(
+            columns.entropy_M[mask_M], top_share=o.top_entropy_share
         )
     if o.loss in ("kl-cov", "clip-cov") and mask_M.any():
         assert current_M is not None
-        given = current_M, columns["log_prob_old_BT"], columns["advantage_BT"], priority_M
+        given = current_M, columns.log_prob_old_M, advantage_M, priority_M
         selected_M = np.zeros(len(mask_M), bool)
         selected_M[mask_M] = _select_by_covariance(o, *(x_M[mask_M] for x_M in given))
-        out["selected_BT"] = selected_M
-    return out
+    return columns._replace(mask_M=mask_M, correction_M=correction_M, selected_M=selected_M)
 
 
 def _select_by_covariance(
@@ -260,45 +264,6 @@ def kept_lengths(mask_M: np.ndarray, lengths_R: np.ndarray) -> np.ndarray:
     """Returns how many tokens of each response the mask keeps [R]."""
     responses_M = np.repeat(np.arange(len(lengths_R)), lengths_R)
     return np.bincount(responses_M[mask_M], minlength=len(lengths_R))
-
-
-def adapted_kl_coefficient(
-    coefficient: float, kl: float, *, target: float, horizon: int, num_responses: int
-) -> float:
-    """Returns the coefficient of the KL in the reward after a step whose KL was `kl`.
-
-        coefficient (1 + clip(kl / target - 1, -0.2, 0.2) num_responses / horizon)
-
-    Source: Ziegler et al., arXiv:1909.08593, section 2.2. `kl` is in nats per token, as in the
-    reference; in the paper it is of a whole response.
-    """
-    error = float(np.clip(kl / target - 1.0, -0.2, 0.2))
-    return coefficient * (1.0 + error * num_responses / horizon)
-
-
-def next_kl_coefficient(
-    config: Config, coefficient: float, numbers: Mapping[str, Any], groups: Sequence[Group]
-) -> float:
-    """Returns the coefficient of the KL in the reward for the step after this one."""
-    adaptation = config.objective.reward_kl_adaptation
-    if adaptation is None or "reward/kl" not in numbers:
-        return coefficient
-    target, horizon = adaptation
-    n, kl = sum(len(group.responses) for group in groups), numbers["reward/kl"]
-    return adapted_kl_coefficient(coefficient, kl, target=target, horizon=horizon, num_responses=n)
-
-
-def next_entropy_coefficient(
-    config: Config, coefficient: float, numbers: Mapping[str, Any]
-) -> float:
-    """Returns the coefficient of the entropy bonus for the step after this one."""
-    adaptation = config.objective.entropy_adaptation
-    if adaptation is None or "policy/entropy_old" not in numbers:
-        return coefficient
-    target, step = adaptation
-    return entropy.adapted_entropy_coefficient(
-        coefficient, numbers["policy/entropy_old"], target=target, step=step
-    )
 
 
 def _versions(group: Group, response: Response) -> np.ndarray:

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from dapo_jax.algorithms import aggregation, entropy
+from dapo_jax.algorithms import advantages, aggregation, entropy
+from dapo_jax.algorithms.kl import reward_kl
 from dapo_jax.algorithms.losses import COVARIANCE_LOSSES
 from dapo_jax.config import Config
 from dapo_jax.models import decoder, lora
@@ -22,14 +23,15 @@ from dapo_jax.models.sharding import BATCH_AXES, parts_of, row_sharding, to_host
 from dapo_jax.training import critic, metrics, packing
 from dapo_jax.training import step as train_step
 from dapo_jax.training.batch import (
+    TokenColumns,
     estimate_advantages,
-    finished_columns,
     kept_lengths,
     make_samples,
-    reward_kl,
+    with_corrections,
 )
 from dapo_jax.training.optimizer import learning_rate
 from dapo_jax.training.packing import take_columns
+from dapo_jax.training.schedule import Schedule
 from dapo_jax.types import Group, Rows, RunError, Samples
 from dapo_jax.utils.heap import trim_after_compilations
 from dapo_jax.utils.precision import multiply_in
@@ -37,7 +39,6 @@ from dapo_jax.utils.random_streams import named_generator
 
 MAX_NONFINITE_UPDATES = 3  # skipped updates in a row that end the run
 MicroBatches = tuple[Rows, np.int32]  # rows [A, B, T] on the device, micro-batches used
-Columns = dict[str, np.ndarray]  # of tokens [M], by the names of `Rows`
 
 
 class LearnerState(NamedTuple):
@@ -208,30 +209,28 @@ class Learner:
     def train_on(
         self,
         state: LearnerState,
+        schedule: Schedule,
         groups: Sequence[Group],
         step: int,
         *,
-        updated_steps: int,
-        kl_coefficient: float,
-        entropy_coefficient: float = 0.0,
         baselines: Sequence[float] | None = None,
-    ) -> tuple[LearnerState, dict[str, float]]:
-        """Returns the state after one pass over the groups in mini-batches, and the metrics.
+    ) -> tuple[LearnerState, Schedule, dict[str, float]]:
+        """Returns the state after one pass over the groups in mini-batches, the schedule of the
+        next step, and the metrics.
 
         A mini-batch without a trained token makes no update: momentum and weight decay alone would
         move the parameters.
 
         Args:
-            updated_steps: rollout steps before this one that made an update. Schedules and the
-                critic's head start advance with these.
-            kl_coefficient: of the KL in the reward, for this step.
-            entropy_coefficient: of the entropy bonus, for this step, where it adapts.
+            schedule: of this step; learning rates and the critic's head start advance with the
+                steps that made an update.
             baselines: reward of the greedy response to the prompt of each group, for ReMax.
 
         Raises:
             RunError: too many updates in a row had no finite gradient.
         """
         config, num_steps = self.config, self.config.train.num_steps
+        updated_steps = schedule.updated_steps
         head_start = 0 if config.critic is None else config.critic.head_start_steps
         # Steps of the policy's schedule; none of them in the critic's head start.
         policy_step = updated_steps + 1 - head_start
@@ -243,10 +242,23 @@ class Learner:
         mini_batches = self._cut(samples)
         columns, numbers = self._score(state, samples, mini_batches)
         numbers |= metrics.staleness_metrics(samples)
-        numbers |= self._add_advantages(samples, columns, kl_coefficient, baselines_R)
+        kl_M = self._reward_kl(samples, columns)
+        kl_penalty_M = None if kl_M is None else schedule.reward_kl_coefficient * kl_M
+        columns = self._with_advantages(samples, columns, kl_penalty_M, baselines_R)
+        numbers |= metrics.advantage_metrics(columns)
 
-        bonus, more = self._entropy_bonus(columns, entropy_coefficient, policy_step)
-        numbers |= more
+        kl = None if kl_M is None else _mean(kl_M[columns.mask_M])
+        if kl is not None:
+            numbers["reward/kl"] = kl
+            numbers["reward/kl_coefficient"] = schedule.reward_kl_coefficient
+        # The entropy bonus stands still in the critic's head start, as all of the policy's does.
+        entropy_old = None
+        if self.adapts_entropy and policy_step > 0 and columns.mask_M.any():
+            assert columns.entropy_M is not None
+            entropy_old = _mean(columns.entropy_M[columns.mask_M])
+            numbers["policy/entropy_old"] = entropy_old
+            numbers["policy/entropy_coefficient"] = schedule.entropy_coefficient
+        bonus = self._entropy_bonus(schedule.entropy_coefficient, entropy_old)
         policy, value_model = state
         rate = learning_rate(config.optimizer, max(1, policy_step), num_steps - head_start)
         results, critic_results, kept, empty = [], [], 0, 0
@@ -275,28 +287,32 @@ class Learner:
         numbers["optimizer/learning_rate"] = rate if results else 0.0
         numbers["optimizer/empty_updates"] = empty
         if config.correction is not None:
-            trained = max(1, int(columns["mask_BT"].sum()))
+            trained = max(1, int(columns.mask_M.sum()))
             numbers["correction/rejected_share"] = 1 - kept / trained
         segments = [batch.packed.rows.segments_BT for batch in mini_batches]
         padding, total = sum((s == 0).sum() for s in segments), sum(s.size for s in segments)
         numbers["batch/padding_share"] = float(padding / max(1, total))
-        return LearnerState(policy, value_model), numbers
+        schedule = schedule.after(
+            config.objective,
+            updated=any(not result.skipped for result in [*results, *critic_results]),
+            num_responses=len(samples.lengths_R),
+            kl=kl,
+            entropy=entropy_old,
+        )
+        return LearnerState(policy, value_model), schedule, numbers
 
     def _entropy_bonus(
-        self, columns: Columns, coefficient: float, policy_step: int
-    ) -> tuple[tuple[np.float32, ...], dict[str, float]]:
-        """Returns the argument that the update has where the entropy bonus adapts, else none, and
-        metrics. The policy's schedules stand still in the critic's head start."""
+        self, coefficient: float, entropy_old: float | None
+    ) -> tuple[np.float32, ...]:
+        """Returns the argument that the update has where the entropy bonus adapts, else none."""
         adaptation = self.config.objective.entropy_adaptation
         if adaptation is None:
-            return (), {}
-        trained_M = columns["mask_BT"]
-        if policy_step <= 0 or not trained_M.any():
-            return (np.float32(0.0),), {}
-        before = float(columns["entropy_M"][trained_M].mean(dtype=np.float64))
-        applied = entropy.applied_entropy_coefficient(coefficient, before, target=adaptation[0])
-        numbers = {"policy/entropy_old": before, "policy/entropy_coefficient": coefficient}
-        return (np.float32(applied),), numbers
+            return ()
+        if entropy_old is None:
+            return (np.float32(0.0),)
+        target, _ = adaptation
+        applied = entropy.applied_entropy_coefficient(coefficient, entropy_old, target=target)
+        return (np.float32(applied),)
 
     def _cut(self, samples: Samples) -> list[MiniBatch]:
         """Returns the packed mini-batches: slices, as a group's responses are adjacent."""
@@ -322,7 +338,7 @@ class Learner:
 
     def _score(
         self, state: LearnerState, samples: Samples, mini_batches: Sequence[MiniBatch]
-    ) -> tuple[Columns, dict[str, float]]:
+    ) -> tuple[TokenColumns, dict[str, float]]:
         """Returns the columns that depend on the parameters before the first update (old and
         reference log-probs, values, entropies, where needed), and the mismatch to the rollout's
         log-probs."""
@@ -337,78 +353,74 @@ class Learner:
             return np.concatenate([np.zeros(0, np.float32), *parts])
 
         numbers: dict[str, float] = {}
-        columns = {
-            "mask_BT": samples.trained_M,
-            "staleness_BT": samples.staleness_M,
-            "log_prob_old_BT": samples.log_prob_M,
-        }
+        old_M, recomputed_M = samples.log_prob_M, None
         if self.config.rollout.log_prob_source == "recompute":
-            recomputed_M = scored(self.score, state.policy.model)
+            old_M = recomputed_M = scored(self.score, state.policy.model)
             numbers = metrics.mismatch_metrics(samples, recomputed_M)
             numbers |= metrics.stale_mismatch_metrics(samples, recomputed_M)
-            columns["recomputed_M"] = columns["log_prob_old_BT"] = recomputed_M
             c = self.config.correction
             if c is None or c.policy != "proximal":
                 # The ratio of a stale token is to the policy that sampled it.
-                columns["log_prob_old_BT"] = np.where(
-                    samples.staleness_M == 0, recomputed_M, samples.log_prob_M
-                )
+                old_M = np.where(samples.staleness_M == 0, recomputed_M, samples.log_prob_M)
+        found: dict[str, np.ndarray] = {}
         if self.needs_reference:
             assert self.reference is not None
             reference = lora.join(self.reference, state.policy.frozen)
-            columns["log_prob_ref_BT"] = scored(self.score, reference)
+            found["log_prob_ref_M"] = scored(self.score, reference)
         if state.critic is not None:
-            columns["value_old_BT"] = scored(self.values, state.critic.params)
+            found["value_old_M"] = scored(self.values, state.critic.params)
         if self.needs_entropy:
-            columns["entropy_M"] = scored(self.entropy, state.policy.model)
+            found["entropy_M"] = scored(self.entropy, state.policy.model)
         if self.needs_energy:
-            probability_M = np.exp(columns["log_prob_old_BT"].astype(np.float64))
-            columns["energy_M"] = 1 - 2 * probability_M + scored(self.collision, state.policy.model)
+            collision_M = scored(self.collision, state.policy.model)
+            found["energy_M"] = advantages.token_energy(old_M, collision_M)
+        columns = TokenColumns(
+            samples.trained_M,
+            log_prob_old_M=old_M,
+            staleness_M=samples.staleness_M,
+            recomputed_M=recomputed_M,
+            **found,
+        )
         return columns, numbers
 
-    def _add_advantages(
+    def _reward_kl(self, samples: Samples, columns: TokenColumns) -> np.ndarray | None:
+        """Returns the KL to the reference that each token's reward is charged [M], nats; None: the
+        reward has none."""
+        objective = self.config.objective
+        if objective.reward_kl_coefficient == 0:
+            return None
+        assert columns.log_prob_ref_M is not None
+        kl_M = reward_kl(
+            columns.log_prob_old_M, columns.log_prob_ref_M, estimator=objective.kl_estimator
+        )
+        # Responses that only count in the baseline of their group are charged it too.
+        counted_M = np.repeat(samples.trained_R | samples.counted_R, samples.lengths_R)
+        return np.where(counted_M & samples.sampled_M, kl_M, 0.0)
+
+    def _with_advantages(
         self,
         samples: Samples,
-        columns: Columns,
-        kl_coefficient: float,
+        columns: TokenColumns,
+        kl_penalty_M: np.ndarray | None,
         baselines_R: np.ndarray | None,
-    ) -> dict[str, float]:
-        """Adds advantages, and returns where there is a critic, to the columns. Returns metrics."""
-        numbers: dict[str, float] = {}
-        kl_penalty_M = None
-        objective = self.config.objective
-        if objective.reward_kl_coefficient > 0:
-            kl_M = reward_kl(
-                columns["log_prob_old_BT"],
-                columns["log_prob_ref_BT"],
-                estimator=objective.kl_estimator,
-            )
-            # Responses that only count in the baseline of their group are charged it too.
-            counted_M = np.repeat(samples.trained_R | samples.counted_R, samples.lengths_R)
-            kl_M = np.where(counted_M & samples.sampled_M, kl_M, 0.0)
-            trained_M = columns["mask_BT"]
-            numbers["reward/kl"] = float(kl_M[trained_M].sum() / max(1, trained_M.sum()))
-            numbers["reward/kl_coefficient"] = kl_coefficient
-            kl_penalty_M = kl_coefficient * kl_M
-        advantages = estimate_advantages(
+    ) -> TokenColumns:
+        """Returns the columns with advantages, and returns where there is a critic."""
+        found = estimate_advantages(
             self.config,
             samples,
             kl_penalty_M=kl_penalty_M,
-            values_M=columns.get("value_old_BT"),
+            values_M=columns.value_old_M,
             baselines_R=baselines_R,
-            energy_M=columns.pop("energy_M", None),
+            energy_M=columns.energy_M,
         )
-        columns["advantage_BT"] = advantages.advantage_M
-        if advantages.return_M is not None:
-            columns["return_BT"] = advantages.return_M
-        return numbers | metrics.advantage_metrics(columns)
+        return columns._replace(advantage_M=found.advantage_M, return_M=found.return_M)
 
     def _finish(
         self,
         policy: train_step.TrainState,
         samples: Samples,
         batch: MiniBatch,
-        columns: Columns,
+        columns: TokenColumns,
         random: np.random.Generator,
     ) -> tuple[Rows, np.float32]:
         """Returns the complete rows of a mini-batch and the denominator of its loss."""
@@ -418,22 +430,22 @@ class Learner:
             current = self.score(policy.model, *_on_device(batch))
             current_M = take_columns(batch.packed, to_host(current))
             self.doing("updating, each mini-batch scored first")
-        mine = finished_columns(
+        mine = with_corrections(
             self.config,
-            {name: column[batch.tokens] for name, column in columns.items()},
+            columns.part(batch.tokens),
             lengths_R,
             samples.log_prob_M[batch.tokens],
             current_M=current_M,
             priority_M=random.random(int(lengths_R.sum())),
         )
         weights = aggregation.aggregate(
-            kept_lengths(mine["mask_BT"], lengths_R),
+            kept_lengths(mine.mask_M, lengths_R),
             samples.groups_R[batch.responses],
             aggregation=self.config.objective.aggregation,
             max_response_tokens=self.config.rollout.max_response_tokens,
         )
-        mine["weight_BT"] = mine["mask_BT"] * np.repeat(weights.numerator_R, lengths_R)
-        return packing.fill(batch.packed, **mine), np.float32(weights.denominator)
+        mine = mine._replace(weight_M=mine.mask_M * np.repeat(weights.numerator_R, lengths_R))
+        return packing.fill(batch.packed, **mine.of_rows()), np.float32(weights.denominator)
 
     def _micro_batches(self, rows: Rows) -> MicroBatches:
         B = self.config.train.rows_per_micro_batch
@@ -459,6 +471,11 @@ class Learner:
             )
         if in_a_row:
             self.say(f"  warning: non-finite gradient, {in_a_row} update(s) skipped at step {step}")
+
+
+def _mean(x_n: np.ndarray) -> float:
+    """Returns the mean in float64; 0 of no values."""
+    return float(x_n.mean(dtype=np.float64)) if len(x_n) else 0.0
 
 
 def _on_device(batch: MiniBatch) -> MicroBatches:

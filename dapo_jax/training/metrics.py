@@ -1,12 +1,13 @@
 """Metrics of a step's updates; docs/metrics.md has the meaning of each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 
 from dapo_jax.algorithms import importance_correction
-from dapo_jax.algorithms.importance_correction import MAX_LOG_RATIO
+from dapo_jax.algorithms.surrogate import MAX_LOG_RATIO
+from dapo_jax.training.batch import TokenColumns
 from dapo_jax.training.critic import CriticMetrics
 from dapo_jax.training.step import UpdateMetrics
 from dapo_jax.types import Samples
@@ -56,29 +57,22 @@ def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, float]:
     return metrics
 
 
-def made_an_update(numbers: Mapping[str, float]) -> bool:
-    """Returns whether the step with these numbers updated the policy or the critic."""
-    return numbers.get("optimizer/updates", 0) > 0 or "critic/loss" in numbers
-
-
-def advantage_metrics(columns: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Returns statistics of the advantages of trained tokens, and of the critic's values.
-
-    Args:
-        columns: of tokens [M], by the names of `Rows`.
-    """
-    mask_M = columns["mask_BT"]
+def advantage_metrics(columns: TokenColumns) -> dict[str, float]:
+    """Returns statistics of the advantages of trained tokens, and of the critic's values."""
+    mask_M = columns.mask_M
     if not mask_M.any():
         return {}
-    advantage_M = columns["advantage_BT"][mask_M]
+    assert columns.advantage_M is not None
+    advantage_M = columns.advantage_M[mask_M]
     numbers = {
         "advantage/mean": float(advantage_M.mean()),
         "advantage/max": float(advantage_M.max()),
         "advantage/min": float(advantage_M.min()),
     }
-    if "return_BT" in columns:
-        return_M = columns["return_BT"][mask_M].astype(np.float64)
-        value_M = columns["value_old_BT"][mask_M].astype(np.float64)
+    if columns.return_M is not None:
+        assert columns.value_old_M is not None
+        return_M = columns.return_M[mask_M].astype(np.float64)
+        value_M = columns.value_old_M[mask_M].astype(np.float64)
         numbers["critic/value_mean"] = float(value_M.mean())
         numbers["critic/return_mean"] = float(return_M.mean())
         numbers["critic/explained_variance"] = explained_variance(value_M, return_M)

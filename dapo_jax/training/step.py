@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from dapo_jax.algorithms import losses, surrogate
+from dapo_jax.algorithms import kl, losses, surrogate
 from dapo_jax.config import Config, MeshConfig, ModelConfig, OptimizerConfig
 from dapo_jax.models import decoder, log_probs, lora
 from dapo_jax.models.sharding import (
@@ -175,7 +175,7 @@ def loss_and_sums(
     loss_BT = -rows.correction_BT * terms.objective_BT
     kl_ref_BT = jnp.zeros_like(loss_BT)
     if o.kl_coefficient > 0:
-        kl_ref_BT = surrogate.kl_estimate(
+        kl_ref_BT = kl.kl_estimate(
             log_prob_BT, rows.log_prob_ref_BT, mask_BT, estimator=o.kl_estimator
         )
     loss_BT = loss_BT + o.kl_coefficient * kl_ref_BT
@@ -216,9 +216,7 @@ def _sums_and_extremes(
         clip_low_prob=count(jnp.where(terms.clipped_low_BT, prob_BT, 0.0)),
         clip_dual_prob=count(jnp.where(dual_BT, prob_BT, 0.0)),
         # In this order: the old policy sampled the tokens.
-        kl_old=count(
-            surrogate.kl_estimate(rows.log_prob_old_BT, log_prob_BT, mask_BT, estimator="k3")
-        ),
+        kl_old=count(kl.kl_estimate(rows.log_prob_old_BT, log_prob_BT, mask_BT, estimator="k3")),
         kl_ref=count(kl_ref_BT),
         mismatch=jnp.sum(mismatch_BT),
         mismatch_tokens=jnp.sum(fresh_BT, dtype=jnp.float32),

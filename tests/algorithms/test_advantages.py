@@ -8,6 +8,7 @@ import pytest
 
 from dapo_jax.algorithms import advantages as advantage
 from dapo_jax.algorithms.advantages import ADVANTAGES, Outcomes, estimate
+from dapo_jax.types import RunError
 
 STD = [dict(normalise_std=True, std_ddof=d) for d in (0, 1)] + [
     dict(normalise_std=False, std_ddof=1)
@@ -425,7 +426,7 @@ def test_fewer_than_two_are_whitened_to_zero(x, counts):
 def test_maxrl_refuses_rewards_below_zero():
     o = make_outcomes()
     o.rewards_R[3] = -1e-9
-    with pytest.raises(ValueError, match=r"set config\.reward\.incorrect to 0"):
+    with pytest.raises(RunError, match="is 'maxrl', and a reward is -1e-09"):
         estimate("maxrl", o, {})
 
 

@@ -19,7 +19,7 @@ from dapo_jax.algorithms.entropy import (
 )
 from dapo_jax.models.log_probs import TokenStatistics
 from dapo_jax.training import packing, step
-from dapo_jax.training.batch import finished_columns
+from dapo_jax.training.batch import TokenColumns, with_corrections
 from tests.support.helpers import tiny_config
 
 TRL = json.loads((Path(__file__).parents[1] / "goldens" / "trl_entropy.json").read_text())
@@ -95,24 +95,24 @@ def test_tokens_and_loss_are_those_of_trl(case, monkeypatch):
     joined = lambda name: np.concatenate(case[name]).astype(np.float32)
     lengths_R = np.array([len(entropies) for entropies in case["entropy"]])
     R, M = len(lengths_R), int(lengths_R.sum())
-    columns = {
-        "mask_BT": np.ones(M, bool),
-        "log_prob_old_BT": joined("old"),
-        "log_prob_ref_BT": joined("reference"),
-        "advantage_BT": np.repeat(case["advantage"], lengths_R),
-        "entropy_M": joined("entropy"),
-    }
-    mine = finished_columns(
+    columns = TokenColumns(
+        mask_M=np.ones(M, bool),
+        log_prob_old_M=joined("old"),
+        log_prob_ref_M=joined("reference"),
+        advantage_M=np.repeat(case["advantage"], lengths_R),
+        entropy_M=joined("entropy"),
+    )
+    mine = with_corrections(
         config, columns, lengths_R, joined("old"), current_M=None, priority_M=np.zeros(M)
     )
-    assert mine["correction_BT"].tolist() == np.concatenate(case["selected"]).tolist()
-    assert mine["mask_BT"].all() and "entropy_M" not in mine
+    assert mine.correction_M.tolist() == np.concatenate(case["selected"]).tolist()
+    assert mine.mask_M.all()
     weights = aggregate(
         lengths_R, np.arange(R), aggregation=config.objective.aggregation, max_response_tokens=32
     )
-    mine["weight_BT"] = np.repeat(weights.numerator_R, lengths_R)
+    mine = mine._replace(weight_M=np.repeat(weights.numerator_R, lengths_R))
     packed = packing.pack([(1,)] * R, np.zeros(M, np.int32), lengths_R, 64)
-    rows = jax.tree.map(jnp.asarray, packing.fill(packed, **mine))
+    rows = jax.tree.map(jnp.asarray, packing.fill(packed, **mine.of_rows()))
     log_prob_BT = packing.fill(packed, log_prob_old_BT=joined("log_prob")).log_prob_old_BT
 
     def loss(log_prob_BT):

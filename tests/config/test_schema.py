@@ -148,6 +148,7 @@ def changed(*changes):
         ("objective.reward_kl_adaptation", (0.1, 100), "with coefficient 0.0"),
         ("objective.advantage", "gae", "critic is needed when .* 'gae' and critic None"),
         ("objective.advantage", "maxrl", r"reward\.incorrect must be 0 or more for .*'maxrl'"),
+        ("seed", 2**32, r"config.seed must be below 2\*\*32; got 4294967296"),
         ("critic", {"learning_rate": 1e-4}, "is needed when .*'gae'.* critic given"),
         ("correction", {"policy": "current"}, "corrects nothing"),
         ("correction", {"policy": "old"}, r"correction\.policy 'old' corrects the"),

@@ -2,19 +2,20 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from configs import tiny_dapo
 from dapo_jax.algorithms import advantages as advantage
-from dapo_jax.algorithms import importance_correction, surrogate
+from dapo_jax.algorithms import importance_correction
+from dapo_jax.algorithms.kl import adapted_kl_coefficient, kl_estimate
+from dapo_jax.algorithms.overlong import soft_overlong_punishment
 from dapo_jax.config import Config
 from dapo_jax.evaluation import estimators
-from dapo_jax.rewards import scorers, types
+from dapo_jax.rewards import scorers
 from dapo_jax.training import metrics, optimizer
-from dapo_jax.training.batch import adapted_kl_coefficient
+from dapo_jax.training.batch import TokenColumns
 from dapo_jax.types import Group, Problem, Response, Verdict
 from tests.conformance.cases import Case, Compared, Differs, tokens_of
 from tests.conformance.losses import KL_NAMES, rejections
@@ -187,7 +188,7 @@ def kl_controller(case: Case) -> Compared:
 def kl_in_reward(case: Case) -> Compared:
     a, p = case.arrays, case.params
     mask = a["response_mask"].astype(bool)
-    kl = surrogate.kl_estimate(
+    kl = kl_estimate(
         jnp.asarray(a["old_log_probs"]),
         jnp.asarray(a["ref_log_prob"]),
         jnp.asarray(mask),
@@ -226,7 +227,7 @@ def learning_rate(case: Case) -> Compared:
 
 def overlong(case: Case) -> Compared:
     p, lengths = case.params, case.outputs["length"]
-    ours = types.soft_overlong_punishment(
+    ours = soft_overlong_punishment(
         lengths,
         max_response_tokens=p["max_resp_len"],
         buffer_tokens=p["overlong_buffer_len"],
@@ -293,12 +294,15 @@ def val_metrics(case: Case) -> Compared:
 def data_metrics(case: Case) -> Compared:
     a, theirs = case.arrays, case.metrics
     tokens = tokens_of(a["response_mask"])
-    columns: dict[str, Any] = {
-        "mask_BT": np.ones(tokens.lengths_R.sum(), bool),
-        "advantage_BT": tokens.take(a["advantages"]),
-        "return_BT": tokens.take(a["advantages"]),  # the case has no other returns
-        "value_old_BT": tokens.take(a["values"]),
-    }
+    M = int(tokens.lengths_R.sum())
+    returns_M = tokens.take(a["advantages"])  # the case has no other returns
+    columns = TokenColumns(
+        np.ones(M, bool),
+        log_prob_old_M=np.zeros(M),
+        advantage_M=tokens.take(a["advantages"]),
+        return_M=returns_M,
+        value_old_M=tokens.take(a["values"]),
+    )
     ours = metrics.advantage_metrics(columns)
     names = {
         "advantage/mean": "critic/advantages/mean",
@@ -309,7 +313,7 @@ def data_metrics(case: Case) -> Compared:
     }
     pairs = [(ours[mine], theirs[other]) for mine, other in names.items()]
     # The reference adds 1e-5 to the variance it divides by.
-    variance = np.var(columns["return_BT"], ddof=1)
+    variance = np.var(returns_M, ddof=1)
     explained = 1 - (1 - theirs["critic/vf_explained_var"]) * (variance + 1e-5) / variance
     pairs.append((ours["critic/explained_variance"], explained))
     return Compared(pairs, "explained variance without the reference's 1e-5 in its denominator")

@@ -11,6 +11,7 @@ import numpy as np
 from dapo_jax.algorithms import covariance, importance_correction, losses
 from dapo_jax.algorithms import surrogate as objective
 from dapo_jax.algorithms.aggregation import aggregate
+from dapo_jax.algorithms.kl import kl_estimate
 from dapo_jax.config import CorrectionConfig
 from dapo_jax.models import log_probs
 from dapo_jax.training import critic
@@ -165,7 +166,7 @@ def total_loss(case: Case) -> Compared:
             jnp.asarray(mask),
             **{ours: p[theirs] for ours, theirs in DUAL.items()},
         )
-        kl = objective.kl_estimate(
+        kl = kl_estimate(
             logp,
             jnp.asarray(a["ref_log_prob"]),
             jnp.asarray(mask),
@@ -212,7 +213,7 @@ def kl(case: Case) -> Compared:
     name = KL_NAMES.get(base, base) + "+" * name.endswith("+")
     logp, ref = jnp.asarray(a["logprob"]), jnp.asarray(a["ref_logprob"])
     mask = jnp.ones(logp.shape, bool)
-    f = lambda x: objective.kl_estimate(x, ref, mask, estimator=name)
+    f = lambda x: kl_estimate(x, ref, mask, estimator=name)
     gradient = jax.grad(lambda x: jnp.sum(f(x) * a["ct"]))(logp)
     return Compared([(f(logp), case.outputs["kl"]), (gradient, case.outputs["grad_logprob"])])
 

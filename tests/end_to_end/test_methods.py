@@ -10,6 +10,7 @@ from dapo_jax.config import Config
 from dapo_jax.training import packing
 from dapo_jax.training.batch import make_samples
 from dapo_jax.training.learner import Learner
+from dapo_jax.training.schedule import Schedule
 from dapo_jax.types import Group, Problem, Response, UserError, Verdict
 from tests.algorithms.test_policy_losses import configured
 from tests.end_to_end.test_runs import RUN, assert_documented
@@ -116,9 +117,8 @@ def test_a_step_that_shares_prompts_learns_the_same():
         params, learner = make_params(config), make_learner(config)
         learner.reference = params
         groups = on_policy_groups(learner, params, np.random.default_rng(0), 2)
-        state, numbers = learner.train_on(
-            learner.init_state(params), groups, 2, updated_steps=1, kl_coefficient=0.01
-        )
+        schedule = Schedule(1, 0.01, 0.0)
+        state, _, numbers = learner.train_on(learner.init_state(params), schedule, groups, 2)
         mini_batches = learner._cut(make_samples(config, groups, 2, learner.detokenize))
         tokens = sum((batch.packed.rows.segments_BT > 0).sum() for batch in mini_batches)
         found.append((tokens, jax.device_get((state.policy.params, state.critic.params)), numbers))
@@ -145,9 +145,8 @@ def test_two_steps_of_updates(way):
         if way == "process":
             steps_of = lambda v: v._replace(steps=((1, 1.0), (2, -1.0)))
             groups = [g._replace(verdicts=tuple(map(steps_of, g.verdicts))) for g in groups]
-        state, numbers = learner.train_on(
-            state, groups, step, updated_steps=step - 1, kl_coefficient=0.0
-        )
+        schedule = Schedule(step - 1, 0.0, 0.0)
+        state, _, numbers = learner.train_on(state, schedule, groups, step)
         steps.append(numbers)
     for numbers in steps:  # a mini-batch whose tokens are all rejected makes no update
         empty = numbers["optimizer/empty_updates"]

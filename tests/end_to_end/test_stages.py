@@ -2,22 +2,27 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import numpy as np
 import pytest
 
-from dapo_jax.types import UserError
+from dapo_jax.rollout.engine_config import make_engine_config
+from dapo_jax.train_loop import TrainLoop
+from dapo_jax.types import RunError, UserError
 from tests.end_to_end.test_runs import CARRY
 from tests.support.helpers import tiny_config
 from tests.support.runs import metrics_of, params_at, rollouts_of, run_here
 
 LONGER = {"rollout.max_response_tokens": 40, "train.row_tokens": 72}
+COOLER = {"rollout.temperature": 0.5, "rollout.group_size": 6}
 STAGES = (
     (2, LONGER),
-    (4, {"rollout.temperature": 0.5, "rollout.group_size": 6, "objective.clip_high": 0.4}),
+    (4, COOLER | {"objective.clip_high": 0.4, "objective.reward_kl_coefficient": 0.01}),
 )
 RUN = {
+    "objective__reward_kl_coefficient": 0.1,
     "stages": STAGES,
     "train__num_steps": 5,
     "evaluation__every_steps": 5,
@@ -84,8 +89,10 @@ def test_every_step_has_the_fields_of_its_stage(whole):
     longest = [numbers["length/max"] for numbers in metrics_of(workdir)[1:]]
     assert longest[0] == 32 and longest[1] == longest[2] == 40, longest
     assert "step 2 begins a stage: rollout.max_response_tokens 40, train.row_tokens 72" in out
-    fourth = "rollout.temperature 0.5, rollout.group_size 6, objective.clip_high 0.4"
+    fourth = "rollout.temperature 0.5, rollout.group_size 6, objective.clip_high 0.4, objective.re"
     assert f"step 4 begins a stage: {fourth}" in out
+    coefficients = [numbers["reward/kl_coefficient"] for numbers in metrics_of(workdir)[1:]]
+    assert coefficients == [0.1, 0.1, 0.1, 0.01, 0.01]
     entropy = [numbers["policy/entropy"] for numbers in metrics_of(workdir)[1:]]
     lines = (workdir / "pass_rates.jsonl").read_text().splitlines()
     visits = [json.loads(line)["visits"] for line in lines]
@@ -95,9 +102,11 @@ def test_every_step_has_the_fields_of_its_stage(whole):
 
 @pytest.mark.parametrize("stop", [1, 3])
 def test_a_run_resumes_in_its_stage(whole, stop, tmp_path, home):
-    """Stopped where the next step begins a stage: at 1 and at 3."""
+    """Stopped where the next step begins a stage: at 1 and at 3. The base is made or found again:
+    that of the first step, although the stage has longer responses."""
     workdir = tmp_path / "parts"
     run_here(workdir, home, **RUN | {"train__num_steps": stop})
+    shutil.rmtree(workdir / "base")
     run_here(workdir, home, **RUN)
     assert rollouts_of(workdir) == rollouts_of(whole[0])
     jax.tree.map(np.testing.assert_array_equal, params_at(workdir, 5), params_at(whole[0], 5))
@@ -114,6 +123,37 @@ def test_a_stage_begins_with_new_responses_where_they_are_carried(tmp_path, home
     run_here(parts, home, **settings | {"train__num_steps": 3})
     run_here(parts, home, **settings)
     assert rollouts_of(parts) == rollouts_of(whole)
+
+
+def test_a_stage_that_cannot_begin_ends_the_run_at_its_start(tmp_path, home):
+    """One prompt of 24 tokens and a sequence fit the cache in the first stage alone."""
+    config = tiny_config(**RUN, rollout__page_tokens=16)
+    sizes = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1}
+    page = make_engine_config(config, sizes, 24, (1,), platform="cpu").pages_bytes(1)
+    pages = lambda tokens: 1 + 2 + -(-(24 + tokens) // 16) + 2
+    cache = (pages(32) + 0.5) * page / 2**30
+    assert pages(32) < pages(80)
+    settings = {"rollout__page_tokens": 16, "rollout__cache_gib": cache}
+    longer = {"rollout.max_response_tokens": 80, "train.row_tokens": 112}
+    message = r"config.stages: the stage from step 2 on: config.rollout.cache_gib"
+    with pytest.raises(UserError, match=message):
+        run_here(tmp_path / "run", home, **RUN | settings | {"stages": ((2, longer),)})
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_the_step_before_a_stage_is_saved(tmp_path, home, monkeypatch):
+    """Whatever happens while the stage's programs are compiled."""
+    build = TrainLoop._build
+
+    def fails(loop, step):
+        if step == 2:
+            raise RunError("refused by the compiler")
+        return build(loop, step)
+
+    monkeypatch.setattr(TrainLoop, "_build", fails)
+    with pytest.raises(RunError, match="refused"):
+        run_here(tmp_path / "run", home, **RUN | {"checkpoint__every_steps": 5})
+    assert (tmp_path / "run" / "checkpoints" / "1").exists()
 
 
 def test_later_stages_may_change_and_earlier_ones_may_not(whole, tmp_path, home):

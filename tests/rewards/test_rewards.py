@@ -7,37 +7,12 @@ import types
 import numpy as np
 import pytest
 
+from dapo_jax.data.dataset import check_scorers
 from dapo_jax.rewards import scorers
 from dapo_jax.rewards import types as reward
 from dapo_jax.rewards.types import Rubric, Score, as_score, parse_scorers, verdict
 from dapo_jax.types import UserError, Verdict
-from tests.support.helpers import SHARED
-
-
-def punishment_by_hand(length, longest, cache):
-    """DAPO eq. 13, case by case."""
-    if length <= longest - cache:
-        return 0.0
-    if length <= longest:
-        return ((longest - cache) - length) / cache
-    return -1.0
-
-
-def test_soft_overlong_punishment_is_equation_13():
-    lengths = np.arange(0, 130)
-    got = reward.soft_overlong_punishment(
-        lengths, max_response_tokens=100, buffer_tokens=30, penalty=1.0
-    )
-    np.testing.assert_allclose(got, [punishment_by_hand(n, 100, 30) for n in lengths])
-    assert got[70] == 0 and got[100] == got[129] == -1 and got[85] == -0.5
-
-
-def test_soft_overlong_punishment_scales_and_switches_off():
-    settings = {"max_response_tokens": 100, "buffer_tokens": 30}
-    half = reward.soft_overlong_punishment([85, 100], penalty=0.5, **settings)
-    np.testing.assert_allclose(half, [-0.25, -0.5])
-    settings["buffer_tokens"] = 0
-    assert not reward.soft_overlong_punishment([85, 100], penalty=0.0, **settings).any()
+from tests.support.helpers import SHARED, tiny_config
 
 
 @pytest.mark.parametrize(
@@ -109,6 +84,13 @@ def test_scorers_by_name_module_and_file(tmp_path):
 def test_wrong_scorers_are_reported(name, message):
     with pytest.raises(UserError, match=r"config\.reward\.scorer.*" + message):
         scorers.load_scorer(name)
+
+
+@pytest.mark.parametrize("kind", ["train", "heldout"])
+def test_the_field_of_a_wrong_scorer_is_named(kind):
+    config = tiny_config(**{f"data__{kind}__sums__scorer": "math_dapo + 0.1 * no_such"})
+    with pytest.raises(UserError, match=rf"^config\.data\.{kind}\.sums\.scorer: 'no_such' is not"):
+        check_scorers(config)
 
 
 @pytest.mark.parametrize(

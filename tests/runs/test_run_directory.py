@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dapo_jax.config import Config
-from dapo_jax.runs.run_directory import RunDirectory, read_config
+from dapo_jax.runs.run_directory import RunDirectory, check_same, frozen, read_config
 from dapo_jax.types import Attempt, Attempts, Problem, UserError, Verdict
 from tests.support.helpers import tiny_config
 
@@ -65,6 +65,12 @@ def test_more_steps_are_another_schedule_where_the_rate_decays(tmp_path):
     RunDirectory(tmp_path / "cosine", tiny_config(**COSINE))
     with pytest.raises(UserError, match=r"num_steps: 3 there, 9 now, .*final_rate_share"):
         RunDirectory(tmp_path / "cosine", tiny_config(train__num_steps=9, **COSINE))
+    by_stage = {"stages": ((2, {"optimizer.final_rate_share": 0.1}),)}
+    old = frozen(tiny_config(train__num_steps=3, **by_stage))
+    longer = tiny_config(train__num_steps=9, **by_stage)
+    check_same(old, longer, "there", 1)  # the rates of the steps done do not depend on it
+    with pytest.raises(UserError, match=r"num_steps: 3 there, 9 now, .*final_rate_share"):
+        check_same(old, longer, "there", 2)
 
 
 @pytest.mark.parametrize("text", ['{"config": null}', '{"config": []}', "[]", '{"config": {}}'])

@@ -27,6 +27,7 @@ from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.engine_config import make_engine_config
 from dapo_jax.rollout.prompt_queue import ProblemList
 from dapo_jax.training.learner import Learner
+from dapo_jax.training.schedule import Schedule
 from dapo_jax.types import Problem
 from tests.support.helpers import tiny_config
 
@@ -109,12 +110,9 @@ class Run:
         batch, self.state = commit(config, self.state, prompts, taken, self.step)
         assert len(batch.groups) == BATCH
         if self.update:
-            self.learner_state, _ = self.learner.train_on(
-                self.learner_state,
-                batch.groups,
-                self.step,
-                updated_steps=self.step - 1,
-                kl_coefficient=0.0,
+            schedule = Schedule(self.step - 1, 0.0, 0.0)
+            self.learner_state, *_ = self.learner.train_on(
+                self.learner_state, schedule, batch.groups, self.step
             )
             jax.block_until_ready(self.learner_state)
         tokens = sum(len(r.tokens) for group in batch.groups for r in group.responses)

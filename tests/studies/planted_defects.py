@@ -167,8 +167,8 @@ DEFECTS = (
     Defect(
         "rejected tokens stay in the denominator",
         "dapo_jax/training/batch.py",
-        'out["mask_BT"][mask_M] = correction.kept_M',
-        'out["correction_BT"][mask_M] *= correction.kept_M',
+        "kept_M[mask_M] = correction.kept_M",
+        "correction_M[mask_M] *= correction.kept_M",
         "tests/training/test_batch.py",
     ),
     Defect(

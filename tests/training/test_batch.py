@@ -6,15 +6,16 @@ import itertools
 import numpy as np
 import pytest
 
+from dapo_jax.algorithms.kl import adapted_kl_coefficient
 from dapo_jax.config import CorrectionConfig
 from dapo_jax.data.arithmetic import score_steps
 from dapo_jax.training import metrics
 from dapo_jax.training.batch import (
-    adapted_kl_coefficient,
+    TokenColumns,
     estimate_advantages,
-    finished_columns,
     make_samples,
     shaped_rewards,
+    with_corrections,
 )
 from dapo_jax.types import RunError
 from tests.support.helpers import make_group, tiny_config
@@ -311,13 +312,13 @@ def test_a_rejected_response_leaves_the_mask_and_the_others_get_weights():
     rollout_M = np.full(5, -1.0, np.float32)
     current_M = np.array([-1.0, 0.0, -3.0, -3.0, -3.0], np.float32)  # the second far below
     mask_M = np.array([True, True, True, True, False])
-    columns = dict(mask_BT=mask_M, log_prob_old_BT=rollout_M, advantage_BT=np.ones(5))
-    got = finished_columns(
+    columns = TokenColumns(mask_M, rollout_M, advantage_M=np.ones(5))
+    got = with_corrections(
         config, columns, np.array([2, 3]), rollout_M, current_M=current_M, priority_M=np.zeros(5)
     )
-    assert got["mask_BT"].tolist() == [True, True, False, False, False]
-    np.testing.assert_allclose(got["correction_BT"][:2], [1.0, 2.0])  # e truncated at 2
-    assert columns["mask_BT"].tolist() == mask_M.tolist(), "the columns given are left alone"
+    assert got.mask_M.tolist() == [True, True, False, False, False]
+    np.testing.assert_allclose(got.correction_M[:2], [1.0, 2.0])  # e truncated at 2
+    assert columns.mask_M.tolist() == mask_M.tolist(), "the columns given are left alone"
 
 
 @pytest.mark.parametrize("policy, weights", [("old", [1.0, 1.5]), ("proximal", [2.0, 1.5])])
@@ -332,14 +333,14 @@ def test_a_stale_token_is_weighted_once_and_masked_by_the_policy_before_the_upda
     recomputed_M = rollout_M + np.log([4.0, 1.5, 40.0, 1.5]).astype(np.float32)
     stale_M = np.array([True, False, True, False])
     keeps = stale_M & (policy == "old")  # the log-probs of the policy that sampled
-    columns = dict(
-        mask_BT=np.ones(4, bool),
-        log_prob_old_BT=np.where(keeps, rollout_M, recomputed_M),
-        advantage_BT=np.ones(4),
+    columns = TokenColumns(
+        mask_M=np.ones(4, bool),
+        log_prob_old_M=np.where(keeps, rollout_M, recomputed_M),
+        advantage_M=np.ones(4),
         recomputed_M=recomputed_M,
     )
-    got = finished_columns(
+    got = with_corrections(
         config, columns, np.array([2, 2]), rollout_M, current_M=None, priority_M=np.zeros(4)
     )
-    np.testing.assert_allclose(got["correction_BT"][:2], weights, rtol=1e-6)
-    assert got["mask_BT"].tolist() == [True, True, False, False] and "recomputed_M" not in got
+    np.testing.assert_allclose(got.correction_M[:2], weights, rtol=1e-6)
+    assert got.mask_M.tolist() == [True, True, False, False]

@@ -15,7 +15,12 @@ from dapo_jax.models import decoder
 from dapo_jax.models.attention import xla
 from dapo_jax.training import metrics
 from dapo_jax.training import step as train_step
-from dapo_jax.training.batch import estimate_advantages, finished_columns, make_samples
+from dapo_jax.training.batch import (
+    TokenColumns,
+    estimate_advantages,
+    make_samples,
+    with_corrections,
+)
 from dapo_jax.training.packing import take_columns
 from tests.support.helpers import make_params, tiny_config
 from tests.training.test_learner import make_learner, make_varied_groups, train_on
@@ -307,15 +312,15 @@ def test_choices_of_tokens_are_those_of_the_responses_without_given_tokens(field
     samples = samples._replace(staleness_M=rng.integers(0, 3, len(sampled_M)))
     others = others._replace(staleness_M=samples.staleness_M[sampled_M])
     random = lambda: rng.standard_normal(len(sampled_M)).astype(np.float32)
-    columns = {
-        "mask_BT": samples.trained_M,
-        "advantage_BT": random(),
-        "log_prob_old_BT": samples.log_prob_M,
-        "recomputed_M": -3.4 + 0.3 * random(),
-        "entropy_M": np.abs(random()),
-    }
+    columns = TokenColumns(
+        mask_M=samples.trained_M,
+        advantage_M=random(),
+        log_prob_old_M=samples.log_prob_M,
+        recomputed_M=-3.4 + 0.3 * random(),
+        entropy_M=np.abs(random()),
+    )
     current_M, priority_M = -3.4 + 0.3 * random(), rng.random(len(sampled_M))
-    got = finished_columns(
+    got = with_corrections(
         config,
         columns,
         samples.lengths_R,
@@ -323,19 +328,17 @@ def test_choices_of_tokens_are_those_of_the_responses_without_given_tokens(field
         current_M=current_M,
         priority_M=priority_M,
     )
-    expected = finished_columns(
+    expected = with_corrections(
         config,
-        {name: x[sampled_M] for name, x in columns.items()},
+        columns.part(sampled_M),
         others.lengths_R,
         others.log_prob_M,
         current_M=current_M[sampled_M],
         priority_M=priority_M[sampled_M],
     )
-    assert got.keys() == expected.keys()
-    for name, column in expected.items():
-        np.testing.assert_array_equal(got[name][sampled_M], column, err_msg=name)
-    assert not got["mask_BT"][~sampled_M].any() and not got["correction_BT"][~sampled_M].any()
-    recomputed_M = columns["recomputed_M"]
+    jax.tree.map(np.testing.assert_array_equal, got.part(sampled_M), expected)
+    assert not got.mask_M[~sampled_M].any() and not got.correction_M[~sampled_M].any()
+    recomputed_M = columns.recomputed_M
     for function in (metrics.mismatch_metrics, metrics.stale_mismatch_metrics):
         measured = function(samples, recomputed_M)
         assert measured and measured == function(others, recomputed_M[sampled_M])

@@ -7,11 +7,13 @@ import jax
 import numpy as np
 import pytest
 
+from dapo_jax.algorithms.kl import reward_kl
 from dapo_jax.config import CorrectionConfig
 from dapo_jax.setup import HostState
 from dapo_jax.training import metrics
-from dapo_jax.training.batch import make_samples, next_entropy_coefficient, reward_kl
+from dapo_jax.training.batch import TokenColumns, make_samples
 from dapo_jax.training.learner import Learner
+from dapo_jax.training.schedule import Schedule
 from dapo_jax.utils.compilations import CompilationCounter
 from dapo_jax.utils.random_streams import named_generator
 from tests.models.test_lora import logits_of
@@ -58,10 +60,11 @@ def make_varied_groups(**changes):
     return groups
 
 
-def train_on(learner, state, groups, step=1, updated_steps=0, **more):
-    return learner.train_on(
-        state, groups, step, updated_steps=updated_steps, kl_coefficient=0.1, **more
-    )
+def train_on(learner, state, groups, step=1, updated_steps=0, entropy_coefficient=0.0):
+    """The state after the step, and its numbers."""
+    schedule = Schedule(updated_steps, 0.1, entropy_coefficient)
+    state, _, numbers = learner.train_on(state, schedule, groups, step)
+    return state, numbers
 
 
 def test_a_head_start_of_the_critic_uses_up_none_of_the_policys_warm_up():
@@ -70,15 +73,15 @@ def test_a_head_start_of_the_critic_uses_up_none_of_the_policys_warm_up():
     cut = make_groups(truncated=4)
     filtered = dataclasses.replace(learner.config.objective, overlong_filter=True)
     learner.config = dataclasses.replace(learner.config, objective=filtered)
-    updated, rates = 0, []
+    schedule, rates = Schedule.first(learner.config.objective), []
     for step, groups in enumerate([make_groups()] * 2 + [cut] + [make_groups(), cut] * 3, 1):
-        state, numbers = train_on(learner, state, groups, step, updated)
-        assert metrics.made_an_update(numbers) == (groups is not cut)
-        updated += metrics.made_an_update(numbers)
+        before = schedule.updated_steps
+        state, schedule, numbers = learner.train_on(state, schedule, groups, step)
+        assert schedule.updated_steps == before + (groups is not cut)
         if groups is not cut:
             rates.append(numbers["optimizer/learning_rate"])
     assert rates == pytest.approx([0.0, 0.0, 0.05, 0.1, 0.1])
-    assert updated == 5 and state.critic is not None and state.critic.updates == 10
+    assert schedule.updated_steps == 5 and state.critic is not None and state.critic.updates == 10
     assert state.policy.updates == 6
 
 
@@ -97,9 +100,7 @@ def test_every_scored_mini_batch_and_update_is_reported():
 def test_where_the_schedules_are_is_saved_with_the_run():
     from dapo_jax.rollout.dynamic_sampling import SamplingState
 
-    host = HostState(
-        {"a": 1}, SamplingState(), 0.1, 0.2, 0.3, 0.4, 4.0, updated_steps=5, base_seconds=6.0
-    )
+    host = HostState({"a": 1}, SamplingState(), 0.1, 0.2, Schedule(5, 0.3, 0.4), 4.0, 6.0)
     assert HostState.from_json(host.to_json()) == host
 
 
@@ -126,7 +127,7 @@ def test_recomputed_log_probs_are_those_of_tokens_that_the_policy_itself_sampled
     samples = make_samples(learner.config, groups, 3, learner.detokenize)
     columns, numbers = learner._score(state, samples, learner._cut(samples))
     stale_M = samples.staleness_M > 0
-    old_M = columns["log_prob_old_BT"]
+    old_M = columns.log_prob_old_M
     assert 0 < stale_M[: len(versions)].sum() < len(versions) and stale_M[-1]
     assert (old_M[stale_M] == -1.0).all(), "what the rollout stored"
     assert not (old_M[~stale_M] == -1.0).any()
@@ -140,7 +141,7 @@ def test_recomputed_log_probs_are_those_of_tokens_that_the_policy_itself_sampled
         "batch/stale_share/2": (samples.staleness_M == 2).mean(),
     }
     # The rollout has -1 everywhere, so a weight is e to the log-prob + 1.
-    w_M = np.exp(columns["recomputed_M"].astype(float) + 1.0)
+    w_M = np.exp(columns.recomputed_M.astype(float) + 1.0)
     size = numbers["mismatch/effective_sample_size"]
     assert size == pytest.approx(w_M.sum() ** 2 / (len(w_M) * (w_M**2).sum())) and 0 < size < 0.9
     of_2 = np.abs(np.log(w_M[samples.staleness_M == 2])).mean()
@@ -151,7 +152,7 @@ def test_recomputed_log_probs_are_those_of_tokens_that_the_policy_itself_sampled
         rollout__log_prob_source="recompute", rollout__max_staleness=2, correction=correction
     )
     columns, _ = decoupled._score(state, samples, decoupled._cut(samples))
-    assert (columns["log_prob_old_BT"] == columns["recomputed_M"]).all()
+    assert (columns.log_prob_old_M == columns.recomputed_M).all()
 
 
 def test_the_energy_of_tokens_is_that_of_the_whole_softmax():
@@ -172,16 +173,15 @@ def test_the_energy_of_tokens_is_that_of_the_whole_softmax():
         pi = np.asarray(jax.nn.softmax(logits))[len(prompt) - 1 : -1]
         gradient = np.eye(pi.shape[1])[tokens[len(prompt) :]] - pi
         expected = (gradient**2).sum(axis=1)
-        np.testing.assert_allclose(columns["energy_M"][first:end], expected, atol=2e-6)
-    energy_M = columns["energy_M"]
-    learner._add_advantages(samples, columns, 0.0, None)
-    assert "energy_M" not in columns, "rows have no such column"
+        np.testing.assert_allclose(columns.energy_M[first:end], expected, atol=2e-6)
+    energy_M = columns.energy_M
+    columns = learner._with_advantages(samples, columns, None, None)
     # The last token of the longest response of a group is alone: its baseline is its own reward.
     of_group = slice(starts[0], starts[4])
     assert (energy_M[of_group] > 0).all()
     longest = int(np.argmax(samples.lengths_R[:4]))
-    assert columns["advantage_BT"][starts[longest + 1] - 1] == pytest.approx(0, abs=1e-6)
-    assert np.abs(columns["advantage_BT"][of_group]).max() > 0.1
+    assert columns.advantage_M[starts[longest + 1] - 1] == pytest.approx(0, abs=1e-6)
+    assert np.abs(columns.advantage_M[of_group]).max() > 0.1
 
 
 @pytest.mark.parametrize("rows, devices", [(8, 1), (2, 1), (8, 8)])
@@ -267,15 +267,13 @@ def test_the_entropy_coefficient_waits_for_updates_of_the_policy():
     """It stands still in the critic's head start and where no token is trained."""
     adapts = {"objective__entropy_adaptation": (3.4, 0.01), "objective__overlong_filter": True}
     learner, state = make_learner(**CRITIC, **adapts)
-    coefficient, seen = 0.1, []
-    for step, (updated, cut) in enumerate([(0, 0), (1, 0), (2, 0), (3, 4), (3, 0)], 1):
-        of_step = {"entropy_coefficient": coefficient}
+    schedule, seen = Schedule(0, 0.0, entropy_coefficient=0.1), []
+    for step, cut in enumerate([0, 0, 0, 4, 0], 1):
         groups = make_groups(truncated=cut)
-        state, numbers = train_on(learner, state, groups, step, updated, **of_step)
+        state, schedule, numbers = learner.train_on(state, schedule, groups, step)
         seen.append("policy/entropy_old" in numbers)
-        coefficient = next_entropy_coefficient(learner.config, coefficient, numbers)
     assert seen == [False, False, True, False, True]
-    assert coefficient == pytest.approx(0.12)
+    assert schedule.entropy_coefficient == pytest.approx(0.12) and schedule.updated_steps == 4
 
 
 @pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3"])
@@ -303,17 +301,18 @@ def test_filtered_responses_that_count_are_charged_the_kl_as_all_are():
     samples = make_samples(learner.config, [group], 1, learner.detokenize)
     # k3 of d = 0, and of d = -log 2: 2 - 1 - log 2.
     off = -math.log(2.0)
-    columns = {
-        "mask_BT": np.repeat(samples.trained_R, samples.lengths_R),
-        "log_prob_old_BT": np.array([0.0, 0.0, off, off, off], np.float32),
-        "log_prob_ref_BT": np.zeros(5, np.float32),
-    }
-    numbers = learner._add_advantages(samples, columns, 0.1, None)
+    columns = TokenColumns(
+        mask_M=np.repeat(samples.trained_R, samples.lengths_R),
+        log_prob_old_M=np.array([0.0, 0.0, off, off, off], np.float32),
+        log_prob_ref_M=np.zeros(5, np.float32),
+    )
+    kl_M = learner._reward_kl(samples, columns)
+    columns = learner._with_advantages(samples, columns, 0.1 * kl_M, None)
     kl = 1.0 - math.log(2.0)
     rewards = np.array([1.0, -1.0 - 0.1 * kl, -1.0 - 0.2 * kl])
     expected = np.repeat(rewards - rewards.mean(), [1, 2, 2]) * [1, 1, 1, 0, 0]
-    np.testing.assert_allclose(columns["advantage_BT"], expected, rtol=1e-6)
-    assert numbers["reward/kl"] == pytest.approx(kl / 3, rel=1e-6), "of trained tokens"
+    np.testing.assert_allclose(columns.advantage_M, expected, rtol=1e-6)
+    assert kl_M[columns.mask_M].mean() == pytest.approx(kl / 3, rel=1e-6)
 
 
 def test_a_kl_in_the_reward_compiles_nothing_after_the_first_step():

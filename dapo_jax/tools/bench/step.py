@@ -22,6 +22,7 @@ from dapo_jax.tools.bench.shapes import (
 )
 from dapo_jax.tools.bench.train import bench_config
 from dapo_jax.training.learner import Learner
+from dapo_jax.training.schedule import Schedule
 from dapo_jax.types import Group, Problem, Response, UserError, Verdict
 from dapo_jax.utils.compilations import CompilationCounter
 
@@ -73,12 +74,13 @@ def bench_step(
     detokenize = lambda sequences: [""] * len(sequences)
     learner = Learner(config, mesh, detokenize, print)
     state = learner.init_state(initial_params(c, config.mesh, mesh, seed=0))
+    schedule = Schedule.first(config.objective)
     problems = random_problems(shape)
     lengths = response_lengths(shape)
     rollouts, updates, padding = [], [], 0.0
 
     def make_step() -> None:
-        nonlocal state, padding
+        nonlocal state, schedule, padding
         step, start = len(updates) + 1, time.perf_counter()
         with engine.weights(state.policy.params):
             responses, _ = scheduler.generate(
@@ -91,9 +93,7 @@ def bench_step(
         groups = [_scored(problem, of, step) for problem, of in zip(problems, responses)]
         rollouts.append(time.perf_counter() - start)
         start = time.perf_counter()
-        state, numbers = learner.train_on(
-            state, groups, step, updated_steps=step - 1, kl_coefficient=0.0
-        )
+        state, schedule, numbers = learner.train_on(state, schedule, groups, step)
         jax.block_until_ready(state)
         updates.append(time.perf_counter() - start)
         padding = numbers["batch/padding_share"]

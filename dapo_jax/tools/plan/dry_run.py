@@ -10,10 +10,9 @@ from typing import Any
 import jax
 
 from dapo_jax.config import Config
+from dapo_jax.data.dataset import check_scorers
 from dapo_jax.models import decoder
 from dapo_jax.models.sharding import AXES, check_batch_shapes, check_divides, mesh_shape
-from dapo_jax.rewards.scorers import load_scorer
-from dapo_jax.rewards.types import parse_scorers
 from dapo_jax.rollout import memory_budget
 from dapo_jax.tools.plan.estimate import adapters
 from dapo_jax.training.packing import max_micro_batches
@@ -37,9 +36,7 @@ def describe(config: Config) -> str:
 
 
 def _describe(config: Config) -> str:
-    for source in (*config.data.train.values(), *config.data.heldout.values()):
-        for name, _ in parse_scorers(source.scorer or config.reward.scorer):
-            load_scorer(name)
+    check_scorers(config)
     sizes = [getattr(config.mesh, axis) for axis in AXES]
     devices = jax.device_count() if -1 in sizes else math.prod(sizes)
     axis_sizes: dict[str, int] = dict(zip(AXES, mesh_shape(config.mesh, devices)))
