@@ -54,7 +54,7 @@ def get_config(device: str = "") -> ConfigDict:
     c.checkpoint.every_steps = 10  # 5.5 GiB each
     if device == "t4":
         c.model.compute_dtype = "float32"
-        # In float32 the rollout's log-probs are those of the training program, to 1e-7.
+        # In float32 the rollout's log-probs are those of the training program, to 1e-6.
         c.rollout.update(log_prob_source="rollout", slots=64)
         c.train.update(prompts_per_step=32, prompts_per_update=8, rows_per_micro_batch=2)
         c.dynamic_sampling.max_prompts = 640

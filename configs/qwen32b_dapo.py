@@ -44,7 +44,8 @@ def get_config(row: str = "dapo") -> ConfigDict:
     c.rollout.log_prob_source = "recompute"
     c.reward = dict(scorer="math_dapo", incorrect=-1.0, workers=64)  # workers: ours
     c.reward.update(overlong_buffer_tokens=4096, overlong_penalty=1.0)
-    # Script: 10 rounds of three batches; the run stops where they do not fill the batch.
+    # Script: 10 rounds of three batches. If they do not fill the batch, the script stops; ours
+    # trains on what there is.
     c.dynamic_sampling = dict(enabled=True, max_prompts=15_360)
     c.objective = dict(loss="ppo-clip", clip_low=0.2, clip_high=0.28, aggregation="token-mean")
     c.objective.update(overlong_filter=False, entropy_coefficient=0.0, kl_coefficient=0.0)

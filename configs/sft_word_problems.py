@@ -4,6 +4,7 @@ Command:   python launch/sft.py --config=configs/sft_word_problems.py
            --model=DIRECTORY where the hub cannot be reached
            python launch/train.py --config=configs/smollm2_word_problems.py
            --model=runs/sft_word_problems --workdir=runs/smollm2_after_sft
+           --config.optimizer.learning_rate=4e-6, a lower rate than the base's: docs/sft.md
 Hardware:  one device, such as 2 CPU cores
 Result:    10 steps; held-out loss from 1.280 to 0.073 nats a token, avg@8 on the held-out problems
            of smollm2_word_problems from 18.6 to 68.9 % (seed 0): docs/sft.md

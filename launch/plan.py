@@ -8,7 +8,7 @@ it does not, 2 where the command is wrong. docs/plan.md explains the figures.
 --config           of the run; --config.FIELD=VALUE as in launch/train.py
 --topology         such as v5p:2x2x2, v5p:4x4x4, v6e:8x8; local: the devices of this machine
 --program          train, old_logprobs, weights, decode, prefill or all (default); with a critic
-                   also critic_train, critic_values; with rollout.cache_gib also prefill_preempted
+                   also critic_train, critic_values; where sequences resume also prefill_preempted
 --response_tokens  mean length of a response in the estimated step; default a quarter of the longest
 --prompt_tokens    the same of prompts
 --profile          check.json of launch/check.py on such a chip: the estimate takes the shares of

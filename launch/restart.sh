@@ -3,9 +3,9 @@
 #
 #   launch/restart.sh [FLAGS] -- COMMAND...
 #
-#   75             another process was lost or hung, or a device or the storage failed: again
+#   75             the run hung, or a device or the storage failed: again
 #   143            stopped by SIGTERM, everything saved: again
-#   134, 137, 139  aborted, killed, crashed: again
+#   134, 137, 139  aborted (another process was lost), killed, crashed: again
 #   any other      ends here, with that status: 0 is done, 1 a failure, 2 a mistake of the user's,
 #                  130 Ctrl-C
 #

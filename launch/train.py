@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def main(argv: list[str]) -> int:
     """Returns the exit status: 0 done, 2 the user's mistake, 1 a failure, 128 + n a signal n; 75
-    where another process, a device or the storage failed. After 75 and 128 + 15 start it again."""
+    where the run hung, or a device or the storage failed; where another process failed by itself,
+    its status. After 75 and 128 + 15 start it again."""
     sys.path.insert(0, str(ROOT))
     from dapo_jax.config.cli import default_workdir, fail, parse
 

@@ -220,7 +220,7 @@ class RolloutConfig:
     # Attention over the cache: XLA or the platform's kernel. auto: the kernel where it takes the
     # model.
     kernel: Literal["auto", "xla", "tpu", "gpu"] = "auto"
-    # Old log-probs of the ratio: the rollout's (float32: equal to 1e-7), or, as in the script,
+    # Old log-probs of the ratio: the rollout's (float32: equal to 1e-6), or, as in the script,
     # recomputed by the training program before the first update (bfloat16: they differ by 1e-2
     # nats a token). Tokens of earlier steps keep those of the policy that sampled them.
     log_prob_source: Literal["rollout", "recompute"] = "recompute"
