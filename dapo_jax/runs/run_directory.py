@@ -342,8 +342,8 @@ def check_same(old: dict[str, Any], config: Config, where: Any, step: int) -> No
         if old.get(name) != new.get(name) and not name.startswith(MAY_CHANGE)
     ]
     ends = [values.get("train.num_steps") for values in (old, new)]
-    firsts = [1, *(first for first, _ in config.stages if first <= step)]
-    decays = any(config.at(n).optimizer.final_rate_share is not None for n in firsts)
+    begun = [new, *(changes for _, changes in new["stages"])]
+    decays = any(values.get("optimizer.final_rate_share") is not None for values in begun)
     if ends[0] != ends[1] and decays:
         differing.append(
             f"config.train.num_steps: {ends[0]} there, {ends[1]} now, and with "
