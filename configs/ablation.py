@@ -3,7 +3,7 @@
 Command:   python launch/train.py --config=configs/ablation.py:ROW
            python launch/ablate.py runs all rows with several seeds and writes the table
 Hardware:  2 CPU cores, 1 GB of memory
-Time:      2 minutes on one core; 2 minutes more for the base model of a seed, which later runs reuse
+Time:      2 minutes on one core; 2 more for the base model of a seed, which later runs reuse
 Result:    held-out avg@32 from 14-16 % to 78-93 % (seeds 0 to 4), see docs/table1.md
 """
 

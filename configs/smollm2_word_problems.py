@@ -4,7 +4,7 @@ Command:   python launch/train.py --config=configs/smollm2_word_problems.py
            --config=configs/smollm2_word_problems.py:grpo is the baseline, :lora trains adapters
            --model=DIRECTORY where the hub cannot be reached
 Hardware:  one device, such as 2 CPU cores; for more, another mesh and micro-batch
-Time:      20 minutes on 2 CPU cores, with two evaluations; 8 GB of memory
+Time:      20 minutes on 2 CPU cores, with two evaluations; 6 GB of memory
 Result:    held-out avg@8 from 18.6, 17.0 and 17.8 to 66.8, 61.3 and 63.1 % (seeds 0, 1, 2), see
            docs/results.md; with :lora 69.9, 53.1 and 67.6 %, see docs/lora.md
 """

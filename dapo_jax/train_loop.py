@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,6 +22,7 @@ from dapo_jax.evaluation.metrics import evaluate
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rollout import memory_budget
 from dapo_jax.rollout import metrics as rollout_metrics
+from dapo_jax.rollout.collector import RolloutCollector
 from dapo_jax.rollout.dynamic_sampling import (
     Batch,
     SamplingState,
@@ -72,7 +73,7 @@ def train(config: Config, workdir: Path, process_group: ProcessGroup = ALONE) ->
     if config.checkpoint.directory is None or config.pretrain is not None:
         process_group.check_place(workdir)
     primary, limit = process_group.is_primary, config.rollout.watchdog_limit_seconds
-    progress = Progress(config.train.num_steps, 0, quiet=not primary)
+    progress = Progress(config.train.num_steps, quiet=not primary)
     say, give_up = progress.say, process_group.give_up
     with (
         contextlib.closing(RunDirectory(workdir, config, writes=primary, say=say)) as directory,
@@ -95,11 +96,19 @@ def train(config: Config, workdir: Path, process_group: ProcessGroup = ALONE) ->
     return next((number for number in received if number is not None), None)
 
 
+class Stage(NamedTuple):
+    """What the steps of a stage have in common; without `config.stages` all steps are of one."""
+
+    config: Config
+    components: RunComponents
+    collector: RolloutCollector
+
+
 @dataclasses.dataclass
 class TrainLoop:
     """Moves the state of a run from step to step, and logs and saves it."""
 
-    config: Config
+    config: Config  # of the run; `stage.config` has the fields of the current stage
     directory: RunDirectory
     telemetry: Telemetry
     signals: StopSignals
@@ -111,7 +120,6 @@ class TrainLoop:
     updated: bool = False  # since this start of the run
 
     def __post_init__(self) -> None:
-        self.run_config = self.config  # of all stages; `config` is that of the current one
         self.begun = self.started  # earlier by the work of earlier starts
         self.process_group = self.signals.process_group
         self.compilations = CompilationCounter()
@@ -144,13 +152,14 @@ class TrainLoop:
     def start(self) -> RunState:
         """Restores the newest checkpoint, or makes the base model and evaluates it."""
         telemetry = self.telemetry
-        run = self._build(max(self.checkpoints.steps, default=0) + 1)
+        self.stage = self._make_stage(max(self.checkpoints.steps, default=0) + 1)
+        run = self.stage.components
         telemetry.phase("looking for a checkpoint")
         restored, base, base_seconds = self._restore(), None, 0.0
         if restored is None or run.learner.needs_base:
             telemetry.phase("loading or making the base model")
             check_stop = telemetry.watchdog.moving(self.signals.check_together)
-            first = self.run_config.at(1)
+            first = self.config.at(1)
             base, base_seconds = run.load_base(first, self.directory.path, check_stop)
         learner = run.learner.start(base, None if restored is None else restored.learner)
         telemetry.phase("compiling the programs of the rollout")
@@ -159,37 +168,34 @@ class TrainLoop:
             return self._evaluate_base(learner, base_seconds)
         return restored._replace(learner=learner)
 
-    def _build(self, step: int) -> RunComponents:
-        """Makes the components of a rollout step's stage, and compiles the programs of its update.
+    def _make_stage(self, step: int) -> Stage:
+        """Returns the stage of a rollout step, the programs of its updates compiled.
 
         Before anything is read or sampled: a refusal by the compiler comes within minutes.
         """
-        telemetry = self.telemetry
-        self.config = self.run_config.at(step)
+        config, telemetry = self.config.at(step), self.telemetry
         telemetry.phase("loading tokenizer and problems")
-        self.components = run = RunComponents(
-            self.config, self.directory.path, telemetry.progress, self.process_group
-        )
-        self._check_stages(after=step)
-        self.collector = run.collector(
+        run = RunComponents(config, self.directory.path, telemetry.progress, self.process_group)
+        self._check_stages(run, after=step)
+        collector = run.collector(
             run.train_rubrics,
-            self.config.rollout.group_size,
+            config.rollout.group_size,
             run.train_sampling,
             self.pool,
             telemetry,
-            end_repetition=self.config.rollout.end_repetition,
+            end_repetition=config.rollout.end_repetition,
         )
         telemetry.phase("compiling the programs of the update")
         run.learner.compile()
-        return run
+        return Stage(config, run, collector)
 
-    def _check_stages(self, after: int) -> None:
+    def _check_stages(self, run: RunComponents, after: int) -> None:
         """Raises UserError for a stage that the run could not enter, days before it begins."""
-        for first, _ in self.run_config.stages:
+        for first, _ in self.config.stages:
             if first <= after:
                 continue
             try:
-                self.components.check_stage(self.run_config.at(first))
+                run.check_stage(self.config.at(first))
             except UserError as error:
                 what = f"config.stages: the stage from step {first} on"
                 raise UserError(f"{what}: {error}") from error
@@ -197,16 +203,17 @@ class TrainLoop:
     def _enter_stage(self, state: RunState) -> RunState:
         """Replaces the components where the next step is of another stage; the state goes on."""
         step = state.step + 1
-        if self.run_config.at(step) != self.config:
+        if self.config.at(step) != self.stage.config:
             self.save(state)  # whatever happens while the new programs are compiled
-            reference = self.components.learner.reference
-            del self.components, self.collector  # before the next ones take memory
-            run = self._build(step)
+            reference = self.stage.components.learner.reference
+            del self.stage  # before the next one takes memory
+            self.stage = self._make_stage(step)
+            run = self.stage.components
             run.learner.reference = reference
             run.stream.set_state(state.host.data)
             self.telemetry.phase("compiling the programs of the rollout")
             run.warm_up(state.learner.policy.model)
-        for first, changes in self.run_config.stages:
+        for first, changes in self.config.stages:
             if first == step:
                 changed = ", ".join(f"{name} {value!r}" for name, value in changes.items())
                 self.telemetry.say(f"step {step} begins a stage: {changed}")
@@ -220,15 +227,15 @@ class TrainLoop:
 
     def _restore(self) -> RunState | None:
         """Returns the state of the newest checkpoint. Restoring needs only shapes of the state."""
-        found = self.checkpoints.restore(self.components.learner.state_like().saved)
+        found = self.checkpoints.restore(self.stage.components.learner.state_like().saved)
         if found is None:
             return None
         step, learner, values = found
         place = self.checkpoints.directory
-        run_directory.check_same(values.pop("config"), self.run_config, place, step)
+        run_directory.check_same(values.pop("config"), self.config, place, step)
         run_directory.check_not_past(step, self.config, place)
         host = HostState.from_json(values)
-        self.components.stream.set_state(host.data)
+        self.stage.components.stream.set_state(host.data)
         self.directory.rewind(step)
         self.begun -= host.seconds
         self.saved_step = self.telemetry.progress.first_step = step
@@ -243,14 +250,14 @@ class TrainLoop:
         numbers["perf/compilations"] = self.compilations.count
         numbers["time/step"] = time.monotonic() - begun
         accuracy = numbers[self.accuracy_name]
-        host = self.components.first_host_state(accuracy, base_seconds)
+        host = self.stage.components.first_host_state(accuracy, base_seconds)
         if measured := host.sampling.pass_rates:
             self.directory.save_pass_rates(0, [[id, *visit] for id, (visit,) in measured.items()])
         return self._complete(RunState(0, learner, host), numbers)
 
     def one_step(self, state: RunState) -> RunState:
         """Runs one rollout step: samples a batch, updates, evaluates, logs and saves."""
-        config, run, telemetry = self.config, self.components, self.telemetry
+        (config, run, collector), telemetry = self.stage, self.telemetry
         step, learner, host = state.step + 1, state.learner, state.host
         before = self._begin(step)
         key = self._key(ROLLOUT_KEY, step)
@@ -267,7 +274,7 @@ class TrainLoop:
             self.process_group.stop_together(telemetry.waiting_for),
         ):
             copied_bytes = weights.copied_bytes(learner.policy.model)
-            outcomes = self.collector.groups(prompts, key, step=step)
+            outcomes = collector.groups(prompts, key, step=step)
             taken = take_informative(outcomes, config.train.prompts_per_step)
         del weights  # the update needs their memory
         batch, sampling = commit(config, host.sampling, prompts, taken, step)
@@ -326,7 +333,7 @@ class TrainLoop:
         self.checkpoints.save(
             state.step,
             state.learner.saved,
-            host.to_json() | {"config": run_directory.frozen(self.run_config)},
+            host.to_json() | {"config": run_directory.frozen(self.config)},
             accuracy=host.accuracy if self._is_evaluated(state.step) else None,
         )
         self.saved_step = state.step
@@ -371,7 +378,7 @@ class TrainLoop:
 
     def _key(self, stream: int, step: int) -> jax.Array:
         """Returns the random key of a step, by the stream of randomness."""
-        return jax.random.fold_in(jax.random.fold_in(self.components.key, stream), step)
+        return jax.random.fold_in(jax.random.fold_in(self.stage.components.key, stream), step)
 
     def _sampling_metrics(self, step: int, batch: Batch, sampling: SamplingState) -> dict[str, Any]:
         """Returns the numbers of the step's rollout; every process must call it.
@@ -379,26 +386,26 @@ class TrainLoop:
         Args:
             sampling: the state after the batch.
         """
-        self.telemetry.phase(f"step {step}: {len(batch.groups)} groups sampled")
+        (config, run, collector), telemetry = self.stage, self.telemetry
+        telemetry.phase(f"step {step}: {len(batch.groups)} groups sampled")
         numbers: dict[str, Any] = {"step": step}
         numbers |= rollout_metrics.sampling_metrics(
             batch,
-            ends_repetition=self.config.rollout.end_repetition is not None,
-            ends_thinking=self.config.rollout.end_of_thinking is not None,
+            ends_repetition=config.rollout.end_repetition is not None,
+            ends_thinking=config.rollout.end_of_thinking is not None,
         )
-        if self.config.data.pass_rate_band is not None:
-            outside = self.components.outside_band(sampling)
+        if config.data.pass_rate_band is not None:
+            outside = run.outside_band(sampling)
             numbers["sampling/problems_outside_band"] = len(outside)
         rollout_metrics.check_finite(batch.sampled)
         if faults := rollout_metrics.scorer_faults(batch.sampled):
-            self.telemetry.say(f"  warning: step {step}: {faults}")
-        if self.config.rollout.carries:
+            telemetry.say(f"  warning: step {step}: {faults}")
+        if config.rollout.carries:
             numbers |= rollout_metrics.carry_metrics(batch, step)
-        stats, seconds = self.collector.take_stats()
+        stats, seconds = collector.take_stats()
         for name, value in seconds.items():
-            self.telemetry.add_seconds(name, value)
-        processes = self.components.replica.count
-        return numbers | rollout_metrics.rollout_metrics(stats, seconds, processes)
+            telemetry.add_seconds(name, value)
+        return numbers | rollout_metrics.rollout_metrics(stats, seconds, run.replica.count)
 
     def _update(
         self, state: RunState, groups: list[Group], baselines: list[float] | None
@@ -408,18 +415,18 @@ class TrainLoop:
         step = state.step + 1
         self.telemetry.phase(f"step {step}: updating")
         trim_heap()
-        learner, schedule, numbers = self.components.learner.train_on(
+        learner, schedule, numbers = self.stage.components.learner.train_on(
             state.learner, state.host.schedule, groups, step, baselines=baselines
         )
         if not self.updated:
             self.updated = True
             numbers["time/first_update"] = time.monotonic() - self.started
-        rewards = [shaped_rewards(self.config, group) for group in groups]
+        rewards = [shaped_rewards(self.stage.config, group) for group in groups]
         return learner, schedule, numbers | {"reward/mean": float(np.mean(rewards))}
 
     def _save_rollouts(self, batch: Batch, step: int) -> None:
         self.telemetry.phase(f"step {step}: writing rollouts and metrics")
-        rewards = [shaped_rewards(self.config, group) for group in batch.sampled]
+        rewards = [shaped_rewards(self.stage.config, group) for group in batch.sampled]
         most = self.config.log.rollouts_per_step
         self.directory.save_rollouts(step, batch.sampled, rewards, most)
         visits = ((group.problem.id, visit_of(group)) for group in batch.sampled)
@@ -430,11 +437,11 @@ class TrainLoop:
     ) -> list[float] | None:
         """Returns the shaped reward of the greedy response to each group's prompt; None unless the
         advantage asks for it."""
-        if not groups or self.config.objective.advantage != "remax":
+        config, run, _ = self.stage
+        if not groups or config.objective.advantage != "remax":
             return None
-        run = self.components
         self.telemetry.phase(f"step {step}: greedy baselines of {len(groups)} prompts")
-        rule = self.config.rollout.end_repetition  # as of the responses that it is a baseline of
+        rule = config.rollout.end_repetition  # as of the responses that it is a baseline of
         greedy = run.collector(
             run.train_rubrics, 1, GREEDY, self.pool, self.telemetry, end_repetition=rule
         )
@@ -442,7 +449,7 @@ class TrainLoop:
         with run.engine.weights(learner.policy.model, self.telemetry):
             scored = greedy.collect(problems, self._key(BASELINE_KEY, step), step=step)
         self.telemetry.add_seconds("rollout", sum(greedy.seconds.values()))
-        return [float(shaped_rewards(self.config, group)[0]) for group in scored]
+        return [float(shaped_rewards(config, group)[0]) for group in scored]
 
     def _groups_to_train(self, groups: list[Group], step: int) -> list[Group]:
         """Returns the groups of a full batch; of a short one, what dynamic_sampling.exhausted says.
@@ -450,7 +457,8 @@ class TrainLoop:
         Raises:
             RunError: the batch is short and `exhausted` is "stop".
         """
-        wanted, d = self.config.train.prompts_per_step, self.config.dynamic_sampling
+        config = self.stage.config
+        wanted, d = config.train.prompts_per_step, config.dynamic_sampling
         if len(groups) == wanted:
             return groups
         what = f"step {step}: {len(groups)} of {wanted} groups from {d.max_prompts} prompts"
@@ -469,7 +477,7 @@ class TrainLoop:
 
     def _evaluate(self, step: int, learner: LearnerState) -> dict[str, float]:
         """Returns the metrics of the held-out problems, and stores some responses."""
-        run, num_samples = self.components, self.config.evaluation.num_samples
+        run, num_samples = self.stage.components, self.config.evaluation.num_samples
         self.telemetry.phase(f"step {step}: evaluating on {len(run.heldout)} problems")
         trim_heap()
         # An update before it cannot be repeated, so a stop waits for the end of the evaluation.

@@ -119,7 +119,7 @@ class RequestTable:
         assert request is not None
         return request
 
-    def name(self, r: int, e: int, index: int) -> tuple[int, int]:
+    def problem_and_sample(self, r: int, e: int, index: int) -> tuple[int, int]:
         """Returns (number of the problem, number of the sample)."""
         request = self.request(r, e)
         return request.number, request.first + index
@@ -159,7 +159,7 @@ class RequestTable:
             else self.calls[r, e, index, : self.count[r, e, index]].copy()
         )
 
-    def give(self, r: int, e: int, index: int, tokens: Sequence[int]) -> None:
+    def append_given(self, r: int, e: int, index: int, tokens: Sequence[int]) -> None:
         """Appends tokens that are not sampled to a sample. They count as tokens of the call that
         sampled the last one."""
         n = self.count[r, e, index]
@@ -206,7 +206,7 @@ class Admission:
         self.carried = carried
         self.done: list[dict[int, Response]] = []  # finished, by problem taken and sample
         # Responses that finished in an earlier step and are to be reported: (problem, sample, it).
-        self.finished_before: list[tuple[int, int, Response]] = []
+        self._finished_before: list[tuple[int, int, Response]] = []
         self.queue: collections.deque[Request] = collections.deque()
         self.exhausted = False  # no more problems will come
         self.arrivals = 0  # requests handed over
@@ -220,6 +220,22 @@ class Admission:
         self.unread_pages_R = np.zeros(
             config.shards, int
         )  # of prompts since the call to be read next
+
+    def has_work(self) -> bool:
+        """Returns whether requests wait, or problems may still come."""
+        if not self.queue and not self.exhausted:
+            self.take(1)
+        return bool(self.queue) or not self.exhausted
+
+    def take_finished(self) -> list[tuple[int, int, Response]]:
+        """Returns (problem, sample, response) of responses that had finished in earlier steps, of
+        the problems taken since the last call."""
+        found, self._finished_before = self._finished_before, []
+        return found
+
+    def resume_later(self, request: Request) -> None:
+        """Lets a request with a partial response begin before all others."""
+        self.queue.appendleft(request)
 
     def read(self, free_R: np.ndarray) -> None:
         """Takes the numbers of pages that were free at the end of the call that was read last."""
@@ -246,7 +262,7 @@ class Admission:
             number = len(self.done)
             carried = self.carried.get((problem.id, problem.epoch), {})
             self.done.append({s: r for s, r in carried.items() if r.finish_reason != UNFINISHED})
-            self.finished_before += [(number, sample, r) for sample, r in self.done[-1].items()]
+            self._finished_before += [(number, sample, r) for sample, r in self.done[-1].items()]
             self.queue += requests_of(
                 number,
                 problem,

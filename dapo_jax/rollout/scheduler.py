@@ -165,11 +165,8 @@ class GenerationLoop:
 
     def has_work(self) -> bool:
         """Returns whether responses are still to come."""
-        if self.unread is not None or self.table.waiting.any() or self.admission.queue:
-            return True
-        if not self.admission.exhausted:
-            self.admission.take(1)
-        return bool(self.admission.queue) or not self.admission.exhausted
+        on_device = self.unread is not None or bool(self.table.waiting.any())
+        return on_device or self.admission.has_work()
 
     def responses(self) -> list[list[Response]]:
         """Returns the responses to each problem taken; none where some have not finished."""
@@ -193,7 +190,7 @@ class GenerationLoop:
                 found[request.number][request.first] = request.partial
                 calls[request.number, request.first] = request.calls
         for r, e, c in np.argwhere(self.table.waiting & (self.table.count > 0)).tolist():
-            number, sample = self.table.name(r, e, c)
+            number, sample = self.table.problem_and_sample(r, e, c)
             found[number][sample] = self.table.response(r, e, c)
             calls[number, sample] = self.table.calls_of(r, e, c)
         if last_call is None:
@@ -216,7 +213,7 @@ class GenerationLoop:
         read a call, or found responses that had finished in earlier steps."""
         last, self.unread = self.unread, None
         self.state = self.admission.admit(self.params, self.state, unread=last is not None)
-        before, self.admission.finished_before = self.admission.finished_before, []
+        before = self.admission.take_finished()
         self._finished += [Finished(*found) for found in before]
         if self.table.waiting.any():
             self.state, output = self.engine.generate(self.params, self.state, self.mode)
@@ -252,7 +249,7 @@ class GenerationLoop:
             finished.pop(sample, None)
         finished |= dict.fromkeys(ended, True)
         self._tokens += [
-            NewTokens(*table.name(*sample), tokens, sample in finished)
+            NewTokens(*table.problem_and_sample(*sample), tokens, sample in finished)
             for sample, tokens in new_tokens.items()
         ]
         if finished:
@@ -299,7 +296,7 @@ class GenerationLoop:
         thinking = [sample for sample in thinking if sample not in ended]
         for sample in thinking:
             assert end is not None
-            table.give(*sample, end.phrase)
+            table.append_given(*sample, end.phrase)
             if sample in new_tokens:
                 new_tokens[sample] += end.phrase
         return ended, thinking
@@ -360,7 +357,9 @@ class GenerationLoop:
         table, n, cut = self.table, end.after_tokens, dict[Sample, int]()
         for r, e, c in np.argwhere((before_REG < n) & (table.count >= n)).tolist():
             has_ended = (r, e, c) in finished and table.count[r, e, c] == n
-            has_room = n + len(end.phrase) < self.admission.limit(*table.name(r, e, c))
+            has_room = n + len(end.phrase) < self.admission.limit(
+                *table.problem_and_sample(r, e, c)
+            )
             if has_room and not has_ended:
                 cut[r, e, c] = n
         texts = self.detokenize([table.tokens[sample][:n] for sample in cut]) if cut else []
@@ -438,7 +437,7 @@ class GenerationLoop:
                 response.log_probs[-1] = response.model_log_probs[-1] = 0.0
                 reason = "invalid"
                 self.stats += RolloutStats(invalid=1)
-            number, sample = self.table.name(*place)
+            number, sample = self.table.problem_and_sample(*place)
             response = response._replace(finish_reason=reason, text=text)
             self.done[number][sample] = response
             self.done_calls[number, sample] = self.table.calls_of(*place)
@@ -472,7 +471,7 @@ class GenerationLoop:
         resumed = request._replace(
             first=request.first + c, samples=1, partial=response, calls=calls
         )
-        self.admission.queue.appendleft(resumed)
+        self.admission.resume_later(resumed)
         table.close(r, e, c)
 
     def _cancel(self, samples: list[Sample]) -> None:

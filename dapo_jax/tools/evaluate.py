@@ -117,7 +117,7 @@ def evaluate_model(config: Config, request: Request) -> Evaluation:
         UserError: for mistakes that the user can mend.
     """
     begun = time.monotonic()
-    progress = Progress(0, 0)
+    progress = Progress(0)
     chosen = _sources(config, request)
     tokenizer = load_tokenizer(config.model)
     # Every problem of a benchmark counts, whatever its length.

@@ -57,7 +57,7 @@ def export(
     )
     # The devices of this machine, which need not be those of the run.
     config = dataclasses.replace(config, mesh=fitting(config.model, jax.device_count()))
-    progress = Progress(0, 0)
+    progress = Progress(0)
     mesh = make_mesh(config.mesh)
     with StopSignals(progress) as signals:
         label, params = load_params(config, workdir, step, mesh, tokenizer, progress, signals.check)

@@ -196,7 +196,7 @@ class _Writer:
     def __init__(self, request: Request, *, needs_text: bool):
         self.request = request
         self.stopped_by: int | None = None  # number of the signal
-        self.progress = Progress(0, 0, out=sys.stderr)
+        self.progress = Progress(0, out=sys.stderr)
         self.config = _model(request)
         try:
             self.tokenizer = load_tokenizer(self.config)

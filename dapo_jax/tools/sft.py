@@ -77,7 +77,7 @@ def fine_tune(config: SftConfig, workdir: Path, process_group: ProcessGroup = AL
     begun, primary = time.monotonic(), process_group.is_primary
     if config.checkpoint.directory is None:
         process_group.check_place(workdir)
-    progress = Progress(0, 0, quiet=not primary, columns=COLUMNS)
+    progress = Progress(0, quiet=not primary, columns=COLUMNS)
     give_up = process_group.give_up
     with (
         StopSignals(progress, process_group) as signals,

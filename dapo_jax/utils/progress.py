@@ -49,7 +49,6 @@ class Progress:
     def __init__(
         self,
         num_steps: int,
-        last_step: int,
         out: TextIO | None = None,
         *,
         quiet: bool = False,
@@ -57,7 +56,7 @@ class Progress:
     ):
         self.columns = columns
         self.num_steps, self.out, self.quiet = num_steps, out, quiet
-        self.first_step = last_step
+        self.first_step = 0  # the last step of an earlier start, where a run resumes
         self.seconds = 0.0
         self.lines = 0
         self.live = sys.stderr.isatty() and not quiet

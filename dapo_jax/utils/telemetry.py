@@ -26,7 +26,7 @@ class Telemetry:
         watchdog: Watchdog = UNWATCHED,
         stop: Callable[[], None] = lambda: None,
     ):
-        self.progress = progress or Progress(0, 0, quiet=True)
+        self.progress = progress or Progress(0, quiet=True)
         self.watchdog, self.check_stop = watchdog, stop
         self.say = self.progress.say
         self.seconds: dict[str, float] = {}  # by timer, since they were taken last

@@ -271,7 +271,7 @@ def test_a_signal_that_comes_while_others_are_asked_is_not_lost():
     first, second = (ProcessGroup(i, 2, store) for i in range(2))
     first.stop_requested = asked
     try:
-        with StopSignals(Progress(0, 0, quiet=True), first) as signals:
+        with StopSignals(Progress(0, quiet=True), first) as signals:
             with pytest.raises(StopRequested):
                 signals.check()
         assert signals.received == signal.SIGTERM == second.stop_requested()
@@ -283,7 +283,7 @@ def test_the_signal_sent_to_all_processes_does_not_end_one_that_stops_already(ca
     """A pod's shutdown sends SIGTERM to each process. One that another stopped first survives its
     own, also while it shuts down; a second one of its own ends it."""
     store, before = Store(), [(s, signal.getsignal(s)) for s in (signal.SIGTERM, signal.SIGINT)]
-    first, second = (StopSignals(Progress(0, 0), ProcessGroup(i, 2, store)) for i in range(2))
+    first, second = (StopSignals(Progress(0), ProcessGroup(i, 2, store)) for i in range(2))
     try:
         with first:
             assert second.process_group.stop_requested() is None

@@ -14,7 +14,8 @@ def train_on(num_groups, exhausted):
     said = []
     config = tiny_config(dynamic_sampling__exhausted=exhausted, train__prompts_per_step=4)
     shown = types.SimpleNamespace(say=said.append)
-    loop = types.SimpleNamespace(config=config, progress=shown, telemetry=shown)
+    stage = types.SimpleNamespace(config=config)
+    loop = types.SimpleNamespace(stage=stage, progress=shown, telemetry=shown)
     groups = [make_group([True, False], id=i) for i in range(num_groups)]
     return TrainLoop._groups_to_train(loop, groups, 7), said  # pyright: ignore[reportArgumentType]
 

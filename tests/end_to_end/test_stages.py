@@ -143,14 +143,14 @@ def test_a_stage_that_cannot_begin_ends_the_run_at_its_start(tmp_path, home):
 
 def test_the_step_before_a_stage_is_saved(tmp_path, home, monkeypatch):
     """Whatever happens while the stage's programs are compiled."""
-    build = TrainLoop._build
+    make = TrainLoop._make_stage
 
     def fails(loop, step):
         if step == 2:
             raise RunError("refused by the compiler")
-        return build(loop, step)
+        return make(loop, step)
 
-    monkeypatch.setattr(TrainLoop, "_build", fails)
+    monkeypatch.setattr(TrainLoop, "_make_stage", fails)
     with pytest.raises(RunError, match="refused"):
         run_here(tmp_path / "run", home, **RUN | {"checkpoint__every_steps": 5})
     assert (tmp_path / "run" / "checkpoints" / "1").exists()

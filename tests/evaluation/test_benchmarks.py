@@ -92,7 +92,7 @@ def run():
             benchmark = Benchmark("stub", all_problems or make_problems(num), rubric)
             policy.pool, policy.rubrics = pool, {"stub": rubric}
             key = jax.random.key(0)
-            return benchmarks.run(benchmark, policy, key, place, progress=Progress(0, 0))
+            return benchmarks.run(benchmark, policy, key, place, progress=Progress(0))
 
         yield run
 

@@ -632,5 +632,5 @@ def test_tokens_over_devices_need_heads_on_one_axis():
 
 def test_a_run_refuses_it_before_it_begins(tmp_path):
     with pytest.raises(UserError, match="config.model.attention 'flash' is a kernel for other dev"):
-        RunComponents(tiny_config(model__attention="flash"), tmp_path, Progress(0, 0))
+        RunComponents(tiny_config(model__attention="flash"), tmp_path, Progress(0))
     assert not list(tmp_path.iterdir())

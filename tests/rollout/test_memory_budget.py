@@ -215,7 +215,7 @@ def test_a_run_and_its_plan_choose_the_same_size(monkeypatch, tmp_path):
     alone = held(config, sizes, platform="cpu").rollout_bytes
     assert memory_budget.device_bytes(jax.devices()) is None, "a CPU does not report it"
     monkeypatch.setattr(memory_budget, "device_bytes", lambda _: alone)
-    run = RunComponents(config, tmp_path, Progress(0, 0, quiet=True))
+    run = RunComponents(config, tmp_path, Progress(0, quiet=True))
     assert dict(run.engine.mesh.shape) == dict(data=4, fsdp=1, context=1, tensor=2)
     said, target = [], chips.target("local")
     gpu = target._replace(devices=devices(8, 8, "cuda"), hbm_bytes=alone)

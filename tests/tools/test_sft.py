@@ -102,7 +102,7 @@ def test_every_example_is_in_every_epoch(place):
     for seed in (0, 1):
         epochs = {"train__num_steps": None, "train__num_epochs": 2, "train__examples_per_update": 3}
         config = sft_config(place, seed=seed, **epochs)
-        found = sft.load_examples(config, load_tokenizer(config.model), Progress(0, 0, quiet=True))
+        found = sft.load_examples(config, load_tokenizer(config.model), Progress(0, quiet=True))
         config = sft.with_num_steps(config, len(found.train))
         n, N = len(found.train), config.train.examples_per_update
         assert config.train.num_steps == -(-2 * n // N) and n % N

@@ -16,7 +16,7 @@ def test_a_trace_that_cannot_be_made_is_reported(monkeypatch, capsys, tmp_path, 
     other = {"start_trace": "stop_trace", "stop_trace": "start_trace"}[fails]
     monkeypatch.setattr(jax.profiler, fails, broken)
     monkeypatch.setattr(jax.profiler, other, lambda *_, **__: None)
-    progress, watched, written = Progress(0, 0), [], []
+    progress, watched, written = Progress(0), [], []
     progress.watch = watched.append
     with traced(tmp_path, 3, (3,), progress, lambda: written.append(3)):
         progress.doing("step 3: sampling")
@@ -34,6 +34,6 @@ def test_a_trace_that_cannot_be_made_is_reported(monkeypatch, capsys, tmp_path, 
 
 def test_other_steps_are_not_traced(monkeypatch, tmp_path):
     monkeypatch.setattr(jax.profiler, "start_trace", None)
-    with traced(tmp_path, 4, (3, 5), Progress(0, 0), lambda: None):
+    with traced(tmp_path, 4, (3, 5), Progress(0), lambda: None):
         pass
     assert not list(tmp_path.iterdir())

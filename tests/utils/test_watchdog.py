@@ -101,7 +101,7 @@ def test_switched_off_there_is_no_thread():
 
 def test_a_phase_of_the_loop_is_movement_and_a_line_is_none(capsys):
     now, said = [0.0], []
-    progress = Progress(3, 0)
+    progress = Progress(3)
     watch = Watchdog(5.0, said.append, lambda: now[0])
     progress.watch = watch.moved
     now[0] = 4.0
