@@ -311,6 +311,21 @@ class ObjectiveConfig:
     # None: fixed coefficient.
     reward_kl_adaptation: tuple[Positive, PositiveInt] | None = None
 
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the loss or the reward has a KL to the base model."""
+        return self.kl_coefficient > 0 or self.reward_kl_coefficient > 0
+
+    @property
+    def reads_entropy(self) -> bool:
+        """Whether the loss depends on the entropies before the first update."""
+        return self.top_entropy_share < 1 or self.entropy_adaptation is not None
+
+    @property
+    def reads_energy(self) -> bool:
+        """Whether advantages are made of `algorithms.advantages.token_energy`."""
+        return self.advantage == "optimal-token-baseline"
+
 
 # A divergence and its reduction.
 Statistic = Literal[
@@ -462,6 +477,15 @@ class Config:
             section, _, field = name.partition(".")
             values[section][field] = value
         return Config.from_dict(values)
+
+    @property
+    def reads_current_log_probs(self) -> bool:
+        """Whether each mini-batch is scored at the parameters of its own gradient."""
+        from dapo_jax.algorithms.losses import COVARIANCE_LOSSES  # here: it takes JAX
+
+        c = self.correction
+        current = c is not None and c.policy == "current"
+        return current or self.objective.loss in COVARIANCE_LOSSES
 
     @property
     def num_scorers(self) -> int:

@@ -72,9 +72,8 @@ def held(
     always, update = {"parameters": parameters}, {}
     always["frozen parameters"] = bytes_per_device(frozen, frozen_specs, sizes)
     if training:
-        o = config.objective
         always["optimiser state"] = 2 * gradients
-        always["reference"] = parameters * bool(o.kl_coefficient or o.reward_kl_coefficient)
+        always["reference"] = parameters * config.objective.reads_reference
         always["critic with optimiser"] = (parameters + 2 * gradients) * (config.critic is not None)
         update["gradients"] = gradients
     rollout = {"rollout copy of the parameters": copy, "KV cache": cache}

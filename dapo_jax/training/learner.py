@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 
 from dapo_jax.algorithms import advantages, aggregation, entropy
 from dapo_jax.algorithms.kl import reward_kl
-from dapo_jax.algorithms.losses import COVARIANCE_LOSSES
 from dapo_jax.config import Config
 from dapo_jax.models import decoder, lora
 from dapo_jax.models.sharding import BATCH_AXES, parts_of, row_sharding, to_host, to_mesh
@@ -110,16 +109,11 @@ class Learner:
             self.critic_optimizer = critic.optimizer_config(config)
             self.values: Any = critic.compile_values(config, mesh)
             self.update_critic: Any = critic.compile_update(config, mesh)
-        o, c = config.objective, config.correction
-        self.needs_reference = o.kl_coefficient > 0 or o.reward_kl_coefficient > 0
+        o = config.objective
+        self.needs_reference, self.needs_current = o.reads_reference, config.reads_current_log_probs
+        self.needs_energy, self.needs_entropy = o.reads_energy, o.reads_entropy
         self.needs_base = self.needs_reference or config.model.lora_rank > 0  # to resume
-        # Log-probs of a whole mini-batch at the parameters of its own gradient.
-        self.needs_current = o.loss in COVARIANCE_LOSSES or (
-            c is not None and c.policy == "current"
-        )
-        self.needs_energy = o.advantage == "optimal-token-baseline"
         self.adapts_entropy = o.entropy_adaptation is not None
-        self.needs_entropy = o.top_entropy_share < 1 or self.adapts_entropy
         self.needs_scoring = (
             self.needs_current
             or self.needs_energy

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dapo_jax.algorithms.losses import COVARIANCE_LOSSES
 from dapo_jax.config import Config, ModelConfig, RolloutConfig
 from dapo_jax.models import decoder, lora
 from dapo_jax.models.attention import kernels, xla
@@ -361,13 +360,9 @@ def token_bytes(c: ModelConfig, r: RolloutConfig) -> float:
 
 def scoring_passes(config: Config) -> int:
     """Returns how often a step computes log-probs of its batch outside the update."""
-    o, c = config.objective, config.correction
-    reference = o.reward_kl_coefficient > 0 or o.kl_coefficient > 0
-    current = o.loss in COVARIANCE_LOSSES or (c is not None and c.policy == "current")
-    recompute = config.rollout.log_prob_source == "recompute"
-    energy = o.advantage == "optimal-token-baseline"
-    entropy = o.top_entropy_share < 1 or o.entropy_adaptation is not None
-    return sum((recompute, reference, current, energy, entropy))
+    o, recompute = config.objective, config.rollout.log_prob_source == "recompute"
+    passes = recompute, config.reads_current_log_probs
+    return sum((*passes, o.reads_reference, o.reads_energy, o.reads_entropy))
 
 
 def group_tokens(config: Config, prompt_tokens: int, response_tokens: int) -> int:
