@@ -41,7 +41,7 @@ class TokenColumns(NamedTuple):
 
     def part(self, tokens: slice | np.ndarray) -> "TokenColumns":
         """Returns the columns of some of the tokens."""
-        return TokenColumns(*(None if x_M is None else x_M[tokens] for x_M in self))  # type: ignore[arg-type]
+        return TokenColumns._make(None if x_M is None else x_M[tokens] for x_M in self)
 
     def of_rows(self) -> dict[str, np.ndarray]:
         """Returns those columns that `Rows` has, by its fields."""
