@@ -20,7 +20,7 @@ from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.rollout.slots import DecodeState, NewRequests
 from dapo_jax.types import UNFINISHED, Problem, Response, UserError
 
-Sample = tuple[int, int, int]  # shard, request slot, sample index
+Sample = tuple[int, int, int]  # shard r, request slot e, place g among the request's samples
 
 
 class GenerationRequest(NamedTuple):
@@ -78,7 +78,7 @@ def requests_of(
 
 class RequestTable:
     """The engine's request slots as the host knows them, one call late: E on each of R shards, each
-    with up to G samples of at most T tokens.
+    with up to G samples of at most T tokens. Sample (r, e, g) is sample g of slot e on shard r.
 
     Args:
         step: rollout step of the tokens sampled now.
@@ -119,10 +119,10 @@ class RequestTable:
         assert request is not None
         return request
 
-    def problem_and_sample(self, r: int, e: int, index: int) -> tuple[int, int]:
+    def problem_and_sample(self, r: int, e: int, g: int) -> tuple[int, int]:
         """Returns (number of the problem, number of the sample)."""
         request = self.request(r, e)
-        return request.number, request.first + index
+        return request.number, request.first + g
 
     def open(self, r: int, e: int, request: Request, order: int) -> None:
         """Gives a slot to a request."""
@@ -137,42 +137,40 @@ class RequestTable:
             if self.calls is not None:
                 self.calls[r, e, 0, :n] = 0 if request.calls is None else request.calls
         if self.repetition is not None:
-            for index in range(request.samples):
-                self.repetition.begin((r, e, index), int(self.count[r, e, index]))
+            for g in range(request.samples):
+                self.repetition.begin((r, e, g), int(self.count[r, e, g]))
 
-    def response(self, r: int, e: int, index: int) -> Response:
+    def response(self, r: int, e: int, g: int) -> Response:
         """Returns the tokens of a sample so far, as an unfinished response."""
-        partial, n = self.request(r, e).partial, self.count[r, e, index]
+        partial, n = self.request(r, e).partial, self.count[r, e, g]
         versions = None  # all tokens are of this step
         if partial is not None and partial.versions is not None:
             new = np.full(n - len(partial.versions), self.step, np.int32)
             versions = np.concatenate([partial.versions, new])
         arrays = self.tokens, self.log_probs, self.model_log_probs
-        tokens, log_probs, model_log_probs = (x[r, e, index, :n].copy() for x in arrays)
+        tokens, log_probs, model_log_probs = (x[r, e, g, :n].copy() for x in arrays)
         return Response(tokens, log_probs, UNFINISHED, "", versions, model_log_probs)
 
-    def calls_of(self, r: int, e: int, index: int) -> np.ndarray | None:
+    def calls_of(self, r: int, e: int, g: int) -> np.ndarray | None:
         """Returns the decode call of each token of a sample, where they are kept."""
-        return (
-            None
-            if self.calls is None
-            else self.calls[r, e, index, : self.count[r, e, index]].copy()
-        )
+        if self.calls is None:
+            return None
+        return self.calls[r, e, g, : self.count[r, e, g]].copy()
 
-    def append_given(self, r: int, e: int, index: int, tokens: Sequence[int]) -> None:
+    def append_given(self, r: int, e: int, g: int, tokens: Sequence[int]) -> None:
         """Appends tokens that are not sampled to a sample. They count as tokens of the call that
         sampled the last one."""
-        n = self.count[r, e, index]
-        at = r, e, index, slice(n, n + len(tokens))
+        n = self.count[r, e, g]
+        at = r, e, g, slice(n, n + len(tokens))
         self.tokens[at] = tokens
         self.log_probs[at] = self.model_log_probs[at] = np.nan
         if self.calls is not None:
-            self.calls[at] = self.calls[r, e, index, n - 1]
-        self.count[r, e, index] = n + len(tokens)
+            self.calls[at] = self.calls[r, e, g, n - 1]
+        self.count[r, e, g] = n + len(tokens)
 
-    def close(self, r: int, e: int, index: int) -> None:
+    def close(self, r: int, e: int, g: int) -> None:
         """Ends a sample; its slot is free after the last one."""
-        self.waiting[r, e, index] = False
+        self.waiting[r, e, g] = False
         if not self.waiting[r, e].any():
             self.requests[r][e] = None
 
@@ -211,15 +209,13 @@ class Admission:
         self.exhausted = False  # no more problems will come
         self.arrivals = 0  # requests handed over
         config = engine.config
-        self.free_R = np.full(
-            config.shards, config.shard_pages - 1
-        )  # pages, at least, at the next call
+        # Pages that are free at the next call, at least.
+        self.free_R = np.full(config.shards, config.shard_pages - 1)
         # Most pages that a call takes: each slot's own, and those of samples that get the slot.
         per_slot = -(-config.decode_steps // config.page_tokens) + 2
         self.call_pages = config.slots // config.shards * per_slot
-        self.unread_pages_R = np.zeros(
-            config.shards, int
-        )  # of prompts since the call to be read next
+        # Pages of the prompts handed over since the call to be read next.
+        self.unread_pages_R = np.zeros(config.shards, int)
 
     def has_work(self) -> bool:
         """Returns whether requests wait, or problems may still come."""

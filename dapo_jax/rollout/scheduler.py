@@ -189,10 +189,10 @@ class GenerationLoop:
             if request.partial is not None:
                 found[request.number][request.first] = request.partial
                 calls[request.number, request.first] = request.calls
-        for r, e, c in np.argwhere(self.table.waiting & (self.table.count > 0)).tolist():
-            number, sample = self.table.problem_and_sample(r, e, c)
-            found[number][sample] = self.table.response(r, e, c)
-            calls[number, sample] = self.table.calls_of(r, e, c)
+        for r, e, g in np.argwhere(self.table.waiting & (self.table.count > 0)).tolist():
+            number, sample = self.table.problem_and_sample(r, e, g)
+            found[number][sample] = self.table.response(r, e, g)
+            calls[number, sample] = self.table.calls_of(r, e, g)
         if last_call is None:
             return found
         for number, responses in enumerate(found):
@@ -278,7 +278,7 @@ class GenerationLoop:
 
         Returns:
             The samples that end, with the finish reason; those whose thinking ends, which have the
-            phrase now and go on.
+            phrase now and continue.
         """
         table, thinking = self.table, []
         if (end := self.request.end_of_thinking) is not None:
@@ -355,13 +355,13 @@ class GenerationLoop:
         """Cuts each sample whose thinking is to be ended, after its `after_tokens` tokens; returns
         the cut samples, which are in `finished` no longer."""
         table, n, cut = self.table, end.after_tokens, dict[Sample, int]()
-        for r, e, c in np.argwhere((before_REG < n) & (table.count >= n)).tolist():
-            has_ended = (r, e, c) in finished and table.count[r, e, c] == n
+        for r, e, g in np.argwhere((before_REG < n) & (table.count >= n)).tolist():
+            has_ended = (r, e, g) in finished and table.count[r, e, g] == n
             has_room = n + len(end.phrase) < self.admission.limit(
-                *table.problem_and_sample(r, e, c)
+                *table.problem_and_sample(r, e, g)
             )
             if has_room and not has_ended:
-                cut[r, e, c] = n
+                cut[r, e, g] = n
         texts = self.detokenize([table.tokens[sample][:n] for sample in cut]) if cut else []
         cut = {sample: n for sample, text in zip(cut, texts) if end.closing not in text}
         self._cut(cut, before_REG, new_tokens)
@@ -387,7 +387,7 @@ class GenerationLoop:
         for sample in invalid:
             after_REG[sample] -= 1
         found = self.table.repetition.advance(before_REG, after_REG)
-        cut = {(r, e, c): length for (r, e, c), length in found.items()}
+        cut = {(r, e, g): length for (r, e, g), length in found.items()}
         self._cut(cut, before_REG, new_tokens)
         return list(cut)
 
@@ -396,10 +396,10 @@ class GenerationLoop:
     ) -> list[Sample]:
         """Cuts each sample whose text holds a stop string, after the token that completes it, and
         returns the cut samples. The last token of `invalid` samples has no meaning. A string that
-        reaches into a given phrase is none."""
+        reaches into a given phrase does not count."""
         table = self.table
         samples: list[Sample] = [
-            (r, e, c) for r, e, c in np.argwhere(table.count > before_REG).tolist()
+            (r, e, g) for r, e, g in np.argwhere(table.count > before_REG).tolist()
         ]
         starts = [self._answer_start(sample) for sample in samples]
         ends = [int(table.count[sample]) - (sample in invalid) for sample in samples]
@@ -453,26 +453,26 @@ class GenerationLoop:
             for e, request in enumerate(table.requests[r])
             if request is not None and table.order[r, e] < arrivals
         )
-        samples = [(e, int(c)) for _, e in in_order for c in np.flatnonzero(table.waiting[r, e])]
+        samples = [(e, int(g)) for _, e in in_order for g in np.flatnonzero(table.waiting[r, e])]
         in_slots = samples[: len(samples) - num_waiting]
         if len(in_slots) < 2:
             return []
-        e, c = in_slots[-1]
-        self._resume_later(r, e, c)
+        e, g = in_slots[-1]
+        self._resume_later(r, e, g)
         self.stats += RolloutStats(preempted=1)
-        return [(r, e, c)]
+        return [(r, e, g)]
 
-    def _resume_later(self, r: int, e: int, c: int) -> None:
+    def _resume_later(self, r: int, e: int, g: int) -> None:
         """Frees the place of a sample, which is prefilled with the tokens it has when there is room
         again."""
         table = self.table
-        request, response = table.request(r, e), table.response(r, e, c)
-        calls = table.calls_of(r, e, c)
+        request, response = table.request(r, e), table.response(r, e, g)
+        calls = table.calls_of(r, e, g)
         resumed = request._replace(
-            first=request.first + c, samples=1, partial=response, calls=calls
+            first=request.first + g, samples=1, partial=response, calls=calls
         )
         self.admission.resume_later(resumed)
-        table.close(r, e, c)
+        table.close(r, e, g)
 
     def _cancel(self, samples: list[Sample]) -> None:
         """Takes samples off the device; their tokens in the unread call are discarded."""
@@ -481,8 +481,8 @@ class GenerationLoop:
         request_RW = np.full((config.shards, config.shard_slots), -1, np.int32)
         sample_index_RW = np.full((config.shards, config.shard_slots), -1, np.int32)
         num_R = [0] * config.shards
-        for r, e, c in samples:
-            request_RW[r, num_R[r]], sample_index_RW[r, num_R[r]] = e, c
+        for r, e, g in samples:
+            request_RW[r, num_R[r]], sample_index_RW[r, num_R[r]] = e, g
             num_R[r] += 1
-            self.cancelled[r, e, c] = self.unread is not None
+            self.cancelled[r, e, g] = self.unread is not None
         self.state = self.engine.cancel(self.state, request_RW, sample_index_RW)
