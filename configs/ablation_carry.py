@@ -16,7 +16,7 @@ def sync(c: ConfigDict) -> None:
 
 
 def carry(c: ConfigDict) -> None:
-    """Unfinished responses go on in the next step; tokens are at most two steps old."""
+    """Unfinished responses continue in the next step; tokens are at most two steps old."""
     c.rollout.max_staleness = 2
 
 

@@ -343,7 +343,7 @@ def optimal_token_baseline(
 
     Args:
         energy_M: w, see `token_energy`.
-        zero_tail: no baseline where one response of the group alone still goes on: it would be
+        zero_tail: no baseline where a single response of the group is still going: it would be
             that response's own reward. As in the reference implementation.
     """
     mask_RT = np.arange(int(lengths_R.max(initial=0))) < lengths_R[:, None]

@@ -214,7 +214,7 @@ class RolloutConfig:
     end_repetition: tuple[Literal["confident", "periodic"], PositiveInt] | None = None
     # (tokens N, phrase), or None: thinking that has not ended after N tokens is ended. A response
     # whose first N tokens do not have the phrase's last word, such as </think>, is cut there; the
-    # phrase is appended, in no loss, and sampling goes on. Also in evaluation: with its budget of
+    # phrase is appended, in no loss, and sampling continues. Also in evaluation: with its budget of
     # thinking, a policy is used as it was trained.
     end_of_thinking: tuple[PositiveInt, str] | None = None
     # Attention over the cache: XLA or the platform's kernel. auto: the kernel where it takes the
@@ -239,7 +239,7 @@ class RolloutConfig:
 
     @property
     def resumes(self) -> bool:
-        """Whether responses are prefilled with the tokens they have, to go on from there."""
+        """Whether responses are prefilled with the tokens they have, and continued."""
         return self.carries or self.end_of_thinking is not None
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Carry: unfinished responses go on in the next rollout step, and slots are never left empty.
+"""Carry: unfinished responses continue in the next rollout step, and slots are never left empty.
 
 A synchronous step waits for the longest response of its batch while other slots run empty. With
 `config.rollout.max_staleness` above 0, prompts of later batches are begun meanwhile. The step ends

@@ -43,7 +43,7 @@ class TrackedRun(NamedTuple):
     id: str  # its id and its name in every tracker
     directory: str
     config: dict[str, Any]
-    step: int  # the run goes on after it; -1 for a new run
+    step: int  # the run continues after it; -1 for a new run
 
 
 class Tracker(Protocol):
@@ -245,7 +245,7 @@ class Isolated:
             self.over = True
             self.process.join(1.0)
             if self.process.exitcode:
-                self.say(f"died with exit code {self.process.exitcode}; the run goes on")
+                self.say(f"died with exit code {self.process.exitcode}; the run continues")
 
 
 def check_installed(names: Sequence[str]) -> None:
@@ -317,7 +317,7 @@ def _work(name: str, run: TrackedRun, pause: float, items: Any, reports: Any) ->
             except Exception as error:
                 line = (str(error).strip() or repr(error)).splitlines()[0][:200]
                 if not warned:
-                    reports.send(f"failed: {line}; the run goes on, metrics.jsonl has everything")
+                    reports.send(f"failed: {line}; the run continues, metrics.jsonl has everything")
                     warned = True
                 if not left:
                     reports.send("is switched off")

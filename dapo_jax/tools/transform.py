@@ -147,7 +147,7 @@ def parse_rewriting(reply: str) -> tuple[str, str]:
     """Returns the form and the rewritten problem of a reply; "" where there is none."""
     found = REWRITTEN.search(reply)
     form = FORM.search(reply)
-    # A base model goes on with a problem of its own.
+    # A base model continues with a problem of its own.
     text = re.split(r"\n\s*\**Problem:", found[1])[0].strip() if found else ""
     return (form[1].strip() if form else ""), text
 

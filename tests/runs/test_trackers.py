@@ -229,7 +229,7 @@ def test_a_server_that_refuses_is_a_warning_and_switches_its_tracker_off(
     failed, off, lacks = said
     start = "  warning: log.trackers: wandb "
     assert failed.startswith(f"{start}failed: [Errno ") and "refused" in failed
-    assert failed.endswith("; the run goes on, metrics.jsonl has everything")
+    assert failed.endswith("; the run continues, metrics.jsonl has everything")
     assert off == f"{start}is switched off"
     assert lacks == f"{start}lacks 2 steps; metrics.jsonl has all"
     assert steps_of(tmp_path / "run") == [0, 1, 2]
@@ -242,7 +242,7 @@ def test_a_tracker_that_dies_is_a_warning(tmp_path, fake):
     directory._trackers[0].process.join()
     log(directory, 0)
     directory.close()
-    assert "wandb died with exit code -9; the run goes on" in said[0]
+    assert "wandb died with exit code -9; the run continues" in said[0]
     assert steps_of(tmp_path / "run") == [0]
 
 
