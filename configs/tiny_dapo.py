@@ -2,7 +2,7 @@
 
 Command:   python launch/train.py --config=configs/tiny_dapo.py
 Hardware:  2 CPU cores, 1 GB of memory
-Time:      2.5 to 4.5 minutes, more than half of it for the base model, which later runs reuse
+Time:      2 to 8 minutes, more than half of it for the base model, which later runs reuse
 Result:    held-out avg@32 from 28-30 % to 99-100 % (seeds 0, 1, 2)
 
 Problems are sums of 3, 5, 7 or 9 terms. The base model guesses, derives the sum term by term, or

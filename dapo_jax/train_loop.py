@@ -201,7 +201,7 @@ class TrainLoop:
                 raise UserError(f"{what}: {error}") from error
 
     def _enter_stage(self, state: RunState) -> RunState:
-        """Replaces the components where the next step is of another stage; the state stays."""
+        """Replaces the components where the next step is of another stage; keeps the state."""
         step = state.step + 1
         if self.config.at(step) != self.stage.config:
             self.save(state)  # whatever happens while the new programs are compiled
