@@ -12,11 +12,14 @@ from dapo_jax.types import UserError
 def read_prompts(source: Path) -> list[dict[str, Any]]:
     """Returns the lines of the file; each has a usable prompt."""
     try:
-        texts = [text for text in source.read_text().splitlines() if text.strip()]
+        # Not splitlines: a text in JSON may hold other separators of lines, such as U+2028.
+        texts = source.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--prompts={source} cannot be read: {error}.") from error
     lines = []
     for number, text in enumerate(texts, 1):
+        if not text.strip():
+            continue
         try:
             line = json.loads(text)
             if "prompt_token_ids" in line:
@@ -47,23 +50,40 @@ def prompt_of(line: dict[str, Any]) -> str | tuple[tuple[str, str], ...]:
 
 
 def done_before(target: Path, lines: Sequence[dict[str, Any]]) -> int:
-    """Returns how many lines the file holds with their samples, and cuts off a partial one."""
+    """Returns how many lines the file holds with their samples, and cuts off a partial one.
+
+    Raises:
+        UserError: the file cannot be written, or holds something else. It is left as it is.
+    """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.touch()
         content = target.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        if len(whole) < len(content):
-            target.write_bytes(whole)
     except OSError as error:
         raise UserError(f"--output={target} cannot be written: {error.strerror}.") from error
-    found = whole.splitlines()
-    try:
-        same = all(json.loads(text).items() >= line.items() for text, line in zip(found, lines))
-    except (ValueError, AttributeError):
-        same = False
-    if not same or len(found) > len(lines):
+    *found, partial = content.split(b"\n")
+    if not _is_begun(found, partial, lines):
         raise UserError(
             f"--output={target} holds other results than this command's; name another file."
         )
+    if partial:
+        with target.open("r+b") as file:
+            file.truncate(len(content) - len(partial))
     return len(found)
+
+
+def _is_begun(found: Sequence[bytes], partial: bytes, lines: Sequence[dict[str, Any]]) -> bool:
+    """Whether these are the first lines with their samples, and the beginning of the next one."""
+    if len(found) + bool(partial) > len(lines):
+        return False
+    try:
+        for text, line in zip(found, lines):
+            written = json.loads(text)
+            if "samples" not in written or not written.items() >= line.items():
+                return False
+    except (ValueError, AttributeError, TypeError):
+        return False
+    if not partial:
+        return True
+    next_line = json.dumps(lines[len(found)])[:-1].encode()  # without the brace that closes it
+    return partial[: len(next_line)] == next_line[: len(partial)]

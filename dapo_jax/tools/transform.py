@@ -57,7 +57,10 @@ Find the answer to the rewritten problem, step by step; the known answer may be 
 of the reply is "Answer: " and the integer.
 """
 INTEGER = re.compile(
-    r"Answer:\s*\**\s*\$*\s*(?:\\boxed\{)?\s*([-+]?\d[\d,]*)\s*\}?\s*\$*\s*\**\.?\s*$"
+    r"Answer:\s*\**\s*\$*\s*(?:\\boxed\{)?\s*"
+    # Python reads no integer of more than 4,300 digits.
+    r"([-+]?(?:\d{1,3}(?:,\d{3}){1,1000}|\d{1,4000}))"
+    r"\s*\}?\s*\$*\s*\**\.?\s*$"
 )
 # Columns in which a data source looks for a prompt or an answer: those of the original would be
 # found before ours.
@@ -181,6 +184,10 @@ def _rows(settings: Settings) -> Iterator[dict[str, Any]]:
     split = known.splits[0] if known and known.splits else None
     index = 0
     for file in find_files(settings.source, split, "--input"):
+        if Path(file).resolve().parent == settings.output.resolve():
+            raise UserError(
+                f"--output={settings.output} holds the input, {file}; name another directory."
+            )
         for record in read_records(file, columns, "--input"):
             if settings.num_problems and index == settings.num_problems:
                 return
@@ -194,7 +201,7 @@ def _rows(settings: Settings) -> Iterator[dict[str, Any]]:
 
 def _original(record: Record) -> dict[str, Any]:
     row = {"prompt": record.prompt, "answer": record.answer, "metadata": record.metadata}
-    if re.fullmatch(r"[-+]?\d+", record.answer.strip()):
+    if re.fullmatch(r"[-+]?\d{1,4000}", record.answer.strip()):
         return row | {"integer": int(record.answer), "reason": INTEGER_ALREADY}
     return row
 

@@ -14,7 +14,8 @@ import pytest
 from dapo_jax.config import hf_config
 from dapo_jax.models import hf_weights
 from dapo_jax.rollout import scheduler
-from dapo_jax.tools import generate
+from dapo_jax.tools import generate, prompt_file
+from dapo_jax.types import UserError
 from tests.conftest import ROOT
 from tests.models.test_hf_weights import BASE, data
 from tests.models.test_logits import training_logits
@@ -217,6 +218,27 @@ def test_a_file_of_prompts_goes_on_where_it_was_stopped(capsys, place, tmp_path,
     status, _, err = call(capsys, place, *flags, "--seed=1")
     assert status == 2 and "holds other results than this command's" in err
     assert out.read_text() == whole
+
+
+@pytest.mark.parametrize("content", ['{"a": 1}', '{"a": 1}\n{"b"', '{"prompt": "a"}\n'])
+def test_a_file_that_is_not_its_own_output_is_left_as_it_is(capsys, place, tmp_path, content):
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text('{"prompt": "a"}\n')
+    other = tmp_path / "notes.json"
+    other.write_text(content)
+    status, _, err = call(capsys, place, f"--prompts={prompts}", f"--output={other}")
+    assert status == 2 and "holds other results than this command's" in err
+    assert other.read_text() == content
+
+
+def test_lines_end_at_newlines_alone(tmp_path):
+    """A text in JSON may hold the separators U+2028 and U+0085; blank lines count as lines."""
+    file = tmp_path / "in.jsonl"
+    file.write_text('{"prompt": "a\u2028b\u0085c"}\r\n\n{"prompt": "d"}\n', encoding="utf-8")
+    assert [line["prompt"] for line in prompt_file.read_prompts(file)] == ["a\u2028b\u0085c", "d"]
+    file.write_text('{"prompt": "a"}\n\n\n{\n')
+    with pytest.raises(UserError, match="line 4: an object with"):
+        prompt_file.read_prompts(file)
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,15 @@ def test_the_output_is_a_data_source(server, tmp_path, capsys):
     assert second.metadata["original_answer"] == r"\frac{1}{7}" and second.metadata["level"] == 1
 
 
+def test_the_input_is_not_overwritten(server, tmp_path, capsys):
+    source = write_problems(tmp_path / "problems.jsonl", 5)
+    before = source.read_bytes()
+    for given in (source, tmp_path):
+        status, _, err = call(capsys, *flags(server, given, tmp_path))
+        assert status == 2 and "holds the input" in err, err
+    assert source.read_bytes() == before and not server.asked
+
+
 def test_messages_keep_their_other_turns(server, tmp_path, capsys):
     """verl's schema: the last message is the problem."""
     source = tmp_path / "in.jsonl"
@@ -210,6 +219,10 @@ def test_a_model_of_ones_own(model, tmp_path, capsys):  # noqa: F811
         ("Answer: 12 apples", None),
         ("Answer: 1.5", None),
         (r"Answer: \frac{1}{2}", None),
+        ("Answer: 1,2", None),
+        ("Answer: 3,141,592", 3141592),
+        ("Answer: 3141,592", None),
+        ("Answer: " + "7" * 5000, None),  # Python converts no more than 4,300 digits
         ("12", None),
         ("", None),
     ],
