@@ -306,6 +306,23 @@ class Checkpoints:
         self.manager = self.open()
 
 
+def find_step(directory: epath.PathLike, step: int | None) -> int:
+    """Returns the step if there is such a checkpoint; of None the newest one.
+
+    Raises:
+        UserError: there is none.
+    """
+    directory = place(directory)
+    if not directory.is_dir():
+        raise UserError(f"{directory}: there are no checkpoints.")
+    steps = sorted(ocp.utils.checkpoint_steps(directory))
+    if not steps or (step is not None and step not in steps):
+        wanted = "" if step is None else step
+        there = ", ".join(map(str, steps)) or "none"
+        raise UserError(f"{directory} has no checkpoint {wanted}; it has {there}.")
+    return steps[-1] if step is None else step
+
+
 def restore_part(
     directory: epath.PathLike, step: int | None, fields: Sequence[str], like: Any
 ) -> tuple[int, Any]:
@@ -319,18 +336,11 @@ def restore_part(
     Raises:
         UserError: there is no such checkpoint, it is damaged, or it is of another model.
     """
-    directory = place(directory)
-    if not directory.is_dir():
-        raise UserError(f"{directory}: there are no checkpoints.")
-    steps = sorted(ocp.utils.checkpoint_steps(directory))
-    there = ", ".join(map(str, steps))
-    if not steps or (step is not None and step not in steps):
-        wanted = "" if step is None else step
-        raise UserError(f"{directory} has no checkpoint {wanted}; it has {there or 'none'}.")
-    step = steps[-1] if step is None else step
+    step, directory = find_step(directory, step), place(directory)
     try:
         return step, _read(directory, step, like, fields)[0]
     except Damaged as error:
+        there = ", ".join(map(str, sorted(ocp.utils.checkpoint_steps(directory))))
         raise UserError(
             f"checkpoint {step} in {directory} is damaged ({error}). Choose another --step of "
             f"{there}."

@@ -32,7 +32,7 @@ from dapo_jax.rollout.end_of_thinking import EndOfThinking
 from dapo_jax.rollout.engine import make_engine
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.runs import integrity, run_directory
-from dapo_jax.runs.checkpoint import restore_part
+from dapo_jax.runs.checkpoint import find_step, restore_part
 from dapo_jax.training import base_model
 from dapo_jax.types import Problem, StopRequested, UserError
 from dapo_jax.utils.progress import Progress, duration
@@ -118,6 +118,11 @@ def evaluate_model(config: Config, request: Request) -> Evaluation:
     """
     begun = time.monotonic()
     progress = Progress(0)
+    if request.workdir is not None:
+        run = _run_of(config, request.workdir)
+        place = run_directory.checkpoints(request.workdir, run)
+        request = request._replace(step=find_step(place, request.step))
+    config = config.at(request.step or 1)  # with the limits of its stage, as the run evaluates
     chosen = _sources(config, request)
     tokenizer = load_tokenizer(config.model)
     # Every problem of a benchmark counts, whatever its length.
@@ -164,7 +169,8 @@ def evaluate_model(config: Config, request: Request) -> Evaluation:
             benchmarks.open_directory(output, settings)
             for name in chosen:
                 # Numbers of its own: other benchmarks change none of its samples.
-                own = (problem for problem in found if problem.source == name)
+                own = [problem for problem in found if problem.source == name]
+                own = own[: request.num_problems]
                 of_benchmark = [problem._replace(id=i) for i, problem in enumerate(own)]
                 telemetry.phase(f"{name}: the device")
                 collector = _collector(
@@ -227,10 +233,15 @@ def _sources(config: Config, request: Request) -> dict[str, SourceConfig]:
     if len({_name(path) for path in chosen}) < len(chosen):
         raise UserError(f"--benchmarks={','.join(chosen)}: two of them have one name.")
     sources = {_name(path): source for path, source in chosen.items()} or config.data.heldout
-    change: dict[str, Any] = {"num_problems": request.num_problems} if request.num_problems else {}
-    if request.scorer is not None:
-        change["scorer"] = request.scorer
-    return {name: dataclasses.replace(source, **change) for name, source in sources.items()}
+
+    def changed(source: SourceConfig) -> SourceConfig:
+        change: dict[str, Any] = {} if request.scorer is None else {"scorer": request.scorer}
+        # Another number of generated problems would be other problems.
+        if request.num_problems and not source.all_levels:
+            change["num_problems"] = request.num_problems
+        return dataclasses.replace(source, **change)
+
+    return {name: changed(source) for name, source in sources.items()}
 
 
 def _name(path: str) -> str:

@@ -50,8 +50,10 @@ def card(
         steps: the lines of its metrics.jsonl.
         label, dtype, library: see `write`.
     """
-    config = Config.from_dict(frozen["config"])
+    whole = Config.from_dict(frozen["config"])
     name, _, step = label.rpartition(", step ")
+    config = whole.at(int(step))
+    stage = f" in the stage of step {step}" if whole.stages else ""
     name, versions = without_paths(name), frozen.get("versions", {})
     made = [f"commit `{frozen['git_commit']}`"] if frozen.get("git_commit") else []
     made += [
@@ -63,7 +65,7 @@ def card(
         f"# {name}",
         f"{_base(config)} Trained by reinforcement learning in JAX with dapo_jax{where}: rollout "
         f"step {step} of {config.train.num_steps}, tensors in {dtype}.",
-        f"## Method\n\n{_method(config)}",
+        f"## Method\n\n{_method(config, stage)}",
         f"## Results\n\n{_results(config, steps, int(step))}",
         f"## Commands\n\n{_commands(frozen.get('command', ''), name)}",
         "## Config\n\n<details>\n<summary>All fields</summary>\n\n```json\n"
@@ -119,7 +121,7 @@ def _base(config: Config) -> str:
     )
 
 
-def _method(config: Config) -> str:
+def _method(config: Config, stage: str) -> str:
     o, rollout, train, reward = config.objective, config.rollout, config.train, config.reward
     higher = o.clip_low is not None and o.clip_high is not None and o.clip_high > o.clip_low
     tokens, buffer = o.aggregation == "token-mean", reward.overlong_buffer_tokens
@@ -159,7 +161,8 @@ def _method(config: Config) -> str:
         "| DAPO ([arXiv:2503.14476](https://arxiv.org/abs/2503.14476)) | | |\n|---|---|---|\n"
         + "\n".join(rows)
         + f"\n\nLoss `{o.loss}`{selected}, advantage `{o.advantage}`; "
-        f"{', '.join(kl) or 'no KL term'}{bonus}. A rollout step: {train.prompts_per_step:,} "
+        f"{', '.join(kl) or 'no KL term'}{bonus}. A rollout step{stage}: "
+        f"{train.prompts_per_step:,} "
         f"prompts, {rollout.group_size} responses each of at most "
         f"{rollout.max_response_tokens:,} tokens at temperature {rollout.temperature:g}, "
         f"and {updates} updates of AdamW at learning rate {config.optimizer.learning_rate:g}. "
@@ -208,7 +211,13 @@ def _results(config: Config, steps: Sequence[Mapping[str, Any]], step: int) -> s
 def _commands(command: str, name: str) -> str:
     """Returns the commands that train and evaluate, from that of the run."""
     program, *arguments = shlex.split(command) or [""]
-    given = [a for a in arguments if re.match(r"--?(config(\.[\w.]+)?|model)=", a)]
+    joined: list[str] = []
+    for argument in arguments:  # also "--config FILE"
+        if joined and re.fullmatch(r"--?(config(\.[\w.]+)?|model)", joined[-1]):
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    given = [a for a in joined if re.match(r"--?(config(\.[\w.]+)?|model)=", a)]
     if Path(program).name != "train.py" or not given:
         return "The run was started from Python, by `dapo_jax.train` with the config below."
     flags = [

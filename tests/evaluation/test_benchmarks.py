@@ -21,6 +21,7 @@ from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.types import Rubric
 from dapo_jax.rollout.admission import GenerationRequest
 from dapo_jax.rollout.collector import CollectorOutput, RolloutCollector
+from dapo_jax.runs import run_directory
 from dapo_jax.tools import evaluate
 from dapo_jax.types import Problem, Response, StopRequested, UserError
 from dapo_jax.utils.progress import Progress
@@ -189,20 +190,60 @@ def test_a_benchmark_numbers_its_problems_whatever_stands_before_it(tmp_path, mo
     def run(benchmark, *_, **__):
         numbers[benchmark.name] = [(p.id, p.answer) for p in benchmark.problems]
 
+    names = ",".join(str(tmp_path / f"{name}.jsonl") for name in "ab")
+    evaluate_stubbed(tiny_config(), run, monkeypatch, benchmarks=names, output=tmp_path / "out")
+    assert numbers == {"a": [(0, "1"), (1, "2"), (2, "3")], "b": [(0, "4"), (1, "5")]}
+
+
+def evaluate_stubbed(config, run, monkeypatch, **given):
+    """Evaluates with a stub in the place of the model; returns the configs of the collectors."""
+    configs = []
+
+    def collector(config, *_):
+        configs.append(config)
+        return RolloutCollector.__new__(Policy)
+
     monkeypatch.setattr(benchmarks, "run", run)
     monkeypatch.setattr(evaluate, "load_params", lambda *_: ("a stub", {}))
-    monkeypatch.setattr(evaluate, "_collector", lambda *_: RolloutCollector.__new__(Policy))
+    monkeypatch.setattr(evaluate, "_collector", collector)
     monkeypatch.setattr(Policy, "engine", StubEngine(), raising=False)
     monkeypatch.setattr(evaluate, "table", lambda _: "")
-    config = tiny_config()
-    names = ",".join(str(tmp_path / f"{name}.jsonl") for name in "ab")
-    flags = dict.fromkeys(evaluate.Request._fields) | {
-        "benchmarks": names,
-        "output": tmp_path / "out",
-    }
+    flags = dict.fromkeys(evaluate.Request._fields) | given
     request = evaluate.request(config, types.SimpleNamespace(**flags))
     assert evaluate.evaluate_model(config, request).stopped_by is None
-    assert numbers == {"a": [(0, "1"), (1, "2"), (2, "3")], "b": [(0, "4"), (1, "5")]}
+    return configs
+
+
+def test_the_first_generated_problems_are_those_of_the_whole_benchmark(tmp_path, monkeypatch):
+    """A generator asked for fewer problems would make others."""
+    prompts = []
+
+    def run(benchmark, *_, **__):
+        prompts.append([problem.prompt for problem in benchmark.problems])
+
+    for number in (None, 3, 1000):
+        output = tmp_path / str(number)
+        evaluate_stubbed(tiny_config(), run, monkeypatch, num_problems=number, output=output)
+    whole, three, more = prompts
+    assert len(whole) > 3 and three == whole[:3] and more == whole
+
+
+@pytest.mark.parametrize(
+    "step, saved, tokens", [(None, (2, 4), 11), (3, (2, 3), 10), (None, (0,), 9)]
+)
+def test_limits_are_those_of_the_stage_of_the_step(tmp_path, monkeypatch, step, saved, tokens):
+    config = tiny_config(
+        rollout__max_response_tokens=9,
+        stages=((3, {"rollout.max_response_tokens": 10}), (4, {"rollout.max_response_tokens": 11})),
+    )
+    written = json.dumps({"config": run_directory.frozen(config)})
+    (tmp_path / "config.json").write_text(written)
+    for number in saved:
+        (tmp_path / "checkpoints" / str(number)).mkdir(parents=True)
+    configs = evaluate_stubbed(
+        config, lambda *_, **__: None, monkeypatch, workdir=tmp_path, step=step
+    )
+    assert {config.rollout.max_response_tokens for config in configs} == {tokens}
 
 
 def test_awaited_verdicts_are_named(run, tmp_path):

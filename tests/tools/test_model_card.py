@@ -76,6 +76,24 @@ def test_a_card_says_what_was_trained_how_and_what_came_of_it():
     assert json.loads(block) == json.loads(json.dumps(tiny_config().to_dict()))
 
 
+@pytest.mark.parametrize(
+    "given, flags",
+    [
+        ("--config configs/tiny_dapo.py", "--config=configs/tiny_dapo.py"),
+        ("--config=a.py --config.seed 1 --model X", "--config=a.py --config.seed=1 --model=X"),
+    ],
+)
+def test_a_card_repeats_flags_that_were_given_with_a_blank(given, flags):
+    card = card_of(f"/x/launch/train.py {given} --workdir /x/y")
+    assert f"python launch/train.py {flags} --workdir=runs/a_run\n" in card
+
+
+def test_the_method_of_a_staged_run_is_that_of_the_exported_step():
+    stages = ((3, {"rollout.group_size": 6}), (5, {"rollout.group_size": 8}))
+    card = card_of(stages=stages)
+    assert "A rollout step in the stage of step 3: " in card and ", 6 responses each" in card
+
+
 def test_a_card_of_grpo_has_its_techniques_off():
     card = card_of(
         objective__clip_high=0.2,
