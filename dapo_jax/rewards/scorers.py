@@ -9,7 +9,9 @@ import importlib
 import importlib.util
 import inspect
 import re
+import sys
 import types
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -155,7 +157,8 @@ def _to_closing_brace(text: str) -> str | None:
     return None
 
 
-_NUMBER = r"(?:(?<!\d)-)?\d+(?:,\d{3})*(?:\.\d+)?"
+# The last form is .5, which follows no letter, digit or full stop.
+_NUMBER = r"(?:(?<!\d)-)?(?:\d+(?:,\d{3})*(?:\.\d+)?|(?<![\w.])\.\d+)"
 _GSM8K_NUMBER = r"(-?)\$?(-?[0-9.,]*[0-9])"
 
 
@@ -297,9 +300,11 @@ def _import(place: str, name: str, field: str) -> types.ModuleType:
             ) from error
     path = Path(place).expanduser().resolve()
     path = path if path.is_file() else Path(__file__).resolve().parents[2] / place
-    spec = importlib.util.spec_from_file_location(f"scorer_{path.stem}", path)
+    unique = f"scorer_{path.stem}_{zlib.crc32(bytes(path)):08x}"
+    spec = importlib.util.spec_from_file_location(unique, path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise UserError(f"{field}: there is no file {Path(place).absolute()}.")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[unique] = module  # where dataclasses look for it
     spec.loader.exec_module(module)
     return module

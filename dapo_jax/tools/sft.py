@@ -208,7 +208,7 @@ class FineTuning:
         self.heldout = None
         if self.examples.heldout:
             self.heldout = self._packed(self.examples.heldout)
-        self.identity = data.fingerprint(self.examples.train)
+        self.identity = data.fingerprint([*self.examples.train, *self.examples.heldout])
         self.saved_step = 0  # the base model is not saved
         self.save_seconds = 0.0  # that the loop waited for the last save
 
@@ -261,7 +261,7 @@ class FineTuning:
             run_directory.check_not_past(step, like_run, place)
             if values["data"] != self.identity:
                 raise UserError(
-                    f"config.data.train: the examples are not those of the run in {place}. Restore "
+                    f"config.data: the examples are not those of the run in {place}. Restore "
                     "their files, or choose another --workdir."
                 )
             host = HostState(**values["host"])

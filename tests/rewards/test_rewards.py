@@ -71,6 +71,21 @@ def test_scorers_by_name_module_and_file(tmp_path):
     assert scorers.load_scorer(f"{file}:always")(reward.Task((), "", "")) == reward.Score(True)
 
 
+def test_a_scorers_file_may_define_dataclasses(tmp_path):
+    """Their annotations are texts here, which Python looks up in the file's module."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from __future__ import annotations\n"
+        "import dataclasses\n"
+        "@dataclasses.dataclass\n"
+        "class Found:\n"
+        "    text: str\n"
+        "def same(response, answer):\n"
+        "    return Found(response) == Found(answer)\n"
+    )
+    assert scorers.load_scorer(f"{file}:same")(reward.Task((), "a", "a")) == reward.Score(True)
+
+
 @pytest.mark.parametrize(
     "name, message",
     [

@@ -219,10 +219,11 @@ def test_other_data_and_another_config_are_refused(finished, tmp_path, home, pla
     shutil.copytree(finished[0], workdir)
     config = sft_config(place, train__num_steps=7)
     rows = (place / "sums.jsonl").read_text()
-    (place / "sums.jsonl").write_text(rows.replace("Answer: 5", "Answer: 6"))
     try:
-        with pytest.raises(UserError, match="config.data.train: the examples are not those of"):
-            fine_tune_here(workdir, home, config)
+        for answer in (5, 8):  # of an example to train on, and of the held-out ones
+            (place / "sums.jsonl").write_text(rows.replace(f"Answer: {answer}", "Answer: 7"))
+            with pytest.raises(UserError, match="config.data: the examples are not those of the"):
+                fine_tune_here(workdir, home, config)
     finally:
         (place / "sums.jsonl").write_text(rows)
     assert (finished[0] / "metrics.jsonl").read_bytes() == before
