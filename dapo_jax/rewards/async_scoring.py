@@ -46,6 +46,11 @@ class GroupScoring:
         if len(self.waiting) >= RESPONSES_PER_TASK:
             self._send()
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a verdict is missing."""
+        return self.num_scored < self.num_submitted
+
     def completed(self) -> Iterator[tuple[int, Group]]:
         """Yields each group whose last verdict has arrived, with the number of its prompt."""
         if self.waiting:

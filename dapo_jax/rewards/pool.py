@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pebble
 
@@ -47,7 +47,9 @@ NO_WORKERS = (
     "training must stand under `if __name__ == '__main__':`, for each worker imports the script."
 )
 
-_scorers: dict[str, LoadedScorer]  # of a worker process
+# Of a worker process: its scorers, and the number of the first chunk that is still wanted.
+_scorers: dict[str, LoadedScorer]
+_first_wanted: Any
 
 
 class Scored(NamedTuple):
@@ -116,6 +118,9 @@ class RewardPool:
         # Loaded here too: a wrong name is the user's mistake, not a worker's.
         self.reads_all = {name: load_scorer(name).reads_all for name in self.names}
         self.workers, self.timeout_seconds = workers, timeout_seconds
+        self.context = multiprocessing.get_context("spawn")
+        self.num_chunks = 0  # scheduled
+        self.first_wanted = self.context.Value("Q", 0, lock=False)
         self._start_pool()
         self.replaced = 0  # pools
         self.fruitless: int | None = None  # pools since the last score; None: no score ever
@@ -128,8 +133,8 @@ class RewardPool:
             self.workers,
             max_tasks=CHUNKS_PER_LIFE,
             initializer=_start_worker,
-            initargs=(self.names,),
-            context=multiprocessing.get_context("spawn"),
+            initargs=(self.names, self.first_wanted),
+            context=self.context,
         )
         self.queue = collections.deque()
 
@@ -172,6 +177,11 @@ class RewardPool:
                 self._take(pending, chunk)
         return not pending.chunks
 
+    def give_up(self) -> None:
+        """Gives up every response that was submitted and not collected: what is submitted next does
+        not wait for them. Nothing may ask for them afterwards."""
+        self.first_wanted.value = self.num_chunks
+
     def _take(self, pending: Pending, chunk: Chunk) -> None:
         """Takes the scores of a chunk that is over, and schedules its other responses again."""
         indices, losses, scores = chunk.tasks, chunk.losses, chunk.result()
@@ -210,12 +220,13 @@ class RewardPool:
         limit = self.timeout_seconds
         # A worker starts no response after the first limit, and the last one has its own limit.
         timeout = limit * min(2, len(chunk)) + GRACE_SECONDS
-        arguments = ([tasks[i] for i in chunk], limit)
+        arguments = (self.num_chunks, [tasks[i] for i in chunk], limit)
         try:
             future = self.pool.schedule(_score_chunk, args=arguments, timeout=timeout)
         except RuntimeError:  # the pool has given up this moment
             self._replace_pool()
             return self._schedule(tasks, chunk, losses)
+        self.num_chunks += 1
         while self.queue and self.queue[0].done():
             self.queue.popleft()
         self.queue.append(future)
@@ -240,9 +251,10 @@ class _OutOfTime(BaseException):
     """Raised by the alarm; no Exception, which scorers may catch."""
 
 
-def _start_worker(names: Sequence[str]) -> None:
+def _start_worker(names: Sequence[str], first_wanted: Any) -> None:
     """Initialises a worker."""
-    global _scorers
+    global _scorers, _first_wanted
+    _first_wanted = first_wanted
     # A worker that is killed as it takes a response leaves the pipe locked. The others wait twice
     # this long for it and end; then the pool is replaced.
     pebble.CONSTS.channel_lock_timeout = LOCK_SECONDS
@@ -265,11 +277,14 @@ def _alarm(*_: object) -> None:
     raise _OutOfTime
 
 
-def _score_chunk(tasks: list[Task], timeout_seconds: float) -> list[Scored]:
-    """Scores the tasks, from the first, that start within the time limit of one."""
+def _score_chunk(number: int, tasks: list[Task], timeout_seconds: float) -> list[Scored]:
+    """Scores the tasks, from the first, that start within the time limit of one; none once the
+    chunk is given up."""
     start, scores = time.perf_counter(), []
     for task in tasks:
         if scores and time.perf_counter() - start > timeout_seconds:
+            break
+        if number < _first_wanted.value:
             break
         scores.append(_score(task, timeout_seconds))
     return scores

@@ -31,7 +31,7 @@ IDLE_SECONDS = 0.002  # between two polls with nothing to generate
 class CollectorOutput(NamedTuple):
     """One iteration of the collector: at most one engine call."""
 
-    generating: bool  # False: everything is generated, outcomes are awaited
+    generating: bool  # False: verdicts are awaited, and nothing can be generated meanwhile
     groups: list[tuple[int, Group]]  # completed in this process: (number of the prompt, group)
     outcomes: list[Outcome]  # resolved, in prompt order
     idle: bool  # nothing happened in this iteration
@@ -62,7 +62,7 @@ class RolloutCollector:
         self.detokenize, self.request = detokenize, request
         self.replica, self.telemetry = replica, telemetry
         self.stats = RolloutStats()  # of all its loops; of a replica's leader only
-        # Seconds of generating, and of waiting for verdicts after everything was generated.
+        # Seconds of generating, and of waiting for verdicts with nothing to generate.
         self.seconds = {"rollout": 0.0, "reward": 0.0}
 
     def groups(
@@ -89,7 +89,8 @@ class RolloutCollector:
             yield from output.outcomes
             if output.idle:
                 time.sleep(idle_seconds)
-                self.stats += RolloutStats(idle_seconds=idle_seconds)
+                if self.replica.is_leader:
+                    self.stats += RolloutStats(idle_seconds=idle_seconds)
 
     def collect(self, problems: Sequence[Problem], key: jax.Array, *, step: int = 0) -> list[Group]:
         """Returns the group of every problem, in order, in every process of the run."""
@@ -163,9 +164,11 @@ class RolloutCollector:
                     if leader:
                         prompts.unfinished = dict(zip(numbers, unfinished))
                 idle = waits and not groups and not outcomes
-                yield CollectorOutput(generated is not None, groups, outcomes, idle)
+                generating = generated is not None and not (waits and scoring.is_awaited)
+                yield CollectorOutput(generating, groups, outcomes, idle)
         finally:
             if leader:
+                self.pool.give_up()
                 self.stats += loop.stats
 
     def _resolved(

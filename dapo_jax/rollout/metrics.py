@@ -40,6 +40,7 @@ def sampling_metrics(
             "length/mean": float(lengths.mean()),
             "length/max": float(lengths.max()),
             "length/truncated_share": _share_ended(responses, "length"),
+            "rollout/invalid": sum(response.invalid for response in responses),
             "reflection/share": float(np.mean([bool(find_reflection(r.text)) for r in responses])),
         }
         if ends_repetition:
@@ -58,11 +59,11 @@ def rollout_metrics(
     """Returns throughput and use of the slots; `stats` are of all replicas, `seconds` of this
     process, by phase."""
     rollout_seconds = max(seconds["rollout"], 1e-9)
+    both_seconds = rollout_seconds + seconds["reward"]
     numbers: dict[str, float] = {
         "perf/tokens_per_second": stats.tokens / rollout_seconds,
-        "perf/idle_share": min(1.0, stats.idle_seconds / (num_replicas * rollout_seconds)),
-        "rollout/preempted": stats.preempted,
-        "rollout/invalid": stats.invalid,
+        "perf/idle_share": min(1.0, stats.idle_seconds / (num_replicas * both_seconds)),
+        "perf/preempted": stats.preempted,
     }
     if stats.discarded:
         numbers["perf/tokens_discarded"] = stats.discarded

@@ -32,7 +32,6 @@ class RolloutStats(NamedTuple):
     busy_slots: int = 0  # sum over decode steps during which responses waited for a slot
     slots_offered: int = 0  # the same decode steps times the number of slots
     preempted: int = 0  # sequences that gave up their pages and were resumed later
-    invalid: int = 0  # responses that ended because the logits were not finite
     idle_seconds: float = 0.0  # seconds without work, waiting for verdicts
     sampled: int = 0  # tokens sampled, discarded ones included
     could_sample: int = 0  # decode steps with any busy slot times the number of slots
@@ -436,7 +435,6 @@ class GenerationLoop:
                 assert response.model_log_probs is not None
                 response.log_probs[-1] = response.model_log_probs[-1] = 0.0
                 reason = "invalid"
-                self.stats += RolloutStats(invalid=1)
             number, sample = self.table.problem_and_sample(*place)
             response = response._replace(finish_reason=reason, text=text)
             self.done[number][sample] = response

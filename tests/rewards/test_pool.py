@@ -111,6 +111,21 @@ def test_ready_schedules_again_and_does_not_wait(one_worker):
     assert [v.correct for v in found] == [text == "7" for text in texts]
 
 
+def test_what_is_given_up_is_not_scored():
+    """The next response waits for the one under way at most, not for 200 of them."""
+    scorer = named("unhurried")  # 10 ms
+    with RewardPool([scorer], workers=1, timeout_seconds=5.0) as pool:
+        task = Task((scorer,), "7", "7")
+        pool.score([task])  # the worker is there
+        pending = pool.submit([task] * 200)
+        pool.give_up()
+        (scored,) = pool.score([task])
+        assert scored.scores == (Score(True),)
+        ended = [chunk.future.result() for chunk in pending.chunks]
+        assert sum(map(len, ended)) < 100
+        assert len(pool.score([task] * 8)) == 8
+
+
 def test_slow_responses_each_have_the_whole_limit(one_worker):
     """Together they take longer than the limit of one, alone none does."""
     found = verdicts(one_worker, ["slow"] * 4, ["slow"] * 4)

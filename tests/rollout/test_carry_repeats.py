@@ -45,6 +45,9 @@ class SlowPool:
         polls = int(self.rng.integers(self.most + 1))
         return SimpleNamespace(tasks=tasks, left=polls)
 
+    def give_up(self):
+        pass
+
     def ready(self, pending):
         pending.left -= 1
         return pending.left < 0

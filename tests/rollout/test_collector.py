@@ -197,6 +197,30 @@ def test_the_watchdog_knows_what_is_awaited(engine, policies, pool):
     assert len(set(verdicts)) > 2
 
 
+@pytest.mark.parametrize("informative", [False, True])
+def test_seconds_of_waiting_for_verdicts_are_no_seconds_of_sampling(
+    engine, policies, pool, informative
+):
+    """Also where other prompts would begin if these verdicts were not enough."""
+    rollouts = make_collector(engine, pool)
+    config = tiny_config(dynamic_sampling__enabled=informative, rollout__group_size=4)
+    prompts = open_queue(config, SamplingState(1.0), Data(0), step=1)
+    slow = pool.ready
+    deadline = []
+
+    def ready(pending):
+        deadline.append(time.monotonic())
+        return time.monotonic() > deadline[0] + 2.0 and slow(pending)
+
+    with engine.weights(policies[0]), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "ready", ready)
+        next(rollouts.groups(prompts, jax.random.key(1), step=1))
+    stats, seconds = rollouts.take_stats()
+    assert seconds["reward"] > 0.5 > 0 and stats.idle_seconds > 0.2
+    share = metrics.rollout_metrics(stats, seconds, 1)["perf/idle_share"]
+    assert share == stats.idle_seconds / sum(seconds.values()) < 1
+
+
 class Waiting:
     """A process without prompts of its own while another reports all groups, over a virtual clock:
     one every `every` seconds, and none after `last`."""

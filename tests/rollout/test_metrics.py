@@ -33,6 +33,7 @@ def test_metrics_of_what_was_sampled_and_kept():
         "length/max": 9.0,
         "length/truncated_share": pytest.approx(1 / 6),
         "reflection/share": pytest.approx(2 / 6),
+        "rollout/invalid": 0,
     }
     assert found == expected
     looping = easy.responses[0]._replace(finish_reason="repetition")

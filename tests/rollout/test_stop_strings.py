@@ -171,7 +171,7 @@ def test_invalid_tokens_complete_nothing(engine, params, problems):
     always = lambda sequences: ["x" if len(sequence) else "" for sequence in sequences]
     responses, stats = run(engine, broken, problems[:2], ("x",), always)
     assert [r.finish_reason for row in responses for r in row] == ["invalid"] * 8
-    assert stats.invalid == stats.tokens == 8
+    assert stats.tokens == 8
 
 
 def test_the_end_is_long_enough_for_characters_of_several_bytes():

@@ -45,6 +45,9 @@ class Pool:
     def submit(self, tasks):
         return tasks
 
+    def give_up(self):
+        pass
+
     def ready(self, tasks):
         return True
 

@@ -198,6 +198,10 @@ class VirtualPool:
         self.pending.append(scores.ready)
         return scores
 
+    def give_up(self) -> None:
+        self.free = min(self.free, self.clock.now)
+        self.pending = []
+
     def ready(self, scores: Scores) -> bool:
         return scores.ready <= self.clock.now
 
