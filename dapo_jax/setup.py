@@ -79,9 +79,7 @@ class RunComponents:
         self.config, self.process_group, self.say = config, process_group, progress.say
         self.mesh = make_mesh(config.mesh)
         check_batch_shapes(config, self.mesh.shape)
-        layout = head_layout(config.model, config.mesh, self.mesh)
-        share_prompts = config.train.share_prompts
-        choice = kernels.choose(config.model, layout, share_prompts=share_prompts)
+        choice = self._training_kernel(config)
         save_to = workdir / "tokenizer" if process_group.is_primary else None
         self.tokenizer = load_tokenizer(config.model, save_to=save_to)
         train, heldout = config.data.train, config.data.heldout
@@ -123,10 +121,16 @@ class RunComponents:
     def _with_replica_size(self, config: Config, say: Callable[[str], None]) -> Config:
         return memory_budget.with_replica_size(config, jax.devices(), self.memory_bytes, say)
 
+    def _training_kernel(self, config: Config) -> kernels.Choice:
+        layout = head_layout(config.model, config.mesh, self.mesh)
+        share_prompts = config.train.share_prompts
+        return kernels.choose(config.model, layout, share_prompts=share_prompts)
+
     def check_stage(self, config: Config) -> None:
         """Raises UserError if a later stage, with this config, could not begin on these devices."""
         config = self._with_replica_size(config, lambda _: None)
         check_batch_shapes(config, self.mesh.shape)
+        self._training_kernel(config)
         run_engine_config(config, self.mesh, (), max_prompt_tokens=config.data.max_prompt_tokens)
 
     def load_base(

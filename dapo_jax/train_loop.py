@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -281,7 +280,7 @@ class TrainLoop:
         numbers = self._sampling_metrics(step, batch, sampling)
         numbers["perf/weights_bytes"] = copied_bytes
         groups = self._groups_to_train(batch.groups, step)
-        baselines = self._greedy_rewards(groups, learner, step)
+        groups, baselines = self._with_baselines(groups, learner, step)
         schedule = host.schedule
         with telemetry.timer("update"):
             if groups:  # from here on the parameters before the update are gone: it donates them
@@ -432,14 +431,15 @@ class TrainLoop:
         visits = ((group.problem.id, visit_of(group)) for group in batch.sampled)
         self.directory.save_pass_rates(step, [[id, *visit] for id, visit in visits if visit])
 
-    def _greedy_rewards(
-        self, groups: Sequence[Group], learner: LearnerState, step: int
-    ) -> list[float] | None:
-        """Returns the shaped reward of the greedy response to each group's prompt; None unless the
-        advantage asks for it."""
+    def _with_baselines(
+        self, groups: list[Group], learner: LearnerState, step: int
+    ) -> tuple[list[Group], list[float] | None]:
+        """Returns the groups with the shaped reward of the greedy response to each one's prompt;
+        None unless the advantage asks for it. A group whose greedy response has no verdict, or is
+        invalid, is left out: it has no baseline."""
         config, run, _ = self.stage
         if not groups or config.objective.advantage != "remax":
-            return None
+            return groups, None
         self.telemetry.phase(f"step {step}: greedy baselines of {len(groups)} prompts")
         rule = config.rollout.end_repetition  # as of the responses that it is a baseline of
         greedy = run.collector(
@@ -449,7 +449,14 @@ class TrainLoop:
         with run.engine.weights(learner.policy.model, self.telemetry):
             scored = greedy.collect(problems, self._key(BASELINE_KEY, step), step=step)
         self.telemetry.add_seconds("rollout", sum(greedy.seconds.values()))
-        return [float(shaped_rewards(config, group)[0]) for group in scored]
+        judged = [
+            (group, float(shaped_rewards(config, of_greedy)[0]))
+            for group, of_greedy in zip(groups, scored, strict=True)
+            if not (of_greedy.verdicts[0].failed or of_greedy.responses[0].invalid)
+        ]
+        if dropped := len(groups) - len(judged):
+            self.telemetry.say(f"  warning: step {step}: {dropped} groups without a baseline")
+        return [group for group, _ in judged], [baseline for _, baseline in judged]
 
     def _groups_to_train(self, groups: list[Group], step: int) -> list[Group]:
         """Returns the groups of a full batch; of a short one, what dynamic_sampling.exhausted says.

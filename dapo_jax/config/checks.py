@@ -314,3 +314,14 @@ def check_mesh(mesh: "MeshConfig") -> None:
                 f"config.mesh.rules sends {logical!r} to {axis!r}, which is not a mesh axis for "
                 f"parameters ({', '.join(split)})."
             )
+        # The logits of a token are added up over the vocabulary's axis; rows split over the others.
+        if logical == "vocab" and axis not in (None, "tensor"):
+            raise UserError(
+                f"config.mesh.rules sends 'vocab' to {axis!r}, over which the rows of a batch are "
+                "split: use 'tensor' or None."
+            )
+        if logical == "embed" and axis == "tensor":
+            raise UserError(
+                "config.mesh.rules sends 'embed' to 'tensor', over which the activations are "
+                "whole: use 'fsdp', 'data' or None."
+            )

@@ -24,6 +24,9 @@ ADAPTER_COMPUTATION: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     **dict.fromkeys(("use_dora", "use_rslora", "fan_in_fan_out", "lora_bias"), (False,)),
     **dict.fromkeys(("rank_pattern", "alpha_pattern"), ({},)),
+    # The other kinds subtract the first adapter from the weights of the base.
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
+    "alora_invocation_tokens": (),
     **dict.fromkeys(("modules_to_save", "layers_to_transform", "layer_replication"), ()),
 }
 # Our field: Hugging Face's key.

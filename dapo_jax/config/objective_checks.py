@@ -46,6 +46,7 @@ def check(config: "Config") -> None:
     """Raises UserError for the first contradiction in the objective, or between it and the rest."""
     objective = config.objective
     _check_kl(objective)
+    _check_reward_kl(config)
     _check_entropy(config)
     _check_advantage(config)
     if config.correction is not None:
@@ -76,6 +77,18 @@ def _check_kl(objective: "ObjectiveConfig") -> None:
         )
 
 
+def _check_reward_kl(config: "Config") -> None:
+    """Checks that one step cannot turn the sign of the coefficient of the KL in the reward."""
+    adaptation = config.objective.reward_kl_adaptation
+    responses = config.train.prompts_per_step * config.rollout.group_size
+    if adaptation is not None and adaptation[1] <= 0.2 * responses:
+        raise UserError(
+            f"config.objective.reward_kl_adaptation has a horizon of {adaptation[1]:,} responses, "
+            f"and a step has {responses:,}: its coefficient would change by more than the whole "
+            f"in one step. Set a horizon above {0.2 * responses:,.0f}."
+        )
+
+
 def _check_entropy(config: "Config") -> None:
     """Checks that the entropy can be at either side of its target."""
     adaptation, size = config.objective.entropy_adaptation, config.model.vocab_size
@@ -90,17 +103,31 @@ def _check_entropy(config: "Config") -> None:
 def _check_ratio(config: "Config") -> None:
     """Checks that the loss has the ratio that its updates need."""
     loss, rollout, train = config.objective.loss, config.rollout, config.train
-    if loss in ("gspo", "gspo-token") and rollout.log_prob_source == "rollout":
+    c, dtype = config.correction, config.model.compute_dtype
+    if loss in ("gspo", "gspo-token") and dtype != "float32":
         # GSPO's bounds are 3e-4 and 4e-4; these programs differ by 1e-2 nats a token.
-        dtype = config.model.compute_dtype
-        if dtype != "float32":
+        text = (
+            f"config.model.compute_dtype {dtype!r} makes the rollout's log-probs differ from the "
+            f"training program's by more than the bounds of config.objective.loss {loss!r}, so "
+            "that rounding decides which responses are clipped: set"
+        )
+        if rollout.log_prob_source == "rollout":
             raise UserError(
-                f"config.model.compute_dtype {dtype!r} makes the rollout's log-probs differ from "
-                f"the training program's by more than the bounds of config.objective.loss {loss!r},"
-                " so that rounding decides which responses are clipped: set "
-                "config.rollout.log_prob_source to 'recompute', or compute_dtype to 'float32'."
+                f"{text} config.rollout.log_prob_source to 'recompute', or compute_dtype to "
+                "'float32'."
             )
-    c = config.correction
+        if rollout.max_staleness > 0 and (c is None or c.policy != "proximal"):
+            raise UserError(
+                f"{text} config.correction.policy to 'proximal', so that those of stale tokens are "
+                "computed again too, or compute_dtype to 'float32'."
+            )
+    weighted = c is not None and c.importance is not None
+    if loss == "policy-gradient" and rollout.max_staleness > 0 and not weighted:
+        raise UserError(
+            f"config.objective.loss {loss!r} has no ratio to the policy that sampled: stale tokens "
+            "would be off policy without a correction. Set config.rollout.max_staleness to 0 (got "
+            f"{rollout.max_staleness}), or give config.correction with importance weights."
+        )
     corrected = c is not None and c.policy == "current" and c.importance is not None
     updates = train.prompts_per_step // train.prompts_per_update
     if loss == "policy-gradient" and updates > 1 and not corrected:

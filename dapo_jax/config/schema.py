@@ -187,7 +187,7 @@ class PretrainConfig:
     """Supervised fit of the base model on generated arithmetic of mixed quality."""
 
     num_steps: PositiveInt = 600
-    rows_per_step: PositiveInt = 32  # packed rows of config.train.row_tokens
+    rows_per_step: PositiveInt = 32  # packed rows, as long as the longest prompt and response
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -152,8 +152,7 @@ def check_divides(
             raise UserError(
                 f"{product} ({parts}) does not divide the axis {name!r} ({size}) of parameter "
                 f"{jax.tree_util.keystr(path)}, which config.mesh.rules lays over it. Choose a "
-                f"divisor of {size}, such as {divisor}, or send {name!r} to another mesh axis or "
-                "to None."
+                f"divisor of {size}, such as {divisor}, or send {name!r} to None."
             )
 
 

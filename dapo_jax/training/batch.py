@@ -207,10 +207,12 @@ def with_corrections(
     assert advantage_M is not None
     correction_M, selected_M = mask_M.astype(np.float64), None
     if settings is not None:
-        # Where the ratio of a stale token is to the policy that sampled it, its weight is 1.
         is_old = settings.policy != "current"
         compared_M = columns.recomputed_M if is_old else current_M
-        weighted_M = columns.log_prob_old_M if is_old else current_M
+        weighted_M = compared_M
+        if is_old and o.loss != "policy-gradient":
+            # The loss has the ratio of a stale token to the policy that sampled it: weight 1.
+            weighted_M = columns.log_prob_old_M
         assert compared_M is not None and weighted_M is not None
         correction = importance_correction.correct(
             settings,

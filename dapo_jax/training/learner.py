@@ -366,8 +366,13 @@ class Learner:
         if self.needs_entropy:
             found["entropy_M"] = scored(self.entropy, state.policy.model)
         if self.needs_energy:
+            # Both of the policy before the update, also where another one sampled a stale token.
+            own_M = recomputed_M
+            if own_M is None:
+                carries = self.config.rollout.carries
+                own_M = scored(self.score, state.policy.model) if carries else old_M
             collision_M = scored(self.collision, state.policy.model)
-            found["energy_M"] = advantages.token_energy(old_M, collision_M)
+            found["energy_M"] = advantages.token_energy(own_M, collision_M)
         columns = TokenColumns(
             samples.trained_M,
             log_prob_old_M=old_M,

@@ -215,6 +215,17 @@ def test_gspo_needs_log_probs_of_the_training_program():
     Config.from_dict(changed(*gspo, bfloat16, ("rollout.log_prob_source", "recompute")))
     with pytest.raises(UserError, match=r"model\.compute_dtype 'bfloat16' .* 'gspo'"):
         Config.from_dict(changed(*gspo, bfloat16))
+    # Stale tokens keep those of the rollout, unless all are computed again.
+    stale = [
+        *gspo,
+        bfloat16,
+        ("rollout.log_prob_source", "recompute"),
+        ("rollout.max_staleness", 2),
+    ]
+    weighted = {"policy": "proximal", "importance": ("token", None, 2.0)}
+    Config.from_dict(changed(*stale, ("correction", weighted)))
+    with pytest.raises(UserError, match=r"'gspo'.* set config\.correction\.policy to 'proximal'"):
+        Config.from_dict(changed(*stale))
 
 
 def test_a_policy_gradient_makes_one_update_or_has_a_correction():
@@ -224,8 +235,35 @@ def test_a_policy_gradient_makes_one_update_or_has_a_correction():
     Config.from_dict(changed(loss, ("correction", weights)))
     with pytest.raises(UserError, match=r"prompts_per_update to 4 .*got 2"):
         Config.from_dict(changed(loss))
+    stale = [loss, ("train.prompts_per_update", 4), ("rollout.max_staleness", 2)]
+    Config.from_dict(changed(*stale, ("correction", weights)))
+    with pytest.raises(UserError, match=r"max_staleness to 0 \(got 2\), or give config.correction"):
+        Config.from_dict(changed(*stale))
     with pytest.raises(UserError, match="'ppo-clip' .* count it twice"):
         Config.from_dict(changed(("correction", weights)))
+
+
+def test_the_coefficient_of_the_kl_keeps_its_sign():
+    """A step has 16 responses, and the error of the KL is at most a fifth."""
+    kl = {"reward_kl_coefficient": 0.1, "reward_kl_adaptation": (0.1, 4)}
+    Config.from_dict(changed(("objective", kl)))
+    kl["reward_kl_adaptation"] = (0.1, 3)
+    with pytest.raises(UserError, match="horizon of 3 responses, and a step has 16: .* above 3"):
+        Config.from_dict(changed(("objective", kl)))
+
+
+@pytest.mark.parametrize(
+    "logical, axis, message",
+    [
+        ("vocab", "fsdp", "sends 'vocab' to 'fsdp', over which the rows .* 'tensor' or None"),
+        ("vocab", "data", "sends 'vocab' to 'data'"),
+        ("embed", "tensor", "sends 'embed' to 'tensor', over which the activations are whole"),
+    ],
+)
+def test_rules_that_the_training_program_cannot_follow_are_refused(logical, axis, message):
+    others = tuple((name, None) for name in ("embed", "vocab", "heads", "ff") if name != logical)
+    with pytest.raises(UserError, match=message):
+        Config.from_dict(changed(("mesh.rules", ((logical, axis), *others))))
 
 
 def test_sources_of_every_kind_are_right():

@@ -152,6 +152,8 @@ def test_files_are_those_of_peft(tmp_path):
     ("change", "message"),
     [
         ({"use_dora": True}, "use_dora = True"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
+        ({"alora_invocation_tokens": [5, 6]}, r"alora_invocation_tokens = \[5, 6\]"),
         ({"peft_type": "IA3"}, "peft_type = 'IA3'"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),

@@ -321,14 +321,25 @@ def test_a_rejected_response_leaves_the_mask_and_the_others_get_weights():
     assert columns.mask_M.tolist() == mask_M.tolist(), "the columns given are left alone"
 
 
-@pytest.mark.parametrize("policy, weights", [("old", [1.0, 1.5]), ("proximal", [2.0, 1.5])])
-def test_a_stale_token_is_weighted_once_and_masked_by_the_policy_before_the_update(policy, weights):
+@pytest.mark.parametrize(
+    "loss, policy, weights",
+    [
+        ("ppo-clip", "old", [1.0, 1.5]),
+        ("ppo-clip", "proximal", [2.0, 1.5]),
+        ("policy-gradient", "old", [2.0, 1.5]),  # it has no ratio to weight the stale token by
+    ],
+)
+def test_a_stale_token_is_weighted_once_and_masked_by_the_policy_before_the_update(
+    loss, policy, weights
+):
     """Two responses of two tokens; the first token of each is stale. The policy has moved far from
     those of the second response."""
     correction = CorrectionConfig(
         policy=policy, importance=("token", None, 2.0), reject=(("seq-mean-k1", 0.2, 5.0),)
     )
-    config = dataclasses.replace(tiny_config(), correction=correction)
+    config = tiny_config()
+    objective = dataclasses.replace(config.objective, loss=loss)
+    config = dataclasses.replace(config, correction=correction, objective=objective)
     rollout_M = np.full(4, -3.0, np.float32)
     recomputed_M = rollout_M + np.log([4.0, 1.5, 40.0, 1.5]).astype(np.float32)
     stale_M = np.array([True, False, True, False])

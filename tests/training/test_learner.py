@@ -184,6 +184,28 @@ def test_the_energy_of_tokens_is_that_of_the_whole_softmax():
     assert np.abs(columns.advantage_M[of_group]).max() > 0.1
 
 
+@pytest.mark.parametrize("source", ["recompute", "rollout"])
+def test_the_energy_of_stale_tokens_is_of_the_policy_before_the_update(source):
+    """As if none were stale: who sampled a token does not matter for the gradient of its
+    log-prob."""
+    learner, state = make_learner(
+        objective__advantage="optimal-token-baseline",
+        objective__advantage_args={"zero_tail": False},
+        rollout__log_prob_source=source,
+        rollout__max_staleness=2,
+    )
+
+    def energy(step):
+        groups = [group._replace(step=step) for group in make_groups()]
+        samples = make_samples(learner.config, groups, 3, learner.detokenize)
+        return learner._score(state, samples, learner._cut(samples))[0].energy_M
+
+    stale_M = energy(step=1)
+    assert (stale_M > 0).all()
+    if source == "recompute":
+        np.testing.assert_array_equal(stale_M, energy(step=3))
+
+
 @pytest.mark.parametrize("rows, devices", [(8, 1), (2, 1), (8, 8)])
 def test_top_entropies_are_of_a_mini_batch_before_the_first_update(rows, devices):
     """However the mini-batch is cut: the tokens whose policy loss counts in the second update are

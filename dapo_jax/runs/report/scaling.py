@@ -86,7 +86,13 @@ def fit_method(method: Method, unit: str, *, seed: int = 0) -> Fit:
         raise UserError(f"compute must be one of {', '.join(COMPUTE)}; got {unit!r}.")
     runs = [_evaluations(run.steps, unit) for run in method.runs]
     for run, (base, points) in zip(method.runs, runs):
-        if base is None or len(points) < MIN_EVALUATIONS:
+        if base is None:
+            raise UserError(
+                f"{run.directory} has no evaluation of its base model (step 0 in metrics.jsonl). "
+                "Where a run was resumed in a new directory, put the lines of the first one's "
+                "metrics.jsonl before those there."
+            )
+        if len(points) < MIN_EVALUATIONS:
             raise UserError(
                 f"{run.directory} has {len(points)} evaluations after the base model's; a curve "
                 f"needs {MIN_EVALUATIONS}. Train with a smaller config.evaluation.every_steps."
