@@ -58,7 +58,7 @@ def make_outcomes(seed=0, sizes=(5, 2, 1, 3, 4)):
     components = np.stack([rewards, rng.integers(-2, 1, R) / 2], axis=1)
     rewards[groups == 4], components[groups == 4] = 0.1, (0.1, -0.7)
     lengths = rng.integers(1, 8, R)
-    drawn = lengths.copy()
+    total_lengths = lengths.copy()
     lengths[[0, 3, 4, R - 1]] = 0
     N = lengths.sum()
     return Outcomes(
@@ -66,7 +66,7 @@ def make_outcomes(seed=0, sizes=(5, 2, 1, 3, 4)):
         components_RC=components,
         groups_R=groups,
         lengths_R=lengths,
-        total_lengths_R=drawn,
+        total_lengths_R=total_lengths,
         token_rewards_M=rng.standard_normal(N),
         steps=tuple(
             tuple((int(rng.integers(1, n + 3)), float(rng.standard_normal())) for _ in range(k))

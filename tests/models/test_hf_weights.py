@@ -386,8 +386,10 @@ def test_stories260k_writes_its_story():
     config = config_of(place)
     params = load(config)
     expected = json.loads((place / "expected_greedy.json").read_text())
-    prompt, drawn = expected["prompt_ids"], expected["greedy_ids"]
-    tokens = np.array(drawn if drawn[: len(prompt)] == prompt else prompt + drawn, np.int32)[None]
+    prompt, greedy = expected["prompt_ids"], expected["greedy_ids"]
+    tokens = np.array(greedy if greedy[: len(prompt)] == prompt else prompt + greedy, np.int32)[
+        None
+    ]
     T = tokens.shape[1]
     attend = xla.packed(jnp.ones((1, T), jnp.int32))
     model = decoder.bind(config.model, params)
