@@ -1,5 +1,6 @@
 """A step whose batch is short: dynamic_sampling.exhausted decides what is trained on."""
 
+import contextlib
 import types
 
 import pytest
@@ -39,6 +40,38 @@ def test_a_short_batch_stops_the_run():
 def test_a_full_batch_is_trained_on(exhausted):
     groups, said = train_on(4, exhausted)
     assert len(groups) == 4 and not said
+
+
+def test_a_group_without_a_greedy_baseline_is_left_out():
+    """The second greedy response has no verdict, the third has logits that are no numbers."""
+    groups = [make_group([True, False], id=i) for i in range(4)]
+    right, unjudged, invalid, wrong = (make_group([i < 3], id=i) for i in range(4))
+    verdict = unjudged.verdicts[0]._replace(note="timeout")
+    response = invalid.responses[0]._replace(finish_reason="invalid")
+    greedy = [
+        right,
+        unjudged._replace(verdicts=(verdict,)),
+        invalid._replace(responses=(response,)),
+        wrong,
+    ]
+    collector = types.SimpleNamespace(seconds={}, collect=lambda *_, **__: greedy)
+    engine = types.SimpleNamespace(weights=lambda *_: contextlib.nullcontext())
+    run = types.SimpleNamespace(
+        engine=engine, train_rubrics={}, collector=lambda *_, **__: collector
+    )
+    said = []
+    quiet = lambda *_: None
+    loop = types.SimpleNamespace(
+        stage=(tiny_config(objective__advantage="remax"), run, None),
+        pool=None,
+        telemetry=types.SimpleNamespace(say=said.append, phase=quiet, add_seconds=quiet),
+        _key=quiet,
+    )
+    learner = types.SimpleNamespace(policy=types.SimpleNamespace(model=None))
+    with_baselines = TrainLoop._with_baselines
+    kept, baselines = with_baselines(loop, groups, learner, 7)  # pyright: ignore[reportArgumentType]
+    assert [group.problem.id for group in kept] == [0, 3] and baselines == [1.0, -1.0]
+    assert said == ["  warning: step 7: 2 groups without a baseline"]
 
 
 def test_a_step_without_groups_makes_no_update():

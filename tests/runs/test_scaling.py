@@ -105,6 +105,16 @@ def test_a_curve_needs_evaluations(tmp_path, steps):
         fit(run)
 
 
+def test_a_curve_needs_its_base_model(tmp_path):
+    """The run was resumed in a new directory, which has the lines of later steps alone."""
+    run = write_curve(tmp_path / "run")
+    file = tmp_path / "run" / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[1:]))
+    with pytest.raises(UserError, match=r"no evaluation of its base model .* of the first one's"):
+        fit(run)
+
+
 def test_a_unit_that_is_none(tmp_path):
     with pytest.raises(UserError, match="compute must be one of tokens, seconds; got 'hours'"):
         dapo_jax.fit_curves(write_curve(tmp_path / "run"), compute="hours")
