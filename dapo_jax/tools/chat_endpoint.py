@@ -61,7 +61,7 @@ def many(
 ) -> None:
     """Writes replies to every prompt, a line of `target` for each, in order.
 
-    Each line is the given one with "samples" and the settings in "drawn_with". After a stop the
+    Each line is the given one with "samples" and the settings in "sampled_with". After a stop the
     same call resumes; replies that were not yet in order are asked for again.
 
     Args:
@@ -72,7 +72,7 @@ def many(
     """
     settings = endpoint._asdict() | {"num_samples": num_samples}
     del settings["concurrency"]  # replies do not depend on it
-    lines = [{**line, "drawn_with": settings} for line in lines]
+    lines = [{**line, "sampled_with": settings} for line in lines]
     done = done_before(target, lines)
     start = reported = time.monotonic()
     pool = ThreadPoolExecutor(endpoint.concurrency)

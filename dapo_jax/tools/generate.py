@@ -148,13 +148,13 @@ def samples(
 def many(request: Request, source: Path, target: Path) -> int | None:
     """Writes samples of every prompt of a jsonl file, a line of `target` for each, in order.
 
-    Each line is the source's with "samples" and the settings in "drawn_with". A sample depends on
+    Each line is the source's with "samples" and the settings in "sampled_with". A sample depends on
     the seed, its line and its number alone: after a stop the same call resumes.
     """
     lines = read_prompts(source)
     settings = request._asdict()
     del settings["slots"]  # samples do not depend on it
-    lines = [line | {"drawn_with": settings} for line in lines]
+    lines = [line | {"sampled_with": settings} for line in lines]
     done = done_before(target, lines)
     writer = _Writer(request, needs_text=any("prompt" in line for line in lines))
     if done:

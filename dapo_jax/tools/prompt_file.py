@@ -77,11 +77,9 @@ def _is_begun(found: Sequence[bytes], partial: bytes, lines: Sequence[dict[str, 
     if len(found) + bool(partial) > len(lines):
         return False
     try:
-        for text, line in zip(found, lines):
-            written = json.loads(text)
-            if "samples" not in written or not written.items() >= line.items():
-                return False
-    except (ValueError, AttributeError, TypeError):
+        if not all(json.loads(text).items() >= line.items() for text, line in zip(found, lines)):
+            return False
+    except (ValueError, AttributeError):
         return False
     if not partial:
         return True
