@@ -60,12 +60,13 @@ train_command() {
     launch/restart.sh -- .venv/bin/python launch/train.py "${rest[@]}")
 }
 
-# Trains, passes signals on, and requeues the job if the signal before the time limit stopped the run.
-# srun sends SIGTERM to all processes.
+# Trains, and requeues the job if the signal before the time limit stopped the run. scancel sends
+# SIGTERM to the processes of the job step; srun would kill them. After scancel of the whole job Slurm
+# itself sends it to them.
 job() {
   local status interrupted='' again='' child=''
-  trap 'interrupted=1 again=1; [ -z "$child" ] || kill -TERM "$child"' USR1
-  trap 'interrupted=1; [ -z "$child" ] || kill -TERM "$child"' TERM
+  trap 'interrupted=1 again=1; act scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+  trap 'interrupted=1' TERM
   "${train[@]}" &
   child=$!
   while :; do

@@ -182,7 +182,7 @@ run() {
   fi
   until advance; do sleep "$poll_seconds"; done
   note "the run has ended with status $ended; its output is in /shared/logs/$name."
-  stop
+  stop || note "not all workers answer; what is left of the run ends with the slice."
   if [ "$ended" = 0 ] || [ -n "$delete_on_failure" ]; then
     delete
   else

@@ -126,10 +126,15 @@ stop() {
 
 delete() { act xpk cluster delete "--cluster=$cluster" "--project=$project" "--zone=$zone"; }
 
-# The JobSet restarts by itself: wait for its end. kubectl takes a negative time limit as a week.
+# The JobSet restarts by itself: wait for its end. kubectl takes a negative time limit as a week. Each
+# step on a line of its own: bash ignores failures within a list with &&.
 run() {
   local end=(kubectl get "jobset/$name" "--output=jsonpath={.status.terminalState}") state=''
-  create && setup && start
+  trap 'echo "xpk.sh: a step failed. The cluster, if it is there, costs until: launch/xpk.sh delete" \
+    "--project=$project --zone=$zone --cluster=$cluster" >&2' EXIT
+  create
+  setup
+  start
   if [ -n "$dry_run" ]; then
     act kubectl wait "jobset/$name" "--for=jsonpath={.status.terminalState}" --timeout=-1s
     act "${end[@]}"
@@ -140,7 +145,9 @@ run() {
     done
     echo "xpk.sh: the run has ended: $state." >&2
   fi
-  stop && delete
+  stop || true # the cluster goes with it
+  delete
+  trap - EXIT
   [ -n "$dry_run" ] || [ "$state" = Completed ]
 }
 

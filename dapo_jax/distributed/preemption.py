@@ -1,6 +1,7 @@
 """SIGTERM and Ctrl-C, remembered until the run can stop: it saves, then stops."""
 
 import signal
+import time
 from collections.abc import Callable
 from types import FrameType
 
@@ -9,14 +10,20 @@ from dapo_jax.types import StopRequested
 from dapo_jax.utils.progress import Progress
 
 
+# A scheduler that signals every process of a job, as Slurm does, and a launcher that passes its own
+# signal on make two of one.
+ONE_SIGNAL_SECONDS = 2.0
+
+
 class StopSignals:
     """Context manager within which SIGTERM and Ctrl-C are remembered; a second one to this process
-    ends it at once. A signal to one process stops all."""
+    ends it at once, SIGTERM only later than ONE_SIGNAL_SECONDS. A signal to one process stops all.
+    """
 
     def __init__(self, progress: Progress, process_group: ProcessGroup = ALONE):
         self.progress, self.process_group = progress, process_group
         self.received: int | None = None  # the signal, of this process or another
-        self.was_sent = False  # a signal came to this process
+        self.sent_at: float | None = None  # when a signal first came to this process
         self._reported = False  # the other processes know
 
     def __enter__(self) -> "StopSignals":
@@ -30,10 +37,13 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        if self.was_sent:
+        now = time.monotonic()
+        if self.sent_at is not None:
+            if number == signal.SIGTERM and now - self.sent_at < ONE_SIGNAL_SECONDS:
+                return
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        self.was_sent = True
+        self.sent_at = now
         self.received = self.received or number
         name = signal.Signals(number).name
         self.progress.say(f"{name}: saving, then stopping (again to stop at once)")

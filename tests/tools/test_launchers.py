@@ -33,6 +33,7 @@ from tests.support.launchers import (
 )
 
 SCRIPTS = sorted((ROOT / "launch").glob("*.sh"))
+XPK_RUN = DRY_RUNS["xpk"][-1]
 QUICK = "--most=9 --pause_seconds=0"
 
 
@@ -264,13 +265,40 @@ def test_a_slice_that_cannot_be_set_up_is_deleted_if_asked(tmp_path, flag, delet
 
 @pytest.mark.parametrize("sent, again", [("USR1", True), ("TERM", False)])
 def test_a_job_asks_for_more_time(tmp_path, sent, again):
-    stand_in(tmp_path, "srun", SLEEPER.format(143, "TERM"))
+    """srun itself kills its tasks where it gets SIGTERM."""
+    stand_in(tmp_path, "task", f"echo $$ > {tmp_path}/pid\n{SLEEPER.format(143, 'TERM')}")
+    stand_in(tmp_path, "srun", "task &\ntrap 'kill -KILL $!; exit 137' TERM\nwait $!")
+    term = f'kill -TERM "$(cat {tmp_path}/pid)"'
+    stand_in(tmp_path, "scancel", term)
     stand_in(tmp_path, "scontrol", "")
     process = started(f"launch/slurm.sh {GPUS} {TRAIN}", tmp_path, SLURM_JOB_ID="7")
     process.send_signal(getattr(signal, f"SIG{sent}"))
+    if not again:  # Slurm signals the tasks, too
+        subprocess.run(term, shell=True, check=True)
     process.communicate(timeout=30)
     assert process.returncode == 143
-    assert calls(tmp_path)[1:] == ["scontrol requeue 7"] * again
+    asked = ["scancel --signal=TERM 7", "scontrol requeue 7"]
+    assert [call for call in calls(tmp_path) if call.startswith("sc")] == asked * again
+
+
+@pytest.mark.parametrize("failed", ["docker build", "xpk cluster create", "kubectl apply"])
+def test_a_step_that_fails_ends_the_launch_on_a_cluster(tmp_path, failed):
+    """And says that the cluster costs."""
+    for name in ("gcloud", "xpk", "docker", "kubectl"):
+        ends = f'case "{name} $*" in "{failed}"*) exit 3 ;; esac'
+        stand_in(tmp_path, name, ends)
+    status, _, err = call(XPK_RUN, path=tmp_path)
+    assert status == 3 and "costs until: launch/xpk.sh delete --project=" in err
+    assert calls(tmp_path)[-1].startswith(failed)
+
+
+def test_a_cluster_is_deleted_though_its_run_is_not(tmp_path):
+    for name in ("gcloud", "xpk", "docker"):
+        stand_in(tmp_path, name, "")
+    ends = 'case "$1" in apply) cat ;; delete) exit 3 ;; get) echo -n Completed ;; esac'
+    stand_in(tmp_path, "kubectl", ends)
+    status, _, _ = call(XPK_RUN, path=tmp_path)
+    assert status == 0 and calls(tmp_path)[-1].startswith("xpk cluster delete")
 
 
 # The files themselves.
