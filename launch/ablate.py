@@ -1,7 +1,8 @@
 """Runs an ablation: python launch/ablate.py --workdir=runs/table1
 
 One run for each row of a config file and each seed, then table.md, table.csv and table.png with
-intervals over seeds. Runs that are done are kept; after a stop the same command resumes.
+intervals over seeds. Runs that are done are kept, if their configs are those of today; after a stop
+the same command resumes.
 
 --workdir    directory of the ablation; a run is in WORKDIR/ROW/seed_S
 --config     file with ROWS, a list of functions, whose names it takes as its argument; default
@@ -36,17 +37,17 @@ def main(argv: list[str]) -> int:
             },
             numbers={"seeds": 5, "processes": 2},
         )
-        from dapo_jax.tools.ablation import row_names, run_all, write_table
+        from dapo_jax.tools.ablation import check_done, row_names, run_all, write_table
 
         config, model = flags["config"], flags["model"]
         rows = flags["rows"].split(",") if flags["rows"] else row_names(config)
-        for row in rows:
-            load_config(f"{config}:{row}", {}, model=model or None)
+        of_rows = {row: load_config(f"{config}:{row}", {}, model=model or None) for row in rows}
         for name in ("seeds", "processes"):
             if flags[name] < 1:
                 raise UserError(f"--{name} must be 1 or more; got {flags[name]}.")
         workdir = Path(flags["workdir"]).expanduser().resolve()
         seeds = range(flags["seeds"])
+        check_done(of_rows, seeds, workdir)
         more = [f"--model={model}"] if model else []
         run_all(config, rows, seeds, workdir, flags["processes"], more)
         print(write_table(rows, seeds, workdir))

@@ -61,10 +61,15 @@ def main(argv: list[str]) -> int:
             runner.run_here(output, part, tiny_dapo.get_config().to_dict())
             return 0
         store = runner.run(Path(__file__).resolve(), output, parts, flags["minutes"], say)
+        checked = {finding.part for finding in store.findings}
+        unchecked = [part for part in parts if part not in checked]
+        if unchecked:
+            print(f"nothing was checked of {', '.join(unchecked)}; the same command goes there")
         print(f"{page.counts(store)}: {output / 'check.html'}")
     except Exception as error:
         return fail(error)
-    return 1 if any(finding.verdict == "wrong" for finding in store.findings) else 0
+    wrong = any(finding.verdict == "wrong" for finding in store.findings)
+    return 1 if wrong or unchecked else 0
 
 
 if __name__ == "__main__":

@@ -17,6 +17,10 @@ DAPO_TEMPLATE = (
     '{prompt}\n\nRemember to put your answer on its own line after "Answer:".'
 )
 
+# For templates that write today's date into every prompt, as Llama 3.2's: a run that is resumed
+# tomorrow must have the prompts of today.
+FIXED_DATE = "{%- macro strftime_now(format) -%}26 Jul 2024{%- endmacro -%}"
+
 
 def render(
     tokenizer: Any,
@@ -133,9 +137,12 @@ def _with_system(messages: tuple[Message, ...], text: str | None) -> tuple[Messa
 def _chat_text(tokenizer: Any, messages: Sequence[Message], *, generation: bool = True) -> str:
     """Returns messages in the chat template, with the generation prompt where asked for."""
     values = [{"role": role, "content": content} for role, content in messages]
+    template = tokenizer.get_chat_template()
+    if "strftime_now" in template:
+        template = FIXED_DATE + template
     try:
         return tokenizer.apply_chat_template(
-            values, tokenize=False, add_generation_prompt=generation
+            values, tokenize=False, add_generation_prompt=generation, chat_template=template
         )
     except jinja2.TemplateError as error:
         raise UserError(

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 
@@ -247,8 +248,12 @@ def answer_text(value: Any, key: str, where: str) -> str:
     """Returns the answer as text; whole numbers without a decimal point."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    finite = not isinstance(value, float) or math.isfinite(value)
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and finite:
+    if isinstance(value, float) and math.isfinite(value):
+        # Columns of 32 bits come as floats of 64, with digits that nobody wrote.
+        short = np.float32(value)
+        shortest = short if float(short) == value else value
+        return np.format_float_positional(shortest, trim="0")
+    if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):
         raise UserError(
@@ -266,7 +271,8 @@ def _extracted(text: str, answer_in: str | None, key: str) -> str | None:
         return last_boxed(text)
     if answer_in == "####":
         _, found, after = text.rpartition("####")
-        return after.replace(",", "") if found else None
+        number = re.fullmatch(r"\s*[^\d,]{0,3}\d{1,3}(,\d{3})+(\.\d+)?\D*", after)
+        return (after.replace(",", "") if number else after) if found else None
     return text
 
 

@@ -9,7 +9,6 @@ from dapo_jax.distributed.process_group import ALONE, ProcessGroup
 from dapo_jax.types import StopRequested
 from dapo_jax.utils.progress import Progress
 
-
 # A scheduler that signals every process of a job, as Slurm does, and a launcher that passes its own
 # signal on make two of one.
 ONE_SIGNAL_SECONDS = 2.0

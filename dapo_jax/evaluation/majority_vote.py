@@ -3,9 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.rewards.scorers import EQUIVALENCES
+from dapo_jax.rewards.scorers import EQUIVALENCES, SCORERS
 from dapo_jax.rewards.types import Rubric, Task
 from dapo_jax.types import Attempts
+
+REPORTING = SCORERS.keys() - {"answer_format"}  # scorers that report the answers that they read
 
 
 def equivalences(rubrics: Mapping[str, Rubric]) -> set[str]:
@@ -25,6 +27,9 @@ def votes(
     """
     verdicts = [verdict for group in groups for verdict in group.verdicts]
     if any(verdict.correct and verdict.extracted is None for verdict in verdicts):
+        return None
+    named = {rubric.scorers[0][0] for rubric in rubrics.values()}
+    if not named & REPORTING and all(verdict.extracted is None for verdict in verdicts):
         return None
     same = [{v.extracted: v.extracted for v in group.verdicts} for group in groups]
     pairs: list[tuple[int, str, str]] = []

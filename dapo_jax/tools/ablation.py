@@ -1,19 +1,22 @@
 """An ablation: one run for each row and seed, a table with intervals over seeds, and a figure."""
 
 import csv
+import dataclasses
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+from dapo_jax.config import Config
 from dapo_jax.config.cli import definitions
+from dapo_jax.runs import run_directory
 from dapo_jax.runs.report.data import Method, Run, load_runs
 from dapo_jax.runs.report.plots import COLOURS, GREY, label_axis, new_figure, to_png
 from dapo_jax.types import RunError, UserError
@@ -92,6 +95,23 @@ def row_names(config: str) -> list[str]:
             "config, see configs/ablation.py."
         )
     return [row.__name__ for row in rows]
+
+
+def check_done(configs: Mapping[str, Config], seeds: Sequence[int], workdir: Path) -> None:
+    """Raises UserError where a finished run has another config than its row has now.
+
+    Args:
+        configs: by row.
+    """
+    for (row, config), seed in itertools.product(configs.items(), seeds):
+        directory = place(workdir, row, seed)
+        if (directory / "summary.json").exists():
+            try:
+                old = run_directory.read_config(directory / "config.json")
+            except run_directory.UNREADABLE as error:
+                raise UserError(f"{directory} holds no run: {error}.") from error
+            config = dataclasses.replace(config, seed=seed)
+            run_directory.check_same(old, config, directory, config.train.num_steps)
 
 
 def run_all(
@@ -200,7 +220,7 @@ def markdown_tables(figures: dict[str, dict[str, list[float]]]) -> str:
     Args:
         figures: by row and by column of table.csv, a value for each seed.
     """
-    before = {b: a for a, b in pairwise(row for row in PAPER if row in figures)}
+    before = {b: a for a, b in itertools.pairwise(row for row in PAPER if row in figures)}
     lines = [
         "| row | held-out avg@k, % | difference | compared with | paper |",
         "|---|---|---|---|---|",

@@ -91,6 +91,13 @@ def test_prompts_that_differ_in_white_space_only_are_one_problem(tmp_path):
     assert len(found.problems) == 2 and found.counts["repeated"] == 1
 
 
+def test_a_template_with_a_date_makes_the_same_prompts_every_day(tmp_path):
+    dated = "Today is {{ strftime_now('%d %b %Y') }}.\n" + CHAT_TEMPLATE
+    tokenizer = character_tokenizer(chat_template=dated)
+    (problem,) = prepare_rows(tmp_path, [row("x")], tokenizer=tokenizer, chat=True).problems
+    assert problem.prompt.startswith("Today is 26 Jul 2024.\n[system]default[user]x")
+
+
 @pytest.mark.parametrize("overlong, num, done", [("drop", 1, "left out"), ("truncate", 2, "cut")])
 def test_held_out_problems_that_the_run_does_not_evaluate_whole_are_reported(
     tmp_path, overlong, num, done

@@ -4,6 +4,7 @@ import datetime
 import json
 import re
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -125,6 +126,9 @@ def test_columns_by_key(tmp_path, columns, keys, prompt, answer, metadata):
         ("\\boxed{1} or \\boxed{\\frac{1}{2}}.", "boxed", "\\frac{1}{2}"),
         ("5 + 5\n#### 1,0\n#### 1,010 ", "####", "1010"),
         ("6 ####7", "####", "7"),
+        ("#### -$1,234,567.5 dollars", "####", "-$1234567.5 dollars"),
+        ("#### (-1,3)", "####", "(-1,3)"),
+        ("#### 1,5", "####", "1,5"),
         # None: as it shows.
         ("5 + 5\n#### 1,010", None, "1010"),
         ("#### 3", None, "3"),
@@ -148,6 +152,7 @@ def test_the_answer_of_a_solution_is_in_its_box(tmp_path):
 
 
 NUMBERS = [(27.0, "27"), (27, "27"), (-0.5, "-0.5"), (-3.0, "-3"), (0, "0"), (1e16, "1" + 16 * "0")]
+NUMBERS += [(5e-5, "0.00005"), (float(np.float32(0.1)), "0.1"), (0.1, "0.1"), (1 / 3, f"{1 / 3}")]
 
 
 @pytest.mark.parametrize("number, answer", [*NUMBERS, (10**400, "1" + 400 * "0")])

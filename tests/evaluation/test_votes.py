@@ -87,6 +87,10 @@ def test_a_scorer_that_does_not_report_the_answer_has_no_votes():
     assert votes(groups, RUBRICS, pool) is None and not pool.asked
     assert votes(groups[:1], RUBRICS, pool) == [["7", "8"]]
     assert votes([group_of([(None, False)])], RUBRICS, pool) == [[None]]
+    # Of one's own scorer it is not known before a response is right.
+    own = {"verified": Rubric((("mine.py:equal", 1.0),), 1.0, -1.0)}
+    assert votes([group_of([(None, False)])], own, pool) is None
+    assert votes([group_of([("8", False), (None, False)])], own, pool) == [["8", None]]
 
 
 def test_only_answers_that_can_decide_the_vote_are_compared():

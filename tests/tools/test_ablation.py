@@ -8,6 +8,7 @@ import dapo_jax
 from dapo_jax.tools import ablation
 from dapo_jax.types import RunError, UserError
 from tests.runs.test_report import write_run
+from tests.support.helpers import tiny_config
 
 # Stands for launch/train.py: counts its starts, and fails where a file says so.
 PROGRAM = """
@@ -73,6 +74,15 @@ def test_runs_that_are_done_are_kept_and_a_failure_is_named(tmp_path, monkeypatc
     assert starts == {
         (row, seed): [f"c.py:{row} {seed}"] * twice.get((row, seed), 1) for row, seed in starts
     }
+
+
+def test_finished_runs_of_another_config_are_refused(tmp_path):
+    config = tiny_config(evaluation__num_samples=4)
+    write_run(ablation.place(tmp_path, "dapo", 1), seed=1)
+    ablation.check_done({"dapo": config, "grpo": config}, range(3), tmp_path)
+    other = tiny_config(evaluation__num_samples=4, optimizer__learning_rate=0.5)
+    with pytest.raises(UserError, match=r"dapo/seed_1 belongs[^$]*learning_rate: .* 0\.5 now"):
+        ablation.check_done({"dapo": other}, range(3), tmp_path)
 
 
 def test_rows_are_the_functions_that_a_config_file_lists(tmp_path):

@@ -74,11 +74,23 @@ def test_a_part_that_takes_too_long_is_stopped_and_not_lost(tmp_path):
     assert not store.findings and page.counts(store) == "2 not run"
 
 
-def test_a_part_that_dies_is_wrong(tmp_path):
-    Store(tmp_path).begin("step", ["one", "two"], {"kind": "x"})
-    store = runner.run(launcher(tmp_path, "sys.exit(-9)"), tmp_path, ["step"], 1, print)
-    (finding,) = store.findings
-    assert (finding.name, finding.verdict) == ("one", "wrong") and "step.log" in finding.reason
+def test_a_check_that_ends_its_process_is_wrong_and_the_others_are_run(tmp_path):
+    Store(tmp_path).begin("step", ["one", "two", "three"], {"kind": "x"})
+    body = f"""
+    sys.path.insert(0, {str(ROOT)!r})
+    from pathlib import Path
+    from dapo_jax.tools.check.findings import Finding, Store
+    store = Store(Path(output))
+    for name in ("one", "two", "three"):
+        if store.find("step", name) is None:
+            if name == "two":
+                sys.exit(-9)
+            store.add(Finding("step", name, "ok", "", {{}}, 0.0))
+    """
+    store = runner.run(launcher(tmp_path, body), tmp_path, ["step"], 1, print)
+    verdicts = {finding.name: finding.verdict for finding in store.findings}
+    assert verdicts == {"one": "ok", "two": "wrong", "three": "ok"}
+    assert "step.log" in store.findings[1].reason
 
 
 def test_findings_of_another_machine_are_refused(tmp_path):
@@ -199,6 +211,10 @@ def test_a_sampler_that_keeps_too_much_is_found(monkeypatch):
 def test_a_comparison_that_is_not_a_number_is_wrong():
     found = numerics._compared({"x": (np.array([np.nan]), np.ones(1))}, 1.0, "text")
     assert found.verdict == "wrong"
+
+
+def test_a_difference_that_is_not_a_number_is_the_worst():
+    assert numerics._worst({"first": 1.0, "far": float("nan"), "last": 2.0}) == "far"
 
 
 def test_time_in_which_something_runs_counts_once():

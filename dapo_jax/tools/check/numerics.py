@@ -65,13 +65,18 @@ def checks(machine: Machine, base: dict[str, Any]) -> dict[str, Check]:
     return found
 
 
+def _worst(apart: dict[str, float]) -> str:
+    """Returns the name of the largest difference; NaN is larger than any."""
+    return max(apart, key=lambda name: np.inf if np.isnan(apart[name]) else apart[name])
+
+
 def _compared(pairs: dict[str, tuple[Any, np.ndarray]], tolerance: float, text: str) -> Result:
     """Returns the result of comparing arrays, by name, with what they should be."""
     apart = {
         name: float(np.max(np.abs(np.asarray(x, np.float64) - wanted)) / np.max(np.abs(wanted)))
         for name, (x, wanted) in pairs.items()
     }
-    worst = max(apart, key=lambda name: apart[name] if apart[name] == apart[name] else np.inf)
+    worst = _worst(apart)
     verdict = "ok" if apart[worst] <= tolerance else "wrong"
     text = f"{text}: at most {apart[worst]:.1e} of the largest value apart ({worst})"
     return Result(verdict, f"{text}; tolerance {tolerance:.0e}", apart)
@@ -220,7 +225,7 @@ def _paged_attention(machine: Machine) -> Result:
     ):
         state, difference = engine.pool_difference(state, layer, page)
         apart[f"layer {layer}, page {page}"] = difference
-    worst = max(apart, key=lambda at: apart[at])
+    worst = _worst(apart)
     verdict = "ok" if apart[worst] <= paged.MAX_DIFFERENCE else "wrong"
     gib = pages * page_bytes / 2**30
     text = f"{kernel}, {name}, {pages:,} pages ({gib:.1f} GiB): at most {apart[worst]:.1e} apart"
@@ -260,7 +265,7 @@ def _tiny_run(base: dict[str, Any]) -> Result:
     lines = [line for line in map(json.loads, text.splitlines()) if line["step"] > 0]
     figures = {f"{name}, step {line['step']}": line[name] for line in lines for name in APART}
     apart = {
-        name: max(abs(line[name] - wanted) for line, wanted in zip(lines, ON_CPU[name]))
+        name: np.max([abs(line[name] - wanted) for line, wanted in zip(lines, ON_CPU[name])])
         for name in APART
     }
     wrong = [name for name in APART if not apart[name] <= APART[name]]

@@ -54,7 +54,9 @@ def run(
                 say(f"{part}: not run, the {minutes:g} minutes are over")
                 continue
             say(f"{part} (of {', '.join(parts)}; {seconds / 60:.1f} minutes left)")
-            _run_part(launcher, output, part, store, end, say)
+            store.forget(part)
+            while _run_part(launcher, output, part, store, end, say):
+                say(f"  {part}: starts again after the check that ended it")
     finally:
         page.write(store)
     return store
@@ -62,10 +64,12 @@ def run(
 
 def _run_part(
     launcher: Path, output: Path, part: str, store: Store, end: float, say: Callable[[str], None]
-) -> None:
-    """Starts a part, shows its findings as they come, and stops it when the time is over."""
+) -> bool:
+    """Starts a part, shows its findings as they come, and stops it when the time is over.
+
+    Returns whether the part died of a check and has others left.
+    """
     command = [sys.executable, str(launcher), f"--output={output}", f"--parts={part}", "--here"]
-    store.forget(part)
     shown = {(f.part, f.name) for f in store.findings}
     with (output / f"{part}.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -97,6 +101,8 @@ def _run_part(
             text = f"the process ended with exit code {process.returncode}: see {part}.log"
             store.add(Finding(part, missing[0], "wrong", text, {}, 0.0))
             _show(store, shown, say)
+        return len(missing) > 1 and time.monotonic() < end
+    return False
 
 
 def _show(store: Store, shown: set[tuple[str, str]], say: Callable[[str], None]) -> None:

@@ -224,8 +224,9 @@ def batch_work(
     are no gradients of the matrices; the adapters' own products are left out.
 
     Received: matrices gathered over fsdp and context, forward and backward, and their gradients
-    reduced; activations summed over tensor, after attention and after the MLP, each pass; and with
-    context keys and values of whole rows, and their gradients in float32.
+    reduced; a device's part of these summed over data; activations summed over tensor, after
+    attention and after the MLP, each pass; and with context keys and values of whole rows, and
+    their gradients in float32.
 
     Args:
         sizes: sizes of the mesh's axes.
@@ -266,6 +267,7 @@ def batch_work(
     stage = 2 if update else 1
     reduced = width * grads * (m.layers + head) if update else 0
     gathered = (stage * weights + reduced) / tensor * (1 - 1 / parts)
+    gathered += 2 * reduced / tensor / parts * (1 - 1 / sizes["data"])
     sums = 2 * stage + (1 if again.attention else 0)
     summed = sums * c.num_layers * own_tokens * c.hidden_size * 2 * (1 - 1 / tensor)
     rows = own_tokens * sizes["context"] * 2 * kv * c.head_dim * (1 - 1 / sizes["context"])
@@ -319,13 +321,13 @@ def prefill_call(config: Config, devices: int, *, prompts: int, prompt_tokens: i
 def weights_call(config: Config, sizes: Mapping[str, int]) -> Work:
     """Returns the costs of weight resharding: a device reads its share of the trainer's parameters,
     writes its share of the replica's, and receives what it lacks of that."""
-    c, devices = config.model, math.prod(sizes.values())
+    c, parts = config.model, math.prod(sizes.values()) // sizes["data"]  # of the parameters
     m, whole = matrices(c), replica_bytes(c)
     ends = m.head * (1 if c.tie_embeddings else 2)
     width = lambda dtype: jnp.dtype(dtype).itemsize
     copy = whole / rollout_shape(sizes, config.mesh.rollout_tensor)["tensor"]
-    read = (m.layers * width(c.matrix_dtype) + ends * width(c.base_dtype)) / devices
-    return Work(0.0, read + copy, max(0.0, copy - whole / devices))
+    read = (m.layers * width(c.matrix_dtype) + ends * width(c.base_dtype)) / parts
+    return Work(0.0, read + copy, max(0.0, copy - whole / parts))
 
 
 def replica_bytes(c: ModelConfig) -> int:

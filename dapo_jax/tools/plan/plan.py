@@ -43,6 +43,8 @@ def plan(
     known = programs.programs(config, mesh)
     if list(wanted) == ["weights"] and "weights" not in known:
         raise UserError("--program=weights: this run has none, rollouts read the trainer's arrays.")
+    if not known.keys() & set(wanted):
+        raise UserError(f"--program={wanted[0]}: this run has none; it has {', '.join(known)}.")
     wanted = [name for name in wanted if name in known]
     found = {}
     for number, name in enumerate(wanted, 1):

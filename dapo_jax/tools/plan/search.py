@@ -109,6 +109,9 @@ def search(
     """
     lengths = dict(response_tokens=response_tokens, prompt_tokens=prompt_tokens)
     ranked, refused = candidates(config, target, **lengths)
+    if not ranked:
+        reasons = "".join(f"\n  {reason}" for reason in refused[:8])
+        raise UserError(f"--search: no mesh of these devices divides the run:{reasons}")
     hbm = target.hbm_bytes
     likely = [c for c in ranked if hbm is None or c.bytes <= SLACK * hbm] or [
         min(ranked, key=lambda c: c.bytes)

@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer on the model and the problems of configs/smollm2_word_problems.py, for a time.
 
-Command: python -m tests.goldens.trl_word_problems --model=DIRECTORY --output=DIRECTORY
+Command: python -m tests.peers.trl_word_problems --model=DIRECTORY --output=DIRECTORY
          [--minutes=20], in an environment of its own with torch==2.13.0, trl==1.16.0, accelerate,
          datasets and transformers; `launch/evaluate.py --config=configs/smollm2_word_problems.py
          --model=OUTPUT --num_samples=8 --output=...` then evaluates what it has trained.

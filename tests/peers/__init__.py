@@ -1,0 +1,1 @@
+"""Other trainers on our work, timed or trained, in environments of their own."""
