@@ -190,6 +190,12 @@ def _check_sampling(config: "Config") -> None:
                 "tokens, which are those of the policy that sampled them, are of the remaining "
                 f"tokens alone. Set config.rollout.max_staleness to 0, or {name} to {everything}."
             )
+        if value != everything and config.correction is not None:
+            raise UserError(
+                f"config.rollout.{name} ({value}) leaves tokens out: config.correction would "
+                "compare the policy with a distribution over the remaining tokens alone, and "
+                f"reject or weigh down every response. Set it to None, or {name} to {everything}."
+            )
     if rollout.kernel not in ("auto", "tpu"):
         _require_no_blocks("paged", config.model, "rollout.kernel", rollout.kernel)
     keys = dict(config.model.kernel_blocks).get("paged_kv", rollout.page_tokens)

@@ -247,6 +247,11 @@ class RolloutConfig:
         """The names of the fields that leave tokens out, at values other than their defaults."""
         return "top_p", "top_k", "min_p"
 
+    @property
+    def truncates(self) -> bool:
+        """Whether sampling leaves tokens out: log-probs are then of the remaining ones alone."""
+        return any(getattr(self, name) != getattr(type(self), name) for name in self.truncating())
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardConfig:

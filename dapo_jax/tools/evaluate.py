@@ -136,7 +136,7 @@ def evaluate_model(config: Config, request: Request) -> Evaluation:
     )
     rubrics = problems.rubrics(config, chosen)
     longest = _padded(max(len(problem.prompt_tokens) for problem in found))
-    with_prompts = dataclasses.replace(config.data, max_prompt_tokens=longest)
+    data, with_prompts = config.data, dataclasses.replace(config.data, max_prompt_tokens=longest)
     devices = jax.devices()
     config = memory_budget.with_replica_size(
         dataclasses.replace(config, data=with_prompts),
@@ -161,8 +161,9 @@ def evaluate_model(config: Config, request: Request) -> Evaluation:
         check_stop = watch.moving(signals.check)
         try:
             telemetry.phase("the model to be loaded")
+            of_run = dataclasses.replace(config, data=data)  # a base that is made depends on it
             label, params = load_params(
-                config, request.workdir, request.step, mesh, tokenizer, progress, check_stop
+                of_run, request.workdir, request.step, mesh, tokenizer, progress, check_stop
             )
             output = _output(request, label)
             settings = _settings(config, request, label, params)

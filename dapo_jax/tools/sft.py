@@ -100,6 +100,9 @@ def fine_tune(config: SftConfig, workdir: Path, process_group: ProcessGroup = AL
                 keep_newest=config.checkpoint.keep_newest,
                 keep_best=0,
                 say=progress.say,
+                num_bytes=sum(
+                    x.size * x.dtype.itemsize for x in jax.tree.leaves(state_shapes(config).saved)
+                ),
                 all_gather=process_group.all_gather,
             ) as checkpoints,
         ):
@@ -107,6 +110,12 @@ def fine_tune(config: SftConfig, workdir: Path, process_group: ProcessGroup = AL
             run.run(tokenizer)
     received = process_group.all_gather(signals.received)
     return next((number for number in received if number is not None), None)
+
+
+def state_shapes(config: SftConfig) -> TrainState:
+    """Returns shapes and dtypes of the state of a run."""
+    new_state = functools.partial(train_step.model_state, config.optimizer)
+    return jax.eval_shape(new_state, decoder.param_shapes(config.model))
 
 
 class Examples(NamedTuple):
@@ -149,6 +158,18 @@ class ExampleOrder:
 
     def _permutation(self, epoch: int) -> np.ndarray:
         return named_generator("sft-order", self.seed, epoch).permutation(self.num)
+
+
+def most_rows(lengths: Sequence[int], examples_per_update: int, row_tokens: int) -> int:
+    """Returns a number of rows in which every mini-batch of an `ExampleOrder` fits.
+
+    Args:
+        lengths: of all examples.
+    """
+    # Of each in one mini-batch, which may hold the ends of two epochs.
+    copies = math.ceil((examples_per_update - 1) / len(lengths)) + 1
+    longest = sorted([*lengths] * copies, reverse=True)[:examples_per_update]
+    return packing.most_rows(longest, row_tokens)
 
 
 def pack(
@@ -200,10 +221,8 @@ class FineTuning:
         )
         self.state_at = train_step.model_state_shardings(model, config.mesh, config.optimizer, mesh)
         self.order = ExampleOrder(len(self.examples.train), config.seed)
-        longest = sorted((example.length for example in self.examples.train), reverse=True)
-        copies = math.ceil(t.examples_per_update / len(longest))  # of each in one mini-batch
-        longest = sorted(longest * copies, reverse=True)[: t.examples_per_update]
-        most = packing.most_rows(longest, t.row_tokens)
+        lengths = [example.length for example in self.examples.train]
+        most = most_rows(lengths, t.examples_per_update, t.row_tokens)
         self.num_micro_batches = packing.used_micro_batches(most, t.rows_per_micro_batch)
         self.heldout = None
         if self.examples.heldout:
@@ -249,7 +268,7 @@ class FineTuning:
         new_state = functools.partial(train_step.model_state, config.optimizer)
         like = jax.tree.map(
             lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
-            jax.eval_shape(new_state, decoder.param_shapes(config.model)),
+            state_shapes(config),
             self.state_at,
         )
         progress.doing("looking for a checkpoint")

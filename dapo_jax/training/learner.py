@@ -290,7 +290,7 @@ class Learner:
             config.objective,
             updated=any(not result.skipped for result in [*results, *critic_results]),
             num_responses=len(samples.lengths_R),
-            kl=kl,
+            kl=kl if columns.mask_M.any() else None,
             entropy=entropy_old,
         )
         return LearnerState(policy, value_model), schedule, numbers
@@ -350,8 +350,9 @@ class Learner:
         old_M, recomputed_M = samples.log_prob_M, None
         if self.config.rollout.log_prob_source == "recompute":
             old_M = recomputed_M = scored(self.score, state.policy.model)
-            numbers = metrics.mismatch_metrics(samples, recomputed_M)
-            numbers |= metrics.stale_mismatch_metrics(samples, recomputed_M)
+            if not self.config.rollout.truncates:  # else they are of two distributions
+                numbers = metrics.mismatch_metrics(samples, recomputed_M)
+                numbers |= metrics.stale_mismatch_metrics(samples, recomputed_M)
             c = self.config.correction
             if c is None or c.policy != "proximal":
                 # The ratio of a stale token is to the policy that sampled it.

@@ -243,6 +243,16 @@ def test_a_policy_gradient_makes_one_update_or_has_a_correction():
         Config.from_dict(changed(("correction", weights)))
 
 
+@pytest.mark.parametrize("field, value", [("top_p", 0.9), ("top_k", 5), ("min_p", 0.1)])
+def test_a_correction_needs_the_whole_distribution(field, value):
+    recompute = ("rollout.log_prob_source", "recompute")
+    mask = ("correction", {"policy": "old", "reject": (("seq-mean-k1", 0.99, 1.01),)})
+    Config.from_dict(changed(recompute, mask))
+    Config.from_dict(changed(recompute, (f"rollout.{field}", value)))
+    with pytest.raises(UserError, match=rf"{field} \({value}\) leaves .* config\.correction would"):
+        Config.from_dict(changed(recompute, mask, (f"rollout.{field}", value)))
+
+
 def test_the_coefficient_of_the_kl_keeps_its_sign():
     """A step has 16 responses, and the error of the KL is at most a fifth."""
     kl = {"reward_kl_coefficient": 0.1, "reward_kl_adaptation": (0.1, 4)}

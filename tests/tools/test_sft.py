@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 import dapo_jax
 from dapo_jax.config.cli import load_config
+from dapo_jax.data.examples import Example
 from dapo_jax.data.tokenizer import load_tokenizer
 from dapo_jax.models import hf_weights
 from dapo_jax.models.sharding import make_mesh, param_shardings
@@ -112,6 +113,21 @@ def test_every_example_is_in_every_epoch(place):
             assert sorted(epoch) == list(range(n))
         assert trained[seed][:n] != trained[seed][n:]
     assert trained[0] != trained[1]
+
+
+@pytest.mark.parametrize("num, examples_per_update", [(12, 8), (30, 20), (3, 7)])
+def test_every_mini_batch_fits_also_at_the_end_of_an_epoch(num, examples_per_update):
+    """An example at the end of one epoch may be the first of the next. No two of the longest three
+    fit in a row."""
+    lengths = [27, 26, 25, *[2] * (num - 3)]
+    examples = [Example((3,), np.ones(n - 1, np.int32), np.ones(n - 1, bool)) for n in lengths]
+    order, N = sft.ExampleOrder(num, 0), examples_per_update
+    most = sft.most_rows(lengths, N, 48)
+    used = []
+    for step in range(300):
+        chosen = [order[i] for i in range(step * N, (step + 1) * N)]
+        used.append(len(sft.pack([examples[i] for i in chosen], 48, 1).rows.tokens_BT))
+    assert max(used) <= most
 
 
 class Crash(Exception):

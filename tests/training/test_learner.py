@@ -155,6 +155,30 @@ def test_recomputed_log_probs_are_those_of_tokens_that_the_policy_itself_sampled
     assert (columns.log_prob_old_M == columns.recomputed_M).all()
 
 
+def test_a_step_that_trains_nothing_leaves_the_coefficient_of_the_kl_alone():
+    learner, state = make_learner(
+        objective__reward_kl_coefficient=0.1,
+        objective__reward_kl_adaptation=(0.1, 100),
+        objective__overlong_filter=True,
+        dynamic_sampling__enabled=False,
+    )
+    schedule = Schedule.first(learner.config.objective)
+    state, after, numbers = learner.train_on(state, schedule, make_groups(truncated=4), 1)
+    assert numbers["optimizer/updates"] == 0 and after == schedule
+    _, after, numbers = learner.train_on(state, schedule, make_groups(), 2)
+    assert numbers["optimizer/updates"] == 2 and after.reward_kl_coefficient != 0.1
+
+
+def test_log_probs_of_two_distributions_are_not_compared():
+    """Those of the rollout are of the tokens that top-p leaves."""
+    for top_p in (1.0, 0.9):
+        learner, state = make_learner(rollout__log_prob_source="recompute", rollout__top_p=top_p)
+        samples = make_samples(learner.config, make_groups(), 1, learner.detokenize)
+        columns, numbers = learner._score(state, samples, learner._cut(samples))
+        assert columns.recomputed_M is not None
+        assert any("gap" in name or "mismatch" in name for name in numbers) == (top_p == 1.0)
+
+
 def test_the_energy_of_tokens_is_that_of_the_whole_softmax():
     """The squared norm of the gradient of each token's log-prob by its logits, one response at a
     time; and advantages are made of it."""
