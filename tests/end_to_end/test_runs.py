@@ -236,14 +236,14 @@ def test_an_evaluation_of_training_problems_begins_the_pass_rates_of_a_run(
     finished, tmp_path, home
 ):
     place = tmp_path / "rates"
-    arguments = "--benchmarks=train/sums", "--num_samples=2", "--num_problems=5", "--step=6"
+    arguments = "--benchmarks=train/sums", "--num_samples=2", "--num_problems=12", "--step=6"
     assert evaluate(finished, place, *arguments) == 0
     (file,) = place.glob("*.jsonl")
     samples = {
         record["prompt"]: [sample["correct"] for sample in record["samples"]]
         for record in map(json.loads, file.read_text().splitlines())
     }
-    assert len(samples) == 5 and all(len(of_prompt) == 2 for of_prompt in samples.values())
+    assert len(samples) == 12 and all(len(of_prompt) == 2 for of_prompt in samples.values())
     _, out = run_here(
         tmp_path / "run",
         home,
@@ -251,7 +251,7 @@ def test_an_evaluation_of_training_problems_begins_the_pass_rates_of_a_run(
         data__train__sums__pass_rates=str(file),
         data__pass_rate_band=(0.0, 0.5),
     )
-    assert "train.sums: pass rates of 5 of 20 problems" in out
+    assert "train.sums: pass rates of 12 of 20 problems" in out
     lines = (tmp_path / "run" / "pass_rates.jsonl").read_text().splitlines()
     before = json.loads(lines[0])["visits"]
     expected = [[-1, sum(correct), 2] for correct in samples.values()]
