@@ -1,7 +1,7 @@
 """Runs an ablation: python launch/ablate.py --workdir=runs/table1
 
 One run for each row of a config file and each seed, then table.md, table.csv and table.png with
-intervals over seeds. Runs that are done are kept, if their configs are those of today; after a stop
+intervals over seeds. Runs that are done are kept, and those of another config refused; after a stop
 the same command resumes.
 
 --workdir    directory of the ablation; a run is in WORKDIR/ROW/seed_S

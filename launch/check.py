@@ -2,7 +2,7 @@
 
 Runs the project's programs on the devices that are here, with random weights and no network, and
 says of each whether it is ok, slow or wrong, or why it was not run. The exit status is 0 unless
-something is wrong (1) or the command is (2).
+something is wrong or nothing of a part was checked (1), or the command is wrong (2).
 
 device   rates of products, memory and copies; the kernels that runs will use
 numbers  attention, log-probs, sampling and cache against NumPy in float64; rollout against trainer;
@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit status: 0 nothing is wrong, 1 something is, 2 the user's mistake."""
+    """Returns the exit status: 0 nothing is wrong, 1 something is or was not checked, 2 the user's
+    mistake."""
     sys.path.insert(0, str(ROOT))
     from dapo_jax.config.cli import fail, parse_flags
 
@@ -64,7 +65,7 @@ def main(argv: list[str]) -> int:
         checked = {finding.part for finding in store.findings}
         unchecked = [part for part in parts if part not in checked]
         if unchecked:
-            print(f"nothing was checked of {', '.join(unchecked)}; the same command goes there")
+            print(f"nothing of {', '.join(unchecked)} was checked: run the same command again")
         print(f"{page.counts(store)}: {output / 'check.html'}")
     except Exception as error:
         return fail(error)

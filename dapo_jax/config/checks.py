@@ -320,7 +320,7 @@ def check_mesh(mesh: "MeshConfig") -> None:
                 f"config.mesh.rules sends {logical!r} to {axis!r}, which is not a mesh axis for "
                 f"parameters ({', '.join(split)})."
             )
-        # The logits of a token are added up over the vocabulary's axis; rows split over the others.
+        # Sums over the parts of the vocabulary must not add up different rows.
         if logical == "vocab" and axis not in (None, "tensor"):
             raise UserError(
                 f"config.mesh.rules sends 'vocab' to {axis!r}, over which the rows of a batch are "

@@ -3,7 +3,7 @@
 Command: python -m tests.peers.speed [--series=2] [--cases=rollout,update,step] [--output=FILE]
 
 On CPU, with nothing else running; 21 minutes a series on 2 slow cores. uv makes each peer an
-environment of its own, which downloads 1.5 GB once. All three do a piece of work in turn, each in a
+environment of its own, with torch and jax. All three do a piece of work in turn, each in a
 new process; a time is the median of several, after one that is not counted. Tunix and TRL sample
 static batches, so their time for long-tailed lengths, 256 responses, is that of 8 batches of 32 of
 the longest. Prints a table; --output gets every time, as JSON.
