@@ -1,4 +1,4 @@
-"""Measures: python launch/bench.py rollout | gap | train | step [flags] [--json]
+"""Measures: python launch/bench.py rollout | mismatch | train | step [flags] [--json]
 
 rollout  random weights: tokens per second, occupancy of the decode slots while responses wait,
          compilations after the first run, peak memory, and seconds by phase
@@ -9,7 +9,7 @@ rollout  random weights: tokens per second, occupancy of the decode slots while 
   --slots 0                    sequences decoded at once; 0: one for each response, at most 64
   --prefill_prompts 0          of a call; 0: all, at most 8
   --decode_steps 8 --page_tokens 32 --temperature 1 --top_p 1 --runs 7
-gap      log-prob mismatch in nats between such rollouts and the trainer; flags of rollout without
+mismatch of log-probs, in nats, between such rollouts and the trainer; flags of rollout without
          --runs, --lengths, --top_p and --prefill_prompts
 train    one update, objective and optimiser of configs/tiny_dapo.py, random weights and tokens:
          tokens per second, share of what the matrix products with weights allow on this machine,
@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         MODEL | WORK | ENGINE | {"temperature": 1.0, "top_p": 1.0, "runs": 7, "prefill_prompts": 0},
         (),
     ),
-    "gap": ({"dtype": "float32"}, MODEL | WORK | ENGINE | {"temperature": 1.0}, ()),
+    "mismatch": ({"dtype": "float32"}, MODEL | WORK | ENGINE | {"temperature": 1.0}, ()),
     "train": (TEXT | {"remat": "dots"}, MODEL | ROW, ("packed",)),
     "step": (
         TEXT | {"remat": "dots"},
@@ -88,8 +88,8 @@ def measure(argv: list[str]) -> dict[str, Any]:
     match kind:
         case "rollout":
             return bench.bench_rollout(bench.Shape(**flags))
-        case "gap":
-            return bench.bench_gap(bench.Shape(**flags, lengths="uniform", top_p=1.0, runs=1))
+        case "mismatch":
+            return bench.bench_mismatch(bench.Shape(**flags, lengths="uniform", top_p=1.0, runs=1))
         case "train":
             return bench.bench_train(bench.TrainShape(**flags), base)
         case _:

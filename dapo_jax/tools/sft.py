@@ -215,8 +215,8 @@ class FineTuning:
         check_row_shapes(t.rows_per_micro_batch, t.row_tokens, mesh.shape)
         trim_after_compilations()
         multiply_in(model.compute_dtype, mesh.devices.flat[0].platform)
-        self.update: Any = supervised.compile_update(model, config.mesh, config.optimizer, mesh)
-        self.score = train_step.compile_log_probs(
+        self.update: Any = supervised.jitted_update(model, config.mesh, config.optimizer, mesh)
+        self.log_probs = train_step.jitted_log_probs(
             model, config.mesh, mesh, temperature=1.0, share_prompts=False
         )
         self.state_at = train_step.model_state_shardings(model, config.mesh, config.optimizer, mesh)
@@ -374,7 +374,7 @@ class FineTuning:
         self.progress.doing("evaluating the held-out loss")
         rows, B = self.heldout.rows, self.config.train.rows_per_micro_batch
         num = packing.used_micro_batches(len(rows.tokens_BT), B)
-        log_probs = to_host(self.score(state.model, *self._micro_batches(rows, num)))
+        log_probs = to_host(self.log_probs(state.model, *self._micro_batches(rows, num)))
         log_prob_M = packing.take_columns(self.heldout, log_probs)
         mask_M = packing.take_columns(self.heldout, rows.mask_BT)
         return {"loss/heldout": -float(log_prob_M[mask_M].mean(dtype=np.float64))}

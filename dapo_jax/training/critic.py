@@ -21,8 +21,8 @@ from dapo_jax.models.attention import zigzag
 from dapo_jax.models.sharding import head_layout, param_shardings, replicated
 from dapo_jax.training.step import (
     TrainState,
-    compile_map,
-    jit_update,
+    jit_with_shardings,
+    jitted_map,
     new_state,
     optimizer_step,
     shardings_of,
@@ -164,14 +164,14 @@ def update(
     return state, CriticMetrics(sums, grad_norm, state.skipped)
 
 
-def compile_update(config: Config, mesh: Mesh) -> Callable[..., tuple[TrainState, CriticMetrics]]:
+def jitted_update(config: Config, mesh: Mesh) -> Callable[..., tuple[TrainState, CriticMetrics]]:
     """Returns `update` jitted for the mesh; the state is donated."""
-    return jit_update(
+    return jit_with_shardings(
         functools.partial(update, config, mesh=mesh), state_shardings(config, mesh), mesh
     )
 
 
-def compile_values(config: Config, mesh: Mesh) -> Callable[[Any, Rows, Array], jax.Array]:
+def jitted_values(config: Config, mesh: Mesh) -> Callable[[Any, Rows, Array], jax.Array]:
     """Returns (params, rows [A, B, T], micro-batches used) -> values [A, B, T], jitted."""
     at = CriticParams(param_shardings(config.model, config.mesh, mesh), replicated(mesh))
-    return compile_map(functools.partial(row_values, config, mesh=mesh), at, mesh)
+    return jitted_map(functools.partial(row_values, config, mesh=mesh), at, mesh)

@@ -58,7 +58,16 @@ class MiniBatch(NamedTuple):
     responses: slice
     tokens: slice
     packed: packing.Packed
-    scored: MicroBatches | None  # on the device, where something is scored before the update
+    on_device: MicroBatches | None  # where a forward pass comes before the update
+
+
+class _Updates(NamedTuple):
+    """The updates of one rollout step."""
+
+    policy: list[train_step.UpdateMetrics]
+    critic: list[critic.CriticMetrics]
+    kept_tokens: int = 0  # trained tokens of all updates, after corrections
+    empty: int = 0  # mini-batches without such a token
 
 
 def _init_state(config: Config, params: decoder.Params) -> LearnerState:
@@ -101,20 +110,20 @@ class Learner:
         # The trained parameters of the base model, where the objective needs them.
         self.reference: decoder.Params | None = None
         # Jitted; see `compile`.
-        self.update: Any = train_step.compile_update(config, mesh)
-        self.score: Any = train_step.compile_scoring(config, mesh)
-        self.collision: Any = train_step.compile_scoring(config, mesh, statistic="collision")
-        self.entropy: Any = train_step.compile_scoring(config, mesh, statistic="entropy")
+        self.update: Any = train_step.jitted_update(config, mesh)
+        self.log_probs: Any = train_step.jitted_statistic(config, mesh)
+        self.collision: Any = train_step.jitted_statistic(config, mesh, statistic="collision")
+        self.entropy: Any = train_step.jitted_statistic(config, mesh, statistic="entropy")
         if config.critic is not None:
             self.critic_optimizer = critic.optimizer_config(config)
-            self.values: Any = critic.compile_values(config, mesh)
-            self.update_critic: Any = critic.compile_update(config, mesh)
+            self.values: Any = critic.jitted_values(config, mesh)
+            self.update_critic: Any = critic.jitted_update(config, mesh)
         o = config.objective
         self.needs_reference, self.needs_current = o.reads_reference, config.reads_current_log_probs
         self.needs_energy, self.needs_entropy = o.reads_energy, o.reads_entropy
         self.needs_base = self.needs_reference or config.model.lora_rank > 0  # to resume
         self.adapts_entropy = o.entropy_adaptation is not None
-        self.needs_scoring = (
+        self.needs_forward_pass = (
             self.needs_current
             or self.needs_energy
             or self.needs_entropy
@@ -152,10 +161,12 @@ class Learner:
         integer, real = (jax.ShapeDtypeStruct((), dtype) for dtype in (np.int32, np.float32))
         compiled = lambda program, *args: program.lower(*args).compile()
         try:
-            reals = [real] * (2 + self.adapts_entropy)
-            self.update = compiled(self.update, state.policy, rows, integer, *reals)
-            if self.needs_scoring:
-                self.score = compiled(self.score, state.policy.model, rows, integer)
+            coefficient = real if self.adapts_entropy else None
+            self.update = compiled(
+                self.update, state.policy, rows, integer, real, real, coefficient
+            )
+            if self.needs_forward_pass:
+                self.log_probs = compiled(self.log_probs, state.policy.model, rows, integer)
             if self.needs_energy:
                 self.collision = compiled(self.collision, state.policy.model, rows, integer)
             if self.needs_entropy:
@@ -224,17 +235,16 @@ class Learner:
             RunError: too many updates in a row had no finite gradient.
         """
         config, num_steps = self.config, self.config.train.num_steps
-        updated_steps = schedule.updated_steps
         head_start = 0 if config.critic is None else config.critic.head_start_steps
         # Steps of the policy's schedule; none of them in the critic's head start.
-        policy_step = updated_steps + 1 - head_start
+        policy_step = schedule.updated_steps + 1 - head_start
         order = np.random.default_rng([config.seed, step]).permutation(len(groups))
         samples = make_samples(config, [groups[i] for i in order], step, self.detokenize)
         baselines_R = None
         if baselines is not None:
             baselines_R = np.asarray(baselines, np.float64)[order][samples.groups_R]
         mini_batches = self._cut(samples)
-        columns, numbers = self._score(state, samples, mini_batches)
+        columns, numbers = self._forward_pass(state, samples, mini_batches)
         numbers |= metrics.staleness_metrics(samples)
         kl_M = self._reward_kl(samples, columns)
         kl_penalty_M = None if kl_M is None else schedule.reward_kl_coefficient * kl_M
@@ -252,61 +262,101 @@ class Learner:
             entropy_old = _mean(columns.entropy_M[columns.mask_M])
             numbers["policy/entropy_old"] = entropy_old
             numbers["policy/entropy_coefficient"] = schedule.entropy_coefficient
-        bonus = self._entropy_bonus(schedule.entropy_coefficient, entropy_old)
-        policy, value_model = state
-        rate = learning_rate(config.optimizer, max(1, policy_step), num_steps - head_start)
-        results, critic_results, kept, empty = [], [], 0, 0
-        for number, batch in enumerate(mini_batches):
-            random = named_generator("clip-cov", config.seed, step, number)
-            rows, denominator = self._finish(policy, samples, batch, columns, random)
-            tokens = int(rows.mask_BT.sum())
-            kept += tokens
-            if not tokens:
-                empty += 1
-                continue
-            on_mesh, n = self._micro_batches(rows)
-            if value_model is not None:
-                critic_rate = learning_rate(self.critic_optimizer, updated_steps + 1, num_steps)
-                value_model, result = self.update_critic(
-                    value_model, on_mesh, n, denominator, np.float32(critic_rate)
-                )
-                critic_results.append(result)
-            if policy_step > 0:
-                policy, result = self.update(
-                    policy, on_mesh, n, denominator, np.float32(rate), *bonus
-                )
-                results.append(result)
-        self._check_skipped([*results, *critic_results], step)
-        numbers = metrics.update_metrics(results) | numbers | metrics.critic_metrics(critic_results)
-        numbers["optimizer/learning_rate"] = rate if results else 0.0
-        numbers["optimizer/empty_updates"] = empty
+
+        rate = critic_rate = None
+        if policy_step > 0:
+            rate = learning_rate(config.optimizer, policy_step, num_steps - head_start)
+        if state.critic is not None:
+            critic_rate = learning_rate(
+                self.critic_optimizer, schedule.updated_steps + 1, num_steps
+            )
+        state, updates = self._update_each(
+            state,
+            samples,
+            mini_batches,
+            columns,
+            step,
+            rate=rate,
+            critic_rate=critic_rate,
+            entropy_coefficient=self._entropy_coefficient(schedule, entropy_old),
+        )
+        results = [*updates.policy, *updates.critic]
+        self._check_skipped(results, step)
+        has_mismatch = config.rollout.log_prob_source == "rollout"
+        numbers |= metrics.update_metrics(updates.policy, has_mismatch=has_mismatch)
+        numbers |= metrics.critic_metrics(updates.critic)
+        numbers["optimizer/learning_rate"] = rate if rate and updates.policy else 0.0
+        numbers["optimizer/empty_updates"] = updates.empty
         if config.correction is not None:
             trained = max(1, int(columns.mask_M.sum()))
-            numbers["correction/rejected_share"] = 1 - kept / trained
+            numbers["correction/rejected_share"] = 1 - updates.kept_tokens / trained
         segments = [batch.packed.rows.segments_BT for batch in mini_batches]
         padding, total = sum((s == 0).sum() for s in segments), sum(s.size for s in segments)
         numbers["batch/padding_share"] = float(padding / max(1, total))
         schedule = schedule.after(
             config.objective,
-            updated=any(not result.skipped for result in [*results, *critic_results]),
+            updated=any(not result.skipped for result in results),
             num_responses=len(samples.lengths_R),
             kl=kl if columns.mask_M.any() else None,
             entropy=entropy_old,
         )
-        return LearnerState(policy, value_model), schedule, numbers
+        return state, schedule, numbers
 
-    def _entropy_bonus(
-        self, coefficient: float, entropy_old: float | None
-    ) -> tuple[np.float32, ...]:
-        """Returns the argument that the update has where the entropy bonus adapts, else none."""
+    def _update_each(
+        self,
+        state: LearnerState,
+        samples: Samples,
+        mini_batches: Sequence[MiniBatch],
+        columns: TokenColumns,
+        step: int,
+        *,
+        rate: float | None,
+        critic_rate: float | None,
+        entropy_coefficient: np.float32 | None,
+    ) -> tuple[LearnerState, _Updates]:
+        """Updates the models on one mini-batch after another.
+
+        Args:
+            rate, critic_rate: learning rates of the policy and the critic; None: no update of it.
+            entropy_coefficient: None: the config's.
+        """
+        policy, value_model = state
+        updates = _Updates([], [])
+        for number, batch in enumerate(mini_batches):
+            random = named_generator("clip-cov", self.config.seed, step, number)
+            rows, denominator = self._finish(policy, samples, batch, columns, random)
+            tokens = int(rows.mask_BT.sum())
+            if not tokens:
+                updates = updates._replace(empty=updates.empty + 1)
+                continue
+            updates = updates._replace(kept_tokens=updates.kept_tokens + tokens)
+            on_mesh, n = self._micro_batches(rows)
+            if critic_rate is not None:
+                value_model, result = self.update_critic(
+                    value_model, on_mesh, n, denominator, np.float32(critic_rate)
+                )
+                updates.critic.append(result)
+            if rate is not None:
+                policy, result = self.update(
+                    policy, on_mesh, n, denominator, np.float32(rate), entropy_coefficient
+                )
+                updates.policy.append(result)
+        return LearnerState(policy, value_model), updates
+
+    def _entropy_coefficient(
+        self, schedule: Schedule, entropy_old: float | None
+    ) -> np.float32 | None:
+        """Returns the coefficient of the entropy bonus; None where it does not adapt."""
         adaptation = self.config.objective.entropy_adaptation
         if adaptation is None:
-            return ()
+            return None
         if entropy_old is None:
-            return (np.float32(0.0),)
+            return np.float32(0.0)
         target, _ = adaptation
-        applied = entropy.applied_entropy_coefficient(coefficient, entropy_old, target=target)
-        return (np.float32(applied),)
+        coefficient = schedule.entropy_coefficient
+        return np.float32(
+            entropy.applied_entropy_coefficient(coefficient, entropy_old, target=target)
+        )
 
     def _cut(self, samples: Samples) -> list[MiniBatch]:
         """Returns the packed mini-batches: slices, as a group's responses are adjacent."""
@@ -326,30 +376,32 @@ class Learner:
                 shards=parts_of(BATCH_AXES, self.mesh.shape),
                 share_prompts=self.config.train.share_prompts,
             )
-            scored = self._micro_batches(packed.rows) if self.needs_scoring else None
-            mini_batches.append(MiniBatch(responses, tokens, packed, scored))
+            on_device = self._micro_batches(packed.rows) if self.needs_forward_pass else None
+            mini_batches.append(MiniBatch(responses, tokens, packed, on_device))
         return mini_batches
 
-    def _score(
+    def _forward_pass(
         self, state: LearnerState, samples: Samples, mini_batches: Sequence[MiniBatch]
     ) -> tuple[TokenColumns, dict[str, float]]:
         """Returns the columns that depend on the parameters before the first update (old and
         reference log-probs, values, entropies, where needed), and the mismatch to the rollout's
         log-probs."""
 
-        def scored(program: Callable[..., jax.Array], params: Any) -> np.ndarray:
+        def forward(program: Callable[..., jax.Array], params: Any) -> np.ndarray:
             # All programs are dispatched before the first result is awaited.
             results = [program(params, *_on_device(batch)) for batch in mini_batches]
             parts = []
             for batch, result in zip(mini_batches, results):
                 parts.append(take_columns(batch.packed, to_host(result)))
-                self.doing(f"{len(parts)} of {len(mini_batches)} mini-batches scored")
+                self.doing(
+                    f"log-probs of {len(parts)} of {len(mini_batches)} mini-batches computed"
+                )
             return np.concatenate([np.zeros(0, np.float32), *parts])
 
         numbers: dict[str, float] = {}
         old_M, recomputed_M = samples.log_prob_M, None
         if self.config.rollout.log_prob_source == "recompute":
-            old_M = recomputed_M = scored(self.score, state.policy.model)
+            old_M = recomputed_M = forward(self.log_probs, state.policy.model)
             if not self.config.rollout.truncates:  # else they are of two distributions
                 numbers = metrics.mismatch_metrics(samples, recomputed_M)
                 numbers |= metrics.stale_mismatch_metrics(samples, recomputed_M)
@@ -361,18 +413,18 @@ class Learner:
         if self.needs_reference:
             assert self.reference is not None
             reference = lora.join(self.reference, state.policy.frozen)
-            found["log_prob_ref_M"] = scored(self.score, reference)
+            found["log_prob_ref_M"] = forward(self.log_probs, reference)
         if state.critic is not None:
-            found["value_old_M"] = scored(self.values, state.critic.params)
+            found["value_old_M"] = forward(self.values, state.critic.params)
         if self.needs_entropy:
-            found["entropy_M"] = scored(self.entropy, state.policy.model)
+            found["entropy_M"] = forward(self.entropy, state.policy.model)
         if self.needs_energy:
             # Both of the policy before the update, also where another one sampled a stale token.
             own_M = recomputed_M
             if own_M is None:
                 carries = self.config.rollout.carries
-                own_M = scored(self.score, state.policy.model) if carries else old_M
-            collision_M = scored(self.collision, state.policy.model)
+                own_M = forward(self.log_probs, state.policy.model) if carries else old_M
+            collision_M = forward(self.collision, state.policy.model)
             found["energy_M"] = advantages.token_energy(own_M, collision_M)
         columns = TokenColumns(
             samples.trained_M,
@@ -427,9 +479,9 @@ class Learner:
         lengths_R = samples.lengths_R[batch.responses]
         current_M = None
         if self.needs_current:
-            current = self.score(policy.model, *_on_device(batch))
+            current = self.log_probs(policy.model, *_on_device(batch))
             current_M = take_columns(batch.packed, to_host(current))
-            self.doing("updating, each mini-batch scored first")
+            self.doing("updating; the log-probs of each mini-batch are computed first")
         mine = with_corrections(
             self.config,
             columns.part(batch.tokens),
@@ -479,5 +531,5 @@ def _mean(x_n: np.ndarray) -> float:
 
 
 def _on_device(batch: MiniBatch) -> MicroBatches:
-    assert batch.scored is not None
-    return batch.scored
+    assert batch.on_device is not None
+    return batch.on_device

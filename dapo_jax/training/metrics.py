@@ -13,9 +13,14 @@ from dapo_jax.training.step import UpdateMetrics
 from dapo_jax.types import Samples
 
 
-def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, float]:
+def update_metrics(updates: Sequence[UpdateMetrics], *, has_mismatch: bool) -> dict[str, float]:
     """Returns statistics over the trained tokens of all mini-batches of a step. A skipped update is
-    counted, and excluded from the means."""
+    counted, and excluded from the means.
+
+    Args:
+        has_mismatch: whether the old log-probs are the rollout's, so that the first update compares
+            them with the trainer's.
+    """
     updates = jax.device_get(list(updates))
     taken = [u for u in updates if not u.skipped]
     metrics: dict[str, float] = {
@@ -51,9 +56,9 @@ def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, float]:
     # Only the first mini-batch is updated at the parameters that sampled its tokens.
     first = updates[0]
     sums = first.sums
-    if not first.skipped and sums.mismatch_tokens > 0:
-        metrics["rollout/log_prob_gap_mean"] = float(sums.mismatch / sums.mismatch_tokens)
-        metrics["rollout/log_prob_gap_max"] = float(first.extremes.mismatch_max)
+    if has_mismatch and not first.skipped and sums.mismatch_tokens > 0:
+        metrics["rollout/log_prob_mismatch_mean"] = float(sums.mismatch / sums.mismatch_tokens)
+        metrics["rollout/log_prob_mismatch_max"] = float(first.extremes.mismatch_max)
     return metrics
 
 
@@ -149,6 +154,6 @@ def mismatch_metrics(samples: Samples, log_prob_old_M: np.ndarray) -> dict[str, 
     fresh_R = np.bincount(samples.response_M[fresh_M], minlength=len(samples.lengths_R))
     numbers = importance_correction.mismatch(ours_M, theirs_M, fresh_R)
     return {
-        "rollout/log_prob_gap_mean": float(mismatch_M.mean()),
-        "rollout/log_prob_gap_max": float(mismatch_M.max()),
+        "rollout/log_prob_mismatch_mean": float(mismatch_M.mean()),
+        "rollout/log_prob_mismatch_max": float(mismatch_M.max()),
     } | {f"mismatch/{name}": value for name, value in numbers.items()}

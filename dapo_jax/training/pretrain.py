@@ -91,7 +91,7 @@ def make_base(
     p = config.pretrain
     assert p is not None
     rate = jax.jit(schedule(p))
-    update = supervised.compile_update(config.model, config.mesh, OPTIMIZER, mesh)
+    update = supervised.jitted_update(config.model, config.mesh, OPTIMIZER, mesh)
     params = initial_params(config.model, config.mesh, mesh, config.seed)
     state_at = step.model_state_shardings(config.model, config.mesh, OPTIMIZER, mesh)
     new_state = functools.partial(step.model_state, OPTIMIZER)

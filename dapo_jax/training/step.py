@@ -345,18 +345,18 @@ def update(
     return state, UpdateMetrics(sums, extremes, grad_norm, state.skipped)
 
 
-def compile_update(config: Config, mesh: Mesh) -> Callable[..., tuple[TrainState, UpdateMetrics]]:
-    """Returns `update` jitted for the mesh; the state is donated. Where the entropy coefficient
-    adapts it is the last argument, and else there is no such argument."""
-    return jit_update(
+def jitted_update(config: Config, mesh: Mesh) -> Callable[..., tuple[TrainState, UpdateMetrics]]:
+    """Returns `update` jitted for the mesh, with all six arguments after the config; the state is
+    donated."""
+    return jit_with_shardings(
         functools.partial(update, config, mesh=mesh),
         state_shardings(config, mesh),
         mesh,
-        num_scalars=3 + (config.objective.entropy_adaptation is not None),
+        num_scalars=4,
     )
 
 
-def jit_update(
+def jit_with_shardings(
     function: Callable[..., tuple[TrainState, Any]],
     state: TrainState,
     mesh: Mesh,
@@ -379,13 +379,13 @@ def jit_update(
     )
 
 
-def compile_scoring(
+def jitted_statistic(
     config: Config, mesh: Mesh, *, statistic: Statistic = "log_prob"
 ) -> Callable[[decoder.Params, Rows, Array], jax.Array]:
     """Returns (params, rows [A, B, T], micro-batches used) -> log-probs [A, B, T], or another
     statistic of `log_probs.TokenStatistics`, jitted for the mesh."""
     temperature, share_prompts = config.rollout.temperature, config.train.share_prompts
-    return compile_log_probs(
+    return jitted_log_probs(
         config.model,
         config.mesh,
         mesh,
@@ -395,7 +395,7 @@ def compile_scoring(
     )
 
 
-def compile_log_probs(
+def jitted_log_probs(
     model: ModelConfig,
     mesh_config: MeshConfig,
     mesh: Mesh,
@@ -404,7 +404,7 @@ def compile_log_probs(
     share_prompts: bool,
     statistic: Statistic = "log_prob",
 ) -> Callable[[decoder.Params, Rows, Array], jax.Array]:
-    """Returns `compile_scoring`'s program, for programs without the config of a run."""
+    """Returns `jitted_statistic`'s program, for programs without the config of a run."""
     layout = head_layout(model, mesh_config, mesh)
 
     def of_rows(params: decoder.Params, rows: Rows) -> jax.Array:
@@ -419,10 +419,10 @@ def compile_log_probs(
         )
         return getattr(found, f"{statistic}_BT")
 
-    return compile_map(of_rows, param_shardings(model, mesh_config, mesh), mesh)
+    return jitted_map(of_rows, param_shardings(model, mesh_config, mesh), mesh)
 
 
-def compile_map(
+def jitted_map(
     function: Callable[[Any, Rows], jax.Array], param_at: Any, mesh: Mesh
 ) -> Callable[[Any, Rows, Array], jax.Array]:
     """Returns (params, rows [A, B, T], micro-batches used) -> `function` of each micro-batch

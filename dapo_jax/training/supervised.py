@@ -97,12 +97,12 @@ def update(
     return state, SupervisedMetrics(loss, grad_norm, state.skipped)
 
 
-def compile_update(
+def jitted_update(
     model: ModelConfig, mesh_config: MeshConfig, optimizer: OptimizerConfig, mesh: Mesh
 ) -> Callable[..., tuple[TrainState, SupervisedMetrics]]:
     """Returns `update` jitted for the mesh; the state is donated."""
     layout = head_layout(model, mesh_config, mesh)
     state_at = train_step.model_state_shardings(model, mesh_config, optimizer, mesh)
-    return train_step.jit_update(
+    return train_step.jit_with_shardings(
         functools.partial(update, model, optimizer, layout=layout), state_at, mesh
     )

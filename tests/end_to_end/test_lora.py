@@ -37,7 +37,7 @@ def trained(tmp_path_factory, home):
 @pytest.mark.slow
 def test_what_samples_is_what_trains(trained):
     first, second = metrics_of(trained)[1:]
-    assert all(step["rollout/log_prob_gap_max"] < 1e-5 for step in (first, second))
+    assert all(step["rollout/log_prob_mismatch_max"] < 1e-5 for step in (first, second))
     assert first["policy/kl_ref"] < 1e-12 and second["policy/kl_ref"] > 1e-4
 
 
@@ -55,7 +55,7 @@ def test_on_several_devices_too(trained, tmp_path, home):
     """The base lies over fsdp in training and is whole in rollouts."""
     run_here(tmp_path / "run", home, devices=4, mesh__fsdp=2, mesh__tensor=2, **LORA | KL)
     steps = metrics_of(tmp_path / "run")
-    assert max(step.get("rollout/log_prob_gap_max", 0.0) for step in steps) < 1e-5
+    assert max(step.get("rollout/log_prob_mismatch_max", 0.0) for step in steps) < 1e-5
     responses = lambda workdir: [
         json.loads(line)["response"]
         for line in rollouts_of(workdir)["step_000001.jsonl"].splitlines()
@@ -69,7 +69,7 @@ def test_a_carried_run_on_int8_resumes_bit_for_bit(tmp_path, home, monkeypatch):
     settings["model__param_dtype"] = "int8"
     run_here(tmp_path / "whole", home, **settings)
     steps = metrics_of(tmp_path / "whole")
-    assert max(step.get("rollout/log_prob_gap_max", 0.0) for step in steps) < 1e-5
+    assert max(step.get("rollout/log_prob_mismatch_max", 0.0) for step in steps) < 1e-5
     with monkeypatch.context() as patch:
         stopped_in(3, 15, patch)
         assert run_here(tmp_path / "stopped", home, **settings)[0] == 15

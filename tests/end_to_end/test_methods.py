@@ -90,7 +90,7 @@ def on_policy_groups(learner, params, rng, step):
             [problem.prompt_tokens] * G, np.concatenate(tokens), lengths, config.train.row_tokens
         )
         rows, n = learner._micro_batches(packed.rows)
-        log_probs = packing.take_columns(packed, learner.score(params, rows, n))
+        log_probs = packing.take_columns(packed, learner.log_probs(params, rows, n))
         responses = tuple(
             Response(t, logp, "stop", "")
             for t, logp in zip(tokens, np.split(log_probs, np.cumsum(lengths)[:-1]))

@@ -93,7 +93,8 @@ REQUIRED_METRICS = """
     sampling/prompts_kept sampling/prompts_all_right sampling/prompts_all_wrong
     length/mean length/max length/truncated_share policy/entropy policy/token_prob
     policy/clip_high_share policy/clip_low_share policy/ratio_max policy/ratio_min policy/kl_old
-    rollout/log_prob_gap_mean rollout/log_prob_gap_max optimizer/grad_norm optimizer/learning_rate
+    rollout/log_prob_mismatch_mean rollout/log_prob_mismatch_max
+    optimizer/grad_norm optimizer/learning_rate
     batch/tokens_trained batch/padding_share time/rollout time/reward time/update time/checkpoint
     time/step perf/tokens_per_second
 """.split()
@@ -114,7 +115,7 @@ def test_every_step_with_an_update_has_every_metric(finished):
     assert trained
     for numbers in trained:
         assert not set(REQUIRED_METRICS) - set(numbers)
-        assert numbers["rollout/log_prob_gap_max"] < 1e-5
+        assert numbers["rollout/log_prob_mismatch_max"] < 1e-5
     assert ["time/evaluation" in numbers for numbers in steps] == 2 * [False, False, True]
     assert_documented(steps)
 
@@ -364,7 +365,7 @@ def test_recomputed_log_probs_reference_filter_and_stop_strings(tmp_path, home):
     }
     run_here(tmp_path / "run", home, **RUN | WITHOUT_FILTER | switches)
     steps = metrics_of(tmp_path / "run")[1:]
-    assert all(numbers["rollout/log_prob_gap_max"] < 1e-5 for numbers in steps)
+    assert all(numbers["rollout/log_prob_mismatch_max"] < 1e-5 for numbers in steps)
     assert all(numbers["policy/kl_ref"] > 0 for numbers in steps)
     assert all(numbers["optimizer/updates"] == 2 for numbers in steps)
     texts = rollouts_of(tmp_path / "run").values()
@@ -439,7 +440,7 @@ def test_thinking_is_ended_in_training_and_evaluation(tmp_path, home, monkeypatc
         lengths = [len(r.tokens) for r in responses]
         assert step["length/mean"] == pytest.approx(np.mean(lengths))
         assert step["batch/tokens_trained"] == sum(lengths) - sum(given)
-    assert steps[0]["rollout/log_prob_gap_max"] < 1e-5
+    assert steps[0]["rollout/log_prob_mismatch_max"] < 1e-5
     assert steps[1]["carry/tokens_continued"] > 0
     written = "".join(rollouts_of(workdir, "heldout").values())
     heldout = [json.loads(line) for line in written.splitlines()]
@@ -462,7 +463,7 @@ def test_carried_responses_are_trained_on_and_a_killed_run_is_the_same(tmp_path,
     steps = metrics_of(workdir)[1:]
     assert sum(numbers["carry/tokens_continued"] for numbers in steps) > 0
     assert sum(numbers["optimizer/updates"] for numbers in steps) >= 6
-    assert max(numbers.get("rollout/log_prob_gap_max", 0.0) for numbers in steps) < 1e-5
+    assert max(numbers.get("rollout/log_prob_mismatch_max", 0.0) for numbers in steps) < 1e-5
     assert 1 <= max(numbers["carry/staleness_max"] for numbers in steps) <= 2
     assert_documented([{re.sub(r"/\d$", "/AGE", name): 0 for name in step} for step in steps])
     killed, settings = tmp_path / "killed", settings | {"evaluation__every_steps": 1}

@@ -141,7 +141,7 @@ def test_a_refusal_by_the_compiler_comes_before_the_base_is_read(directory, home
     program = mock.Mock()
     program.lower.side_effect = jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure")
     with (
-        mock.patch.object(step, "compile_update", return_value=program),
+        mock.patch.object(step, "jitted_update", return_value=program),
         mock.patch.object(base_model, "load_or_make") as read,
         pytest.raises(RunError, match="do not compile: .*RET_CHECK") as raised,
     ):

@@ -23,7 +23,7 @@ from dapo_jax.rollout.engine_config import make_engine_config
 from dapo_jax.rollout.programs import Programs, rollout_dtypes
 from dapo_jax.rollout.tiles import Tile
 from dapo_jax.setup import attention_line
-from dapo_jax.tools.bench.gap import bench_gap
+from dapo_jax.tools.bench.mismatch import bench_mismatch
 from dapo_jax.tools.bench.shapes import Shape
 from dapo_jax.types import Problem, RunError, UserError
 from tests.support import engines
@@ -338,10 +338,10 @@ SHAPE = Shape(2, 32, 4, 2, 48, 64, "float32", 3, 4, 12, 20, "uniform", 0, 8, 8, 
 
 @pytest.mark.slow
 def test_the_gap_between_rollout_and_trainer():
-    found = bench_gap(SHAPE)
-    assert found["gap_mean"] < 1e-6 and found["gap_max"] < 1e-5
+    found = bench_mismatch(SHAPE)
+    assert found["mismatch_mean"] < 1e-6 and found["mismatch_max"] < 1e-5
     assert found["tokens"] == 3 * 4 * 20
-    assert 0 < found["gap_mean"] <= found["gap_p99"] <= found["gap_max"]
+    assert 0 < found["mismatch_mean"] <= found["mismatch_p99"] <= found["mismatch_max"]
 
 
 def choose(wanted, platform, page_tokens=32, heads_parts=1, **model):

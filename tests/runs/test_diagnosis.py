@@ -20,7 +20,7 @@ HEALTHY = {
     "share/all_wrong": (0.5, 0.2),
     "policy/clip_high_share": (0.01, 0.01),
     "policy/clip_low_share": (0.01, 0.01),
-    "rollout/log_prob_gap_mean": (0.01, 0.012),
+    "rollout/log_prob_mismatch_mean": (0.01, 0.012),
     "optimizer/skipped_updates": (0.0, 0.0),
     "sampling/prompts_tried": (20.0, 20.0),
     "sampling/scorer_faults": (0.0, 0.0),
@@ -80,8 +80,8 @@ FAULTS = {
         dict(policy__clip_high_share=(0.0, 0.2), policy__clip_low_share=(0.0, 0.09)),
     ),
     "rollout and trainer disagree": (
-        dict(rollout__log_prob_gap_mean=(0.01, 0.06)),
-        dict(rollout__log_prob_gap_mean=(0.06, 0.04)),
+        dict(rollout__log_prob_mismatch_mean=(0.01, 0.06)),
+        dict(rollout__log_prob_mismatch_mean=(0.06, 0.04)),
     ),
     "updates were skipped": (
         dict(optimizer__skipped_updates=(1.0, 0.0)),

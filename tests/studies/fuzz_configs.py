@@ -51,7 +51,7 @@ ONE_STEP = {
     "log__rollouts_per_step": 100_000,
 }
 # Metrics of the computation, or of timing.
-MAY_DIFFER = ("batch/padding_share", "rollout/log_prob_gap", "mismatch/")
+MAY_DIFFER = ("batch/padding_share", "rollout/log_prob_mismatch", "mismatch/")
 
 
 def learned(rng: random.Random) -> dict[str, Any]:

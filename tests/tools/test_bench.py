@@ -90,7 +90,7 @@ def test_long_tailed_lengths_are_as_stated(longest):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ("", "Known are rollout, gap, train, step; got"),
+        ("", "Known are rollout, mismatch, train, step; got"),
         ("walk", "got 'walk'"),
         ("rollout --lengths=short", "--lengths must be uniform or longtail"),
         ("rollout --heads=3", r"--heads \(3\) must divide --width \(256\)"),
@@ -98,8 +98,8 @@ def test_long_tailed_lengths_are_as_stated(longest):
         ("rollout --slots=-1", "--slots must be 0 or more; got -1"),
         ("rollout --vocab=1", "--vocab must be 2 or more.*got 1"),
         ("rollout --top_p=0", "--top_p must be above 0 and at most 1; got 0"),
-        ("gap --temperature=0", "--temperature must be above 0"),
-        ("gap --temperature=-1", "--temperature must be 0 or more; got -1"),
+        ("mismatch --temperature=0", "--temperature must be above 0"),
+        ("mismatch --temperature=-1", "--temperature must be 0 or more; got -1"),
         ("train --heads=256 --kv_heads=256", r"--heads \(256\) must be even .*; got 1"),
         ("rollout --lengths=longtail --gen_len=1", "--lengths=longtail .*got 1 .*--gen_len"),
         ("train --lengths=longtail --row_len=35", "--lengths=longtail .*got 3 .*--row_len"),

@@ -72,8 +72,8 @@ def test_tokens_of_several_policies_have_their_own_lag():
     assert samples.staleness_M.tolist() == [0, 0, 0, 2, 1, 0, 0]
     off = np.array([0.0, 0.0, 0.25, 8.0, 8.0, 0.5, 0.0])
     numbers = metrics.mismatch_metrics(samples, samples.log_prob_M + off)
-    assert numbers["rollout/log_prob_gap_max"] == 0.5
-    assert numbers["rollout/log_prob_gap_mean"] == pytest.approx(0.75 / 5)
+    assert numbers["rollout/log_prob_mismatch_max"] == 0.5
+    assert numbers["rollout/log_prob_mismatch_mean"] == pytest.approx(0.75 / 5)
     assert numbers["mismatch/kl"] == pytest.approx(-0.75 / 5)
 
 

@@ -21,10 +21,10 @@ def update(tokens, ratio):
 def test_a_step_without_a_token_to_train_has_no_extremes():
     """All responses were cut, say. Anything infinite would end the run."""
     nothing = update(0, np.float32(-np.inf))
-    numbers = metrics.update_metrics([nothing, nothing])
+    numbers = metrics.update_metrics([nothing, nothing], has_mismatch=True)
     assert numbers["batch/tokens_trained"] == 0 and "policy/ratio_max" not in numbers
     assert np.isfinite(list(numbers.values())).all()
-    numbers = metrics.update_metrics([nothing, update(5, np.float32(1.25))])
+    numbers = metrics.update_metrics([nothing, update(5, np.float32(1.25))], has_mismatch=True)
     assert numbers["policy/ratio_max"] == numbers["policy/ratio_min"] == 1.25
     assert jax.tree.all(jax.tree.map(np.isfinite, numbers))
 
@@ -33,7 +33,7 @@ def test_the_probability_of_clipped_tokens_is_a_mean_over_them_alone():
     step = update(100, np.float32(1.0))
     few = step._replace(sums=step.sums._replace(clip_high=np.float32(4), clip_high_prob=0.5))
     more = step._replace(sums=step.sums._replace(clip_high=np.float32(6), clip_high_prob=1.0))
-    numbers = metrics.update_metrics([few, more])
+    numbers = metrics.update_metrics([few, more], has_mismatch=True)
     assert numbers["policy/clip_high_prob"] == pytest.approx(0.15)
     assert "policy/clip_low_prob" not in numbers and "policy/clip_dual_prob" not in numbers
 

@@ -54,8 +54,8 @@ def compiled_update(config, mesh, tokens=22):
         rows = packing.to_micro_batches(
             packing.empty_rows(16, tokens), rows_per_micro_batch=8, num_micro_batches=2
         )
-        program = step.compile_update(config, mesh)
-        return program.lower(state, rows, np.int32(2), np.float32(1), np.float32(1)).compile()
+        program = step.jitted_update(config, mesh)
+        return program.lower(state, rows, np.int32(2), np.float32(1), np.float32(1), None).compile()
 
 
 def test_state_comes_and_goes_where_the_rules_put_it(compiled, mesh):

@@ -205,7 +205,9 @@ def test_eight_devices_give_what_one_gives(params, samples, sizes, vocab, share_
         mesh = make_mesh(config, int(np.prod(shape)))
         host = jax.device_get(train_step.init_state(config, params))  # the update donates its state
         state = jax.device_put(host, train_step.state_shardings(config, mesh))
-        state, result = train_step.compile_update(config, mesh)(state, rows, n, W, np.float32(1e-3))
+        state, result = train_step.jitted_update(config, mesh)(
+            state, rows, n, W, np.float32(1e-3), None
+        )
         results.append(jax.device_get((state, result)))
         q, (_, *split) = state.params["layers"]["q"], shape
         assert q.addressable_shards[0].data.size == q.size // np.prod(split)

@@ -31,8 +31,8 @@ def products_of_an_update(dtype):
     rows = packing.to_micro_batches(
         packing.empty_rows(16, 22), rows_per_micro_batch=8, num_micro_batches=2
     )
-    lowered = step.compile_update(config, make_mesh(config, 1)).lower(
-        state, rows, np.int32(2), np.float32(1), np.float32(1)
+    lowered = step.jitted_update(config, make_mesh(config, 1)).lower(
+        state, rows, np.int32(2), np.float32(1), np.float32(1), None
     )
     return re.findall(r".* stablehlo.dot_general .*", lowered.as_text())
 

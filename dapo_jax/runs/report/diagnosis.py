@@ -24,7 +24,7 @@ TRUNCATED_LEFT = 0.5  # last over first share
 NO_SIGNAL = 0.8  # share of sampled prompts
 WORSE = 0.2  # a rise of the share that is all wrong
 CLIPPED = 0.3  # share of trained tokens
-LOG_PROB_GAP = 0.05  # nats per token
+LOG_PROB_MISMATCH = 0.05  # nats per token
 SCORER_FAULTS = 0.01  # share of sampled responses
 FLAT = 0.1  # a relative change below it is none
 
@@ -140,7 +140,7 @@ def _entropy_exploded(run: Run) -> Finding | None:
         f"Entropy rose {_from_to(entropy)} nats per token, and accuracy went "
         f"{_percent(accuracy)}: responses become noise.",
         "a lower optimizer.learning_rate or objective.clip_high, no entropy bonus; see whether "
-        "rollout/log_prob_gap_mean is small.",
+        "rollout/log_prob_mismatch_mean is small.",
     )
 
 
@@ -231,13 +231,13 @@ def _clipped_often(run: Run) -> Finding | None:
 
 
 def _policies_apart(run: Run) -> Finding | None:
-    gap = change(run, "rollout/log_prob_gap_mean")
-    if gap is None or gap.last < LOG_PROB_GAP:
+    mismatch = change(run, "rollout/log_prob_mismatch_mean")
+    if mismatch is None or mismatch.last < LOG_PROB_MISMATCH:
         return None
     return Finding(
         "rollout and trainer disagree",
-        f"Log-probs of the same tokens under the same parameters differ by {gap.last:.3f} nats on "
-        "average.",
+        "Log-probs of the same tokens under the same parameters differ by "
+        f"{mismatch.last:.3f} nats on average.",
         'rollout.log_prob_source="recompute", correction.importance=("token", None, 2.0); float32.',
     )
 

@@ -20,7 +20,7 @@ from dapo_jax.models.sharding import fitting, make_mesh
 from dapo_jax.rollout import kernels as rollout_kernels
 from dapo_jax.rollout import paged, sampling
 from dapo_jax.rollout.engine import DecoderEngine
-from dapo_jax.tools.bench import Shape, bench_gap
+from dapo_jax.tools.bench import Shape, bench_mismatch
 from dapo_jax.tools.bench.shapes import bench_engine, bench_model
 from dapo_jax.tools.check.findings import Check, Result
 from dapo_jax.tools.check.machine import DECODING_BYTES, MODELS, Machine
@@ -28,7 +28,7 @@ from dapo_jax.utils.precision import multiply_in
 
 # Largest difference over the largest value, of one program in this dtype.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
-GAP = {"float32": 1e-4, "bfloat16": 0.03}  # nats a token, the mean
+MISMATCH = {"float32": 1e-4, "bfloat16": 0.03}  # nats a token, the mean
 POOL_SHARE = 0.4  # of the memory
 PAGE_TOKENS, MOST_TOKENS = 32, 4096
 # The first two steps of configs/tiny_dapo.py with these changes, on a CPU: see `_tiny_run`.
@@ -58,7 +58,7 @@ def checks(machine: Machine, base: dict[str, Any]) -> dict[str, Check]:
     found["sampling"] = _sampling
     found["paged attention"] = lambda: _paged_attention(machine)
     found |= {
-        f"gap of rollout and trainer, {d}": lambda d=d: _gap(machine, d)
+        f"mismatch of rollout and trainer, {d}": lambda d=d: _mismatch(machine, d)
         for d in ("bfloat16", "float32")
     }
     found["tiny run"] = lambda: _tiny_run(base)
@@ -233,14 +233,17 @@ def _paged_attention(machine: Machine) -> Result:
     return Result(verdict, text + (f"; {passed}" if passed else ""), apart)
 
 
-def _gap(machine: Machine, dtype: str) -> Result:
+def _mismatch(machine: Machine, dtype: str) -> Result:
     """Log-probs of sampled tokens by the rollout and by the trainer."""
     model = MODELS["small"] if machine.is_cpu else (4, 512, 4, 2, 1024, 4096)
-    found = bench_gap(_shape((*model, dtype)))
-    text = f"{found['gap_mean']:.1e} nats a token in the mean, {found['gap_max']:.1e} at most"
-    verdict = "ok" if found["gap_mean"] <= GAP[dtype] else "wrong"
-    figures = {name: found[name] for name in ("gap_mean", "gap_p99", "gap_max", "tokens")}
-    return Result(verdict, f"{text}; tolerance {GAP[dtype]:.0e}", figures)
+    found = bench_mismatch(_shape((*model, dtype)))
+    mean, largest = found["mismatch_mean"], found["mismatch_max"]
+    text = f"{mean:.1e} nats a token in the mean, {largest:.1e} at most"
+    verdict = "ok" if mean <= MISMATCH[dtype] else "wrong"
+    figures = {
+        name: found[name] for name in ("mismatch_mean", "mismatch_p99", "mismatch_max", "tokens")
+    }
+    return Result(verdict, f"{text}; tolerance {MISMATCH[dtype]:.0e}", figures)
 
 
 def _shape(model: tuple) -> Shape:

@@ -128,12 +128,12 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
         return Program(lower, besides, argument_bytes + sum(held[name] for name in own))
 
     own = tuple(name for name in held if name.endswith("parameters"))
-    update: Any = step.compile_update(config, mesh)
-    reals = [real] * (2 + (config.objective.entropy_adaptation is not None))
-    score: Any = step.compile_scoring(config, mesh)
+    update: Any = step.jitted_update(config, mesh)
+    entropy_coefficient = None if config.objective.entropy_adaptation is None else real
+    score: Any = step.jitted_statistic(config, mesh)
     found = {
         "train": program(
-            lambda: update.lower(state, rows_ABT, integer, *reals),
+            lambda: update.lower(state, rows_ABT, integer, real, real, entropy_coefficient),
             ("optimiser state", *own),
             rows,
         ),
@@ -152,8 +152,8 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
             lambda: engine.lower(here, "weights", engine_config.params.mode), own
         )
     if config.critic is not None:
-        change: Any = critic.compile_update(config, mesh)
-        value: Any = critic.compile_values(config, mesh)
+        change: Any = critic.jitted_update(config, mesh)
+        value: Any = critic.jitted_values(config, mesh)
         values = jax.eval_shape(functools.partial(critic.init_state, config), params)
         found["critic_train"] = program(
             lambda: change.lower(values, rows_ABT, integer, real, real),

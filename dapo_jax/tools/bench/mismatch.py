@@ -19,7 +19,7 @@ from dapo_jax.types import UserError
 GSPO_LOW, GSPO_HIGH = 3e-4, 4e-4  # clip bounds of arXiv:2507.18071, section 5.1
 
 
-def bench_gap(shape: Shape) -> dict[str, Any]:
+def bench_mismatch(shape: Shape) -> dict[str, Any]:
     """Returns |log p_rollout - log p_trainer| over all response tokens in nats (mean, 99th
     percentile, max), the mean signed difference, and the share of responses that GSPO would clip.
 
@@ -53,25 +53,29 @@ def bench_gap(shape: Shape) -> dict[str, Any]:
         np.array([len(r.tokens) for r in flat]),
         2 * (shape.prompt_len + shape.gen_len),
     )
-    score = jax.jit(functools.partial(log_probs.row_statistics, c, temperature=shape.temperature))
-    scored = lambda params: packing.take_columns(packed, score(params, packed.rows).log_prob_BT)
-    trainers_N = scored(params)
-    unmoved_N, moved_N = (scored(_with_norms(params, moved)) for moved in (0.0, 1e-7))
+    statistics = jax.jit(
+        functools.partial(log_probs.row_statistics, c, temperature=shape.temperature)
+    )
+    log_probs_of = lambda params: packing.take_columns(
+        packed, statistics(params, packed.rows).log_prob_BT
+    )
+    trainers_N = log_probs_of(params)
+    unmoved_N, moved_N = (log_probs_of(_with_norms(params, moved)) for moved in (0.0, 1e-7))
     rollouts_N = np.concatenate([r.log_probs for r in flat])
-    gap_N = np.abs(rollouts_N - trainers_N)
+    mismatch_N = np.abs(rollouts_N - trainers_N)
     # GSPO's ratio at the parameters that sampled. Within one program it would be 1.
     ends = np.cumsum([len(r.tokens) for r in flat])[:-1]
     means_R = np.array([x.mean() for x in np.split(trainers_N - rollouts_N, ends)])
     outside_R = (np.exp(means_R) < 1 - GSPO_LOW) | (np.exp(means_R) > 1 + GSPO_HIGH)
     return {
-        "gap_mean": float(gap_N.mean()),
-        "gap_p99": float(np.quantile(gap_N, 0.99)),
-        "gap_max": float(gap_N.max()),
+        "mismatch_mean": float(mismatch_N.mean()),
+        "mismatch_p99": float(np.quantile(mismatch_N, 0.99)),
+        "mismatch_max": float(mismatch_N.max()),
         "gspo_outside_share": float(outside_R.mean()),
         "difference_mean": float((rollouts_N - trainers_N).mean()),
         "sensitivity_mean": float(np.abs(moved_N - unmoved_N).mean()),
         "log_prob_mean": float(rollouts_N.mean()),
-        "tokens": len(gap_N),
+        "tokens": len(mismatch_N),
         "device": jax.devices()[0].device_kind,
         "shape": shape._asdict(),
     }
