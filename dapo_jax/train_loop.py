@@ -155,6 +155,8 @@ class TrainLoop:
         run = self.stage.components
         telemetry.phase("looking for a checkpoint")
         restored, base, base_seconds = self._restore(), None, 0.0
+        if restored is None:
+            self.directory.check_never_saved(self.checkpoints.directory)
         if restored is None or run.learner.needs_base:
             telemetry.phase("loading or making the base model")
             check_stop = telemetry.watchdog.moving(self.signals.check_together)

@@ -20,10 +20,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit status: 0 done, 2 the user's mistake, 1 a failure, 130 Ctrl-C."""
+    """Returns the exit status: 0 done, 2 the user's mistake, 1 a failure, 128 + n a signal n."""
     sys.path.insert(0, str(ROOT))
     from dapo_jax.config.cli import fail, load_config, parse_flags
-    from dapo_jax.types import UserError
+    from dapo_jax.types import StopRequested, UserError
 
     try:
         flags = parse_flags(
@@ -51,9 +51,9 @@ def main(argv: list[str]) -> int:
         more = [f"--model={model}"] if model else []
         run_all(config, rows, seeds, workdir, flags["processes"], more)
         print(write_table(rows, seeds, workdir))
-    except KeyboardInterrupt:  # the runs get the signal too: they save and stop
+    except (KeyboardInterrupt, StopRequested) as stop:  # the runs get it too: they save and stop
         print("stopped; the same command resumes", file=sys.stderr)
-        return 128 + 2
+        return 128 + (2 if isinstance(stop, KeyboardInterrupt) else 15)
     except Exception as error:
         return fail(error)
     return 0

@@ -33,8 +33,11 @@ def main(argv: list[str]) -> int:
             switches=("adapter",),
         )
         from dapo_jax.tools.export import export
+        from dapo_jax.types import UserError
         from dapo_jax.utils import hf_hub
 
+        if flags["step"] < -1:
+            raise UserError(f"--step must be 0 or more; got {flags['step']}.")
         if flags["push_to_hub"]:
             hf_hub.check_upload(flags["push_to_hub"])
         place = lambda name: Path(flags[name]).expanduser().resolve()

@@ -284,9 +284,10 @@ def fail(error: Exception) -> int:
         The exit status: 2 for the user's mistakes, EXIT_RESTART for faults of devices and storage
         that a new start may not meet, 1 otherwise.
     """
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        full = "disk" if error.errno == errno.ENOSPC else "quota"
         error = RunError(
-            f"the disk is full ({error.filename or 'while writing to --workdir'}). "
+            f"the {full} is full ({error.filename or 'while writing to --workdir'}). "
             "Checkpoints saved before are intact: free some space and start the same command."
         )
     if isinstance(error, UserError | RunError):

@@ -105,6 +105,8 @@ class Checkpoints:
         timeout = max(LEAST_TIMEOUT_SECONDS, math.ceil(num_bytes / FLOOR_BYTES_PER_SECOND))
         options = ocp.CheckpointManagerOptions(
             preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
+            # The policy above decides; orbax stores accuracies only where there is this too.
+            best_fn=lambda metrics: metrics["accuracy"],
             cleanup_tmp_directories=True,
             async_options=ocp.options.AsyncOptions(timeout_secs=timeout),
         )

@@ -126,10 +126,12 @@ def is_damage(error: Exception) -> bool:
 
 
 def is_disk_full(error: Exception) -> bool:
-    """Returns whether a write failed for lack of space; tensorstore says so in text alone."""
+    """Returns whether a write failed for lack of space, of the disk or of the user's quota;
+    tensorstore says so in text alone."""
+    texts = ("No space left on device", "Disk quota exceeded")
     return any(
-        (isinstance(cause, OSError) and cause.errno == errno.ENOSPC)
-        or "No space left on device" in str(cause)
+        (isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT))
+        or any(text in str(cause) for text in texts)
         for cause in causes(error)
     )
 

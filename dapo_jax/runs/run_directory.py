@@ -11,19 +11,23 @@ heldout/step_*.jsonl     the first response to a few held-out problems, at each 
 tokenizer/               in Hugging Face format
 base/, checkpoints/      see `dapo_jax.training.base_model` and `dapo_jax.runs.checkpoint`
 summary.json             at the end
+lock                     held by the process that trains here
 report.html, report.png  the page of plots
 profile/step_*/          traces of config.log.profile_steps, see `dapo_jax.utils.profiling`
 """
 
 import dataclasses
+import fcntl
 import importlib.metadata
 import json
 import math
 import os
 import platform
 import shlex
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +48,7 @@ MAY_CHANGE = (
     "reward.workers",
     "rollout.watchdog_",
 )
+LOCK_SECONDS = 120.0  # that a start waits for the process that trains in the directory
 HELDOUT_PROBLEMS = 8  # with a response in each file of heldout/
 UNREADABLE = (OSError, ValueError, LookupError, TypeError)  # errors of `read_config`
 
@@ -78,7 +83,7 @@ class RunDirectory:
 
     Raises:
         UserError: it is not writable, belongs to a run with another config, or is past the last
-            step of this one; or a tracker is not installed.
+            step of this one; another process trains in it; or a tracker is not installed.
     """
 
     def __init__(
@@ -103,13 +108,40 @@ class RunDirectory:
                 f"--workdir={path} cannot be written to: {error.strerror}. Choose another "
                 "directory or mend its permissions."
             ) from error
-        file = path / "config.json"
-        if file.exists():
-            _check_resumes(file, config)
-        write_atomically(file, json.dumps(_frozen_config(config), indent=1))
+        self._lock: int | None = _lock(path, say)
+        try:
+            file = path / "config.json"
+            if file.exists():
+                _check_resumes(file, config)
+            write_atomically(file, json.dumps(_frozen_config(config), indent=1))
+        except BaseException:
+            self._unlock()
+            raise
         self._metrics, self._pass_rates = path / "metrics.jsonl", path / "pass_rates.jsonl"
         self._trackers: list[trackers.Tracker] | None = None
         self._tables: dict[str, list[dict[str, Any]]] = {}  # of the step that is not logged yet
+
+    def check_never_saved(self, checkpoints: Any) -> None:
+        """Checks that a run may start from its base model: it is new, or was stopped before its
+        first checkpoint was complete.
+
+        Args:
+            checkpoints: the place where none was found.
+
+        Raises:
+            UserError: the directory holds a run that has saved checkpoints.
+        """
+        if not self.writes:
+            return
+        last = max(_steps(self.path), default=0)
+        # After two intervals the first checkpoint is complete, or the run has ended with an error.
+        if last > 2 * self._config.checkpoint.every_steps or (self.path / "summary.json").exists():
+            raise UserError(
+                f"{self.path} has the metrics of a run up to step {last}, and {checkpoints} has no "
+                "checkpoint of it. Mount or restore that place, mend "
+                "config.checkpoint.directory, or choose another --workdir. To train from the start "
+                "in this one, delete its metrics.jsonl and summary.json."
+            )
 
     def rewind(self, step: int) -> None:
         """Deletes metrics and responses after `step`, which a resumed run repeats, and opens the
@@ -233,6 +265,44 @@ class RunDirectory:
         if self.writes:
             trackers.close_trackers(self._trackers or ())
             self._trackers = None
+            self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _lock(path: Path, say: Callable[[str], None]) -> int:
+    """Returns the lock of a run directory: a file descriptor, which holds it until it is closed or
+    the process ends. Waits for another process, which may be about to end.
+
+    Raises:
+        UserError: another process trains in the directory.
+    """
+    file = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    until, waits = time.monotonic() + LOCK_SECONDS, False
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            holder = os.pread(file, 1000, 0).decode(errors="replace") or "unknown"
+            if time.monotonic() > until:
+                os.close(file)
+                raise UserError(
+                    f"another process trains in {path}: {holder}. Stop it, or choose another "
+                    "--workdir."
+                ) from error
+            if not waits:
+                say(f"another process trains in {path}: {holder}; waiting for its end")
+            waits = True
+            time.sleep(min(1.0, LOCK_SECONDS))
+            continue
+        except OSError:  # a file system without locks
+            pass
+        os.ftruncate(file, 0)
+        os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        return file
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -288,7 +358,7 @@ def _check_resumes(file: Path, config: Config) -> None:
             f"{file} cannot be read ({error}). If this directory holds a run, restore that file; "
             "otherwise choose another --workdir."
         ) from error
-    steps, saved = _steps(path), _saved_steps(path, old)
+    steps, saved = _steps(path), saved_steps(path, old)
     if not (steps or saved or (path / "base").exists()):
         return  # nothing ran, perhaps for a mistake in the config that is mended now
     # The run resumes from its last checkpoint and repeats later steps.
@@ -313,7 +383,7 @@ def _steps(path: Path) -> list[int]:
     return [int(step) for step in map(_step_of, lines) if step < math.inf]
 
 
-def _saved_steps(path: Path, config: Mapping[str, Any]) -> list[int]:
+def saved_steps(path: Path, config: Mapping[str, Any]) -> list[int]:
     """Returns the steps with a checkpoint on disk. Those in a bucket are checked when restored."""
     place = Path(checkpoints(path, config)).expanduser()
     names = [entry.name for entry in place.iterdir()] if place.is_dir() else []

@@ -63,21 +63,63 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Events in tensorboard/, scalars alone. Steps that are repeated replace the earlier ones."""
+    """Events in tensorboard/, scalars alone. Steps that are repeated replace the earlier ones.
+
+    Written at once: tensorboardX's own writer has a thread, and waits for it for ever once it has
+    died of an error.
+
+    Args:
+        say: prints a line.
+    """
+
+    def __init__(self, say: Callable[[str], None]):
+        self.say = say
+        self.events: Any = None  # the file; None after an error
 
     def start(self, run: TrackedRun) -> int:
-        import tensorboardX  # here, because it takes a second to load
+        # Here, because they take a second to load.
+        from tensorboardX import summary
+        from tensorboardX.event_file_writer import EventsWriter
 
-        place = str(Path(run.directory, "tensorboard"))
-        self.events = tensorboardX.SummaryWriter(place, purge_step=run.step + 1, flush_secs=10)
+        proto: Any = importlib.import_module("tensorboardX.proto.event_pb2")
+        self._event = lambda step, **of: proto.Event(wall_time=time.time(), step=step, **of)
+        self._scalar = summary.scalar
+        with self._reported():
+            place = Path(run.directory, "tensorboard")
+            place.mkdir(exist_ok=True)
+            self.events = EventsWriter(str(place / "events"), f".{run.step + 1}")
+            # TensorBoard drops what it has from this step on.
+            start = proto.SessionLog(status=proto.SessionLog.START)
+            self.events.write_event(self._event(run.step + 1, session_log=start))
+            self.events.flush()
         return run.step
 
     def log(self, step: int, metrics: Mapping[str, float], tables: Tables) -> None:
-        for name, value in metrics.items():
-            self.events.add_scalar(name, value, step)
+        with self._reported():
+            if self.events is not None:
+                for name, value in metrics.items():
+                    event = self._event(step, summary=self._scalar(name, value))
+                    self.events.write_event(event)
+                self.events.flush()
 
     def close(self) -> None:
-        self.events.close()
+        with self._reported():
+            if self.events is not None:
+                self.events.close()
+
+    @contextlib.contextmanager
+    def _reported(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            events, self.events = self.events, None
+            if events is not None:
+                with contextlib.suppress(OSError):
+                    events.close()
+            self.say(
+                f"  warning: log.trackers: tensorboard failed: {error}; it is switched off, the "
+                "run continues, metrics.jsonl has everything"
+            )
 
 
 class WandB:
@@ -264,7 +306,7 @@ def open_trackers(
 ) -> list[Tracker]:
     """Returns the trackers of these names, started."""
     trackers: list[Tracker] = [
-        TensorBoard() if name == "tensorboard" else Isolated(name, say) for name in names
+        TensorBoard(say) if name == "tensorboard" else Isolated(name, say) for name in names
     ]
     for tracker in trackers:
         tracker.start(run)

@@ -1,10 +1,12 @@
 """An ablation: one run for each row and seed, a table with intervals over seeds, and a figure."""
 
+import contextlib
 import csv
 import dataclasses
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
+from types import FrameType
 from typing import NamedTuple
 
 from dapo_jax.config import Config
@@ -19,7 +22,7 @@ from dapo_jax.config.cli import definitions
 from dapo_jax.runs import run_directory
 from dapo_jax.runs.report.data import Method, Run, load_runs
 from dapo_jax.runs.report.plots import COLOURS, GREY, label_axis, new_figure, to_png
-from dapo_jax.types import RunError, UserError
+from dapo_jax.types import RunError, StopRequested, UserError
 from dapo_jax.utils.bootstrap import bootstrap_interval, paired_bootstrap_interval
 from dapo_jax.utils.progress import duration
 
@@ -112,6 +115,13 @@ def check_done(configs: Mapping[str, Config], seeds: Sequence[int], workdir: Pat
                 raise UserError(f"{directory} holds no run: {error}.") from error
             config = dataclasses.replace(config, seed=seed)
             run_directory.check_same(old, config, directory, config.train.num_steps)
+            done = old["train"]["num_steps"]
+            if done != config.train.num_steps:
+                raise UserError(
+                    f"{directory} holds a finished run of {done} steps, and config.train.num_steps "
+                    f"is {config.train.num_steps}. Choose another --workdir; or delete its "
+                    "summary.json, and the same command resumes it where that is more."
+                )
 
 
 def run_all(
@@ -131,6 +141,7 @@ def run_all(
 
     Raises:
         RunError: a run failed; finished runs are kept, and the same call resumes.
+        StopRequested: SIGTERM came; it was sent to the runs too.
     """
     jobs = [(row, seed) for seed in seeds for row in rows]
     count = len(jobs)
@@ -157,7 +168,13 @@ def _run_jobs(
 ) -> None:
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     shares = [cores[i::processes] for i in range(processes)]
-    started, failed = time.monotonic(), []
+    started, failed, running = time.monotonic(), [], set[subprocess.Popen]()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for process in list(running):
+            process.terminate()  # it saves and stops; Ctrl-C comes to it by itself
+        failed.append(workdir)  # no other run begins
+        raise StopRequested
 
     def run(job: tuple[str, int]) -> None:
         if failed:
@@ -168,13 +185,20 @@ def _run_jobs(
         command += [f"--workdir={directory}", f"--config.seed={job[1]}", *flags]
         with (directory / "log.txt").open("a") as log:
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            running.add(process)
+            if failed:  # it began as the signal came
+                process.terminate()
             if share:
                 os.sched_setaffinity(process.pid, share)
             if process.wait():
                 failed.append(directory / "log.txt")
+            running.discard(process)
         shares.append(share)
 
-    with ThreadPoolExecutor(processes) as pool:
+    before = signal.signal(signal.SIGTERM, stop)
+    with contextlib.ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGTERM, before)
+        pool = stack.enter_context(ThreadPoolExecutor(processes))
         for done, (job, _) in enumerate(zip(jobs, pool.map(run, jobs)), 1):
             if failed:
                 break

@@ -291,6 +291,7 @@ class FineTuning:
                 state = state._replace(frozen=lora.split(self._base())[1])
             progress.say(f"resuming after step {step} of {config.train.num_steps}")
             return step, state, host
+        directory.check_never_saved(self.checkpoints.directory)
         progress.doing("loading the base model")
         make = jax.jit(new_state, out_shardings=self.state_at, donate_argnums=0)
         state = make(self._base())

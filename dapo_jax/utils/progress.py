@@ -1,5 +1,7 @@
 """Progress of a run on the terminal."""
 
+import os
+import select
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, TextIO
@@ -66,7 +68,10 @@ class Progress:
         """Prints a line."""
         self.doing("")
         if not self.quiet:
-            print(text, file=self.out, flush=True)
+            try:
+                print(text, file=self.out, flush=True)
+            except BrokenPipeError:  # `| tee`, say, which Ctrl-C has ended
+                drop_unread_output()
 
     def doing(self, text: str) -> None:
         """Shows the current phase on a terminal, until the next output."""
@@ -90,6 +95,21 @@ class Progress:
             self.say("".join(title.rjust(width) for title, width, _ in columns))
         self.lines += 1
         self.say("".join(text.rjust(max(width, len(text) + 1)) for _, width, text in columns))
+
+
+def drop_unread_output() -> None:
+    """Sends standard output and errors to nowhere if they go to a pipe that no process reads: the
+    run continues without them, and Python's own flush at the end has no error."""
+    for stream in (sys.stdout, sys.stderr):
+        poll = select.poll()
+        try:
+            poll.register(stream.fileno(), 0)
+        except (OSError, ValueError):  # not a file
+            continue
+        if poll.poll(0):  # errors alone are asked for
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
 
 
 def _cell(metrics: dict[str, Any], column: Column) -> str:

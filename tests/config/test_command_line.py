@@ -313,6 +313,7 @@ def test_grpo_is_dapo_without_its_techniques():
         (OSError(errno.ESTALE, "Stale file handle"), 75),
         (FileNotFoundError(errno.ENOENT, "No such file"), 1),
         (OSError(errno.ENOSPC, "the disk is full"), 1),
+        (OSError(errno.EDQUOT, "the quota is full"), 1),
         (RunError("the gradient was not finite"), 1),
         (CheckpointError("checkpoint 3 could not be written", restart=True), 75),
         (CheckpointError("the disk is full"), 1),

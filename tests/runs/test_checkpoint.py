@@ -73,6 +73,15 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
         assert checkpoints.restore(LIKE)[2] == {"n": 6}
 
 
+def test_the_best_is_kept_when_the_run_resumes(tmp_path):
+    for accuracies in ({0: 0.2, 1: 0.9, 2: None}, {3: 0.1, 4: None, 5: 0.3}, {6: 0.4, 7: None}):
+        with opened(tmp_path, keep_newest=2, keep_best=1) as checkpoints:
+            for step, accuracy in accuracies.items():
+                checkpoints.save(step, make_arrays(step), {}, accuracy=accuracy)
+    with opened(tmp_path) as checkpoints:
+        assert checkpoints.steps == [1, 6, 7]
+
+
 def test_arrays_are_saved_as_they_were_when_save_was_called(tmp_path):
     """The update donates them right after."""
     arrays = make_arrays(4)
@@ -169,13 +178,18 @@ def test_another_model_is_named(tmp_path):
         assert checkpoints.steps == [1]
 
 
-def test_a_full_disk_is_named_and_the_checkpoint_before_is_intact(tmp_path, monkeypatch):
+@pytest.mark.parametrize("code, text", [
+    (errno.ENOSPC, "No space left on device"), (errno.EDQUOT, "Disk quota exceeded")
+])  # fmt: skip
+def test_a_full_disk_is_named_and_the_checkpoint_before_is_intact(
+    tmp_path, monkeypatch, code, text
+):
     write(tmp_path, [1])
 
     def full(*args, **kwargs):
         # As orbax raises it: tensorstore's ValueError inside its own.
         try:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(code, text)
         except OSError as error:
             raise ValueError("RESOURCE_EXHAUSTED") from error
 

@@ -38,7 +38,7 @@ def run_of(*, heldout=HELDOUT, steps=20, **values):
         lines[-1]["step"] = step
     for step, (value, low, high) in zip((0, steps // 2, steps), heldout):
         lines[step] |= {"eval/avg@k": value, "eval/interval_low": low, "eval/interval_high": high}
-    frozen = {"config": {"rollout": {"group_size": 8}}}
+    frozen = {"config": {"rollout": {"group_size": 8}, "checkpoint": {"directory": None}}}
     return Run("a_run", Path("a_run"), 4, frozen, lines, None)
 
 
@@ -111,6 +111,17 @@ def test_certainty_and_cutting_are_no_faults_of_what_goes_well():
     """A policy that is right may be sure of it; a share that was halved is on its way down."""
     assert names(run_of(policy__entropy=(0.5, 0.01), accuracy__sampled=(0.2, 0.65))) == []
     assert names(run_of(length__truncated_share=(0.8, 0.35))) == []
+
+
+def test_the_best_step_is_advised_where_it_has_a_checkpoint(tmp_path):
+    sick, _ = FAULTS["held-out accuracy fell"]
+    run = run_of(**sick)._replace(directory=tmp_path)
+    best = max(run.steps, key=lambda numbers: numbers.get("eval/avg@k", 0.0))["step"]
+    (tmp_path / "checkpoints" / str(best + 1)).mkdir(parents=True)
+    advice = lambda: diagnosis.diagnose(run)[0].remedy
+    assert best > 0 and "checkpoint" not in advice()
+    (tmp_path / "checkpoints" / str(best)).mkdir()
+    assert advice().startswith(f"the checkpoint of step {best}; ")
 
 
 def test_problems_without_a_signal_are_too_easy_or_too_hard():

@@ -245,6 +245,21 @@ def test_while_the_run_continues_and_a_line_is_half_written(tmp_path, without_pl
     assert "still running" in report.write_report(run).read_text()
 
 
+def test_a_file_of_responses_is_half_written(tmp_path, without_plots):
+    """As after a power failure, or where it is being copied."""
+    run = write_run(tmp_path / "run")
+    texts = {}
+    for name in ("rollouts", "heldout"):
+        *_, last = sorted((run / name).glob("step_*.jsonl"))
+        texts[name] = last.read_text()
+        last.write_text(texts[name][:-20])
+    assert "</html>" in report.write_report(run).read_text()
+    for name in ("rollouts", "heldout"):
+        *_, last = sorted((run / name).glob("step_*.jsonl"))
+        last.write_text("")
+    assert "</html>" in report.write_report(run).read_text()
+
+
 def test_several_runs_have_colours_and_their_series_dashes(tmp_path):
     runs = [write_run(tmp_path / place / "same") for place in ("a", "b", "c", "d", "e", "f")]
     assert [run.name for run in load_runs(runs)] == [f"{place}/same" for place in "abcdef"]

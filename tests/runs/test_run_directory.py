@@ -1,10 +1,13 @@
 """Run directories: the configs that may resume a run."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 from dapo_jax.config import Config
+from dapo_jax.runs import run_directory
 from dapo_jax.runs.run_directory import RunDirectory, check_same, frozen, read_config
 from dapo_jax.types import Attempt, Attempts, Problem, UserError, Verdict
 from tests.support.helpers import tiny_config
@@ -78,6 +81,43 @@ def test_a_file_that_is_no_config_is_named(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match="config.json cannot be read"):
         RunDirectory(tmp_path, tiny_config())
+
+
+def test_a_run_whose_checkpoints_are_missing_is_not_started_again(tmp_path):
+    """A storage that is not mounted, or a copy without them."""
+    settings = {"checkpoint__every_steps": 2, "train__num_steps": 9}
+    directory = RunDirectory(begun(tmp_path, steps=range(5), **settings), tiny_config(**settings))
+    directory.check_never_saved("PLACE")  # two saves may have failed
+    begun(tmp_path, steps=range(6), **settings)
+    before = files_of(tmp_path)
+    with pytest.raises(UserError, match="up to step 5, and PLACE has no checkpoint of it.*Mount"):
+        directory.check_never_saved("PLACE")
+    begun(tmp_path, steps=range(2), **settings)
+    (tmp_path / "summary.json").write_text("{}")
+    with pytest.raises(UserError, match="up to step 1, and PLACE has no checkpoint"):
+        directory.check_never_saved("PLACE")
+    assert before.keys() < files_of(tmp_path).keys()
+
+
+def test_one_process_trains_in_a_directory(tmp_path, monkeypatch):
+    code = (
+        "import sys, pathlib; from dapo_jax.runs import run_directory\n"
+        f"run_directory._lock(pathlib.Path({str(tmp_path)!r}), print)\n"
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    holder = subprocess.Popen([sys.executable, "-c", code], text=True, **pipes)
+    with holder:
+        assert holder.stdout is not None and holder.stdin is not None
+        assert holder.stdout.readline() == "held\n"
+        monkeypatch.setattr(run_directory, "LOCK_SECONDS", 0.1)
+        said = []
+        with pytest.raises(UserError, match=rf"another process trains in .*process {holder.pid} "):
+            RunDirectory(tmp_path, tiny_config(), say=said.append)
+        assert len(said) == 1 and "waiting for its end" in said[0]
+        assert not (tmp_path / "config.json").exists()
+        holder.stdin.close()
+    RunDirectory(tmp_path, tiny_config()).close()
 
 
 def test_a_run_past_the_last_step_is_left_as_it_is(tmp_path):

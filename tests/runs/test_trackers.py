@@ -1,5 +1,6 @@
 """Trackers: each gets every step once, and none stops or slows a run."""
 
+import errno
 import importlib.util
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 import time
 
 import pytest
+from tensorboardX.record_writer import RecordWriter
 
 from dapo_jax.runs import trackers
 from dapo_jax.runs.run_directory import RunDirectory, read_config
@@ -148,6 +150,22 @@ def test_a_resumed_run_goes_on_under_its_id_and_has_every_step_once(
     }
     assert len(calls_of(path, "finish")) == 2
     assert list((path / "tensorboard").iterdir())
+
+
+def test_a_full_disk_switches_tensorboard_off_and_the_run_continues(tmp_path, monkeypatch):
+    said = []
+    directory = opened(tmp_path, "tensorboard", say=said.append)
+    log(directory, 0)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RecordWriter, "write", full)
+    log(directory, *range(1, 20))
+    directory.close()
+    (warning,) = said
+    assert "tensorboard failed: [Errno 28] No space left on device; it is switched off" in warning
+    assert steps_of(tmp_path) == [*range(20)]
 
 
 def test_tensorboard_alone_starts_no_process_and_no_name_no_tracker(tmp_path, monkeypatch):

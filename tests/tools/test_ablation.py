@@ -1,6 +1,9 @@
 """The ablation's table, from run directories that the test writes, and how runs are started."""
 
 import csv
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -48,6 +51,18 @@ def test_the_table_has_means_and_paired_intervals(tmp_path):
     assert (tmp_path / "table.png").stat().st_size > 10_000
 
 
+WAITING = """
+import pathlib, signal, sys, time
+place = pathlib.Path(next(a for a in sys.argv if a.startswith("--workdir=")).split("=")[1])
+def stop(*_):
+    (place / "saved").touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, stop)
+(place / "begun").touch()
+time.sleep(100)
+"""
+
+
 def test_runs_that_are_done_are_kept_and_a_failure_is_named(tmp_path, monkeypatch, capsys):
     program = tmp_path / "train.py"
     program.write_text(PROGRAM)
@@ -83,6 +98,32 @@ def test_finished_runs_of_another_config_are_refused(tmp_path):
     other = tiny_config(evaluation__num_samples=4, optimizer__learning_rate=0.5)
     with pytest.raises(UserError, match=r"dapo/seed_1 belongs[^$]*learning_rate: .* 0\.5 now"):
         ablation.check_done({"dapo": other}, range(3), tmp_path)
+    longer = tiny_config(evaluation__num_samples=4, train__num_steps=60)
+    with pytest.raises(UserError, match=r"run of \d+ steps, and config.train.num_steps is 60"):
+        ablation.check_done({"dapo": longer}, range(3), tmp_path)
+
+
+def test_sigterm_goes_to_the_runs_and_no_other_begins(tmp_path):
+    program, workdir = tmp_path / "train.py", tmp_path / "work"
+    program.write_text(WAITING)
+    code = (
+        "import pathlib, sys; from dapo_jax.tools import ablation; from dapo_jax.types import "
+        f"StopRequested; ablation.TRAIN = pathlib.Path({str(program)!r})\n"
+        f"try: ablation.run_all('c.py', ['a', 'b'], range(2), pathlib.Path({str(workdir)!r}), 2)\n"
+        "except StopRequested: sys.exit(7)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + 60
+        while len(list(workdir.glob("*/*/begun"))) < 2:
+            assert time.monotonic() < until and process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(60) == 7
+    finally:
+        process.kill()
+    stopped = [path.parent.relative_to(workdir).as_posix() for path in workdir.glob("*/*/saved")]
+    assert sorted(stopped) == ["a/seed_0", "a/seed_1"] and not (workdir / "b").exists()
 
 
 def test_rows_are_the_functions_that_a_config_file_lists(tmp_path):

@@ -162,6 +162,12 @@ def test_an_upload_that_cannot_be_is_refused_before_the_export(
     assert wanted in said and not (tmp_path / "out").exists()
 
 
+def test_a_step_below_0_is_refused(tmp_path, capsys):
+    flags = [f"--workdir={tmp_path}", f"--output={tmp_path / 'out'}", "--step=-3"]
+    assert load_launcher("export")(["export.py", *flags]) == 2
+    assert "--step must be 0 or more; got -3" in capsys.readouterr().err
+
+
 def test_a_directory_is_uploaded_with_the_token_and_a_refusal_is_reported(tmp_path):
     files = {"README.md": b"# card\n", "model.safetensors": bytes(range(256)), "a/b.json": b"{}"}
     for name, content in files.items():

@@ -7,6 +7,7 @@ at most ten of them each. Only metrics are read: a check whose metrics are missi
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from dapo_jax.runs import run_directory
 from dapo_jax.runs.report.data import Run, responses_sampled
 from dapo_jax.runs.report.paper_curves import Curve
 
@@ -179,11 +180,12 @@ def _heldout_fell(run: Run) -> Finding | None:
     best, last = max(points, key=lambda n: n["eval/avg@k"]), points[-1]
     if last["eval/interval_high"] >= best["eval/interval_low"]:
         return None
+    saved = run_directory.saved_steps(run.directory, run.frozen["config"])
     return Finding(
         "held-out accuracy fell",
         f"It was {best['eval/avg@k']:.1%} after step {best['step']} and is "
         f"{last['eval/avg@k']:.1%} after step {last['step']}; their 95 % intervals are apart.",
-        (f"the checkpoint of step {best['step']}; " if best["step"] else "")
+        (f"the checkpoint of step {best['step']}; " if best["step"] in saved else "")
         + "a lower optimizer.learning_rate.",
     )
 

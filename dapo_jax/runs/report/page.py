@@ -1,5 +1,6 @@
 """The page of one run or several: plots, before and after in figures and responses."""
 
+import contextlib
 import errno
 import json
 from collections.abc import Sequence
@@ -162,10 +163,10 @@ def _transcripts(run: Run) -> list[str]:
     """Returns responses of the first evaluation, one in the middle and the last side by side, as
     HTML."""
     files = sorted((run.directory / "heldout").glob("step_*.jsonl"))
-    if len(files) < 2:
+    every = [records for records in map(_records, files) if records]
+    if len(every) < 2:
         return []
-    shown = list(dict.fromkeys((files[0], files[len(files) // 2], files[-1])))
-    of_step = [_records(file) for file in shown]
+    of_step = [every[i] for i in dict.fromkeys((0, len(every) // 2, len(every) - 1))]
     problems = sorted(zip(*of_step), key=lambda of: of[0]["correct"] == of[-1]["correct"])
     parts = [html.heading(f"{run.name}: the same held-out problems, before and after")]
     parts.append(html.note(ABOUT_TRANSCRIPTS))
@@ -217,7 +218,12 @@ def _step(file: Path) -> int:
 
 
 def _records(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    """Returns the records of a file, without a line that a kill left half written."""
+    records = []
+    for line in file.read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            records.append(json.loads(line))
+    return records
 
 
 def _verdict(record: dict[str, Any]) -> str:
