@@ -277,8 +277,11 @@ def _lock(path: Path, say: Callable[[str], None]) -> int:
     """Returns the lock of a run directory: a file descriptor, which holds it until it is closed or
     the process ends. Waits for another process, which may be about to end.
 
+    A file server may keep the lock of a machine that is gone. So one of another machine is waited
+    for, and then ignored with a warning.
+
     Raises:
-        UserError: another process trains in the directory.
+        UserError: another process of this machine trains in the directory.
     """
     file = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     until, waits = time.monotonic() + LOCK_SECONDS, False
@@ -287,12 +290,15 @@ def _lock(path: Path, say: Callable[[str], None]) -> int:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             holder = os.pread(file, 1000, 0).decode(errors="replace") or "unknown"
-            if time.monotonic() > until:
+            if time.monotonic() > until and holder.endswith(f" on {socket.gethostname()}"):
                 os.close(file)
                 raise UserError(
                     f"another process trains in {path}: {holder}. Stop it, or choose another "
                     "--workdir."
                 ) from error
+            if time.monotonic() > until:
+                say(f"  warning: {path} is still locked by {holder}. Stop it, if it still runs.")
+                return file
             if not waits:
                 say(f"another process trains in {path}: {holder}; waiting for its end")
             waits = True

@@ -116,6 +116,9 @@ def test_one_process_trains_in_a_directory(tmp_path, monkeypatch):
             RunDirectory(tmp_path, tiny_config(), say=said.append)
         assert len(said) == 1 and "waiting for its end" in said[0]
         assert not (tmp_path / "config.json").exists()
+        monkeypatch.setattr(run_directory.socket, "gethostname", lambda: "another")
+        RunDirectory(tmp_path, tiny_config(), say=said.append).close()
+        assert f"still locked by process {holder.pid} on" in said[-1]
         holder.stdin.close()
     RunDirectory(tmp_path, tiny_config()).close()
 
