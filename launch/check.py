@@ -33,6 +33,7 @@ def main(argv: list[str]) -> int:
     mistake."""
     sys.path.insert(0, str(ROOT))
     from dapo_jax.config.cli import fail, parse_flags
+    from dapo_jax.types import UserError
 
     try:
         flags = parse_flags(
@@ -55,11 +56,13 @@ def main(argv: list[str]) -> int:
             tuning.tune(machine.this_machine(), output, say)
             return 0
         parts = flags["parts"].split(",") if flags["parts"] else list(runner.PARTS)
+        runner.check(output, parts, flags["minutes"])
         if flags["here"]:
             from configs import tiny_dapo
 
-            (part,) = parts
-            runner.run_here(output, part, tiny_dapo.get_config().to_dict())
+            if len(parts) != 1:
+                raise UserError(f"--here needs one part in --parts; got {len(parts)}.")
+            runner.run_here(output, parts[0], tiny_dapo.get_config().to_dict())
             return 0
         store = runner.run(Path(__file__).resolve(), output, parts, flags["minutes"], say)
         checked = {finding.part for finding in store.findings}

@@ -70,7 +70,7 @@ def simulate(config: Any, flags: Any) -> tuple[dict[str, Any], str]:
     refuse(flags, COMPILED, "nothing is compiled with --simulate_hosts: leave")
     given = many_hosts.Flags(**{name: getattr(flags, name) for name in many_hosts.Flags._fields})
     found = many_hosts.simulate(config, given, say)
-    return {"fits": True} | found, many_hosts.describe(found)
+    return found, many_hosts.describe(found)
 
 
 def compiled(config: Any, flags: Any) -> tuple[dict[str, Any], str]:
@@ -97,9 +97,11 @@ def say(text: str) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit status: 0 it fits, 1 it does not or failed, 2 the user's mistake."""
+    """Returns the exit status: 0 it fits or was simulated, 1 it does not fit, or a failure, 2 the
+    user's mistake."""
     sys.path.insert(0, str(ROOT))
     from dapo_jax.config.cli import fail, parse
+    from dapo_jax.types import UserError
 
     try:
         config, flags = parse(
@@ -111,13 +113,18 @@ def main(argv: list[str]) -> int:
             floats=FLOATS,
         )
         refuse(flags, ("workdir",), "a plan is of a config and of no run: leave")
-        config = config.at(flags.step or 1)
+        step, last = 1 if flags.step is None else flags.step, config.train.num_steps
+        if not 1 <= step <= last:
+            raise UserError(
+                f"--step must be from 1 to config.train.num_steps ({last}); got {step}."
+            )
+        config = config.at(step)
         kind = compiled if flags.simulate_hosts is None else simulate
         found, text = kind(config, flags)
         print(json.dumps(found) if flags.json else text)
     except Exception as error:
         return fail(error)
-    return 0 if found["fits"] else 1
+    return 0 if found.get("fits", True) else 1
 
 
 if __name__ == "__main__":

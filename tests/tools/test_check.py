@@ -48,6 +48,9 @@ def test_the_part_device_on_this_machine(tmp_path, capsys):
     [
         (["--parts=device,speed"], "--parts"),
         (["--minutes=0"], "--minutes"),
+        (["--minutes=nan"], "--minutes"),
+        (["--here"], "--here needs one part in --parts; got 6"),
+        (["--here", "--parts=foo"], "--parts must be some of"),
         (["--output=/dev/null/here"], "--output"),
     ],
 )
@@ -185,10 +188,14 @@ def test_the_bytes_and_operations_of_a_token():
     """Qwen2.5-1.5B in bfloat16: 1.54e9 parameters, 28,672 bytes of cache a token."""
     c = rollout.bench_model(H100.models(2)["1.5B"])
     shape = rollout._shape(H100.models(2)["1.5B"], H100, 64)
-    operations, read = rollout.decode_work(c, shape)
+    operations, read = rollout.decode_work(c, shape, 1)
     cached = 64 * (512 + 128)
     assert read == pytest.approx(2 * 1.544e9 + cached * 28_672, rel=0.01)
     assert operations == pytest.approx(64 * 2 * 1.544e9 + 4 * 28 * 1536 * cached, rel=0.01)
+    # Two heads of keys: eight devices are four replicas of two, and each reads the weights.
+    of_four = rollout.decode_work(c, shape, 8)
+    assert of_four[0] == operations
+    assert of_four[1] == pytest.approx(4 * 2 * 1.544e9 + cached * 28_672, rel=0.01)
 
 
 def test_attention_that_forgets_segments_is_found(monkeypatch):
@@ -229,7 +236,7 @@ def test_a_trace_of_this_machine():
 
 def profile(folder, **figures):
     store = Store(folder)
-    store.begin("rollout", [], {"kind": "NVIDIA H200"})
+    store.begin("rollout", figures, {"kind": "NVIDIA H200"})
     for name, value in figures.items():
         store.add(Finding("rollout", name, *Result("ok", "", {name: value}), seconds=1.0))
     return store.file
@@ -242,6 +249,17 @@ def test_the_plan_takes_measured_shares(tmp_path):
     assert chip.flops == chips.named("H200").flops
     with pytest.raises(UserError, match="'NVIDIA H200'.*H100"):
         chips.with_profile(chips.named("H100"), file)
+
+
+def test_of_several_models_the_largest_counts(tmp_path):
+    """Also where a smaller one was checked again, and is last in the file."""
+    store = Store(tmp_path)
+    store.begin("rollout", ["0.5B", "1.5B"], {"kind": "NVIDIA H200"})
+    for name, share in (("1.5B", 0.5), ("0.5B", 0.2)):
+        figures = {"products_share": share, "memory_share": share}
+        store.add(Finding("rollout", name, "ok", "", figures, 1.0))
+    chip = chips.with_profile(chips.named("H200"), store.file)
+    assert (chip.products_share, chip.memory_share) == (0.5, 0.5)
 
 
 def test_a_profile_without_measurements_names_the_parts(tmp_path):

@@ -238,6 +238,18 @@ def test_a_head_in_float32_is_read_moved_and_multiplied_as_such():
     assert estimate.head_products(frozen) == head
 
 
+def test_float32_takes_six_products_of_bfloat16():
+    """The operations are the same, the time of the products is not."""
+    wide = dataclasses.replace(QWEN, model=dataclasses.replace(QWEN.model, compute_dtype="float32"))
+    lengths = dict(response_tokens=512, prompt_tokens=128)
+    parts, exact = (
+        estimate.step(config, ONE, chips.named("v5e"), **lengths)["parts"]["train"]
+        for config in (QWEN, wide)
+    )
+    assert parts["bound"] == exact["bound"] == "compute" and parts["flops"] == exact["flops"]
+    assert exact["seconds"] == pytest.approx(6 * parts["seconds"])
+
+
 def test_a_recompute_pass_is_in_the_step():
     lengths = dict(response_tokens=5120, prompt_tokens=256)
 

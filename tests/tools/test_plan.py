@@ -111,6 +111,23 @@ def test_what_does_not_fit_says_by_how_much_and_what_would():
     json.dumps(found, allow_nan=False)
 
 
+def test_the_remedy_is_of_the_program_that_is_too_large():
+    """Slots are a value where fewer than the config's fit, and are not named where no cache is."""
+    gib = 2**30
+    sizes = dict(argument_bytes=gib, temp_bytes=gib, held={}, refused=None, compile_seconds=1.0)
+    result = {"slots": 160, "slots_that_fit": 373, "needs_more_bytes": gib}
+
+    def remedy(name):
+        program = sizes | {"peak_bytes": 2 * gib, "held_bytes": 0}
+        return plan.remedy(result | {"programs": {name: program}}).partition("help: ")[2]
+
+    assert "slots" not in remedy("weights") and "rollout_tensor" in remedy("weights")
+    assert "fewer config.rollout.prefill_prompts, fewer config.rollout.slots" in remedy("prefill")
+    assert "373" not in remedy("decode")
+    result["slots_that_fit"] = 90
+    assert remedy("decode").startswith("config.rollout.slots=90 or")
+
+
 @pytest.mark.parametrize(
     "changes", [{}, {"cache_gib": 2e-4}, {"decode_steps": 2, "page_tokens": 8}]
 )

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from dapo_jax.rollout.dynamic_sampling import SamplingState, next_rate
-from dapo_jax.tools.plan import chips, estimate, many_hosts, simulation, whole_steps, workload
+from dapo_jax.tools.plan import (
+    chips,
+    estimate,
+    many_hosts,
+    simulation,
+    virtual,
+    whole_steps,
+    workload,
+)
 from dapo_jax.tools.plan.simulation import Setting
 from dapo_jax.tools.plan.virtual import Costs, Group
 from tests.support.helpers import tiny_config
@@ -252,6 +260,11 @@ def test_the_table(capsys):
         ("--lengths_from=nowhere", "--lengths_from=nowhere is not the directory of a run"),
         ("--lengths_from=x --accept=0.5", "leave --accept and"),
         ("--chip=v9", "--chip must be one of v4, v5p"),
+        ("--chip=v9 --decode_seconds=1 --prefill_seconds=1", "--chip is not read where"),
+        ("--prompt_tokens=33", r"--prompt_tokens must be at most .*\(24\); got 33"),
+        ("--lengths_from=x --config.rollout.max_staleness=1", "--lengths_from needs .*; got 1"),
+        ("--config.mesh.data=2 --config.rollout.slots=33", r"slots \(33\) must be a multiple"),
+        ("--step=0", r"--step must be from 1 to .*; got 0"),
         ("--decode_seconds=1", "--decode_seconds and --prefill_seconds"),
         ("--config.dynamic_sampling.enabled=False", "config.dynamic_sampling.enabled"),
     ],
@@ -275,6 +288,34 @@ def test_a_wrong_command_is_refused(capsys, argument, message):
 )
 def test_a_wrong_split_is_refused(capsys, arguments, message):
     test_a_wrong_command_is_refused(capsys, arguments, message)
+
+
+def test_an_axis_that_takes_the_rest_is_as_large_as_the_hosts(capsys):
+    """As in a run: the slots of the config are shared."""
+    flags = ["--simulate_hosts=4", "--compare_hosts=4", "--simulate_steps=1", "--json"]
+    each = []
+    for mesh in ([], ["--config.mesh.data=4"]):
+        assert main(["program", TINY, *flags, *mesh]) == 0
+        each.append(json.loads(capsys.readouterr().out))
+    assert each[0] == each[1] and "fits" not in each[0]
+    assert "one of 4 shards of the rollout" in each[0]["assumptions"][0]
+    assert each[0]["price"] is not None
+
+
+def test_slots_are_busy_up_to_the_end_of_the_rollout():
+    """Calls that the devices still work on after it do not count."""
+    clock = virtual.Clock()
+    engine = virtual.VirtualEngine(
+        setting().engine_config,
+        clock,
+        Costs(lambda live, cached: 1.0, 0.0),
+        lambda i: Group(np.full(G, 8), np.arange(G) < 1),
+        1.0,
+        1.0,
+    )
+    engine.calls = [(10.0, 10.0, 30.0), (20.0, 10.0, 40.0)]
+    assert engine.slot_seconds(20.0) == 70 and engine.slot_seconds(15.0) == 50
+    assert engine.slot_seconds(5.0) == 15
 
 
 def carrying(max_staleness=2, **changes):

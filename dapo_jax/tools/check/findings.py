@@ -73,7 +73,8 @@ class Store:
             UserError: the findings in the file are of another machine or other versions.
         """
         if self.machine is not None and self.machine != machine:
-            other = [name for name in machine if machine[name] != self.machine.get(name)]
+            names = dict.fromkeys([*self.machine, *machine])
+            other = [name for name in names if machine.get(name) != self.machine.get(name)]
             raise UserError(
                 f"{self.file} is of another machine or other versions ({', '.join(other)}). "
                 "Choose another --output."

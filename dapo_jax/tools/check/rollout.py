@@ -64,7 +64,7 @@ def _decode(machine: Machine, store: Store, shape: Shape) -> Result:
     flops, rate = machine.rates(store)
     if flops is None or rate is None:
         return Result("ok", f"{text}; rates are not known without the part `device`", figures)
-    operations, read = decode_work(c, shape)
+    operations, read = decode_work(c, shape, machine.devices)
     share = max(operations / flops, read / rate) / seconds
     figures["share_of_bound"] = share
     if n >= JUDGED_FROM:
@@ -75,15 +75,16 @@ def _decode(machine: Machine, store: Store, shape: Shape) -> Result:
     return judged(share, BOUND_SHARE, machine, text, figures)
 
 
-def decode_work(c: ModelConfig, shape: Shape) -> tuple[float, float]:
-    """Returns the operations of one token in all slots, and the bytes of weights and cache that it
-    reads, in the middle of the responses."""
+def decode_work(c: ModelConfig, shape: Shape, num_devices: int) -> tuple[float, float]:
+    """Returns the operations of one token in all slots, and the bytes of weights and cache that all
+    devices read for it, in the middle of the responses. Each replica reads the weights."""
     m, n = estimate.matrices(c), shape.prompts * shape.group
     cached = n * (shape.prompt_len + shape.gen_len / 2)
     operations = 2 * n * (m.layers + m.head) + estimate.attention_flops(c, cached)
     width = jnp.dtype(c.compute_dtype).itemsize
     of_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * width
-    return operations, estimate.weight_bytes(c) + cached * of_token
+    replicas = num_devices // fitting(c, num_devices).tensor
+    return operations, replicas * estimate.weight_bytes(c) + cached * of_token
 
 
 def _operations(shape: Shape) -> Result:

@@ -4,6 +4,7 @@ So a part that dies or hangs takes no other with it, and the memory of a device 
 The first process opens no device.
 """
 
+import math
 import subprocess
 import sys
 import time
@@ -20,6 +21,23 @@ NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
 STOPPED_AFTER = 5.0  # seconds that a part has to end after SIGTERM
 
 
+def check(output: Path, parts: Sequence[str], minutes: float) -> None:
+    """Checks what `run` is called with, and creates the directory if it is missing.
+
+    Raises:
+        UserError: an unknown part, no time, or a directory that cannot be written.
+    """
+    for part in parts:
+        if part not in PARTS:
+            raise UserError(f"--parts must be some of {', '.join(PARTS)}; got {part!r}.")
+    if not 0 < minutes < math.inf:
+        raise UserError(f"--minutes must be above 0; got {minutes:g}.")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output={output} cannot be written: {error.strerror}.") from error
+
+
 def run(
     launcher: Path,
     output: Path,
@@ -31,21 +49,12 @@ def run(
 
     Args:
         launcher: launch/check.py, which is called again for each part.
-        output: directory of check.json, check.html and a log of each part; created if missing.
+        output: directory of check.json, check.html and a log of each part.
         minutes: of all parts together. What has no time left is run by the next call.
 
     Raises:
-        UserError: an unknown part, or `output` holds the check of another machine.
+        UserError: `output` holds the check of another machine.
     """
-    for part in parts:
-        if part not in PARTS:
-            raise UserError(f"--parts must be some of {', '.join(PARTS)}; got {part!r}.")
-    if minutes <= 0:
-        raise UserError(f"--minutes must be above 0; got {minutes:g}.")
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output={output} cannot be written: {error.strerror}.") from error
     store, end = Store(output), time.monotonic() + 60 * minutes
     try:
         for part in parts:

@@ -18,7 +18,8 @@ class Trace(NamedTuple):
 
     seconds: float
     busy_seconds: float  # in which at least one operation ran, the mean over devices
-    operations: list[tuple[str, float, int]]  # name, seconds, times; the longest first
+    # (name, seconds, times), the mean over devices; the longest first
+    operations: list[tuple[str, float, int]]
 
     @property
     def idle_share(self) -> float:
@@ -51,9 +52,10 @@ def traced(run: Callable[[], Any]) -> Trace:
         total[name] += duration
         times[name] += 1
         spans[device].append((begun, begun + duration))
-    busy = sum(map(_union, spans.values())) / max(1, len(spans))
+    devices = max(1, len(spans))
+    busy = sum(map(_union, spans.values())) / devices
     longest = [
-        (name, ns / 1e9, times[name])
+        (name, ns / 1e9 / devices, round(times[name] / devices))
         for name, ns in sorted(total.items(), key=lambda item: -item[1])
     ]
     return Trace(seconds, busy / 1e9, longest)

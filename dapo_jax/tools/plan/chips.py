@@ -75,15 +75,18 @@ def with_profile(chip: Chip, file: str | Path) -> Chip:
     """Returns the chip with the shares of its rates that launch/check.py has measured on one.
 
     Args:
-        file: check.json. Of several models or rows in it the last counts, which are the largest.
+        file: check.json. Of several models or rows in it the last that was planned counts, which is
+            the largest.
 
     Raises:
         UserError: the file is not one of a check, is of another chip, or lacks the measurements.
     """
     try:
         content = json.loads(Path(file).read_text())
-        kind, findings = content["machine"]["kind"], content["findings"]
-        figures = [finding["figures"] for finding in findings]
+        kind, planned = content["machine"]["kind"], content["planned"]
+        of_name = {(f["part"], f["name"]): f["figures"] for f in content["findings"]}
+        order = [(part, name) for part, names in planned.items() for name in names]
+        figures = [of_name[place] for place in order if place in of_name]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"--profile={file} is no check.json of launch/check.py: {error}."

@@ -28,6 +28,9 @@ from dapo_jax.training.packing import max_micro_batches
 
 LINK_SHARE = 0.5  # assumed; no source
 ROW_FILL = 0.95  # share of a packed row that holds tokens; assumed
+# A TPU makes a float32 product of six of bfloat16, whose rate a chip's peak is. On GPU it is slower
+# still, which is not counted.
+FLOAT32_PRODUCTS = 6
 SLOTS_BUSY = 0.9  # share of the slots in use while responses wait; assumed
 TRAINED = ("train", "critic_train")
 BATCHED = ("old_logprobs", "train", "critic_values", "critic_train")  # programs over packed rows
@@ -102,12 +105,17 @@ def matrices(c: ModelConfig) -> Matrices:
 
 
 def head_products(c: ModelConfig) -> int:
-    """Returns the elements of the head that multiply each token, in products of bfloat16.
-
-    A TPU makes a float32 product of six of them. On GPU it is slower still, which is not counted.
-    """
+    """Returns the elements of the head that multiply each token, in products of the compute
+    dtype."""
     is_wider = c.compute_dtype == "bfloat16" and c.base_dtype == "float32"
-    return matrices(c).head * (6 if c.head_dtype is not None and is_wider else 1)
+    return matrices(c).head * (FLOAT32_PRODUCTS if c.head_dtype is not None and is_wider else 1)
+
+
+def with_dtype(chip: Chip, c: ModelConfig) -> Chip:
+    """Returns the chip with its peak in products of the model's compute dtype."""
+    if chip.flops is None or c.compute_dtype != "float32":
+        return chip
+    return chip._replace(flops=chip.flops / FLOAT32_PRODUCTS)
 
 
 @functools.cache
@@ -131,9 +139,14 @@ def model_flops(config: Config, sequence_tokens: float) -> float:
     The second term is causal attention, 3 x 4 L N H x S / 2, in a sequence of S tokens. With
     adapters the first is 4 (matrix elements): no gradients of matrices.
     """
-    m = matrices(config.model)
-    passes = 4.0 if config.model.lora_rank else 6.0
-    return passes * (m.layers + m.head) + 3 * attention_flops(config.model, sequence_tokens / 2)
+    c, m = config.model, matrices(config.model)
+    attention = 3 * attention_flops(c, sequence_tokens / 2)
+    return product_passes(c) * (m.layers + m.head) + attention
+
+
+def product_passes(c: ModelConfig) -> float:
+    """Returns the operations that training needs for one element of a matrix and one token."""
+    return 4.0 if c.lora_rank else 6.0
 
 
 def kernel(config: Config, platform: str) -> str:
@@ -249,9 +262,9 @@ def batch_work(
     of_scores = 1 + (backward + again.scores if update else 0)
     of_layers, of_head = (2 + grads, 3 + grads) if update else (1, 1)
     head_work = head_products(c) if head else 0
-    products = 2 * (of_layers * m.layers + remade + of_head * head_work)
     pairs = keys_per_query(config, platform, sequence_tokens)
-    flops = tokens * (products + of_scores * attention_flops(c, pairs))
+    in_layers = 2 * (of_layers * m.layers + remade) + of_scores * attention_flops(c, pairs)
+    flops = tokens * (in_layers + 2 * of_head * head_work)
 
     passes = of_layers + remade / m.layers
     heads, kv, ff = (n / tensor for n in (c.num_heads, c.num_kv_heads, c.intermediate_size))
@@ -296,9 +309,9 @@ def decode_token(
         live: slots that hold a sequence.
         cached_tokens: of all of these together.
     """
-    m = matrices(config.model)
-    products = m.layers + head_products(config.model)
-    flops = 2 * slots * products + attention_flops(config.model, cached_tokens)
+    c = config.model
+    in_layers = 2 * slots * matrices(c).layers + attention_flops(c, cached_tokens)
+    flops = in_layers + 2 * slots * head_products(c)
     read = weight_bytes(config.model) + cached_tokens * token_bytes(config.model, config.rollout)
     return Work(flops / devices, read / devices)
 
@@ -389,7 +402,7 @@ def step(
 
     Responses to prompts that dynamic sampling leaves out are not included: the simulator has them.
     """
-    t, r = config.train, config.rollout
+    t, r, chip = config.train, config.rollout, with_dtype(chip, config.model)
     responses = t.prompts_per_step * r.group_size
     tokens = t.prompts_per_step * group_tokens(config, prompt_tokens, response_tokens)
     updates = t.prompts_per_step // t.prompts_per_update
@@ -433,7 +446,7 @@ def step(
                 "seconds_at_best": None if best is None else calls * best.longest,
                 "seconds": None if likely is None else calls * likely.longest,
             }
-    known = chip.flops is not None
+    known, is_float32 = chip.flops is not None, config.model.compute_dtype == "float32"
     total = lambda name: sum(part[name] for part in parts.values()) if known else None
     return {
         "response_tokens": response_tokens,
@@ -451,5 +464,6 @@ def step(
             f"rate of memory, {LINK_SHARE:.0%} of that of links; rows {ROW_FILL:.0%} full; "
             f"{SLOTS_BUSY:.0%} of the slots busy; no time for rewards, the host, evaluation, "
             "checkpoints and prompts that dynamic sampling leaves out (see --simulate_hosts)"
+            + (f"; a float32 product is {FLOAT32_PRODUCTS} of bfloat16" if is_float32 else "")
         ),
     }

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dapo_jax.config import Config
-from dapo_jax.models.sharding import AXES, rollout_shape
+from dapo_jax.models.sharding import AXES, check_batch_shapes, mesh_shape, rollout_shape
 from dapo_jax.rollout.engine_config import bucket_sizes
 from dapo_jax.tools.plan import chips, estimate, price, simulation, whole_steps, workload
 from dapo_jax.tools.plan.report import markdown_table, seconds_text
@@ -80,16 +80,28 @@ def check(config: Config, flags: Flags) -> list[int]:
         least = 1 if name in POSITIVE else 1e-9 if name == "decode_seconds" else 0
         if value is not None and not least <= value < math.inf:
             raise UserError(f"--{name} must be {'above 0' if least else '0 or more'}; got {value}.")
+    most = config.data.max_prompt_tokens
+    if flags.prompt_tokens is not None and flags.prompt_tokens > most:
+        raise UserError(
+            f"--prompt_tokens must be at most config.data.max_prompt_tokens ({most}); got "
+            f"{flags.prompt_tokens}."
+        )
     if flags.accept is not None and not 0 < flags.accept <= 1:
         raise UserError(f"--accept must be above 0 and at most 1; got {flags.accept:g}.")
     if (flags.decode_seconds is None) != (flags.prefill_seconds is None):
         raise UserError("--decode_seconds and --prefill_seconds go together.")
-    if flags.profile is not None and flags.decode_seconds is not None:
-        raise UserError("--profile is not read where --decode_seconds is given: leave one out.")
+    for name in ("profile", "chip"):
+        if getattr(flags, name) is not None and flags.decode_seconds is not None:
+            raise UserError(f"--{name} is not read where --decode_seconds is given: leave one out.")
     if flags.lengths_from is not None and (flags.accept or flags.length_distribution):
         raise UserError(
             "--lengths_from takes lengths and verdicts from a run: leave --accept and "
             "--length_distribution out."
+        )
+    if flags.lengths_from is not None and config.rollout.carries:
+        raise UserError(
+            "--lengths_from needs config.rollout.max_staleness 0, as the steps of a run that "
+            f"carries share prompts; got {config.rollout.max_staleness}."
         )
     if flags.split is not None:
         _check_split(config, flags)
@@ -133,6 +145,8 @@ def simulate(config: Config, flags: Flags, say: Callable[[str], None]) -> dict[s
         UserError: see `check`.
     """
     numbers = check(config, flags)
+    config = _with_mesh(config, flags.simulate_hosts)
+    check_batch_shapes(config, _sizes(config))
     setting, assumptions = _setting(config, flags)
     r, work = config.rollout, _work(config, flags)
     steps, assumptions = work.steps, [*assumptions, work.assumption]
@@ -274,8 +288,18 @@ def _updates(setting: Setting, flags: Flags, rollouts: list[Rollout], hosts: int
     ]
 
 
+def _with_mesh(config: Config, hosts: int) -> Config:
+    """Returns the config with a mesh whose axis of -1 takes as many devices as the hosts have."""
+    mesh = config.mesh
+    if -1 not in (getattr(mesh, axis) for axis in AXES):
+        return config
+    devices = hosts * (mesh.rollout_tensor or max(1, mesh.tensor))
+    sizes = dict(zip(AXES, mesh_shape(mesh, devices)))
+    return dataclasses.replace(config, mesh=dataclasses.replace(mesh, **sizes))
+
+
 def _sizes(config: Config) -> dict[str, int]:
-    return {axis: max(1, getattr(config.mesh, axis)) for axis in AXES}
+    return {axis: getattr(config.mesh, axis) for axis in AXES}
 
 
 def _chip(flags: Flags) -> chips.Chip:
@@ -312,7 +336,7 @@ def _setting(config: Config, flags: Flags) -> tuple[Setting, list[str]]:
         chip = _chip(flags)
 
         def seconds(work: estimate.Work) -> float:
-            time = estimate.expected(work, chip)
+            time = estimate.expected(work, estimate.with_dtype(chip, config.model))
             assert time is not None, "the rates of all chips of `CHIPS` are known"
             return time.longest
 
@@ -335,7 +359,8 @@ def _setting(config: Config, flags: Flags) -> tuple[Setting, list[str]]:
     reward = 0.001 if flags.reward_seconds is None else flags.reward_seconds
     assumptions += [
         f"{host:g} s of the host for each call; {reward:g} s of one of {config.reward.workers} "
-        "workers of a host for each reward; no sequence waits for a page of the cache",
+        "workers of a host for each reward; no sequence waits for a page of the cache; whether the "
+        "run fits the memory is not checked, see --topology",
         f"lengths are multiples of {unit} tokens, sampled as one",
     ]
     calls = max(1, unit // r.decode_steps)  # simulated as one

@@ -71,7 +71,12 @@ def plan(
     }
     if "decode" in found and hbm is not None:
         engine = programs.engine_of(config, mesh)
-        free = hbm - need(found["decode"]) + programs.pool_bytes(engine)
+        pool, decode = programs.pool_bytes(engine), found["decode"]
+        free = hbm - need(decode) + pool
+        if engine.kernel == "xla":
+            # XLA's attention gathers pages: its temporaries grow with the pool.
+            both = free + decode["temp_bytes"]
+            free = int(both * pool / (pool + decode["temp_bytes"]))
         result["slots"] = config.rollout.slots
         result["tokens_per_slot"] = engine.max_tokens
         result["slots_that_fit"] = programs.slots_that_fit(config, mesh, free)
@@ -106,9 +111,15 @@ def remedy(result: Mapping[str, Any]) -> str:
             "config.model.remat='full', fewer config.train.rows_per_micro_batch, a shorter "
             "config.train.row_tokens, or more devices on config.mesh.fsdp or config.mesh.tensor"
         )
+    elif name == "weights":
+        helps = "a larger config.mesh.rollout_tensor, or more devices"
     else:
-        slots = result.get("slots_that_fit") or "fewer"
-        helps = f"config.rollout.slots={slots} or a larger config.mesh.rollout_tensor"
+        fit = result.get("slots_that_fit") or result.get("slots", 0)
+        slots = f"config.rollout.slots={fit}"
+        if fit >= result.get("slots", 0):  # not known, or they fit where this program does not run
+            slots = "fewer config.rollout.slots"
+        prompts = "fewer config.rollout.prefill_prompts, " if name != "decode" else ""
+        helps = f"{prompts}{slots} or a larger config.mesh.rollout_tensor"
     least = "" if worst["compile_seconds"] else "at least "
     more = f"{least}{result['needs_more_bytes'] / GIB:.2f} GiB more than there are"
     return (

@@ -5,7 +5,7 @@ from typing import Any
 
 from dapo_jax.config import Config
 from dapo_jax.rollout.memory_budget import size_text
-from dapo_jax.tools.plan import chips, plan
+from dapo_jax.tools.plan import chips, estimate, plan
 
 GIB = chips.GIB
 
@@ -105,7 +105,8 @@ def _step(config: Config, result: Mapping[str, Any]) -> list[str]:
         f"rows of {t.row_tokens:,} = {s['micro_batches_per_update']:,} micro-batches of "
         f"{t.rows_per_micro_batch}",
         f"  training needs {_scaled(flops)}FLOP a device if nothing is computed twice "
-        "(6 for each parameter and token, and causal attention)",
+        f"({estimate.product_passes(config.model):.0f} for each parameter and token, and causal "
+        "attention)",
         "",
         "Estimate of one step, by arithmetic; costs are of a device and a call",
         *columns(rows),

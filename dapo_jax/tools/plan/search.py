@@ -234,4 +234,4 @@ def _by_arithmetic(
     micro = max_micro_batches(config)
     lengths = dict(micro_batches=micro, sequence_tokens=sequence_tokens)
     work = estimate.batch_work(config, sizes, platform, "train", **lengths)
-    return layers, estimate.expected(work, target.chip)
+    return layers, estimate.expected(work, estimate.with_dtype(target.chip, config.model))

@@ -203,7 +203,7 @@ def rollout(
         batch,
         tried,
         queue.claimed,
-        sum(host.engine.slot_seconds for host in each) / (seconds * hosts * setting.slots),
+        sum(host.engine.slot_seconds(seconds) for host in each) / (seconds * hosts * setting.slots),
         units * setting.unit_tokens,
         lost * setting.unit_tokens,
         carried_units * setting.unit_tokens,

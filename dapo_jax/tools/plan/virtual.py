@@ -112,9 +112,18 @@ class VirtualEngine:
         self.prompt_units, self.page_units = prompt_units, page_units
         self.prompt_pages = (config.table_pages,)
         self.loaded = RolloutParams({}, {})
-        self.slot_seconds = 0.0  # sum over slots of the seconds in which they held a sequence
+        # (end, seconds, sum over slots of the seconds in which they held a sequence) of each call
+        self.calls: list[tuple[float, float, float]] = []
         self.units = 0  # units sampled
         self.cached_units = 0.0  # largest number in the cache; a prompt counts once for its samples
+
+    def slot_seconds(self, until: float) -> float:
+        """Returns the sum over slots of the seconds in which they held a sequence, up to a time."""
+        return sum(
+            held * min(1.0, max(0.0, 1 - (end - until) / seconds))
+            for end, seconds, held in self.calls
+            if seconds > 0
+        )
 
     def init_decode_state(self) -> Slots:
         return Slots(self.config.slots)
@@ -148,7 +157,7 @@ class VirtualEngine:
         data_kB3 = np.zeros((k, B, 3), np.int32)
         request_kB, sample_index_kB = np.zeros((2, k, B), np.int32)
         waiting_k = np.zeros(k, np.int32)
-        call = 0.0
+        call = slot_seconds = 0.0
         waiting_requests = {request for request, *_ in state.waiting}
         for i in range(k):
             state.refill()
@@ -162,7 +171,7 @@ class VirtualEngine:
             self.cached_units = max(self.cached_units, cached)
             seconds = self.costs.decode(busy, sampled + busy * self.prompt_units)
             call += seconds
-            self.slot_seconds += busy * seconds
+            slot_seconds += busy * seconds
             self.units += busy
             state.left_B[busy_B] -= 1
             state.sampled_B[busy_B] += 1
@@ -172,6 +181,7 @@ class VirtualEngine:
             waiting_k[i] = len(state.waiting)
         self.clock.now += self.costs.host
         ready = self.clock.enqueue(call)
+        self.calls.append((ready, call, slot_seconds))
         zeros_kB, free = np.zeros((k, B), np.float32), np.zeros((), int)
         results = (data_kB3, zeros_kB, zeros_kB, request_kB, sample_index_kB, waiting_k, free)
         return state, DecodeOutput.of(*(Late(self.clock, ready, x[None]) for x in results))
