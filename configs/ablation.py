@@ -17,37 +17,40 @@ from dapo_jax.types import UserError
 SUMS = dict(path="arithmetic", levels=(3, 7, 9, 11))
 
 
-# Each row is the next one without one technique, of any DAPO config.
+# The rows, of any DAPO config. The first six add one technique after another.
 
 
 def grpo(c: ConfigDict) -> None:
     """Naive GRPO: one bound, the mean of each response, every prompt is kept. No KL, like DAPO."""
-    overlong_filter(c)
-    c.objective.overlong_filter = False
+    no_clip_higher(c)
+    no_overlong_punishment(c)
+    no_token_loss(c)
+    _no_dynamic_sampling(c)
 
 
 def overlong_filter(c: ConfigDict) -> None:
     """+ overlong filtering: responses cut at the limit are masked."""
-    clip_higher(c)
-    c.objective.clip_high = c.objective.clip_low
+    grpo(c)
+    c.objective.overlong_filter = True
 
 
 def clip_higher(c: ConfigDict) -> None:
     """+ clip-higher."""
-    overlong_punishment(c)
-    c.reward.update(overlong_buffer_tokens=0, overlong_penalty=0.0)
+    no_overlong_punishment(c)
+    no_token_loss(c)
+    _no_dynamic_sampling(c)
     c.objective.overlong_filter = True
 
 
 def overlong_punishment(c: ConfigDict) -> None:
     """+ soft overlong punishment, in place of the filter, as in the published DAPO."""
-    token_loss(c)
-    c.objective.aggregation = "seq-mean-token-mean"
+    no_token_loss(c)
+    _no_dynamic_sampling(c)
 
 
 def token_loss(c: ConfigDict) -> None:
     """+ token-level loss: DAPO without dynamic sampling."""
-    c.dynamic_sampling.enabled = False
+    _no_dynamic_sampling(c)
 
 
 def dapo(c: ConfigDict) -> None:
@@ -67,6 +70,10 @@ def no_overlong_punishment(c: ConfigDict) -> None:
 def no_token_loss(c: ConfigDict) -> None:
     """DAPO without token-level loss."""
     c.objective.aggregation = "seq-mean-token-mean"
+
+
+def _no_dynamic_sampling(c: ConfigDict) -> None:
+    c.dynamic_sampling.enabled = False
 
 
 TABLE_1 = (grpo, overlong_filter, clip_higher, overlong_punishment, token_loss, dapo)

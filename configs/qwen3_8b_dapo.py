@@ -15,7 +15,8 @@ NAME = "Qwen/Qwen3-8B-Base"
 
 
 def get_config() -> ConfigDict:
-    """Returns qwen7b_dapo with norms on queries and keys in the place of biases."""
+    """Returns qwen32b_dapo at the sizes of Qwen3-8B-Base and with the batch of qwen7b_dapo; queries
+    and keys have norms in the place of biases."""
     c = qwen32b_dapo.get_config()
     c.model.update(path=NAME, tokenizer=NAME, vocab_size=151_936, num_layers=36, hidden_size=4096)
     c.model.update(num_heads=32, num_kv_heads=8, intermediate_size=12_288, rms_norm_eps=1e-6)

@@ -83,7 +83,8 @@ def minimax_m1(c: ConfigDict) -> None:
 def scalerl(c: ConfigDict) -> None:
     """ScaleRL (arXiv:2510.13786, section 4): CISPO, the mean of each prompt, no refill, no problem
     solved nine times in ten, truncated responses left out, thinking ended after 12,288 tokens
-    (section 2). Whether it trains the tokens that end thinking is not published; here they are not.
+    (section 2; by its base in RUNS, as the tiny task has no thinking). Whether it trains the tokens
+    that end thinking is not published; here they are not.
     """
     c.model.head_dtype = "float32"
     c.data.pass_rate_band = (0.0, 0.9)
@@ -174,22 +175,56 @@ def _stage(tokens: int, group_size: int, prompts: int | None = None) -> dict[str
 
 
 RUNS = {
-    "justrl": Run(justrl, _distilled_1_5b, 1024, 15_360, 8, 256, 64, 1e-6, 10, 4380),
-    "deepscaler": Run(
-        deepscaler, _distilled_1_5b, 1024, 8192, 8, 128, 64, 1e-6, 0, 1750,
-        ((1041, _stage(16_384, 16)), (1521, _stage(24_576, 16))),
+    "justrl": Run(
+        justrl, _distilled_1_5b,
+        prompt_tokens=1024, response_tokens=15_360, group_size=8,
+        prompts_per_step=256, prompts_per_update=64,
+        learning_rate=1e-6, warmup_steps=10, num_steps=4380,
     ),
-    "polaris": Run(polaris, _distilled_7b, 1024, 15_360, 8, 128, 128, 1e-6, 0, 700),
+    "deepscaler": Run(
+        deepscaler, _distilled_1_5b,
+        prompt_tokens=1024, response_tokens=8192, group_size=8,
+        prompts_per_step=128, prompts_per_update=64,
+        learning_rate=1e-6, warmup_steps=0, num_steps=1750,
+        stages=((1041, _stage(16_384, 16)), (1521, _stage(24_576, 16))),
+    ),
+    "polaris": Run(
+        polaris, _distilled_7b,
+        prompt_tokens=1024, response_tokens=15_360, group_size=8,
+        prompts_per_step=128, prompts_per_update=128,
+        learning_rate=1e-6, warmup_steps=0, num_steps=700,
+    ),
     "skywork_or1": Run(
-        skywork_or1, _distilled_7b, 2048, 16_384, 16, 256, 256, 1e-6, 0, 1320,
-        ((661, _stage(32_768, 32, prompts=160)),),
+        skywork_or1, _distilled_7b,
+        prompt_tokens=2048, response_tokens=16_384, group_size=16,
+        prompts_per_step=256, prompts_per_update=256,
+        learning_rate=1e-6, warmup_steps=0, num_steps=1320,
+        stages=((661, _stage(32_768, 32, prompts=160)),),
     ),
     "magistral": Run(
-        magistral, qwen32b_dapo.get_config, 2048, 20_480, 16, 512, 512, 1e-6, 20, 625
+        magistral, qwen32b_dapo.get_config,
+        prompt_tokens=2048, response_tokens=20_480, group_size=16,
+        prompts_per_step=512, prompts_per_update=512,
+        learning_rate=1e-6, warmup_steps=20, num_steps=625,
     ),
-    "minimax_m1": Run(minimax_m1, _ending_repetition, 2048, 20_480, 16, 512, 32, 1e-6, 20, 625),
-    "scalerl": Run(scalerl, _ending_thinking, 2048, 14_336, 16, 48, 48, 5e-7, 100, 1000),
-    "r1_zero": Run(r1_zero, qwen32b_dapo.get_config, 2048, 32_768, 16, 512, 32, 3e-6, 20, 650),
+    "minimax_m1": Run(
+        minimax_m1, _ending_repetition,
+        prompt_tokens=2048, response_tokens=20_480, group_size=16,
+        prompts_per_step=512, prompts_per_update=32,
+        learning_rate=1e-6, warmup_steps=20, num_steps=625,
+    ),
+    "scalerl": Run(
+        scalerl, _ending_thinking,
+        prompt_tokens=2048, response_tokens=14_336, group_size=16,
+        prompts_per_step=48, prompts_per_update=48,
+        learning_rate=5e-7, warmup_steps=100, num_steps=1000,
+    ),
+    "r1_zero": Run(
+        r1_zero, qwen32b_dapo.get_config,
+        prompt_tokens=2048, response_tokens=32_768, group_size=16,
+        prompts_per_step=512, prompts_per_update=32,
+        learning_rate=3e-6, warmup_steps=20, num_steps=650,
+    ),
 }  # fmt: skip
 
 

@@ -19,9 +19,9 @@ from dapo_jax.models.sharding import check_batch_shapes, head_layout, make_mesh,
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.types import Rubric
 from dapo_jax.rollout import memory_budget, pass_rates
-from dapo_jax.rollout.admission import GenerationRequest
+from dapo_jax.rollout.admission import GenerationSettings
 from dapo_jax.rollout.collector import RolloutCollector
-from dapo_jax.rollout.dynamic_sampling import SamplingState, state_from_json, state_to_json
+from dapo_jax.rollout.dynamic_sampling import DynamicSamplingState, state_from_json, state_to_json
 from dapo_jax.rollout.end_of_thinking import EndOfThinking
 from dapo_jax.rollout.engine import make_engine, run_engine_config
 from dapo_jax.rollout.engine_config import EngineConfig
@@ -38,7 +38,7 @@ class HostState(NamedTuple):
     """Host values of a run between steps; saved with the arrays of the learner."""
 
     data: dict[str, Any]  # position in the stream of problems
-    sampling: SamplingState
+    sampling: DynamicSamplingState
     base_accuracy: float
     accuracy: float  # of the last evaluation
     schedule: Schedule  # of the next step
@@ -85,7 +85,9 @@ class RunComponents:
         train, heldout = config.data.train, config.data.heldout
         problems = load(config, train, self.tokenizer, field="config.data.train", say=progress.say)
         field, say = "config.data.heldout", progress.say
-        self.heldout = load(config, heldout, self.tokenizer, field=field, say=say, evaluated=True)
+        self.heldout = load(
+            config, heldout, self.tokenizer, field=field, say=say, warns_of_changed=True
+        )
         self.train_rubrics, self.heldout_rubrics = rubrics(config, train), rubrics(config, heldout)
         self.measured: pass_rates.PassRates = {}  # before the run
         for name, source in train.items():
@@ -165,7 +167,7 @@ class RunComponents:
         """Returns the host state of a new run whose base model has this accuracy."""
         return HostState(
             data=self.stream.get_state(),
-            sampling=SamplingState(pass_rates=self.measured),
+            sampling=DynamicSamplingState(pass_rates=self.measured),
             base_accuracy=accuracy,
             accuracy=accuracy,
             schedule=Schedule.first(self.config.objective),
@@ -184,7 +186,7 @@ class RunComponents:
         end_repetition: tuple[str, int] | None = None,
     ) -> RolloutCollector:
         """Returns a collector of groups of `num_samples` responses."""
-        request = GenerationRequest(
+        request = GenerationSettings(
             num_samples,
             sampling,
             self.config.rollout.stop_strings,
@@ -201,7 +203,7 @@ class RunComponents:
             telemetry=telemetry,
         )
 
-    def problems_in_band(self, sampling: SamplingState) -> ProblemStream:
+    def problems_in_band(self, sampling: DynamicSamplingState) -> ProblemStream:
         """Returns the stream of problems without those that are passed over.
 
         Raises:
@@ -218,7 +220,7 @@ class RunComponents:
             )
         return self.stream.without(passed_over)
 
-    def outside_band(self, sampling: SamplingState) -> frozenset[int]:
+    def outside_band(self, sampling: DynamicSamplingState) -> frozenset[int]:
         """Returns the ids of the problems that are passed over, see `data.pass_rate_band`."""
         band = self.config.data.pass_rate_band
         return frozenset() if band is None else pass_rates.outside(sampling.pass_rates, band)

@@ -24,12 +24,12 @@ from dapo_jax.rollout import metrics as rollout_metrics
 from dapo_jax.rollout.collector import RolloutCollector
 from dapo_jax.rollout.dynamic_sampling import (
     Batch,
-    SamplingState,
+    DynamicSamplingState,
     commit,
     open_queue,
-    take_informative,
+    take_kept,
 )
-from dapo_jax.rollout.pass_rates import visit_of
+from dapo_jax.rollout.pass_rates import pass_rate_of
 from dapo_jax.runs import run_directory
 from dapo_jax.runs.checkpoint import Checkpoints
 from dapo_jax.runs.run_directory import RunDirectory
@@ -96,7 +96,7 @@ def train(config: Config, workdir: Path, process_group: ProcessGroup = ALONE) ->
 
 
 class Stage(NamedTuple):
-    """What the steps of a stage have in common; without `config.stages` all steps are of one."""
+    """The config, components and collector of a stage; without `config.stages` there is one."""
 
     config: Config
     components: RunComponents
@@ -119,7 +119,8 @@ class TrainLoop:
     updated: bool = False  # since this start of the run
 
     def __post_init__(self) -> None:
-        self.begun = self.started  # earlier by the work of earlier starts
+        # When the run would have begun, had all its starts been one; as `time.monotonic`.
+        self.begun = self.started
         self.process_group = self.signals.process_group
         self.compilations = CompilationCounter()
         self.accuracy_name = f"eval/avg@{self.config.evaluation.num_samples}"
@@ -164,7 +165,7 @@ class TrainLoop:
             base, base_seconds = run.load_base(first, self.directory.path, check_stop)
         learner = run.learner.start(base, None if restored is None else restored.learner)
         telemetry.phase("compiling the programs of the rollout")
-        run.warm_up(learner.policy.model)
+        run.warm_up(learner.policy.all_params)
         if restored is None:
             return self._evaluate_base(learner, base_seconds)
         return restored._replace(learner=learner)
@@ -213,7 +214,7 @@ class TrainLoop:
             run.learner.reference = reference
             run.stream.set_state(state.host.data)
             self.telemetry.phase("compiling the programs of the rollout")
-            run.warm_up(state.learner.policy.model)
+            run.warm_up(state.learner.policy.all_params)
         for first, changes in self.config.stages:
             if first == step:
                 changed = ", ".join(f"{name} {value!r}" for name, value in changes.items())
@@ -271,12 +272,12 @@ class TrainLoop:
             group=self.process_group,
         )
         with (
-            run.engine.weights(learner.policy.model, telemetry) as weights,
+            run.engine.weights(learner.policy.all_params, telemetry) as weights,
             self.process_group.stop_together(telemetry.waiting_for),
         ):
-            copied_bytes = weights.copied_bytes(learner.policy.model)
-            outcomes = collector.groups(prompts, key, step=step)
-            taken = take_informative(outcomes, config.train.prompts_per_step)
+            copied_bytes = weights.copied_bytes(learner.policy.all_params)
+            outcomes = collector.outcomes(prompts, key, step=step)
+            taken = take_kept(outcomes, config.train.prompts_per_step)
         del weights  # the update needs their memory
         batch, sampling = commit(config, host.sampling, prompts, taken, step)
         numbers = self._sampling_metrics(step, batch, sampling)
@@ -381,7 +382,9 @@ class TrainLoop:
         """Returns the random key of a step, by the stream of randomness."""
         return jax.random.fold_in(jax.random.fold_in(self.stage.components.key, stream), step)
 
-    def _sampling_metrics(self, step: int, batch: Batch, sampling: SamplingState) -> dict[str, Any]:
+    def _sampling_metrics(
+        self, step: int, batch: Batch, sampling: DynamicSamplingState
+    ) -> dict[str, Any]:
         """Returns the numbers of the step's rollout; every process must call it.
 
         Args:
@@ -430,7 +433,7 @@ class TrainLoop:
         rewards = [shaped_rewards(self.stage.config, group) for group in batch.sampled]
         most = self.config.log.rollouts_per_step
         self.directory.save_rollouts(step, batch.sampled, rewards, most)
-        visits = ((group.problem.id, visit_of(group)) for group in batch.sampled)
+        visits = ((group.problem.id, pass_rate_of(group)) for group in batch.sampled)
         self.directory.save_pass_rates(step, [[id, *visit] for id, visit in visits if visit])
 
     def _with_baselines(
@@ -448,7 +451,7 @@ class TrainLoop:
             run.train_rubrics, 1, GREEDY, self.pool, self.telemetry, end_repetition=rule
         )
         problems = [group.problem for group in groups]
-        with run.engine.weights(learner.policy.model, self.telemetry):
+        with run.engine.weights(learner.policy.all_params, self.telemetry):
             scored = greedy.collect(problems, self._key(BASELINE_KEY, step), step=step)
         self.telemetry.add_seconds("rollout", sum(greedy.seconds.values()))
         judged = [
@@ -494,7 +497,7 @@ class TrainLoop:
         collector = run.collector(
             run.heldout_rubrics, num_samples, run.eval_sampling, self.pool, telemetry
         )
-        with run.engine.weights(learner.policy.model):
+        with run.engine.weights(learner.policy.all_params):
             numbers, groups = evaluate(collector, run.heldout, self._key(EVALUATION_KEY, step))
         self.directory.save_heldout(step, groups)
         return numbers

@@ -3,7 +3,7 @@
 Records that JAX maps over are NamedTuples of arrays; records of the host are NamedTuples of plain
 values and NumPy arrays.
 
-The name of an array ends in its dimensions, a letter for each:
+The name of an array ends in its dimensions, a letter for each; `rollout` has some of its own:
 
     Q  questions (prompts)            B  packed rows
     G  responses of one question      T  positions in a row

@@ -1,4 +1,4 @@
-"""Writes: python launch/generate.py --model=HFDIR --prompt="Once upon a time"
+"""Generates text: python launch/generate.py --model=HFDIR --prompt="Once upon a time"
 
 Prints the text of each sample as it comes, or with --json one object with "samples": a list of
 "text", "token_ids", "log_probs" (under the sampling distribution), "model_log_probs" (under the

@@ -136,7 +136,7 @@ def correct(
     advantage_M: Float[np.ndarray, " M"],
     lengths_R: Int[np.ndarray, " R"],
     *,
-    weighted_M: Float[np.ndarray, " M"] | None = None,
+    numerator_M: Float[np.ndarray, " M"] | None = None,
 ) -> Correction:
     """Applies all corrections of `config.correction` to the trained tokens of a mini-batch.
 
@@ -145,7 +145,7 @@ def correct(
         log_prob_M: under pi.
         log_prob_rollout_M: under mu.
         advantage_M: for off-policy sequence masking.
-        weighted_M: log-probs of the importance weights, where they are not `log_prob_M`.
+        numerator_M: log-probs in the numerator of the importance weights; None: `log_prob_M`.
     """
     # float64 before the difference: sums over long responses are compared.
     mu_M = np.asarray(log_prob_rollout_M, np.float64)
@@ -155,7 +155,7 @@ def correct(
         level, floor, cap = settings.importance
         normalises, level = level.startswith(NORMALISED), level.removeprefix(NORMALISED)
         weight_M, kept_M = importance_weights(
-            log_ratio_M if weighted_M is None else np.asarray(weighted_M, np.float64) - mu_M,
+            log_ratio_M if numerator_M is None else np.asarray(numerator_M, np.float64) - mu_M,
             lengths_R,
             level=level,
             cap=cap,

@@ -7,7 +7,7 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from dapo_jax.rewards.types import CORRECT, parse_scorers
+from dapo_jax.rewards.types import CORRECT_REWARD, parse_scorers
 from dapo_jax.types import UserError
 
 if TYPE_CHECKING:  # dapo_jax.config.schema calls these checks
@@ -170,13 +170,13 @@ def _check_lengths(config: "Config") -> None:
             "config.reward.overlong_buffer_tokens and config.reward.overlong_penalty are both 0 "
             f"(no soft overlong punishment) or both positive; got {buffer} and {penalty}."
         )
-    wanted = f"less than {CORRECT:g}, the reward of a correct response"
-    require(reward.incorrect < CORRECT, "reward.incorrect", reward.incorrect, wanted)
+    wanted = f"less than {CORRECT_REWARD:g}, the reward of a correct response"
+    require(reward.incorrect < CORRECT_REWARD, "reward.incorrect", reward.incorrect, wanted)
 
 
 def _check_sampling(config: "Config") -> None:
     rollout, dynamic = config.rollout, config.dynamic_sampling
-    for name in rollout.truncating():
+    for name in rollout.excluding_fields():
         value, everything = getattr(rollout, name), getattr(type(rollout), name)
         if value != everything and rollout.log_prob_source == "rollout":
             raise UserError(

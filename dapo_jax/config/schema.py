@@ -86,18 +86,18 @@ class ModelConfig:
 
     @property
     def trained_dtype(self) -> str:
-        """Of what is trained: all parameters, or the adapters."""
+        """Dtype of the trained parameters: all, or the adapters."""
         return "float32" if self.param_dtype == "int8" else self.param_dtype
 
     @property
     def base_dtype(self) -> str:
-        """Of everything else but matrices in int8."""
+        """Dtype of the other parameters, matrices in int8 excepted."""
         frozen = self.lora_rank or self.param_dtype == "int8"
         return self.compute_dtype if frozen else self.param_dtype
 
     @property
     def matrix_dtype(self) -> str:
-        """Of the layers' matrices beside which adapters stand."""
+        """Dtype of the layers' matrices, to which adapters are added."""
         return "int8" if self.param_dtype == "int8" else self.base_dtype
 
 
@@ -243,14 +243,16 @@ class RolloutConfig:
         return self.carries or self.end_of_thinking is not None
 
     @staticmethod
-    def truncating() -> tuple[str, ...]:
+    def excluding_fields() -> tuple[str, ...]:
         """The names of the fields that leave tokens out, at values other than their defaults."""
         return "top_p", "top_k", "min_p"
 
     @property
-    def truncates(self) -> bool:
+    def excludes_tokens(self) -> bool:
         """Whether sampling leaves tokens out: log-probs are then of the remaining ones alone."""
-        return any(getattr(self, name) != getattr(type(self), name) for name in self.truncating())
+        return any(
+            getattr(self, name) != getattr(type(self), name) for name in self.excluding_fields()
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ WORDS = ("Add:", "\n", ":", "Answer: ", " wait", *(f" {x}=" for x in LABELS), *"
 # The base model's text: probabilities of an answer at once, that it is right, that a line of a
 # derivation slips, and that a writer starts over at the end of one.
 SHARE_GUESS, GUESS_ACCURACY, SHARE_SLIP, SHARE_RAMBLE = 0.6, 0.15, 0.1, 0.6
-HELDOUT_SHARE = 5  # one problem in five, by its hash, is held out
+HELDOUT_ONE_IN = 5  # one problem in five, by its hash, is held out
 
 
 def prompt_text(terms: Sequence[int]) -> str:
@@ -31,7 +31,7 @@ def prompt_text(terms: Sequence[int]) -> str:
 def is_heldout(text: str) -> bool:
     """Returns whether problems of this text are held out. It is a function of the text alone, so
     the sides of the split cannot overlap."""
-    return hashlib.sha256(text.encode()).digest()[0] % HELDOUT_SHARE == 0
+    return hashlib.sha256(text.encode()).digest()[0] % HELDOUT_ONE_IN == 0
 
 
 def generate_problems(
@@ -40,7 +40,7 @@ def generate_problems(
     """Returns `num` distinct (prompt, answer) pairs of one side of the split, with equal shares of
     the numbers of terms `levels`; raises ValueError where a level has too few problems."""
     rng = np.random.default_rng([seed, int(heldout)])
-    share = (1 if heldout else HELDOUT_SHARE - 1) / HELDOUT_SHARE
+    share = (1 if heldout else HELDOUT_ONE_IN - 1) / HELDOUT_ONE_IN
     for level in levels:
         # Up to nine tenths of them, rejection sampling stays quick.
         if num / len(levels) > 0.9 * share * 9**level:

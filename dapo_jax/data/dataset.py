@@ -22,7 +22,7 @@ from dapo_jax.config import Config, DataConfig, SourceConfig
 from dapo_jax.data import arithmetic, prompts, records, sources, word_problems
 from dapo_jax.data.records import Columns, Prompt, Record, Unusable
 from dapo_jax.rewards import scorers
-from dapo_jax.rewards.types import CORRECT, Rubric, parse_scorers
+from dapo_jax.rewards.types import CORRECT_REWARD, Rubric, parse_scorers
 from dapo_jax.types import Problem, UserError
 
 TOKENISE_BATCH = 1000
@@ -68,7 +68,7 @@ def rubrics(config: Config, chosen: Mapping[str, SourceConfig]) -> dict[str, Rub
     """Returns the rubric of each source."""
     r = config.reward
     return {
-        name: Rubric(parse_scorers(source.scorer or r.scorer), CORRECT, r.incorrect)
+        name: Rubric(parse_scorers(source.scorer or r.scorer), CORRECT_REWARD, r.incorrect)
         for name, source in chosen.items()
     }
 
@@ -90,7 +90,7 @@ def load(
     *,
     field: str,
     say: Callable[[str], None],
-    evaluated: bool = False,
+    warns_of_changed: bool = False,
 ) -> list[Problem]:
     """Returns the problems of the sources, numbered from 0 across them.
 
@@ -98,7 +98,7 @@ def load(
         chosen: `config.data.train`, `config.data.heldout` or other sources.
         field: where they are, for messages: "config.data.train".
         say: prints a summary of each source.
-        evaluated: warn where launch/evaluate.py has other problems.
+        warns_of_changed: say how many prompts were changed, which launch/evaluate.py would keep.
 
     Raises:
         UserError: a file or a field is wrong, or a source has no problems.
@@ -114,7 +114,7 @@ def load(
         prepared = prepare(config, name, source, tokenizer, place)
         say(f"{place.removeprefix('config.data.')}: {prepared.describe()}")
         counts = prepared.counts
-        if evaluated and (changed := counts["overlong"] + counts["truncated"]):
+        if warns_of_changed and (changed := counts["overlong"] + counts["truncated"]):
             done = "cut" if counts["truncated"] else "left out"
             say(
                 f"  warning: {changed} held-out problems of {name} are {done} in this run's "

@@ -83,7 +83,7 @@ def tensors(c: ModelConfig) -> dict[str, Tensor]:
     return found
 
 
-def every(
+def each_tensor(
     sources: Mapping[str, Tensor], num_layers: int
 ) -> Iterator[tuple[str, int | None, Tensor]]:
     """Yields (our name, layer, tensor) of each tensor of the checkpoint."""
@@ -102,7 +102,7 @@ def expected_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def shapes_of(sources: Mapping[str, Tensor], num_layers: int) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every tensor of a checkpoint, by its name there."""
-    return {tensor.name: tensor.shape for _, _, tensor in every(sources, num_layers)}
+    return {tensor.name: tensor.shape for _, _, tensor in each_tensor(sources, num_layers)}
 
 
 def check_tensors(c: ModelConfig, found: Mapping[str, tuple[int, ...]], place: Any) -> None:
@@ -379,7 +379,7 @@ def save(c: ModelConfig, params: decoder.Params, directory: Path, dtype: str) ->
     """
     shards: list[list[tuple[str, int | None, Tensor]]] = [[]]
     size, total, item = 0, 0, jnp.dtype(dtype).itemsize
-    for each in every(tensors(c), c.num_layers):
+    for each in each_tensor(tensors(c), c.num_layers):
         num_bytes = math.prod(each[2].shape) * item
         if shards[-1] and size + num_bytes > MAX_SHARD_BYTES:
             shards.append([])

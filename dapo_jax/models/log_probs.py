@@ -305,7 +305,7 @@ def row_statistics(
     """
     context = 1 if layout is None else layout.context
     # The state at t - 1 predicts the token at t: results are moved to the token they are of.
-    of_next = lambda x_BT: zigzag.to_devices(jnp.roll(x_BT, -1, axis=1), context)
+    of_next = lambda x_BT: zigzag.to_zigzag(jnp.roll(x_BT, -1, axis=1), context)
     statistics = token_statistics(
         row_hidden(config, params, rows, layout, share_prompts=share_prompts),
         decoder.unembedding(params),
@@ -334,11 +334,11 @@ def row_hidden(
         share_prompts: responses share their prompts in `rows`, see `Rows.prefixes_BT`.
     """
     choice = kernels.choose(config, layout, share_prompts=share_prompts)
-    of_devices = functools.partial(zigzag.to_devices, parts=choice.context)
-    shared, positions_BT = None, of_devices(rows.positions_BT)
+    in_zigzag = functools.partial(zigzag.to_zigzag, parts=choice.context)
+    shared, positions_BT = None, in_zigzag(rows.positions_BT)
     if share_prompts:
-        shared = xla.SharedPrompts(of_devices(rows.prefixes_BT), positions_BT)
-    attend = xla.packed(of_devices(rows.segments_BT), choice, shared)
+        shared = xla.SharedPrompts(in_zigzag(rows.prefixes_BT), positions_BT)
+    attend = xla.packed(in_zigzag(rows.segments_BT), choice, shared)
     if layout is not None and layout.mesh.size > 1:
         # The embedding whole along its width: looked up in shards of it, XLA would bring the
         # tokens of all rows to every device.
@@ -346,7 +346,7 @@ def row_hidden(
         embed_VD = params["embed"].astype(config.compute_dtype)
         params = params | {"embed": jax.lax.with_sharding_constraint(embed_VD, whole)}
     model = decoder.bind(config, params)
-    return model(of_devices(rows.tokens_BT), positions_BT, attend, context=choice.context)[0]
+    return model(in_zigzag(rows.tokens_BT), positions_BT, attend, context=choice.context)[0]
 
 
 def to_own_token(x_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:

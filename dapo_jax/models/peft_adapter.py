@@ -61,7 +61,7 @@ def save(c: ModelConfig, params: decoder.Params, directory: Path, dtype: str) ->
     Args:
         dtype: of the tensors: "float32" or "bfloat16".
     """
-    sources = hf_weights.every(tensors(c), c.num_layers)
+    sources = hf_weights.each_tensor(tensors(c), c.num_layers)
     hf_weights.write_arrays(params, sources, directory / WEIGHTS, dtype)
     linear = [tensor.name for ours, tensor in hf_weights.tensors(c).items() if _is_adapted(ours)]
     values: dict[str, Any] = {

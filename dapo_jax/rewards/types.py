@@ -1,4 +1,4 @@
-"""Rule-based rewards: scores, rubrics, verdicts and the soft overlong punishment.
+"""Scores, rubrics and verdicts: from the results of scorers to the reward of a response.
 
 Correctness alone decides the filter of dynamic sampling. The advantage sees the weighted sum of the
 scorers' rewards and the soft overlong punishment. Nothing here imports JAX: scorers run in worker
@@ -14,7 +14,7 @@ import numpy as np
 
 from dapo_jax.types import Verdict
 
-CORRECT = 1.0  # reward of a correct response where the scorer returns none
+CORRECT_REWARD = 1.0  # reward of a correct response where the scorer returns none
 
 
 class Score(NamedTuple):
@@ -24,7 +24,7 @@ class Score(NamedTuple):
     extracted: str | None = None  # the answer read; None: no answer found
     # Process supervision: (characters of the text up to the end of the step, its reward), in order.
     steps: tuple[tuple[int, float], ...] = ()
-    reward: float | None = None  # None: CORRECT or config.reward.incorrect
+    reward: float | None = None  # None: CORRECT_REWARD or config.reward.incorrect
     extra: dict[str, Any] | None = None  # further values, as JSON can hold them
 
 
@@ -46,8 +46,8 @@ class Rubric(NamedTuple):
     """The scorers of a source, with their weights and rewards."""
 
     scorers: tuple[tuple[str, float], ...]  # (name, weight); the first decides correctness
-    correct: float  # reward of a correct response where a scorer returns none
-    incorrect: float  # reward of any other
+    correct_reward: float  # of a correct response where a scorer returns none
+    incorrect_reward: float  # of any other
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -111,14 +111,15 @@ def verdict(rubric: Rubric, scores: Sequence[Score] | str) -> Verdict:
     are the first scorer's, steps those of the first that gives any.
 
     Args:
-        scores: one for each scorer, or why there are none. Then every scorer takes the most away.
+        scores: one for each scorer, or the reason why there are none. Then each scorer counts as
+            incorrect, and one with a negative weight as 0.
     """
     if isinstance(scores, str):
-        rewards = [rubric.incorrect * max(weight, 0.0) for _, weight in rubric.scorers]
+        rewards = [rubric.incorrect_reward * max(weight, 0.0) for _, weight in rubric.scorers]
         return _verdict(Score(False), rewards)._replace(note=scores)
     rewards, extra = [], {}
     for (_, weight), score in zip(rubric.scorers, scores, strict=True):
-        own = rubric.correct if score.correct else rubric.incorrect
+        own = rubric.correct_reward if score.correct else rubric.incorrect_reward
         rewards.append(weight * (own if score.reward is None else score.reward))
         extra |= score.extra or {}
     steps = next((score.steps for score in scores if score.steps), ())

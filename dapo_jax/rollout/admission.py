@@ -20,10 +20,10 @@ from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.rollout.slots import DecodeState, NewRequests
 from dapo_jax.types import UNFINISHED, Problem, Response, UserError
 
-Sample = tuple[int, int, int]  # shard r, request slot e, place g among the request's samples
+SamplePlace = tuple[int, int, int]  # shard r, request slot e, number g among its samples
 
 
-class GenerationRequest(NamedTuple):
+class GenerationSettings(NamedTuple):
     """What to generate for each problem."""
 
     num_samples: int  # responses per problem
@@ -78,13 +78,14 @@ def requests_of(
 
 class RequestTable:
     """The engine's request slots as the host knows them, one call late: E on each of R shards, each
-    with up to G samples of at most T tokens. Sample (r, e, g) is sample g of slot e on shard r.
+    with up to G samples of at most T tokens. A place (r, e, g) is sample g of request slot e on
+    shard r.
 
     Args:
         step: rollout step of the tokens sampled now.
         keep_calls: whether the decode call of every token is kept.
-        end_repetition: see `GenerationRequest`.
-        truncated: whether the sampler leaves tokens out, see `sampling.Mode`.
+        end_repetition: see `GenerationSettings`.
+        excludes_tokens: see `sampling.Mode`.
     """
 
     def __init__(
@@ -94,13 +95,13 @@ class RequestTable:
         *,
         keep_calls: bool = False,
         end_repetition: tuple[str, int] | None = None,
-        truncated: bool = False,
+        excludes_tokens: bool = False,
     ):
         self.step = step
         R, E, G, T = config.shards, config.requests, config.samples, config.max_response_tokens
         self.requests: list[list[Request | None]] = [[None] * E for _ in range(R)]
         self.order = np.zeros((R, E), np.int64)  # of arrival
-        self.waiting = np.zeros((R, E, G), bool)  # unfinished responses
+        self.unfinished = np.zeros((R, E, G), bool)  # responses that have not ended
         self.count = np.zeros((R, E, G), np.int32)  # tokens
         self.tokens = np.zeros((R, E, G, T), np.int32)
         self.log_probs = np.zeros((R, E, G, T), np.float32)
@@ -110,11 +111,11 @@ class RequestTable:
         if end_repetition is not None:
             # The log-probs are of the remaining tokens alone where the sampler leaves some out: all
             # is certain where one remains.
-            policy = self.model_log_probs if truncated else self.log_probs
+            policy = self.model_log_probs if excludes_tokens else self.log_probs
             self.repetition = RepetitionDetector(end_repetition, self.tokens, policy)
 
     def request(self, r: int, e: int) -> Request:
-        """Returns the request of a slot that is taken."""
+        """Returns the request in a request slot that is taken."""
         request = self.requests[r][e]
         assert request is not None
         return request
@@ -125,10 +126,10 @@ class RequestTable:
         return request.number, request.first + g
 
     def open(self, r: int, e: int, request: Request, order: int) -> None:
-        """Gives a slot to a request."""
+        """Gives a request slot to a request."""
         self.requests[r][e] = request
         self.order[r, e] = order
-        self.waiting[r, e, : request.samples] = True
+        self.unfinished[r, e, : request.samples] = True
         self.count[r, e] = 0
         if request.partial is not None:
             self.count[r, e, 0] = n = len(request.partial.tokens)
@@ -168,10 +169,10 @@ class RequestTable:
             self.calls[at] = self.calls[r, e, g, n - 1]
         self.count[r, e, g] = n + len(tokens)
 
-    def close(self, r: int, e: int, g: int) -> None:
-        """Ends a sample; its slot is free after the last one."""
-        self.waiting[r, e, g] = False
-        if not self.waiting[r, e].any():
+    def end(self, r: int, e: int, g: int) -> None:
+        """Ends a sample; its request slot is free after the last one."""
+        self.unfinished[r, e, g] = False
+        if not self.unfinished[r, e].any():
             self.requests[r][e] = None
 
 
@@ -192,7 +193,7 @@ class Admission:
         table: RequestTable,
         problems: Iterator[Problem | None],
         key: jax.Array,
-        request: GenerationRequest,
+        request: GenerationSettings,
         carried: CarriedResponses,
     ):
         self.sampling = engine.config.params if request.sampling is None else request.sampling
@@ -229,7 +230,7 @@ class Admission:
         found, self._finished_before = self._finished_before, []
         return found
 
-    def resume_later(self, request: Request) -> None:
+    def resume_first(self, request: Request) -> None:
         """Lets a request with a partial response begin before all others."""
         self.queue.appendleft(request)
 
@@ -275,16 +276,16 @@ class Admission:
         if not unread:
             # Pages freed by a cancellation since the last call are in no result. A shard without
             # samples has all of its pages.
-            idle_R = ~table.waiting.any(axis=(1, 2))
+            idle_R = ~table.unfinished.any(axis=(1, 2))
             self.free_R = np.where(idle_R, config.shard_pages - 1, self.free_R)
         while True:
             free = [[e for e, r in enumerate(rs) if r is None] for rs in table.requests]
-            waiting = int(table.waiting.sum())
-            ahead = max(0, -(-(config.max_in_flight - waiting) // config.samples))
+            unfinished = int(table.unfinished.sum())
+            ahead = max(0, -(-(config.max_in_flight - unfinished) // config.samples))
             room = min(sum(map(len, free)), ahead)
             # A part of a batch only where the slots run dry or no more prompts come. Prompts that
             # are not needed yet are not claimed: another process may have room for them.
-            partly = waiting < config.slots or self.exhausted
+            partly = unfinished < config.slots or self.exhausted
             if room < whole and not partly:
                 return state
             self.take(min(room, config.prefill_prompts) - len(self.queue))
@@ -309,7 +310,7 @@ class Admission:
         and must not depend on the other prompts. Prompts of other lengths keep their place.
         """
         config = self.engine.config
-        load_R = self.table.waiting.sum(axis=(1, 2))
+        load_R = self.table.unfinished.sum(axis=(1, 2))
         batch: list[tuple[int, int, Request]] = []
         num_R = [0] * config.shards
         padded, others = self._padded_pages(self.queue[0]), collections.deque[Request]()
@@ -323,7 +324,7 @@ class Admission:
             if not shards:
                 break
             r = min(shards, key=lambda r: load_R[r])
-            alone = not unread and not num_R[r] and not self.table.waiting[r].any()
+            alone = not unread and not num_R[r] and not self.table.unfinished[r].any()
             if not self._fits(r, request, alone=alone, unread=unread):
                 break
             self.queue.popleft()

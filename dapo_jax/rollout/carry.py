@@ -1,17 +1,10 @@
-"""Carry: unfinished responses continue in the next rollout step, and slots are never left empty.
+"""Partial rollouts: unfinished responses are kept, and resumed in the next rollout step.
 
-A synchronous step waits for the longest response of its batch while other slots run empty. With
-`config.rollout.max_staleness` above 0, prompts of later batches are begun meanwhile. The step ends
-when its batch is full, in prompt order, which favours no short response. What is unfinished is
-carried into the next step: its tokens, each with its log-prob and the rollout step whose parameters
-sampled it.
-Carried responses that had ended are scored again; the others are resumed under the new parameters.
+With `config.rollout.max_staleness` above 0; `dynamic_sampling` calls this. docs/async.md has the
+design.
 
-A run repeats bit for bit, because nothing that is carried depends on time. Every engine numbers its
-decode calls from 1 in each step. Let c be the call in which the last token of the tried prompts was
-sampled, on whichever engine. Tokens of calls up to c + CUT_DELAY_CALLS count; later ones, sampled
-while verdicts were awaited, are discarded. Which prompts begin in a call depends on the data and on
-the slots alone (`prompt_queue.CarryQueue`).
+Invariant: which responses and tokens are carried depends on the numbers of decode calls, never on
+time, so that a run repeats bit for bit.
 """
 
 import math
@@ -29,8 +22,8 @@ from dapo_jax.types import (
     response_to_json,
 )
 
-Visit = tuple[int, int]  # id and epoch of a problem
-CarriedResponses = Mapping[Visit, Mapping[int, Response]]  # by visit and sample
+ProblemVisit = tuple[int, int]  # id and epoch of a problem
+CarriedResponses = Mapping[ProblemVisit, Mapping[int, Response]]  # by visit and sample
 
 
 # About as many decode calls as pass while the last responses of a batch are scored.
@@ -40,11 +33,11 @@ CUT_DELAY_CALLS = 4
 class CarriedGroup(NamedTuple):
     """The responses so far to a prompt that returned to the data."""
 
-    visit: Visit
+    visit: ProblemVisit
     responses: tuple[tuple[int, Response], ...]  # (sample, response with versions), not empty
 
 
-def by_visit(groups: Sequence[CarriedGroup]) -> dict[Visit, dict[int, Response]]:
+def by_visit(groups: Sequence[CarriedGroup]) -> dict[ProblemVisit, dict[int, Response]]:
     """Returns the responses by visit and sample."""
     return {visit: dict(responses) for visit, responses in groups}
 

@@ -18,9 +18,9 @@ from dapo_jax.distributed.replica import ALONE, Replica
 from dapo_jax.rewards.async_scoring import GroupScoring
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.types import Rubric
-from dapo_jax.rollout.admission import GenerationRequest
+from dapo_jax.rollout.admission import GenerationSettings
 from dapo_jax.rollout.engine import DecoderEngine
-from dapo_jax.rollout.prompt_queue import NO_PROMPT, CarryQueue, Outcome, PromptQueue
+from dapo_jax.rollout.prompt_queue import NO_PROMPT, Outcome, PromptQueue
 from dapo_jax.rollout.scheduler import GenerationLoop, RolloutStats
 from dapo_jax.types import Detokenize, Group, Problem
 from dapo_jax.utils.telemetry import SILENT, Telemetry
@@ -53,7 +53,7 @@ class RolloutCollector:
         pool: RewardPool,
         rubrics: Mapping[str, Rubric],
         detokenize: Detokenize,
-        request: GenerationRequest,
+        request: GenerationSettings,
         *,
         replica: Replica = ALONE,
         telemetry: Telemetry = SILENT,
@@ -65,7 +65,7 @@ class RolloutCollector:
         # Seconds of generating, and of waiting for verdicts with nothing to generate.
         self.seconds = {"rollout": 0.0, "reward": 0.0}
 
-    def groups(
+    def outcomes(
         self, prompts: PromptQueue, key: jax.Array, *, step: int = 0
     ) -> Generator[Outcome, None, None]:
         """Yields the outcome of every prompt, in prompt order, until the queue is done.
@@ -97,7 +97,7 @@ class RolloutCollector:
         group = self.replica.process_group
         prompts = PromptQueue.of_list(problems, group)
         with group.stop_together(self.telemetry.waiting_for):
-            outcomes = list(self.groups(prompts, key, step=step))
+            outcomes = list(self.outcomes(prompts, key, step=step))
         return prompts.commit(len(outcomes))
 
     def take_stats(self) -> tuple[RolloutStats, dict[str, float]]:
@@ -156,7 +156,7 @@ class RolloutCollector:
                     self.telemetry.waiting_for(f"the verdict on prompt {prompts.num_resolved}")
                 if after is not None:
                     loop.skip_to(after)
-                if prompts.done and isinstance(prompts, CarryQueue):
+                if prompts.done and prompts.cut is not None:
                     while loop.num_calls < prompts.cut and not next(generation).idle:
                         pass
                     # By all members of the replica: it may call the device.
@@ -178,7 +178,7 @@ class RolloutCollector:
         begin, the decode call after which they do."""
         self.telemetry.check_stop()
         outcomes, after = prompts.resolved(), None
-        if waits and not prompts.done and isinstance(prompts, CarryQueue):
+        if waits and not prompts.done:
             after = prompts.extend()
         return outcomes, prompts.progress, after
 

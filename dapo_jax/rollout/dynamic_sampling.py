@@ -26,7 +26,7 @@ NEW_WEIGHT = 0.5
 PRIOR_OUTCOMES = 16
 
 
-class SamplingState(NamedTuple):
+class DynamicSamplingState(NamedTuple):
     """What dynamic sampling remembers from step to step; part of the checkpoint."""
 
     informative_rate: float = 0.5  # running estimate of the share of informative prompts
@@ -34,7 +34,7 @@ class SamplingState(NamedTuple):
     pass_rates: PassRates = MappingProxyType({})  # of the problems tried so far
 
 
-class Taken(NamedTuple):
+class KeptPrompts(NamedTuple):
     """Which prompts of a step make the batch."""
 
     num_tried: int  # prompts, from the first of the step
@@ -53,7 +53,7 @@ class Batch(NamedTuple):
 
 def open_queue(
     config: Config,
-    state: SamplingState,
+    state: DynamicSamplingState,
     source: PromptSource,
     *,
     step: int,
@@ -96,16 +96,16 @@ def open_queue(
 
 
 def _to_resume(
-    config: Config, state: SamplingState, step: int
+    config: Config, state: DynamicSamplingState, step: int
 ) -> tuple[tuple[CarriedGroup, ...], int]:
     return carry.without_stale(state.carried, step=step, max_staleness=config.rollout.max_staleness)
 
 
-def take_informative(outcomes: Generator[Outcome, None, None], num_prompts: int) -> Taken:
+def take_kept(outcomes: Generator[Outcome, None, None], num_prompts: int) -> KeptPrompts:
     """Takes outcomes, in prompt order, until `num_prompts` groups are kept or none are left.
 
     Args:
-        outcomes: see `RolloutCollector.groups`. Closing it cancels the work in flight.
+        outcomes: see `RolloutCollector.outcomes`. Closing it cancels the work in flight.
     """
     num_tried, kept = 0, []
     for outcome in outcomes:
@@ -115,12 +115,12 @@ def take_informative(outcomes: Generator[Outcome, None, None], num_prompts: int)
         if len(kept) == num_prompts:
             break
     outcomes.close()
-    return Taken(num_tried, kept)
+    return KeptPrompts(num_tried, kept)
 
 
 def commit(
-    config: Config, state: SamplingState, prompts: PromptQueue, taken: Taken, step: int
-) -> tuple[Batch, SamplingState]:
+    config: Config, state: DynamicSamplingState, prompts: PromptQueue, taken: KeptPrompts, step: int
+) -> tuple[Batch, DynamicSamplingState]:
     """Moves the data past the prompts tried; returns the batch and the state after the step.
 
     Every process must call it, and all get the same.
@@ -139,7 +139,7 @@ def commit(
     carried_tokens = sum(len(r.tokens) for group in carried for _, r in group.responses)
     batch = Batch(kept, sampled, num_returned, num_stale, carried_tokens)
     rates = with_groups(state.pass_rates, sampled)
-    return batch, SamplingState(rate, carried, rates)
+    return batch, DynamicSamplingState(rate, carried, rates)
 
 
 def next_rate(before: float, informative: int, sampled: int) -> float:
@@ -149,7 +149,7 @@ def next_rate(before: float, informative: int, sampled: int) -> float:
     return NEW_WEIGHT * (informative / sampled) + (1 - NEW_WEIGHT) * before
 
 
-def state_to_json(state: SamplingState) -> dict[str, Any]:
+def state_to_json(state: DynamicSamplingState) -> dict[str, Any]:
     """Returns the state as JSON values; nothing is rounded."""
     return {
         "informative_rate": state.informative_rate,
@@ -158,9 +158,9 @@ def state_to_json(state: SamplingState) -> dict[str, Any]:
     }
 
 
-def state_from_json(values: dict[str, Any]) -> SamplingState:
+def state_from_json(values: dict[str, Any]) -> DynamicSamplingState:
     """The inverse of `state_to_json`."""
-    return SamplingState(
+    return DynamicSamplingState(
         values["informative_rate"],
         carry.from_json(values["carried"]),
         from_json(values["pass_rates"]),

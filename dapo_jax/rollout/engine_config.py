@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from dapo_jax.config import Config, MeshConfig, ModelConfig
 from dapo_jax.models.sharding import BATCH_AXES, parts_of
-from dapo_jax.rollout import kernels, paged
+from dapo_jax.rollout import paged, paged_kernels
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.types import UserError
 
@@ -30,7 +30,7 @@ class EngineConfig:
     num_pages: int | None = None  # over all shards; None: no sequence ever waits for a page
     decode_steps: int = 8  # tokens a call
     prefill_chunk_tokens: int = PREFILL_CHUNK_TOKENS
-    kernel: kernels.Kernel = "xla"
+    kernel: paged_kernels.Kernel = "xla"
     kernel_refused: str | None = None  # why "auto" is XLA on a platform that has a kernel
     resumes: bool = False  # whether many requests are one sample each, resumed with its tokens
 
@@ -122,7 +122,7 @@ def make_engine_config(
     r = config.rollout
     parts = parts_of(BATCH_AXES, run_sizes or sizes) // parts_of(BATCH_AXES, sizes)
     heads_parts = parts_of(dict(config.mesh.rules)["kv_heads"], sizes)
-    kernel, refused = kernels.choose(
+    kernel, refused = paged_kernels.choose(
         r.kernel, platform, config.model, page_tokens=r.page_tokens, heads_parts=heads_parts
     )
     made = EngineConfig(

@@ -38,7 +38,7 @@ def paged_attention(
     q_BKGH: jax.Array,
     k_pages: jax.Array,
     v_pages: jax.Array,
-    table_BP: jax.Array,
+    table_BJ: jax.Array,
     lengths_B: jax.Array,
     *,
     interpret: bool = False,
@@ -48,14 +48,14 @@ def paged_attention(
     Args:
         q_BKGH: G queries for each kv head.
         k_pages, v_pages: [pages, K, page, H].
-        table_BP: the pages of each sequence, in order.
+        table_BJ: the pages of each sequence, in order.
         lengths_B: at least 1.
         interpret: run the kernel's steps as JAX operations, on a CPU.
     """
     B, K, G, H = q_BKGH.shape
-    A, P = k_pages.shape[2], table_BP.shape[1]
-    S = parts(B * K, P * A)
-    part = -(-P * A // (S * KEYS)) * KEYS
+    A, J = k_pages.shape[2], table_BJ.shape[1]
+    S = parts(B * K, J * A)
+    part = -(-J * A // (S * KEYS)) * KEYS
     Q = max(QUERIES, pl.next_power_of_2(G))
     # Exponentials to base 2 are one instruction.
     q_BKQH = (q_BKGH * (H**-0.5 * math.log2(math.e))).astype(q_BKGH.dtype)
@@ -72,7 +72,7 @@ def paged_attention(
             pl.BlockSpec((None, None, Q, H), of_head),
             whole,
             whole,
-            pl.BlockSpec((None, P), lambda b, k, s: (b, 0)),
+            pl.BlockSpec((None, J), lambda b, k, s: (b, 0)),
             pl.BlockSpec((None,), lambda b, k, s: (b,)),
         ],
         out_specs=[
@@ -83,7 +83,7 @@ def paged_attention(
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
         interpret=interpret,
         name="paged_attention",
-    )(q_BKQH, rows(k_pages), rows(v_pages), table_BP, lengths_B)
+    )(q_BKQH, rows(k_pages), rows(v_pages), table_BJ, lengths_B)
     out, log_sum = out_SBKQH[:, :, :, :G], log_sum_SBKQ[:, :, :, :G, None]
     if S == 1:
         return out[0].astype(q_BKGH.dtype)

@@ -3,7 +3,7 @@
 A sequence owns the pages of `page_tokens` tokens that its row of the page table names, in order.
 Page 0 is a scratch page: masked writes go there and nothing reads it. A pool is a tuple of arrays:
 keys and values [L, pages, K, page, H] each for XLA (`tiles`) and the GPU kernel; one array
-[L, pages, page, 2 K, H], keys and values in turn, for JAX's TPU kernel (`kernels`).
+[L, pages, page, 2 K, H], keys and values in turn, for JAX's TPU kernel (`paged_kernels`).
 
 Invariant: every cached value is finite (`nan_safe`). Masked keys have weight 0, and 0 * NaN is NaN.
 """
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from dapo_jax.config import ModelConfig
 from dapo_jax.models.attention import xla
 from dapo_jax.models.decoder import Attend
-from dapo_jax.rollout import kernels
+from dapo_jax.rollout import paged_kernels
 from dapo_jax.rollout.tiles import Arrays, Tile, Tiles
 
 # Of two attention programs over values around 1. Rounding to bfloat16 makes a difference of 0.008,
@@ -27,7 +27,7 @@ MAX_DIFFERENCE = 2.0**-5
 class Layout(NamedTuple):
     """How a pool is laid out."""
 
-    kernel: kernels.Kernel
+    kernel: paged_kernels.Kernel
     page_tokens: int
     dtype: str  # of activations and of the cache
     heads_axis: str | None = None  # mesh axis that the kv heads lie over
@@ -121,7 +121,7 @@ def nan_safe(attend: Attend) -> Attend:
 
 def decoding(
     layout: Layout,
-    table_BP: jax.Array,
+    table_BJ: jax.Array,
     lengths_B: jax.Array,
     writes_B: jax.Array,
     tile: Tile,
@@ -131,15 +131,15 @@ def decoding(
     Its key and value enter the pool at position `lengths_B`.
 
     Args:
-        table_BP: pages of each slot, for its tokens and the new one at least.
+        table_BJ: pages of each slot, for its tokens and the new one at least.
         writes_B: False: the slot has no token; nothing is kept and its output means nothing.
         tile: of XLA's attention.
     """
     A = layout.page_tokens
-    page_B = jnp.take_along_axis(table_BP, (lengths_B // A)[:, None], axis=1)[:, 0]
+    page_B = jnp.take_along_axis(table_BJ, (lengths_B // A)[:, None], axis=1)[:, 0]
     page_B = jnp.where(writes_B, page_B, 0)
     offset_B = lengths_B % A
-    tiles = Tiles.of(table_BP, jnp.where(writes_B, lengths_B + 1, 0), A, tile)
+    tiles = Tiles.of(table_BJ, jnp.where(writes_B, lengths_B + 1, 0), A, tile)
     # Of an empty slot kernels read one token, not its last sequence: they want one at least.
     read_B = jnp.where(writes_B, lengths_B + 1, 1)
 
@@ -154,15 +154,15 @@ def decoding(
         B, _, K, H = k.shape
         kept = k[:, 0].astype(layout.dtype), v[:, 0].astype(layout.dtype)
         # Kernels get the pages of all layers, as a layer's own would have to be copied out.
-        own_BP = table_BP + layer * cache[0].shape[1]
+        own_BJ = table_BJ + layer * cache[0].shape[1]
         all_layers = lambda x: x.reshape(-1, *x.shape[2:])
         if layout.kernel == "tpu":
             new = jnp.stack(kept, axis=2).reshape(B, -1, H)
             cache = (cache[0].at[layer, page_B, offset_B].set(new),)
-            out_BNH = kernels.tpu_attention(
+            out_BNH = paged_kernels.tpu_attention(
                 q[:, 0],
                 all_layers(cache[0]),
-                own_BP,
+                own_BJ,
                 read_B,
                 window,
                 layout.heads_axis,
@@ -173,7 +173,7 @@ def decoding(
         cache = tuple(x.at[at].set(new) for x, new in zip(cache, kept))
         if layout.kernel == "gpu":
             pages = tuple(map(all_layers, cache))
-            out_BNH = kernels.gpu_attention(q[:, 0], pages, own_BP, read_B, layout.heads_axis)
+            out_BNH = paged_kernels.gpu_attention(q[:, 0], pages, own_BJ, read_B, layout.heads_axis)
             return out_BNH[:, None], cache
         q_BKGH = q.reshape(B, K, -1, H)
         out_BKGH, cache = tiles.attend(layer, q_BKGH, cache, window)
@@ -183,7 +183,7 @@ def decoding(
 
 
 def page_difference(
-    layout: Layout, pool: Arrays, at_2: jax.Array, heads: int, table_BP: jax.Array, tile: Tile
+    layout: Layout, pool: Arrays, at_2: jax.Array, heads: int, table_BJ: jax.Array, tile: Tile
 ) -> tuple[jax.Array, Arrays]:
     """Compares `decoding` over one page of the pool with XLA's attention to the same values.
 
@@ -193,10 +193,10 @@ def page_difference(
         at_2: layer and page. An overflowing index misses the last ones. No constants, as in a run's
             programs.
         heads: query heads.
-        table_BP: a table of the run's shape.
+        table_BJ: a table of the run's shape.
     """
     layer, page = at_2[0], at_2[1]
-    B, A = len(table_BP), layout.page_tokens
+    B, A = len(table_BJ), layout.page_tokens
     kv_heads = pool[0].shape[layout.kv_axis] // (2 if layout.kernel == "tpu" else 1)
     key_q, key_k, key_v = jax.random.split(jax.random.key(0), 3)
     normal = lambda key, *shape: jax.random.normal(key, (*shape, pool[0].shape[-1]), layout.dtype)
@@ -210,7 +210,7 @@ def page_difference(
     first_B = jnp.arange(B) == 0
     attend = decoding(
         layout,
-        jnp.zeros_like(table_BP).at[0, 0].set(page),
+        jnp.zeros_like(table_BJ).at[0, 0].set(page),
         jnp.where(first_B, A - 1, 0),
         first_B,
         tile,

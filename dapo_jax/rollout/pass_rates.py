@@ -15,7 +15,7 @@ from dapo_jax.types import Group, Problem, UserError
 BEFORE_RUN = -1  # "epoch" of a pass rate that launch/evaluate.py measured
 
 
-class Visit(NamedTuple):
+class PassRate(NamedTuple):
     """The responses to a problem in one epoch of its source."""
 
     epoch: int
@@ -23,22 +23,22 @@ class Visit(NamedTuple):
     responses: int  # with a verdict: neither invalid nor with a fault of the scorer
 
 
-PassRates = Mapping[int, tuple[Visit, ...]]  # visits in order, by the id of the problem
+PassRates = Mapping[int, tuple[PassRate, ...]]  # visits in order, by the id of the problem
 
 
-def with_groups(rates: PassRates, groups: Iterable[Group]) -> dict[int, tuple[Visit, ...]]:
+def with_groups(rates: PassRates, groups: Iterable[Group]) -> dict[int, tuple[PassRate, ...]]:
     """Returns the pass rates with a visit for each group that has a verdict."""
     found = dict(rates)
     for group in groups:
-        if visit := visit_of(group):
+        if visit := pass_rate_of(group):
             found[group.problem.id] = (*found.get(group.problem.id, ()), visit)
     return found
 
 
-def visit_of(group: Group) -> Visit | None:
+def pass_rate_of(group: Group) -> PassRate | None:
     """Returns the visit that a group is; None where no response has a verdict."""
     correct = group.trained_correct(overlong_filter=False)
-    return Visit(group.problem.epoch, sum(correct), len(correct)) if correct else None
+    return PassRate(group.problem.epoch, sum(correct), len(correct)) if correct else None
 
 
 def outside(rates: PassRates, band: tuple[float, float]) -> frozenset[int]:
@@ -48,7 +48,7 @@ def outside(rates: PassRates, band: tuple[float, float]) -> frozenset[int]:
     return frozenset(problem for problem, v in latest if not low <= v.correct / v.responses < high)
 
 
-def measured(file: str, problems: Sequence[Problem], field: str) -> dict[int, tuple[Visit, ...]]:
+def measured(file: str, problems: Sequence[Problem], field: str) -> dict[int, tuple[PassRate, ...]]:
     """Returns the pass rates in a transcript of launch/evaluate.py. Problems are known by prompt.
 
     Args:
@@ -71,7 +71,7 @@ def measured(file: str, problems: Sequence[Problem], field: str) -> dict[int, tu
             "launch/evaluate.py --benchmarks=train/NAME writes."
         ) from error
     found = {
-        problem.id: (Visit(BEFORE_RUN, sum(of_problem), len(of_problem)),)
+        problem.id: (PassRate(BEFORE_RUN, sum(of_problem), len(of_problem)),)
         for problem in problems
         if (of_problem := correct.get(problem.prompt))
     }
@@ -88,6 +88,6 @@ def to_json(rates: PassRates) -> list[Any]:
     return [[problem, *map(list, visits)] for problem, visits in rates.items()]
 
 
-def from_json(values: Sequence[Any]) -> dict[int, tuple[Visit, ...]]:
+def from_json(values: Sequence[Any]) -> dict[int, tuple[PassRate, ...]]:
     """The inverse of `to_json`."""
-    return {problem: tuple(Visit(*v) for v in visits) for problem, *visits in values}
+    return {problem: tuple(PassRate(*v) for v in visits) for problem, *visits in values}

@@ -93,7 +93,8 @@ def unrolls(platform: str, c: ModelConfig) -> bool:
 
 @functools.cache
 class Programs:
-    """The compiled programs, with their layouts and donations."""
+    """The jitted programs, with their layouts and donations. Cached: engines of one config and mesh
+    share an instance, so that nothing is compiled twice."""
 
     def __init__(self, config: EngineConfig, mesh: Mesh, trained_on: Mesh):
         trim_after_compilations()
@@ -317,7 +318,7 @@ class Programs:
     def _check_page(self, state: DecodeState, at_2: Any) -> tuple[DecodeState, jax.Array]:
         layout, heads = self.config.pool_layout, self.config.model.num_heads
         difference, pool = paged.page_difference(
-            layout, state.pool, at_2, heads, state.table_BP, self.tile
+            layout, state.pool, at_2, heads, state.table_BJ, self.tile
         )
         return state._replace(pool=pool), difference
 
@@ -357,7 +358,7 @@ class Programs:
             )
             sampled = sample(logits_BV, state.key_B2, state.sampled_B, state.params, mode)
             attend = paged.decoding(
-                config.pool_layout, state.table_BP, state.length_B, goes_B, self.tile
+                config.pool_layout, state.table_BJ, state.length_B, goes_B, self.tile
             )
             hidden_BTD, pool = decoder.bind(c, params)(
                 sampled.token_B[:, None], state.length_B[:, None], attend, state.pool

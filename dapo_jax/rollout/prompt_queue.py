@@ -155,6 +155,15 @@ class PromptQueue:
             self._take(outcome)
         return found
 
+    def extend(self) -> int | None:
+        """Lets more prompts begin where the queue holds them back, see `CarryQueue`."""
+        return None
+
+    @property
+    def cut(self) -> int | None:
+        """The last decode call whose tokens count; None: unfinished responses are not kept."""
+        return None
+
     @property
     def progress(self) -> int:
         """Number of claims and outcomes so far, of all processes."""
@@ -245,5 +254,5 @@ class CarryQueue(PromptQueue):
 
     @property
     def cut(self) -> int:
-        """The last decode call whose tokens count, once the step is done."""
+        """The last decode call whose tokens count, known once the step is done."""
         return self.last_call + self.cut_delay_calls

@@ -13,11 +13,11 @@ CHUNK = 128  # neighbouring tokens that `_invert` sums first
 
 
 class Mode(NamedTuple):
-    """What the requests of a call need of the sampler; the rest is not compiled."""
+    """The features that a sampler is compiled with: those that the requests of a call need."""
 
     greedy: bool = False  # some temperature is 0
     tempered: bool = False  # some temperature is neither 0 nor 1
-    truncated: bool = False  # some top_k, top_p or min_p excludes tokens
+    excludes_tokens: bool = False  # some top_k, top_p or min_p excludes tokens
 
 
 class SamplingParams(NamedTuple):
@@ -44,8 +44,8 @@ class SamplingParams(NamedTuple):
     def mode(self) -> Mode:
         """What these numbers need of the sampler."""
         greedy = bool(self.temperature_X == 0)
-        truncated = not greedy and self[1:] != SamplingParams()[1:]
-        return Mode(greedy, not greedy and bool(self.temperature_X != 1), truncated)
+        excludes_tokens = not greedy and self[1:] != SamplingParams()[1:]
+        return Mode(greedy, not greedy and bool(self.temperature_X != 1), excludes_tokens)
 
     def check(self, prefix: str = "") -> None:
         """Raises UserError, with names after this prefix, if a number is outside its range."""
@@ -71,7 +71,7 @@ class Sampled(NamedTuple):
     finite_B: jax.Array  # bool: whether the logits are finite
 
 
-def truncate(logits_BV: jax.Array, params: SamplingParams) -> jax.Array:
+def exclude_tokens(logits_BV: jax.Array, params: SamplingParams) -> jax.Array:
     """Sets the logits of excluded tokens to -inf: by top-k, then the nucleus, then min-p.
 
     top-k keeps the k most probable tokens. The nucleus (arXiv:1904.09751, section 3.1) is the
@@ -135,8 +135,8 @@ def sample(
     shaped_BV = logits_BV
     if mode.tempered:
         shaped_BV = logits_BV / jnp.where(temperature_B > 0, temperature_B, 1.0)[:, None]
-    if mode.truncated:
-        shaped_BV = truncate(shaped_BV, params)
+    if mode.excludes_tokens:
+        shaped_BV = exclude_tokens(shaped_BV, params)
 
     def uniform(key_2: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(key_2), position)
@@ -144,7 +144,7 @@ def sample(
 
     uniform_B = jax.vmap(uniform)(keys_B2, positions_B)
     token_B, lse_B = _invert(shaped_BV, uniform_B)
-    plain = not (mode.tempered or mode.truncated)
+    plain = not (mode.tempered or mode.excludes_tokens)
     model_lse_B = lse_B if plain else jax.nn.logsumexp(logits_BV, axis=-1)
     if mode.greedy:
         best_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from dapo_jax.rollout import carry
-from dapo_jax.rollout.admission import Admission, GenerationRequest, RequestTable, Sample
+from dapo_jax.rollout.admission import Admission, GenerationSettings, RequestTable, SamplePlace
 from dapo_jax.rollout.carry import CarriedResponses
 from dapo_jax.rollout.end_of_thinking import EndOfThinking
 from dapo_jax.rollout.engine import DecoderEngine
@@ -23,6 +23,8 @@ from dapo_jax.rollout.slots import DecodeState
 from dapo_jax.rollout.stop_strings import first_completions
 from dapo_jax.types import Detokenize, Problem, Response
 from dapo_jax.utils.telemetry import SILENT, Telemetry
+
+TokensOfCall = dict[SamplePlace, list[int]]  # new tokens of each sample, where they are streamed
 
 
 class RolloutStats(NamedTuple):
@@ -72,7 +74,7 @@ def generate(
     problems: Iterable[Problem],
     detokenize: Detokenize,
     key: jax.Array,
-    request: GenerationRequest,
+    request: GenerationSettings,
     telemetry: Telemetry = SILENT,
 ) -> tuple[list[list[Response]], RolloutStats]:
     """Returns the responses to every problem, in order, and the counts.
@@ -123,7 +125,7 @@ class GenerationLoop:
         problems: Iterator[Problem | None],
         detokenize: Detokenize,
         key: jax.Array,
-        request: GenerationRequest,
+        request: GenerationSettings,
         telemetry: Telemetry = SILENT,
         *,
         step: int = 0,
@@ -138,7 +140,7 @@ class GenerationLoop:
             step,
             keep_calls=carried is not None,
             end_repetition=request.end_repetition,
-            truncated=self.mode.truncated,
+            excludes_tokens=self.mode.excludes_tokens,
         )
         self.admission = Admission(engine, self.table, problems, key, request, carried or {})
         self.done = self.admission.done
@@ -150,7 +152,7 @@ class GenerationLoop:
         self.skip_preemption = False  # the next results do not know of a cancellation
         # Tokens of cancelled samples in the in-flight call are discarded, even if their request
         # slot has been reused.
-        self.cancelled = np.zeros_like(self.table.waiting)
+        self.cancelled = np.zeros_like(self.table.unfinished)
         self._finished: list[Finished] = []
         self._tokens: list[NewTokens] = []
 
@@ -164,7 +166,7 @@ class GenerationLoop:
 
     def has_work(self) -> bool:
         """Returns whether responses are still to come."""
-        on_device = self.unread is not None or bool(self.table.waiting.any())
+        on_device = self.unread is not None or bool(self.table.unfinished.any())
         return on_device or self.admission.has_work()
 
     def responses(self) -> list[list[Response]]:
@@ -188,7 +190,7 @@ class GenerationLoop:
             if request.partial is not None:
                 found[request.number][request.first] = request.partial
                 calls[request.number, request.first] = request.calls
-        for r, e, g in np.argwhere(self.table.waiting & (self.table.count > 0)).tolist():
+        for r, e, g in np.argwhere(self.table.unfinished & (self.table.count > 0)).tolist():
             number, sample = self.table.problem_and_sample(r, e, g)
             found[number][sample] = self.table.response(r, e, g)
             calls[number, sample] = self.table.calls_of(r, e, g)
@@ -214,10 +216,10 @@ class GenerationLoop:
         self.state = self.admission.admit(self.params, self.state, unread=last is not None)
         before = self.admission.take_finished()
         self._finished += [Finished(*found) for found in before]
-        if self.table.waiting.any():
+        if self.table.unfinished.any():
             self.state, output = self.engine.generate(self.params, self.state, self.mode)
             output.copy_to_host_async()
-            had_work_R = np.asarray(self.table.waiting.any(axis=(1, 2)))
+            had_work_R = np.asarray(self.table.unfinished.any(axis=(1, 2)))
             self.num_calls += 1
             self.unread = _Call(output, self.num_calls, had_work_R, self.admission.arrivals)
         if last is not None:
@@ -226,10 +228,10 @@ class GenerationLoop:
 
     def _read(self, call: _Call) -> None:
         """Takes the tokens of a call; ends, preempts and cancels responses."""
-        table, waiting = self.table, int(self.table.waiting.sum())
-        busy = min(waiting, self.engine.config.slots)
+        table, unfinished = self.table, int(self.table.unfinished.sum())
+        busy = min(unfinished, self.engine.config.slots)
         self.telemetry.waiting_for(
-            f"the device: {busy} slots at work, {waiting - busy} responses waiting for one"
+            f"the device: {busy} slots at work, {unfinished - busy} responses waiting for one"
         )
         output = call.output.convert_to_numpy()
         self.num_read = call.number
@@ -254,8 +256,8 @@ class GenerationLoop:
         if finished:
             self._finish(finished, ended)
         for sample in reversed(thinking):
-            self._resume_later(*sample)
-        stuck_R = call.had_work_R & ~valid_RkB.any(axis=(1, 2)) & table.waiting.any(axis=(1, 2))
+            self._resume_first(*sample)
+        stuck_R = call.had_work_R & ~valid_RkB.any(axis=(1, 2)) & table.unfinished.any(axis=(1, 2))
         if self.skip_preemption:
             self.skip_preemption = False
         else:
@@ -267,9 +269,9 @@ class GenerationLoop:
     def _apply_rules(
         self,
         before_REG: np.ndarray,
-        finished: dict[Sample, bool],
-        new_tokens: dict[Sample, list[int]],
-    ) -> tuple[dict[Sample, str], list[Sample]]:
+        finished: dict[SamplePlace, bool],
+        new_tokens: TokensOfCall,
+    ) -> tuple[dict[SamplePlace, str], list[SamplePlace]]:
         """Cuts responses where a rule of the request ends them.
 
         Args:
@@ -284,7 +286,7 @@ class GenerationLoop:
             # First, so that no rule sees what is discarded.
             thinking = self._cut_thinking(end, before_REG, finished, new_tokens)
         invalid = {sample for sample, is_finite in finished.items() if not is_finite}
-        ended: dict[Sample, str] = {}
+        ended: dict[SamplePlace, str] = {}
         if table.repetition is not None:
             repeats = self._cut_at_repetition(before_REG, invalid, new_tokens)
             ended |= dict.fromkeys(repeats, "repetition")
@@ -302,12 +304,12 @@ class GenerationLoop:
 
     def _take_tokens(
         self, output: DecodeOutput, valid_RkB: np.ndarray, ours_RkB: np.ndarray
-    ) -> tuple[dict[Sample, bool], dict[Sample, list[int]]]:
+    ) -> tuple[dict[SamplePlace, bool], TokensOfCall]:
         """Records the tokens of a call; returns the samples that ended, each with whether its last
         logits were finite, and the tokens of each sample where the request streams."""
         table, slots = self.table, self.engine.config.slots
-        finished: dict[Sample, bool] = {}
-        new_tokens: dict[Sample, list[int]] = {}
+        finished: dict[SamplePlace, bool] = {}
+        new_tokens: TokensOfCall = {}
         for i in range(valid_RkB.shape[1]):
             if not valid_RkB[:, i].any():
                 break
@@ -348,12 +350,12 @@ class GenerationLoop:
         self,
         end: EndOfThinking,
         before_REG: np.ndarray,
-        finished: dict[Sample, bool],
-        new_tokens: dict[Sample, list[int]],
-    ) -> list[Sample]:
+        finished: dict[SamplePlace, bool],
+        new_tokens: TokensOfCall,
+    ) -> list[SamplePlace]:
         """Cuts each sample whose thinking is to be ended, after its `after_tokens` tokens; returns
         the cut samples, which are in `finished` no longer."""
-        table, n, cut = self.table, end.after_tokens, dict[Sample, int]()
+        table, n, cut = self.table, end.after_tokens, dict[SamplePlace, int]()
         for r, e, g in np.argwhere((before_REG < n) & (table.count >= n)).tolist():
             has_ended = (r, e, g) in finished and table.count[r, e, g] == n
             has_room = n + len(end.phrase) < self.admission.limit(
@@ -368,7 +370,7 @@ class GenerationLoop:
             finished.pop(sample, None)
         return list(cut)
 
-    def _answer_start(self, sample: Sample) -> int:
+    def _answer_start(self, sample: SamplePlace) -> int:
         """Returns the number of tokens up to the end of the given phrase; 0 without one."""
         end, log_probs = self.request.end_of_thinking, self.table.log_probs[sample]
         if end is None or self.table.count[sample] <= end.after_tokens:
@@ -377,8 +379,11 @@ class GenerationLoop:
         return end.after_tokens + len(end.phrase) if is_forced else 0
 
     def _cut_at_repetition(
-        self, before_REG: np.ndarray, invalid: set[Sample], new_tokens: dict[Sample, list[int]]
-    ) -> list[Sample]:
+        self,
+        before_REG: np.ndarray,
+        invalid: set[SamplePlace],
+        new_tokens: TokensOfCall,
+    ) -> list[SamplePlace]:
         """Cuts each sample that repeats itself, after the token at which the rule holds first, and
         returns the cut samples. The last token of `invalid` samples has no meaning."""
         assert self.table.repetition is not None
@@ -391,13 +396,16 @@ class GenerationLoop:
         return list(cut)
 
     def _cut_at_stop_strings(
-        self, before_REG: np.ndarray, invalid: set[Sample], new_tokens: dict[Sample, list[int]]
-    ) -> list[Sample]:
+        self,
+        before_REG: np.ndarray,
+        invalid: set[SamplePlace],
+        new_tokens: TokensOfCall,
+    ) -> list[SamplePlace]:
         """Cuts each sample whose text holds a stop string, after the token that completes it, and
         returns the cut samples. The last token of `invalid` samples has no meaning. A string that
         reaches into a given phrase does not count."""
         table = self.table
-        samples: list[Sample] = [
+        samples: list[SamplePlace] = [
             (r, e, g) for r, e, g in np.argwhere(table.count > before_REG).tolist()
         ]
         starts = [self._answer_start(sample) for sample in samples]
@@ -413,7 +421,10 @@ class GenerationLoop:
         return list(cut)
 
     def _cut(
-        self, cut: dict[Sample, int], before_REG: np.ndarray, new_tokens: dict[Sample, list[int]]
+        self,
+        cut: dict[SamplePlace, int],
+        before_REG: np.ndarray,
+        new_tokens: TokensOfCall,
     ) -> None:
         """Cuts samples to these lengths."""
         for sample, length in cut.items():
@@ -422,7 +433,7 @@ class GenerationLoop:
             if sample in new_tokens:
                 del new_tokens[sample][length - int(before_REG[sample]) :]
 
-    def _finish(self, finished: dict[Sample, bool], ended: dict[Sample, str]) -> None:
+    def _finish(self, finished: dict[SamplePlace, bool], ended: dict[SamplePlace, str]) -> None:
         """Reports samples as finished; those in `ended` for this reason, unless with a stop
         token."""
         stops = set(self.engine.config.stop_tokens)
@@ -440,9 +451,9 @@ class GenerationLoop:
             self.done[number][sample] = response
             self.done_calls[number, sample] = self.table.calls_of(*place)
             self._finished.append(Finished(number, sample, response, self.num_read))
-            self.table.close(*place)
+            self.table.end(*place)
 
-    def _preempt(self, r: int, num_waiting: int, arrivals: int) -> list[Sample]:
+    def _preempt(self, r: int, num_waiting: int, arrivals: int) -> list[SamplePlace]:
         """Takes the pages of the youngest sequence of a shard in which all wait for a page, and
         returns it to be cancelled. It is resumed later, with the tokens it would have had."""
         table = self.table
@@ -451,16 +462,16 @@ class GenerationLoop:
             for e, request in enumerate(table.requests[r])
             if request is not None and table.order[r, e] < arrivals
         )
-        samples = [(e, int(g)) for _, e in in_order for g in np.flatnonzero(table.waiting[r, e])]
+        samples = [(e, int(g)) for _, e in in_order for g in np.flatnonzero(table.unfinished[r, e])]
         in_slots = samples[: len(samples) - num_waiting]
         if len(in_slots) < 2:
             return []
         e, g = in_slots[-1]
-        self._resume_later(r, e, g)
+        self._resume_first(r, e, g)
         self.stats += RolloutStats(preempted=1)
         return [(r, e, g)]
 
-    def _resume_later(self, r: int, e: int, g: int) -> None:
+    def _resume_first(self, r: int, e: int, g: int) -> None:
         """Frees the place of a sample, which is prefilled with the tokens it has when there is room
         again."""
         table = self.table
@@ -469,10 +480,10 @@ class GenerationLoop:
         resumed = request._replace(
             first=request.first + g, samples=1, partial=response, calls=calls
         )
-        self.admission.resume_later(resumed)
-        table.close(r, e, g)
+        self.admission.resume_first(resumed)
+        table.end(r, e, g)
 
-    def _cancel(self, samples: list[Sample]) -> None:
+    def _cancel(self, samples: list[SamplePlace]) -> None:
         """Takes samples off the device; their tokens in the unread call are discarded."""
         config = self.engine.config
         self.skip_preemption = self.unread is not None

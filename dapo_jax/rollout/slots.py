@@ -52,7 +52,7 @@ class NewRequests(NamedTuple):
 class Requests(NamedTuple):
     """E prompts with samples that wait for slots or are in slots."""
 
-    table_EP: Array  # int32: pages
+    table_EJ: Array  # int32: pages
     length_E: Array  # tokens
     hidden_ED: Array
     key_E2: Array
@@ -67,14 +67,14 @@ class Requests(NamedTuple):
 
 
 class DecodeState(NamedTuple):
-    """B slots, N pages, E requests."""
+    """B slots, U pages, E requests."""
 
     pool: Any  # see `paged`
-    free_N: Array  # int32: page numbers, the first `num_free` of them free
+    free_U: Array  # int32: page numbers, the first `num_free` of them free
     num_free: Array
     clock: Array  # counts arrivals of requests, and of sequences in slots
     requests: Requests
-    table_BP: Array
+    table_BJ: Array
     used_B: Array  # pages of the table
     shared_B: Array  # leading pages that belong to the request
     length_B: Array  # tokens in the cache
@@ -91,7 +91,7 @@ class DecodeState(NamedTuple):
 
 def empty(c: EngineConfig) -> DecodeState:
     """Returns the state of a shard whose slots, requests and pages are free. Page 0 is scratch."""
-    B, E, P, N = c.slots // c.shards, c.requests, c.table_pages, c.shard_pages
+    B, E, J, U = c.slots // c.shards, c.requests, c.table_pages, c.shard_pages
     zeros = lambda *shape: jnp.zeros(shape, jnp.int32)
 
     def counts(of: Any, n: int) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def empty(c: EngineConfig) -> DecodeState:
     keys = lambda n: jnp.zeros((n, 2), jnp.uint32)
     params = lambda n: jax.tree.map(jnp.asarray, SamplingParams().full(n))
     requests = counts(Requests, E) | {
-        "table_EP": zeros(E, P),
+        "table_EJ": zeros(E, J),
         "hidden_ED": hidden(E),
         "key_E2": keys(E),
         "order_E": jnp.full(E, NEVER, jnp.int32),
@@ -109,7 +109,7 @@ def empty(c: EngineConfig) -> DecodeState:
         "params": params(E),
     }
     slots = counts(DecodeState, B) | {
-        "table_BP": zeros(B, P),
+        "table_BJ": zeros(B, J),
         "hidden_BD": hidden(B),
         "key_B2": keys(B),
         "active_B": jnp.zeros(B, bool),
@@ -117,9 +117,9 @@ def empty(c: EngineConfig) -> DecodeState:
         "params": params(B),
     }
     return DecodeState(
-        pool=jax.tree.map(jnp.zeros_like, c.pool_layout.pool(c.model, N)),
-        free_N=jnp.arange(N, dtype=jnp.int32)[::-1],
-        num_free=jnp.asarray(N - 1, jnp.int32),
+        pool=jax.tree.map(jnp.zeros_like, c.pool_layout.pool(c.model, U)),
+        free_U=jnp.arange(U, dtype=jnp.int32)[::-1],
+        num_free=jnp.asarray(U - 1, jnp.int32),
         clock=zeros(),
         requests=Requests(**requests),
         **slots,
@@ -129,17 +129,17 @@ def empty(c: EngineConfig) -> DecodeState:
 def _allocate(state: DecodeState, rank_X: jax.Array, wanted_X: jax.Array) -> tuple[Any, Any, Any]:
     """Returns (pages, whether each was granted, the state without them), by rank of the wanted."""
     granted_X = wanted_X & (rank_X < state.num_free)
-    place_X = jnp.clip(state.num_free - 1 - rank_X, 0, len(state.free_N) - 1)
-    page_X = jnp.where(granted_X, state.free_N[place_X], 0)
+    place_X = jnp.clip(state.num_free - 1 - rank_X, 0, len(state.free_U) - 1)
+    page_X = jnp.where(granted_X, state.free_U[place_X], 0)
     num = jnp.sum(granted_X.astype(jnp.int32))
     return page_X, granted_X, state._replace(num_free=state.num_free - num)
 
 
 def _release(state: DecodeState, pages: jax.Array, mask: jax.Array) -> DecodeState:
     pages, mask = pages.reshape(-1), mask.reshape(-1)
-    place = jnp.where(mask, state.num_free + _rank(mask), len(state.free_N))
+    place = jnp.where(mask, state.num_free + _rank(mask), len(state.free_U))
     return state._replace(
-        free_N=state.free_N.at[place].set(pages, mode="drop"),
+        free_U=state.free_U.at[place].set(pages, mode="drop"),
         num_free=state.num_free + jnp.sum(mask.astype(jnp.int32)),
     )
 
@@ -165,7 +165,7 @@ def insert(state: DecodeState, prefix: Prefix, new: NewRequests, page_tokens: in
     wanted_PX = (new.request_P < E)[:, None] & (jnp.arange(X)[None] < used_P[:, None])
     page, _, state = _allocate(state, _rank(wanted_PX.reshape(-1)), wanted_PX.reshape(-1))
     requests = Requests(
-        table_EP=jnp.pad(page.reshape(P, X), ((0, 0), (0, state.table_BP.shape[1] - X))),
+        table_EJ=jnp.pad(page.reshape(P, X), ((0, 0), (0, state.table_BJ.shape[1] - X))),
         length_E=prefix.length_P,
         hidden_ED=prefix.hidden_PD,
         key_E2=prefix.key_P2,
@@ -192,7 +192,7 @@ def refill(state: DecodeState, page_tokens: int) -> DecodeState:
     return jax.lax.cond(waiting, lambda s: _refill(s, page_tokens), lambda s: s, state)
 
 
-def _refill(state: DecodeState, A: int) -> DecodeState:
+def _refill(state: DecodeState, page_tokens: int) -> DecodeState:
     e = state.requests
     E = len(e.length_E)
     by_order = jnp.argsort(jnp.where(e.waiting_E > 0, e.order_E, NEVER))
@@ -209,22 +209,22 @@ def _refill(state: DecodeState, A: int) -> DecodeState:
 
     # Samples share the whole pages of their prompt and write into copies of the last, partial one.
     length_B = e.length_E[request_B]
-    partial_B = comes_B & (length_B % A > 0)
+    partial_B = comes_B & (length_B % page_tokens > 0)
     page_B, _, state = _allocate(state, _rank(partial_B), partial_B)
-    table_BP = e.table_EP[request_B]
-    last_B1 = (length_B // A)[:, None]
-    source_B = jnp.take_along_axis(table_BP, last_B1, axis=1)[:, 0]
-    own_BP = (jnp.arange(table_BP.shape[1])[None] == last_B1) & partial_B[:, None]
-    table_BP = jnp.where(own_BP, page_B[:, None], table_BP)
+    table_BJ = e.table_EJ[request_B]
+    last_B1 = (length_B // page_tokens)[:, None]
+    source_B = jnp.take_along_axis(table_BJ, last_B1, axis=1)[:, 0]
+    own_BJ = (jnp.arange(table_BJ.shape[1])[None] == last_B1) & partial_B[:, None]
+    table_BJ = jnp.where(own_BJ, page_B[:, None], table_BJ)
     pool = paged.copied(state.pool, source_B, page_B, partial_B)
 
     def sample_key(key_2: jax.Array, sample: jax.Array) -> jax.Array:
         return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key_2), sample))
 
     came = {
-        "table_BP": table_BP,
-        "used_B": -(-length_B // A),
-        "shared_B": length_B // A,
+        "table_BJ": table_BJ,
+        "used_B": -(-length_B // page_tokens),
+        "shared_B": length_B // page_tokens,
         "length_B": length_B,
         "sampled_B": e.sampled_E[request_B],
         "limit_B": e.limit_EG[request_B, jnp.minimum(sample_index_B, e.limit_EG.shape[1] - 1)],
@@ -261,9 +261,9 @@ def grow(state: DecodeState, page_tokens: int) -> tuple[DecodeState, jax.Array]:
     earlier_BB = state.serial_B[None, :] < state.serial_B[:, None]
     rank_B = jnp.sum((earlier_BB & full_B[None, :]).astype(jnp.int32), axis=1)
     page_B, granted_B, state = _allocate(state, rank_B, full_B)
-    at_BP = jnp.arange(state.table_BP.shape[1])[None] == state.used_B[:, None]
+    at_BJ = jnp.arange(state.table_BJ.shape[1])[None] == state.used_B[:, None]
     state = state._replace(
-        table_BP=jnp.where(at_BP & granted_B[:, None], page_B[:, None], state.table_BP),
+        table_BJ=jnp.where(at_BJ & granted_B[:, None], page_B[:, None], state.table_BJ),
         used_B=state.used_B + granted_B.astype(jnp.int32),
     )
     return state, state.active_B & (~full_B | granted_B)
@@ -289,9 +289,9 @@ def end(state: DecodeState, over_B: jax.Array) -> DecodeState:
     """Ends the sequences in these slots and frees their own pages."""
 
     def ended(state: DecodeState) -> DecodeState:
-        e, place_P = state.requests, jnp.arange(state.table_BP.shape[1])[None]
-        own_BP = (place_P >= state.shared_B[:, None]) & (place_P < state.used_B[:, None])
-        state = _release(state, state.table_BP, own_BP & over_B[:, None])
+        e, place_J = state.requests, jnp.arange(state.table_BJ.shape[1])[None]
+        own_BJ = (place_J >= state.shared_B[:, None]) & (place_J < state.used_B[:, None])
+        state = _release(state, state.table_BJ, own_BJ & over_B[:, None])
         less_B = -over_B.astype(jnp.int32)
         unfinished_E = e.unfinished_E.at[state.request_B].add(less_B, mode="drop")
         return state._replace(
@@ -307,9 +307,9 @@ def close(state: DecodeState, page_tokens: int) -> DecodeState:
     over_E = (e.unfinished_E <= 0) & (e.order_E < NEVER)
 
     def closed(state: DecodeState) -> DecodeState:
-        place_P = jnp.arange(e.table_EP.shape[1])[None]
-        own_EP = place_P < -(-e.length_E // page_tokens)[:, None]
-        state = _release(state, e.table_EP, own_EP & over_E[:, None])
+        place_J = jnp.arange(e.table_EJ.shape[1])[None]
+        own_EJ = place_J < -(-e.length_E // page_tokens)[:, None]
+        state = _release(state, e.table_EJ, own_EJ & over_E[:, None])
         return state._replace(requests=e._replace(order_E=jnp.where(over_E, NEVER, e.order_E)))
 
     return jax.lax.cond(jnp.any(over_E), closed, lambda s: s, state)

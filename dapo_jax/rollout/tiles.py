@@ -38,7 +38,7 @@ class Tiles(NamedTuple):
 
     from_S: jax.Array  # int32: the sequence in each place, sorted by length
     place_B: jax.Array  # int32: each sequence's place
-    table_SP: jax.Array  # int32: pages, padded to whole tiles
+    table_SJ: jax.Array  # int32: pages, padded to whole tiles
     length_S: jax.Array  # int32: tokens; 0: no query
     end_n: jax.Array  # int32: the first tile beyond each group
     first_n: jax.Array  # int32: the first tile of each group
@@ -46,20 +46,20 @@ class Tiles(NamedTuple):
     pages: int  # of a sequence in a tile
 
     @classmethod
-    def of(cls, table_BP: jax.Array, length_B: jax.Array, page_tokens: int, tile: Tile) -> "Tiles":
+    def of(cls, table_BJ: jax.Array, length_B: jax.Array, page_tokens: int, tile: Tile) -> "Tiles":
         """Returns the tiles of sequences with `length_B` tokens."""
-        B, P = table_BP.shape
-        group, pages = min(B, tile.sequences), min(P, -(-tile.tokens // page_tokens))
+        B, J = table_BJ.shape
+        group, pages = min(B, tile.sequences), min(J, -(-tile.tokens // page_tokens))
         more = -B % group
         length_S = jnp.pad(length_B, (0, more))
         from_S = jnp.argsort(length_S).astype(jnp.int32)
         place_B = jnp.argsort(from_S)[:B].astype(jnp.int32)
-        table_SP = jnp.pad(table_BP, ((0, more), (0, -P % pages)))[from_S]
+        table_SJ = jnp.pad(table_BJ, ((0, more), (0, -J % pages)))[from_S]
         length_S = length_S[from_S]
         longest_n = length_S.reshape(-1, group)[:, -1]
         tiles_n = -(-longest_n // (pages * page_tokens))
         end_n = jnp.cumsum(tiles_n).astype(jnp.int32)
-        return cls(from_S, place_B, table_SP, length_S, end_n, end_n - tiles_n, group, pages)
+        return cls(from_S, place_B, table_SJ, length_S, end_n, end_n - tiles_n, group, pages)
 
     def attend(
         self,
@@ -86,7 +86,7 @@ class Tiles(NamedTuple):
             at = jnp.sum((self.end_n <= i).astype(jnp.int32))
             column = (i - self.first_n[at]) * c
             own = lambda x: jax.lax.dynamic_slice_in_dim(x, at * n, n)
-            page_nc = jax.lax.dynamic_slice_in_dim(own(self.table_SP), column, c, axis=1)
+            page_nc = jax.lax.dynamic_slice_in_dim(own(self.table_SJ), column, c, axis=1)
             k, v = (x[layer, page_nc] for x in cache)  # [n, c, K, A, H]
             position_cA = (column + jnp.arange(c)[:, None]) * A + jnp.arange(A)[None]
             back_ncA = own(self.length_S)[:, None, None] - 1 - position_cA[None]

@@ -26,7 +26,7 @@ from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.scorers import load_scorer
 from dapo_jax.rewards.types import Rubric, parse_scorers
 from dapo_jax.rollout import memory_budget
-from dapo_jax.rollout.admission import GenerationRequest
+from dapo_jax.rollout.admission import GenerationSettings
 from dapo_jax.rollout.collector import RolloutCollector
 from dapo_jax.rollout.end_of_thinking import EndOfThinking
 from dapo_jax.rollout.engine import make_engine
@@ -214,7 +214,7 @@ def _collector(
         pool,
         rubrics,
         lambda tokens: tokenizer.batch_decode(tokens, skip_special_tokens=True),
-        GenerationRequest(
+        GenerationSettings(
             request.num_samples,
             SamplingParams.of(request),
             config.rollout.stop_strings,

@@ -15,7 +15,7 @@ from dapo_jax.data.tokenizer import load_tokenizer, stop_tokens, text_stream
 from dapo_jax.distributed.preemption import StopSignals
 from dapo_jax.models import pretrained
 from dapo_jax.models.sharding import fitting, make_mesh
-from dapo_jax.rollout.admission import GenerationRequest
+from dapo_jax.rollout.admission import GenerationSettings
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.engine_config import EngineConfig
 from dapo_jax.rollout.sampling import SamplingParams
@@ -270,7 +270,7 @@ class _Writer:
                         iter(problems),
                         self._detokenize,
                         jax.random.key(request.seed),
-                        GenerationRequest(request.num_samples, stop_strings=stops, stream=stream),
+                        GenerationSettings(request.num_samples, stop_strings=stops, stream=stream),
                         telemetry,
                     )
                     for turn in loop.run():

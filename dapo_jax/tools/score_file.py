@@ -104,7 +104,7 @@ def _rubric(scorer: str, timeout_seconds: float, workers: int) -> Rubric:
             f"{timeout_seconds:g} and {workers}."
         )
     try:
-        rubric = Rubric(parse_scorers(scorer), correct=1.0, incorrect=-1.0)
+        rubric = Rubric(parse_scorers(scorer), correct_reward=1.0, incorrect_reward=-1.0)
     except ValueError as error:
         raise UserError(f"--scorer={scorer}: {error}.") from error
     for name in rubric.names:

@@ -260,7 +260,7 @@ class FineTuning:
             progress.say(f"stopped after step {step}; the same command resumes there")
             return
         self.checkpoints.wait()
-        self._finish(step, state.model, host, tokenizer)
+        self._finish(step, state.all_params, host, tokenizer)
 
     def _start(self) -> tuple[int, TrainState, HostState]:
         """Restores the newest checkpoint, or loads the base model and evaluates it."""
@@ -375,7 +375,7 @@ class FineTuning:
         self.progress.doing("evaluating the held-out loss")
         rows, B = self.heldout.rows, self.config.train.rows_per_micro_batch
         num = packing.used_micro_batches(len(rows.tokens_BT), B)
-        log_probs = to_host(self.log_probs(state.model, *self._micro_batches(rows, num)))
+        log_probs = to_host(self.log_probs(state.all_params, *self._micro_batches(rows, num)))
         log_prob_M = packing.take_columns(self.heldout, log_probs)
         mask_M = packing.take_columns(self.heldout, rows.mask_BT)
         return {"loss/heldout": -float(log_prob_M[mask_M].mean(dtype=np.float64))}

@@ -20,7 +20,7 @@ CONTEXT_TOKENS = 8  # decoded before a block, since one character may be several
 
 
 class TokenColumns(NamedTuple):
-    """What the loss is made of: values of the tokens of a batch, or of one of its mini-batches [M].
+    """Columns of a batch or of one of its mini-batches: a value for each response token [M].
 
     None: not computed yet, or not read by the objective.
     """
@@ -209,18 +209,19 @@ def with_corrections(
     if settings is not None:
         is_old = settings.policy != "current"
         compared_M = columns.recomputed_M if is_old else current_M
-        weighted_M = compared_M
+        numerator_M = compared_M
         if is_old and o.loss != "policy-gradient":
-            # The loss has the ratio of a stale token to the policy that sampled it: weight 1.
-            weighted_M = columns.log_prob_old_M
-        assert compared_M is not None and weighted_M is not None
+            # The loss already has the ratio of a stale token to the policy that sampled it, whose
+            # log-prob is therefore the numerator too: weight 1.
+            numerator_M = columns.log_prob_old_M
+        assert compared_M is not None and numerator_M is not None
         correction = importance_correction.correct(
             settings,
             compared_M[mask_M],
             log_prob_rollout_M[mask_M],
             advantage_M[mask_M],
             kept_lengths(mask_M, lengths_R),
-            weighted_M=weighted_M[mask_M],
+            numerator_M=numerator_M[mask_M],
         )
         correction_M[mask_M] = correction.weight_M
         kept_M = mask_M.copy()

@@ -166,11 +166,11 @@ class Learner:
                 self.update, state.policy, rows, integer, real, real, coefficient
             )
             if self.needs_forward_pass:
-                self.log_probs = compiled(self.log_probs, state.policy.model, rows, integer)
+                self.log_probs = compiled(self.log_probs, state.policy.all_params, rows, integer)
             if self.needs_energy:
-                self.collision = compiled(self.collision, state.policy.model, rows, integer)
+                self.collision = compiled(self.collision, state.policy.all_params, rows, integer)
             if self.needs_entropy:
-                self.entropy = compiled(self.entropy, state.policy.model, rows, integer)
+                self.entropy = compiled(self.entropy, state.policy.all_params, rows, integer)
             if state.critic is not None:
                 self.values = compiled(self.values, state.critic.params, rows, integer)
                 self.update_critic = compiled(
@@ -401,8 +401,8 @@ class Learner:
         numbers: dict[str, float] = {}
         old_M, recomputed_M = samples.log_prob_M, None
         if self.config.rollout.log_prob_source == "recompute":
-            old_M = recomputed_M = forward(self.log_probs, state.policy.model)
-            if not self.config.rollout.truncates:  # else they are of two distributions
+            old_M = recomputed_M = forward(self.log_probs, state.policy.all_params)
+            if not self.config.rollout.excludes_tokens:  # else they are of two distributions
                 numbers = metrics.mismatch_metrics(samples, recomputed_M)
                 numbers |= metrics.stale_mismatch_metrics(samples, recomputed_M)
             c = self.config.correction
@@ -417,14 +417,14 @@ class Learner:
         if state.critic is not None:
             found["value_old_M"] = forward(self.values, state.critic.params)
         if self.needs_entropy:
-            found["entropy_M"] = forward(self.entropy, state.policy.model)
+            found["entropy_M"] = forward(self.entropy, state.policy.all_params)
         if self.needs_energy:
             # Both of the policy before the update, also where another one sampled a stale token.
             own_M = recomputed_M
             if own_M is None:
                 carries = self.config.rollout.carries
-                own_M = forward(self.log_probs, state.policy.model) if carries else old_M
-            collision_M = forward(self.collision, state.policy.model)
+                own_M = forward(self.log_probs, state.policy.all_params) if carries else old_M
+            collision_M = forward(self.collision, state.policy.all_params)
             found["energy_M"] = advantages.token_energy(own_M, collision_M)
         columns = TokenColumns(
             samples.trained_M,
@@ -479,7 +479,7 @@ class Learner:
         lengths_R = samples.lengths_R[batch.responses]
         current_M = None
         if self.needs_current:
-            current = self.log_probs(policy.model, *_on_device(batch))
+            current = self.log_probs(policy.all_params, *_on_device(batch))
             current_M = take_columns(batch.packed, to_host(current))
             self.doing("updating; the log-probs of each mini-batch are computed first")
         mine = with_corrections(

@@ -22,8 +22,8 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
-    """Returns the rate of rollout step `step`, from 1 to num_steps: linear warm-up from 1/n, then
-    constant, or a half cosine down to `final_rate_share`."""
+    """Returns the rate of rollout step `step`, from 1 to num_steps: linear warm-up, step /
+    warmup_steps of the rate, then constant, or a half cosine down to `final_rate_share`."""
     if step <= config.warmup_steps or config.final_rate_share is None:
         return config.learning_rate * min(1.0, step / max(1, config.warmup_steps))
     done = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)

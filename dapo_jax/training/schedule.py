@@ -1,4 +1,5 @@
-"""What follows a rule from step to step: how far the schedules are, and adaptive coefficients."""
+"""Values that change from one rollout step to the next: the position in the schedules of the
+learning rates, and the adaptive coefficients of KL and entropy."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

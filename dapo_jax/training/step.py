@@ -41,7 +41,7 @@ class TrainState(NamedTuple):
     frozen: Any = None  # the base model's parameters where adapters alone are trained
 
     @property
-    def model(self) -> Any:
+    def all_params(self) -> Any:
         """All parameters of the model."""
         return lora.join(self.params, self.frozen)
 

@@ -109,7 +109,7 @@ def test_held_out_problems_that_the_run_does_not_evaluate_whole_are_reported(
     config, said = dataclasses.replace(config, data=data), []
     chosen = {"aime": SourceConfig(**source_dict(str(file)))}
     arguments = (config, chosen, character_tokenizer())
-    found = load(*arguments, field=FIELD, say=said.append, evaluated=True)
+    found = load(*arguments, field=FIELD, say=said.append, warns_of_changed=True)
     assert len(found) == num and len(said) == 2
     assert f"warning: 1 held-out problems of aime are {done} in this run's eval" in said[1]
     load(*arguments, field=FIELD, say=said.append)

@@ -77,7 +77,7 @@ def test_the_update_does_not_hold_the_rollouts_copy(tmp_path, home, monkeypatch)
     )
     shape = decoder.param_shapes(config.model)["embed"].shape
     copies = lambda: sum((x.shape, x.dtype) == (shape, jnp.bfloat16) for x in jax.live_arrays())
-    groups, train_on, seen = RolloutCollector.groups, Learner.train_on, []
+    groups, train_on, seen = RolloutCollector.outcomes, Learner.train_on, []
 
     def generating(*arguments, **more):
         if more["step"]:  # not an evaluation

@@ -20,7 +20,7 @@ from dapo_jax.distributed import (
     process_group,
     work_queue,
 )
-from dapo_jax.rollout.dynamic_sampling import SamplingState, open_queue
+from dapo_jax.rollout.dynamic_sampling import DynamicSamplingState, open_queue
 from dapo_jax.rollout.prompt_queue import NO_PROMPT
 from dapo_jax.types import StopRequested, UserError
 from dapo_jax.utils.progress import Progress
@@ -236,7 +236,9 @@ def test_which_process_generates_what_and_when_does_not_matter(number, seed, mon
     config = tiny_config(train__prompts_per_step=8)
     store = Store() if number > 1 else None
     queues = [
-        open_queue(config, SamplingState(0.6), Data(), step=1, group=ProcessGroup(i, number, store))
+        open_queue(
+            config, DynamicSamplingState(0.6), Data(), step=1, group=ProcessGroup(i, number, store)
+        )
         for i in range(number)
     ]
     pending = [[] for _ in queues]

@@ -19,7 +19,7 @@ from dapo_jax.evaluation.benchmarks import Benchmark
 from dapo_jax.rewards.async_scoring import GroupScoring
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.types import Rubric
-from dapo_jax.rollout.admission import GenerationRequest
+from dapo_jax.rollout.admission import GenerationSettings
 from dapo_jax.rollout.collector import CollectorOutput, RolloutCollector
 from dapo_jax.runs import run_directory
 from dapo_jax.tools import evaluate
@@ -53,7 +53,7 @@ class Policy(RolloutCollector):
     """A policy whose answers are known, ended in a random order; stopped after `most` of them."""
 
     def __init__(self, num_samples, num_right, *, seed=0, most=None, text=None):
-        self.request, self.text = GenerationRequest(num_samples), text
+        self.request, self.text = GenerationSettings(num_samples), text
         self.num_right, self.seed, self.most = num_right, seed, most
         self.telemetry, self.problems = SILENT, []
 

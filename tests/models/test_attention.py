@@ -310,12 +310,12 @@ def test_tokens_of_a_row_on_several_devices(
         monkeypatch.setattr(xla, "QUERY_CHUNK", 3)
     choice = Choice(kernel, window=window, every_layer=True, layout=layout_over(1, 1, context, 2))
     filled = lambda x: jnp.pad(x, ((0, 0), (0, 24 - T), *[(0, 0)] * (x.ndim - 2)))
-    of_devices = lambda x: zigzag.to_devices(filled(x), context)
+    in_zigzag = lambda x: zigzag.to_zigzag(filled(x), context)
 
     def attend(layer, q, k, v, cache, window):
-        shared = jax.tree.map(of_devices, rows.shared) if rows is SHARED else None
-        found = xla.packed(of_devices(jnp.asarray(rows.segments)), choice, shared)
-        out, cache = found(layer, *map(of_devices, (q, k, v)), cache, window)
+        shared = jax.tree.map(in_zigzag, rows.shared) if rows is SHARED else None
+        found = xla.packed(in_zigzag(jnp.asarray(rows.segments)), choice, shared)
+        out, cache = found(layer, *map(in_zigzag, (q, k, v)), cache, window)
         return zigzag.to_rows(out, context)[:, :T], cache
 
     check(attend, arrays, expected, window, rows)
@@ -327,7 +327,7 @@ def test_devices_see_as_much_of_a_row(parts):
     seen = (order + 1).reshape(parts, -1).sum(axis=1)
     assert sorted(order.tolist()) == list(range(24)) and len(set(seen)) == 1
     x = jnp.arange(2 * 24 * 3).reshape(2, 24, 3)
-    np.testing.assert_array_equal(zigzag.to_devices(x, parts), x[:, order])
+    np.testing.assert_array_equal(zigzag.to_zigzag(x, parts), x[:, order])
     np.testing.assert_array_equal(zigzag.to_rows(x[:, order], parts), x)
 
 
@@ -341,10 +341,10 @@ def test_sliding_layers_of_rows_on_several_devices():
 
     def found(choice, window):
         def total(*inputs):
-            of_devices = lambda x: zigzag.to_devices(x, choice.context)
-            attend = xla.packed(of_devices(segments), choice)
-            out = attend(0, *map(of_devices, inputs), None, window)[0]
-            return jnp.sum(of_devices(weights) * out)
+            in_zigzag = lambda x: zigzag.to_zigzag(x, choice.context)
+            attend = xla.packed(in_zigzag(segments), choice)
+            out = attend(0, *map(in_zigzag, inputs), None, window)[0]
+            return jnp.sum(in_zigzag(weights) * out)
 
         return jax.jit(jax.value_and_grad(total, (0, 1, 2)))(*inputs)
 
@@ -396,9 +396,9 @@ def test_rows_of_many_blocks(monkeypatch, blocks, window, context, platform):
 
     def found(choice):
         def total(*inputs):
-            of_devices = lambda x: zigzag.to_devices(x, choice.context)
-            attend = xla.packed(of_devices(segments), choice)
-            out = attend(0, *map(of_devices, inputs), None, window)[0]
+            in_zigzag = lambda x: zigzag.to_zigzag(x, choice.context)
+            attend = xla.packed(in_zigzag(segments), choice)
+            out = attend(0, *map(in_zigzag, inputs), None, window)[0]
             out = zigzag.to_rows(out, choice.context)
             return jnp.sum(weights * out), out
 

@@ -10,7 +10,7 @@ import pytest
 
 from dapo_jax.models import log_probs
 from dapo_jax.rollout.carry import CarriedGroup, by_visit, next_carried, without_stale
-from dapo_jax.rollout.dynamic_sampling import SamplingState, state_from_json, state_to_json
+from dapo_jax.rollout.dynamic_sampling import DynamicSamplingState, state_from_json, state_to_json
 from dapo_jax.types import Problem, Response
 from tests.support.engines import CONFIG, KEY, generate, make_engine, make_loop, make_problems
 from tests.support.helpers import Sample, make_params, rows_of
@@ -198,7 +198,7 @@ def test_the_next_step_finds_responses_beyond_the_batch_and_those_not_reached():
 
 
 def test_the_state_survives_json_bit_for_bit(partial):
-    state = SamplingState(informative_rate=0.1 + 0.2, carried=partial)
+    state = DynamicSamplingState(informative_rate=0.1 + 0.2, carried=partial)
     back = state_from_json(json.loads(json.dumps(state_to_json(state))))
     assert back.informative_rate == state.informative_rate
     for (visit, ours), (same_visit, theirs) in zip(partial, back.carried, strict=True):

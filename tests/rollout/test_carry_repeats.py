@@ -13,12 +13,12 @@ from dapo_jax.distributed import ProcessGroup, work_queue
 from dapo_jax.rewards.pool import Scored
 from dapo_jax.rewards.types import Rubric, Score
 from dapo_jax.rollout import carry
-from dapo_jax.rollout.admission import GenerationRequest
+from dapo_jax.rollout.admission import GenerationSettings
 from dapo_jax.rollout.carry import CarriedGroup, most_begun
 from dapo_jax.rollout.collector import RolloutCollector
 from dapo_jax.rollout.dynamic_sampling import (
-    SamplingState,
-    Taken,
+    DynamicSamplingState,
+    KeptPrompts,
     commit,
     open_queue,
     state_from_json,
@@ -87,7 +87,13 @@ def run(config, engines, policies, *, seed, most_polls, processes=1, fixed=False
         rate: estimated informative rate at the start.
         fixed: whether all steps have the parameters and the key of the first.
     """
-    rng, state, position, found, stats = np.random.default_rng(seed), SamplingState(rate), 0, [], []
+    rng, state, position, found, stats = (
+        np.random.default_rng(seed),
+        DynamicSamplingState(rate),
+        0,
+        [],
+        [],
+    )
     pools = [SlowPool([seed, i], most_polls) for i in range(processes)]
     for step in range(1, STEPS + 1):
         store = Store() if processes > 1 else None
@@ -97,7 +103,7 @@ def run(config, engines, policies, *, seed, most_polls, processes=1, fixed=False
             open_queue(config, state, data[i], step=step, share=(i, processes), group=groups[i])
             for i in range(processes)
         ]
-        request = GenerationRequest(config.rollout.group_size)
+        request = GenerationSettings(config.rollout.group_size)
         collectors = [
             RolloutCollector(engines[i], pools[i], RUBRICS, spell, request)
             for i in range(processes)
@@ -127,7 +133,7 @@ def run(config, engines, policies, *, seed, most_polls, processes=1, fixed=False
         gathered = functools.partial(lambda parts, _: parts, parts)
         queue.group = SimpleNamespace(all_gather_objects=gathered, is_primary=True)
         kept = [n for n in range(tried) if queue.work_queue.outcomes[n].kept]
-        batch, state = commit(config, state, queue, Taken(tried, kept), step)
+        batch, state = commit(config, state, queue, KeptPrompts(tried, kept), step)
         position = data[0].position
         calls = [queue.work_queue.outcomes[n].call for n in range(tried)]
         found.append(
@@ -221,18 +227,18 @@ def test_verdicts_on_what_had_finished_before_the_step_change_nothing(policies, 
         return Response(own, log_probs, "stop", spell([own])[0], np.ones(3, np.int32), log_probs)
 
     finished = tuple((sample, response(7 + sample % 2)) for sample in range(4))
-    state = SamplingState(0.5, tuple(CarriedGroup((i, 0), finished) for i in range(12)))
+    state = DynamicSamplingState(0.5, tuple(CarriedGroup((i, 0), finished) for i in range(12)))
     found = []
     for of_verdict in (0, polls):
         queue = open_queue(CONFIG, state, Data(0), step=2)
         pool = SlowPool(0, 0)
         pool.rng = SimpleNamespace(integers=lambda _, polls=of_verdict: polls)
-        collector = RolloutCollector(engine, pool, RUBRICS, spell, GenerationRequest(4))
+        collector = RolloutCollector(engine, pool, RUBRICS, spell, GenerationSettings(4))
         with engine.weights(policies[0]):
-            list(collector.groups(queue, jax.random.key(2), step=2))
+            list(collector.outcomes(queue, jax.random.key(2), step=2))
         tried = queue.num_resolved
         kept = [n for n in range(tried) if queue.work_queue.outcomes[n].kept]
-        batch, after = commit(CONFIG, state, queue, Taken(tried, kept), 2)
+        batch, after = commit(CONFIG, state, queue, KeptPrompts(tried, kept), 2)
         found.append((tried, batch.carried_tokens, json.dumps(state_to_json(after))))
     assert found[0] == found[1] and found[0][1] > 0
 

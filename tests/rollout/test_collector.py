@@ -16,15 +16,15 @@ from dapo_jax.distributed import ProcessGroup, Replica, work_queue
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.types import Rubric, Task
 from dapo_jax.rollout import collector, metrics
-from dapo_jax.rollout.admission import GenerationRequest
+from dapo_jax.rollout.admission import GenerationSettings
 from dapo_jax.rollout.collector import RolloutCollector
 from dapo_jax.rollout.dynamic_sampling import (
-    SamplingState,
+    DynamicSamplingState,
     commit,
     open_queue,
     state_from_json,
     state_to_json,
-    take_informative,
+    take_kept,
 )
 from dapo_jax.types import StopRequested
 from dapo_jax.utils.telemetry import Telemetry
@@ -76,7 +76,7 @@ class Data(dynamic_sampling.Data):
 
 
 def make_collector(engine, pool, *, detokenize=spell, **more):
-    request = GenerationRequest(CONFIG.rollout.group_size)
+    request = GenerationSettings(CONFIG.rollout.group_size)
     return RolloutCollector(engine, pool, RUBRICS, detokenize, request, **more)
 
 
@@ -86,8 +86,8 @@ def one_step(engine, params, pool, state, *, step, position=0, config=CONFIG, **
     rollouts = make_collector(engine, pool, **more)
     prompts = open_queue(config, state, data, step=step)
     with engine.weights(params):
-        outcomes = rollouts.groups(prompts, jax.random.key(step), step=step)
-        taken = take_informative(outcomes, config.train.prompts_per_step)
+        outcomes = rollouts.outcomes(prompts, jax.random.key(step), step=step)
+        taken = take_kept(outcomes, config.train.prompts_per_step)
     batch, state = commit(config, state, prompts, taken, step)
     assert len(batch.groups) == 4 and data.position == position + len(batch.sampled)
     assert [g.problem.id for g in batch.sampled] == list(range(position, data.position))
@@ -112,7 +112,7 @@ def test_workers_that_die_are_counted_and_nothing_waits_for_them(engine, policie
         return ["die" * fatal(s) + text for s, text in zip(sequences, spell(sequences))]
 
     start = time.monotonic()
-    state = SamplingState(0.3)
+    state = DynamicSamplingState(0.3)
     batch, _, _ = one_step(
         engine, policies[0], pool, state, step=1, config=SYNC, detokenize=spell_and_kill
     )
@@ -129,7 +129,7 @@ def test_workers_that_die_are_counted_and_nothing_waits_for_them(engine, policie
 @pytest.fixture(scope="module")
 def first(engine, policies, pool):
     """A step that claims more prompts than it needs: it expects few to be informative."""
-    return one_step(engine, policies[0], pool, SamplingState(informative_rate=0.2), step=1)
+    return one_step(engine, policies[0], pool, DynamicSamplingState(informative_rate=0.2), step=1)
 
 
 def test_responses_beyond_a_batch_are_resumed_in_the_next(engine, policies, pool, first):
@@ -190,7 +190,7 @@ def test_the_watchdog_knows_what_is_awaited(engine, policies, pool):
             heard.append(what)
 
     telemetry = Telemetry(watchdog=Listening(0.0, print))
-    one_step(engine, policies[0], pool, SamplingState(0.3), step=1, telemetry=telemetry)
+    one_step(engine, policies[0], pool, DynamicSamplingState(0.3), step=1, telemetry=telemetry)
     assert any(what.startswith("the device: 16 slots at work, ") for what in heard)
     verdicts = [what for what in heard if what.startswith("reward workers: ")]
     assert any(what.startswith("reward workers: 0 of ") for what in verdicts)
@@ -204,7 +204,7 @@ def test_seconds_of_waiting_for_verdicts_are_no_seconds_of_sampling(
     """Also where other prompts would begin if these verdicts were not enough."""
     rollouts = make_collector(engine, pool)
     config = tiny_config(dynamic_sampling__enabled=informative, rollout__group_size=4)
-    prompts = open_queue(config, SamplingState(1.0), Data(0), step=1)
+    prompts = open_queue(config, DynamicSamplingState(1.0), Data(0), step=1)
     slow = pool.ready
     deadline = []
 
@@ -214,7 +214,7 @@ def test_seconds_of_waiting_for_verdicts_are_no_seconds_of_sampling(
 
     with engine.weights(policies[0]), pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool, "ready", ready)
-        next(rollouts.groups(prompts, jax.random.key(1), step=1))
+        next(rollouts.outcomes(prompts, jax.random.key(1), step=1))
     stats, seconds = rollouts.take_stats()
     assert seconds["reward"] > 0.5 > 0 and stats.idle_seconds > 0.2
     share = metrics.rollout_metrics(stats, seconds, 1)["perf/idle_share"]
@@ -232,7 +232,7 @@ class Waiting:
         self.now, self.every, self.last = 0, every, last
         store = Store()
         self.prompts = open_queue(
-            SYNC, SamplingState(1.0), Data(0), step=1, group=ProcessGroup(0, 2, store)
+            SYNC, DynamicSamplingState(1.0), Data(0), step=1, group=ProcessGroup(0, 2, store)
         )
         self.others = ProcessGroup(1, 2, store).work_queue()
         self.numbers = [self.others.claim() for _ in range(4)]
@@ -252,7 +252,7 @@ class Waiting:
     def run(self, engine, params, pool):
         rollouts = make_collector(engine, pool, telemetry=self.telemetry)
         with engine.weights(params):
-            return take_informative(rollouts.groups(self.prompts, jax.random.key(0), step=1), 4)
+            return take_kept(rollouts.outcomes(self.prompts, jax.random.key(0), step=1), 4)
 
 
 def test_waiting_for_others_that_make_progress_is_no_silence(monkeypatch, engine, policies, pool):
@@ -278,10 +278,10 @@ def test_a_stop_is_raised_between_calls_and_leaves_the_data_alone(engine, polici
             raise StopRequested
 
     data = Data(0)
-    prompts = open_queue(CONFIG, SamplingState(), data, step=1)
+    prompts = open_queue(CONFIG, DynamicSamplingState(), data, step=1)
     rollouts = make_collector(engine, pool, telemetry=Telemetry(stop=stop))
     with engine.weights(policies[0]), pytest.raises(StopRequested):
-        take_informative(rollouts.groups(prompts, jax.random.key(1), step=1), 4)
+        take_kept(rollouts.outcomes(prompts, jax.random.key(1), step=1), 4)
     assert len(calls) == 3
 
 
@@ -291,7 +291,7 @@ def test_all_of_a_replica_resolve_the_same_outcomes_in_the_same_iterations(engin
     store, found = Store(), []
     for i in range(2):  # one after the other: the store keeps what the leader broadcasts
         group = ProcessGroup(i, 2, store)
-        prompts = open_queue(CONFIG, SamplingState(), Data(0), step=1, group=group)
+        prompts = open_queue(CONFIG, DynamicSamplingState(), Data(0), step=1, group=group)
         replica = Replica(group, 2)
         rollouts = make_collector(engine, pool if i == 0 else None, replica=replica)
         with engine.weights(policies[0]):

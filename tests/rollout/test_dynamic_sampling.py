@@ -8,10 +8,10 @@ import pytest
 from dapo_jax.distributed import ProcessGroup, work_queue
 from dapo_jax.rollout.dynamic_sampling import (
     PRIOR_OUTCOMES,
-    SamplingState,
+    DynamicSamplingState,
     commit,
     open_queue,
-    take_informative,
+    take_kept,
 )
 from dapo_jax.rollout.prompt_queue import NO_PROMPT
 from dapo_jax.types import Problem
@@ -67,11 +67,11 @@ def outcomes_of(prompts, make, rng, claimed, most=6):
 def one_step(kinds, seed, rate=1.0, *, config=CONFIG):
     """(batch, state after it, position in the data, numbers of the prompts claimed)."""
     data, rng, claimed = Data(), np.random.default_rng(seed), []
-    state = SamplingState(rate)
+    state = DynamicSamplingState(rate)
     make = lambda problem: make_group(KINDS[kinds[problem.id % len(kinds)]], id=problem.id)
     prompts = open_queue(config, state, data, step=1)
     outcomes = outcomes_of(prompts, make, rng, claimed)
-    taken = take_informative(outcomes, config.train.prompts_per_step)
+    taken = take_kept(outcomes, config.train.prompts_per_step)
     batch, state = commit(config, state, prompts, taken, 1)
     return batch, state, data.position, claimed
 
@@ -96,7 +96,7 @@ def test_a_step_takes_the_first_informative_groups_whatever_ends_first(rate):
         assert ids(batch.groups) == [2, 3, 4, 8] and ids(batch.sampled) == list(range(9))
         assert position == 9, "the next step begins after the last prompt of this one"
         assert claimed == list(range(len(claimed))) and batch.num_returned == len(claimed) - 9
-        assert state[:2] == SamplingState(0.5 * 4 / 9 + 0.5 * rate)[:2]
+        assert state[:2] == DynamicSamplingState(0.5 * 4 / 9 + 0.5 * rate)[:2]
         correct = dict(enumerate([4, 0, 2, 2, 2, 0, 0, 4, 2]))
         assert state.pass_rates == {id: ((0, n, 4),) for id, n in correct.items()}
 
@@ -136,7 +136,9 @@ def test_the_end_of_a_first_batch_is_not_claimed_prompt_by_prompt(
     informative = np.random.default_rng(3).random(10_000) < informative_share
     store = Store() if processes > 1 else None
     queues = [
-        open_queue(config, SamplingState(), Data(), step=1, group=ProcessGroup(i, processes, store))
+        open_queue(
+            config, DynamicSamplingState(), Data(), step=1, group=ProcessGroup(i, processes, store)
+        )
         for i in range(processes)
     ]
     waves = num_claimed = 0
@@ -159,7 +161,7 @@ def test_the_end_of_a_first_batch_is_not_claimed_prompt_by_prompt(
 
 def test_the_rate_is_that_of_earlier_steps_until_there_are_outcomes():
     """(2 + 16 x 0.5) / (2 + 16) after two that are informative."""
-    queue = open_queue(CONFIG, SamplingState(0.5), Data(), step=1)
+    queue = open_queue(CONFIG, DynamicSamplingState(0.5), Data(), step=1)
     assert queue.expected_rate == 0.5 and PRIOR_OUTCOMES == 16
     for number in range(2):
         queue.work_queue.report(number, True)

@@ -11,7 +11,7 @@ import pytest
 from dapo_jax.models import decoder, log_probs
 from dapo_jax.models.attention import xla
 from dapo_jax.models.sharding import copied_bytes, initial_params
-from dapo_jax.rollout.sampling import SamplingParams, _invert, sample, truncate
+from dapo_jax.rollout.sampling import SamplingParams, _invert, exclude_tokens, sample
 from dapo_jax.types import Problem, UserError
 from dapo_jax.utils.compilations import CompilationCounter
 from tests.support.engines import (
@@ -371,7 +371,7 @@ def test_short_pages_change_no_token(params, problems, expected):
     assert complete(run) == expected[:5]
     assert run.stats.preempted > 0
     assert np.asarray(run.state.num_free).tolist() == [pages - 1] * 2
-    free = np.sort(np.asarray(run.state.free_N)[:, : pages - 1], axis=1)
+    free = np.sort(np.asarray(run.state.free_U)[:, : pages - 1], axis=1)
     assert (free == np.arange(1, pages)).all(), "each of them once"
 
 
@@ -380,7 +380,7 @@ def test_no_prompt_is_claimed_before_it_can_be_handed_over(small_pages, params):
     padded_alike = [p for p in make_problems(60) if len(p.prompt_tokens) <= 12]
     run = make_loop(small_pages, params, padded_alike)
     for _ in run.run():
-        if run.table.waiting.sum() >= 13 and not run.admission.exhausted:
+        if run.table.unfinished.sum() >= 13 and not run.admission.exhausted:
             assert not run.admission.queue
 
 
@@ -506,7 +506,7 @@ def test_sampling_frequencies_and_log_probs():
         np.testing.assert_allclose(np.exp(sampled.model_log_prob_B), model_probs, rtol=1e-5)
 
 
-invert, truncated = jax.jit(_invert), jax.jit(truncate)
+invert, truncated = jax.jit(_invert), jax.jit(exclude_tokens)
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.75, 0.9, 0.999, 1.0])

@@ -18,7 +18,7 @@ from jax.experimental.pallas.ops.tpu import ragged_paged_attention
 from dapo_jax.models import decoder
 from dapo_jax.models.attention import kernels as attention_kernels
 from dapo_jax.models.attention import xla
-from dapo_jax.rollout import gpu_kernel, kernels, paged
+from dapo_jax.rollout import gpu_kernel, paged, paged_kernels
 from dapo_jax.rollout.engine_config import make_engine_config
 from dapo_jax.rollout.programs import Programs, rollout_dtypes
 from dapo_jax.rollout.tiles import Tile
@@ -198,7 +198,7 @@ def test_blocks_of_a_config_reach_the_kernel(monkeypatch, blocks, sizes):
     )
     q, pages = jnp.zeros((4, 4, 128)), jnp.zeros((9, 32, 4, 128))
     table, lengths = jnp.zeros((4, 8), jnp.int32), jnp.ones(4, jnp.int32)
-    kernels.tpu_attention(q, pages, table, lengths, None, None, blocks)
+    paged_kernels.tpu_attention(q, pages, table, lengths, None, None, blocks)
     assert sizes.items() <= handed.items()
 
 
@@ -210,7 +210,7 @@ def test_a_kernel_does_not_read_what_was_last_in_an_empty_slot(monkeypatch, prob
         handed.append(lengths.tolist())
         return q
 
-    monkeypatch.setattr(kernels, f"{kernel}_attention", attention)
+    monkeypatch.setattr(paged_kernels, f"{kernel}_attention", attention)
     k, v, table, q, k_new, v_new = problem
     layout = paged.Layout(kernel, A, "float32")
     goes = jnp.array([True, True, False])
@@ -277,8 +277,8 @@ def test_an_engine_on_an_accelerator_checks_the_last_page_at_its_start():
     ],
 )
 def test_a_kernel_that_misses_the_last_page_ends_the_run(monkeypatch, wrong):
-    right = kernels.gpu_attention
-    monkeypatch.setattr(kernels, "gpu_attention", lambda *given: right(*wrong(*given)))
+    right = paged_kernels.gpu_attention
+    monkeypatch.setattr(paged_kernels, "gpu_attention", lambda *given: right(*wrong(*given)))
     Programs.cache_clear()
     engine = small_engine()
     with pytest.raises(RunError, match=r"\(gpu\) differs by .*Set config\.rollout\.kernel='xla'"):
@@ -347,7 +347,9 @@ def test_the_gap_between_rollout_and_trainer():
 def choose(wanted, platform, page_tokens=32, heads_parts=1, **model):
     fields = {"compute_dtype": "bfloat16", "head_dim": 128} | model
     c = dataclasses.replace(CONFIG.model, **fields)
-    return kernels.choose(wanted, platform, c, page_tokens=page_tokens, heads_parts=heads_parts)
+    return paged_kernels.choose(
+        wanted, platform, c, page_tokens=page_tokens, heads_parts=heads_parts
+    )
 
 
 def test_the_kernel_is_the_platforms_where_it_takes_the_model():

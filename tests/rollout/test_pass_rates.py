@@ -6,7 +6,7 @@ import pytest
 
 from dapo_jax.data.stream import ProblemStream
 from dapo_jax.rollout import pass_rates
-from dapo_jax.rollout.pass_rates import Visit
+from dapo_jax.rollout.pass_rates import PassRate
 from dapo_jax.types import Problem, RunError, UserError
 from tests.support.helpers import make_group, tiny_config
 from tests.support.runs import metrics_of, run_here
@@ -18,8 +18,8 @@ def test_every_group_is_a_visit():
     first = pass_rates.with_groups({}, [make_group([True, False, False], id=3)])
     more = make_group([True, True], id=3), make_group([False], id=7)
     both = pass_rates.with_groups(first, more)
-    assert first == {3: (Visit(0, 1, 3),)}, "the earlier pass rates are as they were"
-    assert both == {3: (Visit(0, 1, 3), Visit(0, 2, 2)), 7: (Visit(0, 0, 1),)}
+    assert first == {3: (PassRate(0, 1, 3),)}, "the earlier pass rates are as they were"
+    assert both == {3: (PassRate(0, 1, 3), PassRate(0, 2, 2)), 7: (PassRate(0, 0, 1),)}
     assert pass_rates.from_json(json.loads(json.dumps(pass_rates.to_json(both)))) == both
 
 
@@ -29,8 +29,8 @@ def test_responses_without_a_verdict_do_not_count():
     invalid = tuple(r._replace(finish_reason="invalid") for r in group.responses)
     cut = tuple(r._replace(finish_reason="length") for r in group.responses)
     mixed = group._replace(verdicts=(failed[0], *group.verdicts[1:]), responses=cut)
-    assert pass_rates.visit_of(mixed) == Visit(0, 1, 2), "a truncated response counts"
-    assert pass_rates.visit_of(group._replace(verdicts=failed)) is None
+    assert pass_rates.pass_rate_of(mixed) == PassRate(0, 1, 2), "a truncated response counts"
+    assert pass_rates.pass_rate_of(group._replace(verdicts=failed)) is None
     assert pass_rates.with_groups({}, [group._replace(responses=invalid)]) == {}
 
 
@@ -40,7 +40,7 @@ def test_responses_without_a_verdict_do_not_count():
 )
 def test_the_latest_visit_decides(band, expected):
     correct = {0: [4, 0], 1: [0, 1], 2: [0, 2], 3: [3 + 1, 0], 4: [0, 4]}
-    rates = {id: tuple(Visit(i, n, 4) for i, n in enumerate(ns)) for id, ns in correct.items()}
+    rates = {id: tuple(PassRate(i, n, 4) for i, n in enumerate(ns)) for id, ns in correct.items()}
     assert pass_rates.outside(rates, band) == expected
 
 

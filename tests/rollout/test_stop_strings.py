@@ -121,7 +121,7 @@ def test_with_preemption(params, problems, whole):
         assert loop.stats.tokens == sum(len(tokens) for row in expected for tokens in row)
         preempted += loop.stats.preempted
         assert np.asarray(loop.state.num_free).tolist() == [pages - 1] * shards
-        free = np.sort(np.asarray(loop.state.free_N)[:, : pages - 1], axis=1)
+        free = np.sort(np.asarray(loop.state.free_U)[:, : pages - 1], axis=1)
         assert (free == np.arange(1, pages)).all(), "each of them once"
     assert preempted > 0
 
@@ -143,7 +143,7 @@ def test_pages_freed_by_the_last_cancellation_are_used(params, pages, calls):
         found = call == calls
         loop.step()
         if found:
-            assert loop.admission.queue and not loop.table.waiting.any()
+            assert loop.admission.queue and not loop.table.unfinished.any()
     assert not loop.has_work() and [len(done) for done in loop.done] == [4] * 6
     assert np.asarray(loop.state.num_free).tolist() == [pages - 1]
 

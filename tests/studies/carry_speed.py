@@ -20,9 +20,9 @@ from dapo_jax.config import Config
 from dapo_jax.models.sharding import initial_params, make_mesh
 from dapo_jax.rewards.pool import Scored
 from dapo_jax.rewards.types import Rubric, Score
-from dapo_jax.rollout.admission import GenerationRequest
+from dapo_jax.rollout.admission import GenerationSettings
 from dapo_jax.rollout.collector import RolloutCollector
-from dapo_jax.rollout.dynamic_sampling import SamplingState, commit, open_queue, take_informative
+from dapo_jax.rollout.dynamic_sampling import DynamicSamplingState, commit, open_queue, take_kept
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.engine_config import make_engine_config
 from dapo_jax.rollout.prompt_queue import ProblemList
@@ -97,19 +97,19 @@ class Run:
         self.lengths = np.clip(np.ceil(MEDIAN * raw), 1, MOST).astype(int)
         tokens = lambda: tuple(rng.integers(1, 512, PROMPT).tolist())
         self.data = ProblemList([Problem(i, "", tokens(), "", "") for i in range(count)])
-        request = GenerationRequest(GROUP)
+        request = GenerationSettings(GROUP)
         self.collector = RolloutCollector(self.engine, Pool(), RUBRICS, detokenize, request)
-        self.state, self.step = SamplingState(), 0
+        self.state, self.step = DynamicSamplingState(), 0
 
     def one_step(self) -> tuple[float, int]:
         """Returns (seconds, tokens of the groups)."""
         start, config, self.step = time.perf_counter(), self.config, self.step + 1
         limits = self.lengths[self.data.get_state() :]
-        self.collector.request = GenerationRequest(GROUP, limits_QG=limits)
+        self.collector.request = GenerationSettings(GROUP, limits_QG=limits)
         prompts = open_queue(config, self.state, self.data, step=self.step)
         with self.engine.weights(self.learner_state.policy.params):
-            outcomes = self.collector.groups(prompts, jax.random.key(self.step), step=self.step)
-            taken = take_informative(outcomes, BATCH)
+            outcomes = self.collector.outcomes(prompts, jax.random.key(self.step), step=self.step)
+            taken = take_kept(outcomes, BATCH)
         batch, self.state = commit(config, self.state, prompts, taken, self.step)
         assert len(batch.groups) == BATCH
         if self.update:

@@ -146,8 +146,8 @@ DEFECTS = (
     Defect(
         "samples of a prompt write into one page",
         "dapo_jax/rollout/slots.py",
-        "table_BP = jnp.where(own_BP, page_B[:, None], table_BP)",
-        "table_BP = jnp.where(own_BP, table_BP, table_BP)",
+        "table_BJ = jnp.where(own_BJ, page_B[:, None], table_BJ)",
+        "table_BJ = jnp.where(own_BJ, table_BJ, table_BJ)",
         "tests/rollout/test_engine.py -k log_probs_are_the_trainers",
     ),
     Defect(

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from dapo_jax.models.sharding import AXES
-from dapo_jax.rollout.admission import GenerationRequest
+from dapo_jax.rollout.admission import GenerationSettings
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.engine_config import EngineConfig
 from dapo_jax.rollout.sampling import SamplingParams
@@ -63,7 +63,7 @@ def make_loop(
     engine, params, problems, *, detokenize=no_text, key=KEY, step=0, carried=None, **request
 ):
     """A generation loop over the problems, 4 samples each unless the request says otherwise."""
-    asked = GenerationRequest(**({"num_samples": 4} | request))
+    asked = GenerationSettings(**({"num_samples": 4} | request))
     with engine.weights(params):
         return GenerationLoop(
             engine, iter(problems), detokenize, key, asked, step=step, carried=carried

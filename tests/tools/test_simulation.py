@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from dapo_jax.rollout.dynamic_sampling import SamplingState, next_rate
+from dapo_jax.rollout.dynamic_sampling import DynamicSamplingState, next_rate
 from dapo_jax.tools.plan import (
     chips,
     estimate,
@@ -47,7 +47,7 @@ def play(group, *, hosts=1, rate=0.5, **settings):
         tokens, informative = group(number)
         return Group(np.broadcast_to(tokens, G), np.arange(G) < informative)
 
-    state = SamplingState(rate)
+    state = DynamicSamplingState(rate)
     return simulation.rollout(setting(**settings), work, hosts=hosts, step=0, state=state)[0]
 
 
@@ -197,7 +197,7 @@ def test_a_simulation_begins_as_a_run_begins():
         lengths[step, number], np.arange(G) < informative[step, number]
     )
     found = simulation.rollouts(setting(), work, hosts=2, steps=3)
-    rate = SamplingState().informative_rate
+    rate = DynamicSamplingState().informative_rate
     for one in found:
         assert one.rate == rate
         rate = next_rate(rate, len(one.batch), one.tried)
@@ -221,7 +221,7 @@ def test_the_price_of_a_run(capsys):
     )
     cost, rows = found["price"], {(row["hosts"], row["step"]): row for row in found["rows"]}
     assert rows.keys() == {(2, 1), (4, 1), (4, 2)}
-    assert rows[4, 1]["rate"] == rows[2, 1]["rate"] == SamplingState().informative_rate
+    assert rows[4, 1]["rate"] == rows[2, 1]["rate"] == DynamicSamplingState().informative_rate
     assert {"rollout", "old_logprobs", "train", "evaluation"} <= set(cost["parts"])
     assert cost["parts"]["rollout"] == rows[4, 2]["seconds"], "the first begins with a prior"
     assert all(seconds > 0 for name, seconds in cost["parts"].items() if name != "weights")

@@ -98,9 +98,9 @@ def test_every_forward_pass_and_update_is_reported():
 
 
 def test_where_the_schedules_are_is_saved_with_the_run():
-    from dapo_jax.rollout.dynamic_sampling import SamplingState
+    from dapo_jax.rollout.dynamic_sampling import DynamicSamplingState
 
-    host = HostState({"a": 1}, SamplingState(), 0.1, 0.2, Schedule(5, 0.3, 0.4), 4.0, 6.0)
+    host = HostState({"a": 1}, DynamicSamplingState(), 0.1, 0.2, Schedule(5, 0.3, 0.4), 4.0, 6.0)
     assert HostState.from_json(host.to_json()) == host
 
 

@@ -17,7 +17,7 @@ def order(tokens: int, parts: int) -> np.ndarray:
     return np.stack([early, late[::-1]], 1).reshape(-1)
 
 
-def to_devices(x_BTX: Shaped[Array, "B T *X"], parts: int) -> Shaped[Array, "B T *X"]:
+def to_zigzag(x_BTX: Shaped[Array, "B T *X"], parts: int) -> Shaped[Array, "B T *X"]:
     """Puts rows into zig-zag order.
 
     Args:
@@ -31,7 +31,7 @@ def to_devices(x_BTX: Shaped[Array, "B T *X"], parts: int) -> Shaped[Array, "B T
 
 
 def to_rows(x_BTX: Shaped[Array, "B T *X"], parts: int) -> Shaped[Array, "B T *X"]:
-    """Puts rows back into their own order, the inverse of `to_devices`."""
+    """Puts rows back into their own order, the inverse of `to_zigzag`."""
     if parts == 1:
         return x_BTX
     B, _, *rest = x_BTX.shape

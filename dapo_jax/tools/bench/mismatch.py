@@ -9,8 +9,8 @@ import numpy as np
 
 from dapo_jax.models import decoder, log_probs
 from dapo_jax.models.sharding import fitting, initial_params, make_mesh
-from dapo_jax.rollout import kernels, scheduler
-from dapo_jax.rollout.admission import GenerationRequest
+from dapo_jax.rollout import paged_kernels, scheduler
+from dapo_jax.rollout.admission import GenerationSettings
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.tools.bench.shapes import Shape, bench_engine, bench_model, random_problems
 from dapo_jax.training import packing
@@ -35,7 +35,9 @@ def bench_mismatch(shape: Shape) -> dict[str, Any]:
     layout = fitting(c, jax.device_count())
     mesh = make_mesh(layout)
     params = initial_params(c, layout, mesh, seed=0)
-    kernel, _ = kernels.choose("auto", jax.default_backend(), c, page_tokens=shape.page_tokens)
+    kernel, _ = paged_kernels.choose(
+        "auto", jax.default_backend(), c, page_tokens=shape.page_tokens
+    )
     engine = DecoderEngine(bench_engine(shape, layout, kernel=kernel), mesh)
     problems = random_problems(shape)
     with engine.weights(params):
@@ -44,7 +46,7 @@ def bench_mismatch(shape: Shape) -> dict[str, Any]:
             problems,
             lambda sequences: [""] * len(sequences),
             jax.random.key(1),
-            GenerationRequest(shape.group),
+            GenerationSettings(shape.group),
         )
     flat = [r for group in responses for r in group]
     packed = packing.pack(

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from dapo_jax.models.sharding import fitting, initial_params, make_mesh
-from dapo_jax.rollout import kernels, scheduler
-from dapo_jax.rollout.admission import GenerationRequest
+from dapo_jax.rollout import paged_kernels, scheduler
+from dapo_jax.rollout.admission import GenerationSettings
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.jetstream import VALID
 from dapo_jax.tools.bench.memory import peaks
@@ -29,7 +29,9 @@ def bench_rollout(shape: Shape) -> dict[str, Any]:
     c = bench_model(shape)
     layout = fitting(c, jax.device_count())
     mesh = make_mesh(layout)
-    kernel, _ = kernels.choose("auto", jax.default_backend(), c, page_tokens=shape.page_tokens)
+    kernel, _ = paged_kernels.choose(
+        "auto", jax.default_backend(), c, page_tokens=shape.page_tokens
+    )
     engine_config = bench_engine(shape, layout, kernel=kernel)
     engine = DecoderEngine(engine_config, mesh)
     # Small parameters: no token is much more probable than another.
@@ -45,7 +47,7 @@ def bench_rollout(shape: Shape) -> dict[str, Any]:
                 problems,
                 lambda sequences: [""] * len(sequences),
                 jax.random.key(number),
-                GenerationRequest(shape.group, limits_QG=lengths),
+                GenerationSettings(shape.group, limits_QG=lengths),
             )
             return time.perf_counter() - start, stats
 

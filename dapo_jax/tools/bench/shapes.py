@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from dapo_jax.config import MeshConfig, ModelConfig, model_config
-from dapo_jax.rollout import kernels
+from dapo_jax.rollout import paged_kernels
 from dapo_jax.rollout.engine_config import EngineConfig
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.types import Problem, UserError
@@ -159,7 +159,7 @@ def on_shards(shape: Shape, layout: MeshConfig) -> dict[str, int]:
     return {name: n + -n % shards for name, n in wanted.items()}
 
 
-def bench_engine(shape: Shape, layout: MeshConfig, *, kernel: kernels.Kernel) -> EngineConfig:
+def bench_engine(shape: Shape, layout: MeshConfig, *, kernel: paged_kernels.Kernel) -> EngineConfig:
     """Returns an engine whose responses end at their limits alone."""
     sizes = on_shards(shape, layout)
     return EngineConfig(

@@ -9,7 +9,7 @@ import jax
 
 from dapo_jax.models.sharding import check_batch_shapes, fitting, initial_params, make_mesh
 from dapo_jax.rollout import scheduler
-from dapo_jax.rollout.admission import GenerationRequest
+from dapo_jax.rollout.admission import GenerationSettings
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.engine_config import make_engine_config
 from dapo_jax.tools.bench.memory import peaks
@@ -88,7 +88,7 @@ def bench_step(
                 problems,
                 detokenize,
                 jax.random.key(step),
-                GenerationRequest(shape.group, limits_QG=lengths),
+                GenerationSettings(shape.group, limits_QG=lengths),
             )
         groups = [_scored(problem, of, step) for problem, of in zip(problems, responses)]
         rollouts.append(time.perf_counter() - start)

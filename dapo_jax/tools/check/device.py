@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax.models.attention import kernels as training_kernels
-from dapo_jax.rollout import kernels as rollout_kernels
+from dapo_jax.models.attention import kernels
+from dapo_jax.rollout import paged_kernels
 from dapo_jax.tools.bench.shapes import bench_model
 from dapo_jax.tools.bench.train import product_seconds
 from dapo_jax.tools.check.findings import Check, Result
@@ -74,10 +74,10 @@ def _copies() -> Result:
 
 def _kernels(shape: tuple) -> Result:
     c = bench_model(shape)
-    rollout, passed = rollout_kernels.choose(
+    rollout, passed = paged_kernels.choose(
         "auto", jax.default_backend(), c, page_tokens=PAGE_TOKENS
     )
-    training = training_kernels.choose(c, None)
+    training = kernels.choose(c, None)
     figures = {"rollout": rollout, "training": training.kernel}
     reasons = "; ".join(x for x in (passed, training.refused) if x)
     text = f"rollout {rollout}, training {training.kernel}"

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from dapo_jax.config import ModelConfig
 from dapo_jax.models.sharding import fitting, initial_params, make_mesh
-from dapo_jax.rollout import kernels, scheduler
-from dapo_jax.rollout.admission import GenerationRequest
+from dapo_jax.rollout import paged_kernels, scheduler
+from dapo_jax.rollout.admission import GenerationSettings
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.tools.bench import Shape, bench_rollout
 from dapo_jax.tools.bench.shapes import bench_engine, bench_model, random_problems
@@ -92,14 +92,16 @@ def _operations(shape: Shape) -> Result:
     c = bench_model(shape)
     layout = fitting(c, jax.device_count())
     mesh = make_mesh(layout)
-    kernel, _ = kernels.choose("auto", jax.default_backend(), c, page_tokens=shape.page_tokens)
+    kernel, _ = paged_kernels.choose(
+        "auto", jax.default_backend(), c, page_tokens=shape.page_tokens
+    )
     shape = shape._replace(gen_len=32)
     engine = DecoderEngine(bench_engine(shape, layout, kernel=kernel), mesh)
     params = initial_params(c, layout, mesh, seed=0)
     problems = random_problems(shape)
 
     def generate() -> None:
-        request = GenerationRequest(shape.group)
+        request = GenerationSettings(shape.group)
         text = lambda sequences: [""] * len(sequences)
         scheduler.generate(engine, problems, text, jax.random.key(0), request)
 

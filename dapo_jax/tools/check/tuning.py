@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from dapo_jax.config import ModelConfig
-from dapo_jax.models.attention import kernels as training_kernels
-from dapo_jax.rollout import kernels as rollout_kernels
+from dapo_jax.models.attention import kernels
+from dapo_jax.rollout import paged_kernels
 from dapo_jax.tools.bench.shapes import bench_model
 from dapo_jax.tools.check.device import median_seconds
 from dapo_jax.tools.check.machine import DECODING_BYTES, Machine
@@ -58,7 +58,7 @@ GROUPS = (
 
 def groups(c: ModelConfig) -> list[Group]:
     """Returns the groups of the kernels that a model has on a TPU."""
-    decodes, _ = rollout_kernels.choose("auto", "tpu", c, page_tokens=PAGE_TOKENS)
+    decodes, _ = paged_kernels.choose("auto", "tpu", c, page_tokens=PAGE_TOKENS)
     return [of for of in GROUPS if of.pass_ != "decode" or decodes == "tpu"]
 
 
@@ -75,7 +75,7 @@ def program(c: ModelConfig, pass_: str, blocks: Blocks) -> Program:
         P = CACHED_TOKENS // PAGE_TOKENS
 
         def decode(q: jax.Array, pages: jax.Array, table: jax.Array, lengths: jax.Array) -> Any:
-            return rollout_kernels.tpu_attention(q, pages, table, lengths, None, None, blocks)
+            return paged_kernels.tpu_attention(q, pages, table, lengths, None, None, blocks)
 
         return decode, (
             shape((SLOTS, N, H), dtype),
@@ -83,10 +83,10 @@ def program(c: ModelConfig, pass_: str, blocks: Blocks) -> Program:
             shape((SLOTS, P), jnp.int32),
             shape((SLOTS,), jnp.int32),
         )
-    choice = training_kernels.Choice("splash", "tpu", blocks=blocks)
+    choice = kernels.Choice("splash", "tpu", blocks=blocks)
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array) -> jax.Array:
-        return training_kernels.attend(choice, segments_BT, q, k, v, None)
+        return kernels.attend(choice, segments_BT, q, k, v, None)
 
     def backward(q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array) -> Any:
         total = lambda q, k, v: jnp.sum(forward(q, k, v, segments_BT).astype(jnp.float32))

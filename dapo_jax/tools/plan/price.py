@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dapo_jax.rollout.dynamic_sampling import SamplingState
+from dapo_jax.rollout.dynamic_sampling import DynamicSamplingState
 from dapo_jax.tools.plan import estimate, simulation
 from dapo_jax.tools.plan.chips import Chip
 from dapo_jax.tools.plan.simulation import Rollout, Setting
@@ -89,6 +89,6 @@ def _evaluation_seconds(setting: Setting, lengths: Lengths, hosts: int, prompts:
     )
     workload = sampled(lengths, 1.0, samples, config.seed)
     setting = setting._replace(config=changed)
-    state = SamplingState(informative_rate=1.0)
+    state = DynamicSamplingState(informative_rate=1.0)
     one, _ = simulation.rollout(setting, workload, hosts=hosts, step=0, state=state)
     return one.seconds

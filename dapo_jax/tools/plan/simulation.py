@@ -16,9 +16,9 @@ from dapo_jax.config import Config
 from dapo_jax.distributed.work_queue import WorkQueue
 from dapo_jax.rewards.types import Rubric
 from dapo_jax.rollout import carry
-from dapo_jax.rollout.admission import GenerationRequest
+from dapo_jax.rollout.admission import GenerationSettings
 from dapo_jax.rollout.collector import IDLE_SECONDS, RolloutCollector
-from dapo_jax.rollout.dynamic_sampling import SamplingState, next_rate, open_queue
+from dapo_jax.rollout.dynamic_sampling import DynamicSamplingState, next_rate, open_queue
 from dapo_jax.rollout.engine_config import EngineConfig
 from dapo_jax.rollout.prompt_queue import ProblemList, PromptQueue
 from dapo_jax.rollout.sampling import SamplingParams
@@ -117,7 +117,7 @@ class Host:
         self.pool = VirtualPool(self.clock, setting.config.reward.workers, setting.costs.reward)
         engine: Any = self.engine
         pool: Any = self.pool
-        request = GenerationRequest(setting.config.rollout.group_size)
+        request = GenerationSettings(setting.config.rollout.group_size)
         self.collector = RolloutCollector(engine, pool, RUBRICS, detokenize, request)
         self.turns = self.collector.run(prompts, jax.random.key(0), step=step)
 
@@ -153,9 +153,9 @@ def rollout(
     *,
     hosts: int,
     step: int,
-    state: SamplingState,
+    state: DynamicSamplingState,
     position: int = 0,
-) -> tuple[Rollout, SamplingState]:
+) -> tuple[Rollout, DynamicSamplingState]:
     """Returns one step's rollout, and the state after it.
 
     Args:
@@ -213,13 +213,13 @@ def rollout(
         max(map(int, ages), default=0),
     )
     rate = next_rate(state.informative_rate, len(batch), tried)
-    return one, SamplingState(rate, carried)
+    return one, DynamicSamplingState(rate, carried)
 
 
 def rollouts(setting: Setting, workload: Workload, *, hosts: int, steps: int) -> list[Rollout]:
     """Returns the first steps of a run. The first begins with a new run's informative rate, the
     others with the estimate that a run has and, where it carries responses, with these."""
-    found, state, position = [], SamplingState(), 0
+    found, state, position = [], DynamicSamplingState(), 0
     carries = setting.config.rollout.carries
     # Carried prompts keep their responses from step to step.
     of = (lambda _, number: workload(0, number)) if carries else workload

@@ -123,7 +123,7 @@ def keys_per_block(
 def tpu_attention(
     q_BNH: jax.Array,
     pages: jax.Array,
-    table_BP: jax.Array,
+    table_BJ: jax.Array,
     lengths_B: jax.Array,
     window: jax.Array | int | None,
     heads_axis: str | None,
@@ -160,13 +160,13 @@ def tpu_attention(
             num_queries_per_block=min(B, dict(blocks).get("paged_queries", 1)),
         )
 
-    return _over_heads(local, heads_axis, 2)(q_BNH, table_BP, lengths_B, pages)
+    return _over_heads(local, heads_axis, 2)(q_BNH, table_BJ, lengths_B, pages)
 
 
 def gpu_attention(
     q_BNH: jax.Array,
     pages: tuple[jax.Array, ...],
-    table_BP: jax.Array,
+    table_BJ: jax.Array,
     lengths_B: jax.Array,
     heads_axis: str | None,
 ) -> jax.Array:
@@ -186,7 +186,7 @@ def gpu_attention(
         )
         return out_BKGH.reshape(q.shape)
 
-    return _over_heads(local, heads_axis, 1)(q_BNH, table_BP, lengths_B, *pages)
+    return _over_heads(local, heads_axis, 1)(q_BNH, table_BJ, lengths_B, *pages)
 
 
 def _over_heads(local: Any, heads_axis: str | None, pages_axis: int) -> Any:
