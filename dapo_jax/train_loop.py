@@ -500,6 +500,8 @@ class TrainLoop:
         with run.engine.weights(learner.policy.all_params):
             numbers, groups = evaluate(collector, run.heldout, self._key(EVALUATION_KEY, step))
         self.directory.save_heldout(step, groups)
+        if faults := rollout_metrics.scorer_faults(groups):
+            self.telemetry.say(f"  warning: step {step}, held-out problems: {faults}")
         return numbers
 
     def _writes_a_trace(self) -> None:

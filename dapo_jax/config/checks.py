@@ -225,6 +225,9 @@ def _check_sampling(config: "Config") -> None:
     enabled, switch = dynamic.enabled, "config.dynamic_sampling.enabled"
     wanted = f"at least 2 with {switch}: a group of one is always all right or all wrong"
     require(rollout.group_size > 1 or not enabled, "rollout.group_size", 1, wanted)
+    most, batch = dynamic.max_prompts, config.train.prompts_per_step
+    wanted = f"at least config.train.prompts_per_step ({batch}) with {switch}, to fill a batch"
+    require(most >= batch or not enabled, "dynamic_sampling.max_prompts", most, wanted)
 
 
 def _check_data(config: "Config") -> None:

@@ -7,7 +7,7 @@ import numpy as np
 from dapo_jax.rewards.reflection import find_reflection
 from dapo_jax.rollout.dynamic_sampling import Batch
 from dapo_jax.rollout.scheduler import RolloutStats
-from dapo_jax.types import Group, Response, RunError
+from dapo_jax.types import Attempts, Group, Response, RunError
 
 MAX_FAULTS = 0.05  # share of a step's responses without a verdict that needs no warning
 
@@ -127,13 +127,13 @@ def check_finite(sampled: Sequence[Group]) -> None:
         )
 
 
-def scorer_faults(sampled: Sequence[Group]) -> str:
+def scorer_faults(groups: Sequence[Group | Attempts]) -> str:
     """Returns a warning about responses that no scorer could judge; "" where they are few.
 
     Raises:
         RunError: no response has a verdict.
     """
-    verdicts = [verdict for group in sampled for verdict in group.verdicts]
+    verdicts = [verdict for group in groups for verdict in group.verdicts]
     faults = [verdict.note for verdict in verdicts if verdict.failed]
     if len(faults) < max(1, MAX_FAULTS * len(verdicts)):
         return ""

@@ -31,6 +31,7 @@ from dapo_jax.runs.integrity import (
     one_failure_reported,
     reason,
     retried,
+    without_warning,
 )
 from dapo_jax.types import UserError
 
@@ -160,7 +161,12 @@ class Checkpoints:
             arrays=ocp.args.StandardSave(arrays), host=ocp.args.JsonSave(record)
         )
         metrics = None if accuracy is None else {"accuracy": accuracy}
-        self._start(step, lambda: self.manager.save(step, args=args, metrics=metrics))
+
+        def write() -> Any:
+            with without_warning("did not provide metrics"):
+                return self.manager.save(step, args=args, metrics=metrics)
+
+        self._start(step, write)
 
     def wait(self) -> None:
         """Returns when everything is on disk.
@@ -342,7 +348,13 @@ def restore_part(
     try:
         return step, _read(directory, step, like, fields)[0]
     except Damaged as error:
-        there = ", ".join(map(str, sorted(ocp.utils.checkpoint_steps(directory))))
+        steps = sorted(ocp.utils.checkpoint_steps(directory))
+        if step not in steps:
+            raise UserError(
+                f"checkpoint {step} in {directory} was deleted while it was read, as by a run that "
+                "still trains. Start the same command again."
+            ) from error
+        there = ", ".join(map(str, steps))
         raise UserError(
             f"checkpoint {step} in {directory} is damaged ({error}). Choose another --step of "
             f"{there}."

@@ -142,6 +142,18 @@ def reason(error: Exception, line: int = 0) -> str:
 
 
 @contextlib.contextmanager
+def without_warning(text: str) -> Iterator[None]:
+    """Leaves out orbax's warnings that hold this text."""
+    logger = logging.getLogger("absl")
+    keep = lambda record: text not in record.getMessage()
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
+
+
+@contextlib.contextmanager
 def one_failure_reported() -> Iterator[None]:
     """Silences asyncio and closed event loops while arrays are read.
 

@@ -118,10 +118,11 @@ def evaluate_model(config: Config, request: Request) -> Evaluation:
     """
     begun = time.monotonic()
     progress = Progress(0)
+    whole, wanted, place = config, request.step, None
     if request.workdir is not None:
         run = _run_of(config, request.workdir)
         place = run_directory.checkpoints(request.workdir, run)
-        request = request._replace(step=find_step(place, request.step))
+        request = request._replace(step=find_step(place, wanted))
     config = config.at(request.step or 1)  # with the limits of its stage, as the run evaluates
     chosen = _sources(config, request)
     tokenizer = load_tokenizer(config.model)
@@ -161,6 +162,11 @@ def evaluate_model(config: Config, request: Request) -> Evaluation:
         check_stop = watch.moving(signals.check)
         try:
             telemetry.phase("the model to be loaded")
+            if place is not None and wanted is None:
+                # A run that still trains may have replaced the newest checkpoint meanwhile.
+                newest = find_step(place, None)
+                if whole.at(newest or 1) == whole.at(request.step or 1):
+                    request = request._replace(step=newest)
             of_run = dataclasses.replace(config, data=data)  # a base that is made depends on it
             label, params = load_params(
                 of_run, request.workdir, request.step, mesh, tokenizer, progress, check_stop

@@ -124,6 +124,7 @@ def changed(*changes):
         ("rollout.top_k", 5, "log_prob_source to 'recompute', or top_k to 0"),
         ("rollout.min_p", 0.1, "log_prob_source to 'recompute', or min_p to 0"),
         ("rollout.group_size", 1, "must be at least 2 with .*enabled"),
+        ("dynamic_sampling.max_prompts", 3, r"at least config.train.prompts_per_step .* with"),
         ("rollout.max_staleness", -1, "must be 0 to 8; got -1"),
         ("rollout.max_staleness", 9, "must be 0 to 8; got 9"),
         ("dynamic_sampling.exhausted", "error", "must be one of 'train', 'skip', 'stop'"),

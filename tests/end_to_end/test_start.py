@@ -15,6 +15,7 @@ from dapo_jax.runs.checkpoint import Checkpoints
 from dapo_jax.training import base_model, step
 from dapo_jax.training.learner import Learner
 from dapo_jax.types import RunError
+from tests.conftest import ROOT
 from tests.support.helpers import make_params, tiny_config, tiny_dict
 from tests.support.runs import metrics_of, run_here
 
@@ -147,3 +148,10 @@ def test_a_refusal_by_the_compiler_comes_before_the_base_is_read(directory, home
     ):
         run_here(tmp_path / "run", home, config=config_of(directory))
     assert not raised.value.restart and not read.called
+
+
+def test_a_scorer_that_judges_no_held_out_response_ends_the_run_before_it_trains(tmp_path, home):
+    """And does not stand there as an accuracy of 0 %."""
+    scorer = f"{ROOT / 'tests' / 'support' / 'scorers.py'}:broken"
+    with pytest.raises(RunError, match="32 of 32 .*ZeroDivisionError.*or that of a source"):
+        run_here(tmp_path / "run", home, data__heldout__sums__scorer=scorer, reward__workers=1)

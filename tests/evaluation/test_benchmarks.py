@@ -175,8 +175,8 @@ def test_samples_of_another_evaluation_are_refused(run, tmp_path):
         run(tmp_path, Policy(4, lambda i: i), num=3, all_problems=other)
     with pytest.raises(UserError, match="number of samples"):
         run(tmp_path, Policy(5, lambda i: i), num=3)
-    judged = RUBRIC._replace(incorrect=0.0)
-    with pytest.raises(UserError, match=r"line 1: .* judged by .*'incorrect': -1.0.*: 0.0"):
+    judged = RUBRIC._replace(incorrect_reward=0.0)
+    with pytest.raises(UserError, match=r"line 1: .* judged by .*'incorrect_reward': -1.0.*: 0.0"):
         run(tmp_path, Policy(4, lambda i: i), num=3, rubric=judged)
 
 

@@ -4,6 +4,7 @@ import errno
 import gc
 import logging
 import os
+import shutil
 import subprocess
 import sys
 
@@ -16,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from dapo_jax.runs import checkpoint, integrity
 from dapo_jax.runs.checkpoint import Checkpoints
-from dapo_jax.runs.integrity import CheckpointError, bit_sums
+from dapo_jax.runs.integrity import CheckpointError, Damaged, bit_sums
 from dapo_jax.types import UserError
 from tests.conftest import ROOT
 from tests.support.runs import free_port
@@ -73,13 +74,14 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
         assert checkpoints.restore(LIKE)[2] == {"n": 6}
 
 
-def test_the_best_is_kept_when_the_run_resumes(tmp_path):
+def test_the_best_is_kept_when_the_run_resumes(tmp_path, caplog):
     for accuracies in ({0: 0.2, 1: 0.9, 2: None}, {3: 0.1, 4: None, 5: 0.3}, {6: 0.4, 7: None}):
         with opened(tmp_path, keep_newest=2, keep_best=1) as checkpoints:
             for step, accuracy in accuracies.items():
                 checkpoints.save(step, make_arrays(step), {}, accuracy=accuracy)
     with opened(tmp_path) as checkpoints:
         assert checkpoints.steps == [1, 6, 7]
+    assert "metrics" not in caplog.text
 
 
 def test_arrays_are_saved_as_they_were_when_save_was_called(tmp_path):
@@ -198,6 +200,18 @@ def test_a_full_disk_is_named_and_the_checkpoint_before_is_intact(
         with pytest.raises(CheckpointError, match="disk is full"):
             checkpoints.save(2, make_arrays(2), {}, accuracy=None)
     assert_restores(tmp_path, 1)
+
+
+def test_a_checkpoint_that_a_run_deletes_meanwhile_is_not_called_damaged(tmp_path, monkeypatch):
+    write(tmp_path, [1, 2])
+
+    def deleted(directory, step, *_):
+        shutil.rmtree(directory / str(step))
+        raise Damaged("a file is missing")
+
+    monkeypatch.setattr(checkpoint, "_read", deleted)
+    with pytest.raises(UserError, match="checkpoint 2 in .* was deleted while it was read"):
+        checkpoint.restore_part(tmp_path, 2, (), LIKE)
 
 
 def test_a_directory_that_cannot_be_made(tmp_path):

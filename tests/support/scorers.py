@@ -112,3 +112,8 @@ def even(text, answer):
 def about_the_worker(response: str, answer: str) -> Score:
     """The answer it read: the process that scores, and how many threads NumPy may have there."""
     return Score(True, f"{os.getpid()} {os.environ.get('OPENBLAS_NUM_THREADS')}")
+
+
+def broken(response: str, answer: str) -> bool:
+    """Raises for every response."""
+    raise ZeroDivisionError("in the scorer")
