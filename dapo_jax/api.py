@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class RunRecord(NamedTuple):
-    """What a run has written until now."""
+    """A run, as the files in its directory have it until now."""
 
     workdir: Path
     metrics: list[dict[str, Any]]  # the lines of metrics.jsonl, see docs/metrics.md

@@ -96,7 +96,7 @@ class Response(NamedTuple):
 
     @property
     def sampled(self) -> np.ndarray:
-        """Whether the policy sampled each token, bool [length]; given tokens are in no loss."""
+        """Returns whether the policy sampled each token, bool [length]; others are in no loss."""
         return ~np.isnan(self.log_probs)
 
     @property
@@ -122,7 +122,7 @@ class Verdict(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """Whether the scorer reached no verdict: the response may be right or wrong."""
+        """Returns whether the scorer reached no verdict: the response may be right or wrong."""
         return bool(self.note)
 
 
@@ -249,12 +249,12 @@ class Samples(NamedTuple):
 
     @property
     def sampled_M(self) -> np.ndarray:
-        """Whether the policy sampled each token, bool; the others were given."""
+        """Returns whether the policy sampled each token, bool; the others were given."""
         return ~np.isnan(self.log_prob_M)
 
     @property
     def trained_M(self) -> np.ndarray:
-        """Whether each token is in the loss, bool: sampled, and of a trained response."""
+        """Returns whether each token is in the loss, bool: sampled, and of a trained response."""
         return np.repeat(self.trained_R, self.lengths_R) & self.sampled_M
 
 

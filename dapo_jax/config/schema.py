@@ -234,12 +234,12 @@ class RolloutConfig:
 
     @property
     def carries(self) -> bool:
-        """Whether unfinished responses are carried into the next step."""
+        """Returns whether unfinished responses are carried into the next step."""
         return self.max_staleness > 0
 
     @property
     def resumes(self) -> bool:
-        """Whether responses are prefilled with the tokens they have, and continued."""
+        """Returns whether responses are prefilled with the tokens they have, and continued."""
         return self.carries or self.end_of_thinking is not None
 
     @staticmethod
@@ -249,7 +249,7 @@ class RolloutConfig:
 
     @property
     def excludes_tokens(self) -> bool:
-        """Whether sampling leaves tokens out: log-probs are then of the remaining ones alone."""
+        """Returns whether sampling leaves tokens out: log-probs are then of the others alone."""
         return any(
             getattr(self, name) != getattr(type(self), name) for name in self.excluding_fields()
         )
@@ -320,17 +320,17 @@ class ObjectiveConfig:
 
     @property
     def reads_reference(self) -> bool:
-        """Whether the loss or the reward has a KL to the base model."""
+        """Returns whether the loss or the reward has a KL to the base model."""
         return self.kl_coefficient > 0 or self.reward_kl_coefficient > 0
 
     @property
     def reads_entropy(self) -> bool:
-        """Whether the loss depends on the entropies before the first update."""
+        """Returns whether the loss depends on the entropies before the first update."""
         return self.top_entropy_share < 1 or self.entropy_adaptation is not None
 
     @property
     def reads_energy(self) -> bool:
-        """Whether advantages are made of `algorithms.advantages.token_energy`."""
+        """Returns whether advantages are made of `algorithms.advantages.token_energy`."""
         return self.advantage == "optimal-token-baseline"
 
 
@@ -487,7 +487,7 @@ class Config:
 
     @property
     def reads_current_log_probs(self) -> bool:
-        """Whether each mini-batch is scored at the parameters of its own gradient."""
+        """Returns whether each mini-batch is scored at the parameters of its own gradient."""
         from dapo_jax.algorithms.losses import COVARIANCE_LOSSES  # here: it takes JAX
 
         c = self.correction

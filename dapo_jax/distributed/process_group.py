@@ -60,7 +60,7 @@ class ProcessGroup:
 
     @property
     def is_primary(self) -> bool:
-        """Whether this process writes files and prints."""
+        """Returns whether this process writes files and prints."""
         return self.index == 0
 
     def described(self) -> str:

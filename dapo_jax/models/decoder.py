@@ -249,7 +249,7 @@ def unstacked(layers: Params) -> tuple[Params, ...]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of a layer is a part of an adapter."""
+    """Returns whether a parameter of a layer is a part of an adapter."""
     return name.endswith(("_lora_a", "_lora_b"))
 
 

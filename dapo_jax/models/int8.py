@@ -22,7 +22,7 @@ def scale_name(name: str) -> str:
 
 
 def is_scale(name: str) -> bool:
-    """Whether a parameter of a layer is the scales of a matrix."""
+    """Returns whether a parameter of a layer is the scales of a matrix."""
     return name.endswith("_scale")
 
 

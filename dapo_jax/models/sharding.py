@@ -72,7 +72,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def replicas_fit(size: int, devices_of_processes: Sequence[int]) -> bool:
-    """Whether replicas of `size` devices lie in one process each, or in whole processes."""
+    """Returns whether replicas of `size` devices lie in one process each, or in whole processes."""
     in_one = not any(devices % size for devices in devices_of_processes)
     alike = len(set(devices_of_processes)) == 1
     return in_one or (alike and size % devices_of_processes[0] == 0)

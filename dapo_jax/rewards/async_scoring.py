@@ -48,7 +48,7 @@ class GroupScoring:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a verdict is missing."""
+        """Returns whether a verdict is missing."""
         return self.num_scored < self.num_submitted
 
     def completed(self) -> Iterator[tuple[int, Group]]:

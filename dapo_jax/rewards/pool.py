@@ -70,7 +70,7 @@ class Chunk(NamedTuple):
 
     @property
     def is_over(self) -> bool:
-        """Whether there is something to collect, or nothing to wait for."""
+        """Returns whether there is something to collect, or nothing to wait for."""
         return self.future.done() or not self.pool.active
 
     def result(self) -> list[Scored] | str:
@@ -87,8 +87,8 @@ class Chunk(NamedTuple):
             return LOST
 
     def may_have_been_taken(self, workers: int) -> bool:
-        """Whether one of the workers may have had this chunk when the pool gave up: they take
-        chunks in order, so theirs are among the first that did not end."""
+        """Returns whether one of the workers may have had this chunk when the pool gave up: they
+        take chunks in order, so theirs are among the first that did not end."""
         open_chunks = itertools.islice(filter(_did_not_end, self.queue), workers)
         return self.future in open_chunks
 

@@ -24,7 +24,7 @@ SamplePlace = tuple[int, int, int]  # shard r, request slot e, number g among it
 
 
 class GenerationSettings(NamedTuple):
-    """What to generate for each problem."""
+    """Settings of generation, the same for every problem."""
 
     num_samples: int  # responses per problem
     sampling: SamplingParams | None = None  # None: the engine's own

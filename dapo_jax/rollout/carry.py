@@ -42,13 +42,13 @@ def by_visit(groups: Sequence[CarriedGroup]) -> dict[ProblemVisit, dict[int, Res
     return {visit: dict(responses) for visit, responses in groups}
 
 
-def most_begun(config: Config, informative_rate: float) -> int:
-    """Returns how many prompts, from the first of a step, may be begun in it.
+def max_started(config: Config, informative_rate: float) -> int:
+    """Returns how many prompts, from the first of a step, may start in it.
 
         (1 + max_staleness) x prompts_per_step / informative_rate
 
     Where each step uses up prompts_per_step / informative_rate prompts, the last of these is used
-    up `max_staleness` steps later, so that none grows too old.
+    up `max_staleness` steps later, so that none becomes stale.
     """
     d, steps = config.dynamic_sampling, 1 + config.rollout.max_staleness
     batch = config.train.prompts_per_step

@@ -27,7 +27,7 @@ PRIOR_OUTCOMES = 16
 
 
 class DynamicSamplingState(NamedTuple):
-    """What dynamic sampling remembers from step to step; part of the checkpoint."""
+    """The state of dynamic sampling between steps, part of the checkpoint."""
 
     informative_rate: float = 0.5  # running estimate of the share of informative prompts
     carried: tuple[CarriedGroup, ...] = ()  # unfinished responses
@@ -35,7 +35,7 @@ class DynamicSamplingState(NamedTuple):
 
 
 class KeptPrompts(NamedTuple):
-    """Which prompts of a step make the batch."""
+    """The prompts of a step that make the batch."""
 
     num_tried: int  # prompts, from the first of the step
     kept: list[int]  # numbers of the prompts whose groups are trained on
@@ -77,7 +77,7 @@ def open_queue(
             max_prompts=max_prompts,
             keeps=keeps,
             carried=carry.by_visit(_to_resume(config, state, step)[0]),
-            ahead=carry.most_begun(config, state.informative_rate),
+            ahead=carry.max_started(config, state.informative_rate),
             cut_delay_calls=carry.CUT_DELAY_CALLS,
             share=share,
             group=group,

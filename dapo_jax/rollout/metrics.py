@@ -80,11 +80,11 @@ def carry_metrics(batch: Batch, step: int) -> dict[str, float]:
     staleness = [step - r.versions for r in responses if r.versions is not None]  # by token
     stale_tokens = sum(int((s > 0).sum()) for s in staleness)
     return {
-        "carry/tokens_continued": stale_tokens,
+        "carry/tokens_resumed": stale_tokens,
         "carry/share": stale_tokens / max(1, sum(len(r.tokens) for r in responses)),
         "carry/responses_finished": sum(bool((s > 0).all()) for s in staleness),
         "carry/staleness_max": max((int(s.max()) for s in staleness), default=0),
-        "carry/samples_too_old": batch.num_stale,
+        "carry/stale_responses": batch.num_stale,
         "carry/tokens_kept": batch.carried_tokens,
     }
 

@@ -25,7 +25,7 @@ MAX_DIFFERENCE = 2.0**-5
 
 
 class Layout(NamedTuple):
-    """How a pool is laid out."""
+    """The layout of a pool of pages."""
 
     kernel: paged_kernels.Kernel
     page_tokens: int

@@ -81,7 +81,7 @@ def rollout_dtypes(c: ModelConfig, params: decoder.Params) -> decoder.Params:
 
 
 def unrolls(platform: str, c: ModelConfig) -> bool:
-    """Whether decoding goes from layer to layer without a scan, over arrays of each layer's own.
+    """Returns whether decoding has no scan over the layers: each layer has arrays of its own.
 
     A scan, and slices of stacked arrays too, copy each layer's weights at each token on CPUs and
     GPUs; docs/rollout.md. The arrays take as much memory as the layers: too much for adapters on a
@@ -246,7 +246,7 @@ class Programs:
         return RolloutParams(params, self.for_decoding(params, self.unstack))
 
     def _in_place(self, params: decoder.Params) -> tuple[Any, Any]:
-        """Whether each of the trained and of the frozen parameters is in the rollout's dtype and
+        """Returns whether each trained and each frozen parameter is in the rollout's dtype and
         layout."""
         wanted = jax.eval_shape(functools.partial(rollout_dtypes, self.config.model), params)
         there = jax.tree.map(

@@ -99,12 +99,12 @@ class PromptQueue:
 
     @property
     def full(self) -> bool:
-        """Whether the batch is full."""
+        """Returns whether the batch is full."""
         return self.num_kept >= self.num_prompts
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to generate or to await."""
+        """Returns whether nothing is left to generate or to await."""
         return self.full or self.num_resolved >= self.max_prompts
 
     def claim(self) -> int | None:
@@ -205,7 +205,7 @@ class CarryQueue(PromptQueue):
 
     Args:
         carried: responses of earlier steps to resume.
-        ahead: prompts that may be begun, see `carry.most_begun`.
+        ahead: prompts that may be begun, see `carry.max_started`.
         cut_delay_calls: decode calls whose tokens count after the batch is full.
         share: index of this replica, and the number of replicas.
     """

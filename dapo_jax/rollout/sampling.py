@@ -42,7 +42,7 @@ class SamplingParams(NamedTuple):
 
     @property
     def mode(self) -> Mode:
-        """What these numbers need of the sampler."""
+        """The features that a sampler needs for these numbers."""
         greedy = bool(self.temperature_X == 0)
         excludes_tokens = not greedy and self[1:] != SamplingParams()[1:]
         return Mode(greedy, not greedy and bool(self.temperature_X != 1), excludes_tokens)

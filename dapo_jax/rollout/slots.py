@@ -30,7 +30,7 @@ class Prefix(NamedTuple):
 
 
 class NewRequests(NamedTuple):
-    """What the host wants of P prefilled prompts; every array has a leading axis for the shards."""
+    """Requests to open for P prefilled prompts; every array has a leading axis for the shards."""
 
     request_P: Array  # int32: number of the request to fill; beyond the last one skips the prompt
     num_samples_P: Array

@@ -73,7 +73,7 @@ def done_before(target: Path, lines: Sequence[dict[str, Any]]) -> int:
 
 
 def _is_begun(found: Sequence[bytes], partial: bytes, lines: Sequence[dict[str, Any]]) -> bool:
-    """Whether these are the first lines with their samples, and the beginning of the next one."""
+    """Returns whether these are the first lines with their samples, and a part of the next."""
     if len(found) + bool(partial) > len(lines):
         return False
     try:

@@ -48,7 +48,7 @@ class LearnerState(NamedTuple):
 
     @property
     def saved(self) -> "LearnerState":
-        """What a checkpoint holds."""
+        """The state as a checkpoint holds it."""
         return self._replace(policy=self.policy.saved)
 
 

@@ -47,7 +47,7 @@ class TrainState(NamedTuple):
 
     @property
     def saved(self) -> "TrainState":
-        """What a checkpoint holds: all but the frozen parameters, which are those of the base."""
+        """The state as a checkpoint holds it: without the frozen parameters, the base's."""
         return self._replace(frozen=None)
 
 

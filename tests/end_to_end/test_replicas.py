@@ -172,7 +172,7 @@ def test_runs_of_two_replicas_that_carry_are_the_same(home, tmp_path):
     for name in ("first", "second"):
         run_all(tmp_path / name, home, 4, **settings)
     steps = metrics_of(tmp_path / "first")
-    assert sum(step.get("carry/tokens_continued", 0) for step in steps) > 0
+    assert sum(step.get("carry/tokens_resumed", 0) for step in steps) > 0
     assert sum(step.get("rollout/ended_repetition", 0) for step in steps) > 0
     assert sum(step.get("rollout/ended_thinking", 0) for step in steps) > 0
     assert steps == metrics_of(tmp_path / "second")

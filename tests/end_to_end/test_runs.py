@@ -441,7 +441,7 @@ def test_thinking_is_ended_in_training_and_evaluation(tmp_path, home, monkeypatc
         assert step["length/mean"] == pytest.approx(np.mean(lengths))
         assert step["batch/tokens_trained"] == sum(lengths) - sum(given)
     assert steps[0]["rollout/log_prob_mismatch_max"] < 1e-5
-    assert steps[1]["carry/tokens_continued"] > 0
+    assert steps[1]["carry/tokens_resumed"] > 0
     written = "".join(rollouts_of(workdir, "heldout").values())
     heldout = [json.loads(line) for line in written.splitlines()]
     longer = [record["response"] for record in heldout if record["length"] > n + 2]
@@ -461,7 +461,7 @@ def test_carried_responses_are_trained_on_and_a_killed_run_is_the_same(tmp_path,
     workdir, settings = tmp_path / "run", RUN | CARRY | {"checkpoint__every_steps": 1}
     run(workdir, home, **settings)
     steps = metrics_of(workdir)[1:]
-    assert sum(numbers["carry/tokens_continued"] for numbers in steps) > 0
+    assert sum(numbers["carry/tokens_resumed"] for numbers in steps) > 0
     assert sum(numbers["optimizer/updates"] for numbers in steps) >= 6
     assert max(numbers.get("rollout/log_prob_mismatch_max", 0.0) for numbers in steps) < 1e-5
     assert 1 <= max(numbers["carry/staleness_max"] for numbers in steps) <= 2

@@ -14,7 +14,7 @@ from dapo_jax.rewards.pool import Scored
 from dapo_jax.rewards.types import Rubric, Score
 from dapo_jax.rollout import carry
 from dapo_jax.rollout.admission import GenerationSettings
-from dapo_jax.rollout.carry import CarriedGroup, most_begun
+from dapo_jax.rollout.carry import CarriedGroup, max_started
 from dapo_jax.rollout.collector import RolloutCollector
 from dapo_jax.rollout.dynamic_sampling import (
     DynamicSamplingState,
@@ -208,7 +208,7 @@ def test_more_prompts_begin_where_the_first_do_not_fill_the_batch(monkeypatch, e
         ]
         assert runs[0][0] == runs[1][0]
         longer = [step[4] for step in runs[0][0] if len(step[1]) > step[4][0]]
-        assert longer[0][0] == most_begun(CONFIG, 1.0) == 12
+        assert longer[0][0] == max_started(CONFIG, 1.0) == 12
         # On every engine after the last call of those before, so that none is ahead of the cut.
         assert all(min(calls[n:]) > max(calls[:n]) for n, calls in longer)
 

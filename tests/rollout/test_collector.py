@@ -138,7 +138,7 @@ def test_responses_beyond_a_batch_are_resumed_in_the_next(engine, policies, pool
     tokens = sum(len(r.tokens) for group in state.carried for _, r in group.responses)
     numbers = metrics.carry_metrics(batch, 1)
     assert numbers["carry/tokens_kept"] == tokens > 100
-    assert numbers["carry/tokens_continued"] == numbers["carry/staleness_max"] == 0
+    assert numbers["carry/tokens_resumed"] == numbers["carry/staleness_max"] == 0
 
     second, after, end = one_step(engine, policies[1], pool, state, step=2, position=position)
     again = state_from_json(json.loads(json.dumps(state_to_json(state))))
@@ -162,11 +162,11 @@ def test_responses_beyond_a_batch_are_resumed_in_the_next(engine, policies, pool
     finished = sum(r.finish_reason != "unfinished" for r in responses)
     assert finished > 0
     assert metrics.carry_metrics(second, 2) == {
-        "carry/tokens_continued": stale,
+        "carry/tokens_resumed": stale,
         "carry/share": pytest.approx(stale / total),
         "carry/responses_finished": finished,
         "carry/staleness_max": 1,
-        "carry/samples_too_old": 0,
+        "carry/stale_responses": 0,
         "carry/tokens_kept": second.carried_tokens,
     }
 

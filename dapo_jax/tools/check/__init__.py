@@ -1,4 +1,4 @@
-"""What this machine's accelerators do, and at what cost: launch/check.py.
+"""Checks of this machine's accelerators, and of their speed: launch/check.py.
 
 `runner` starts each of `parts` in a process of its own and keeps what they find in check.json.
 """

@@ -1,4 +1,4 @@
-"""What a check finds, and the file that keeps it."""
+"""The findings of a check, and the file that keeps them."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What the devices did while a function ran, from JAX's profiler."""
+"""Traces of a function: the operations of the devices, from JAX's profiler."""
 
 import collections
 import tempfile

@@ -53,7 +53,7 @@ class Flags(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What the simulated hosts generate."""
+    """The work of the simulated hosts."""
 
     groups: workload.Workload
     steps: int

@@ -165,7 +165,7 @@ def rollout(
     """
     config, queue = setting.config, OneWorkQueue()
     d, carries = config.dynamic_sampling, config.rollout.carries
-    num = d.max_prompts + carries * carry.most_begun(config, state.informative_rate)
+    num = d.max_prompts + carries * carry.max_started(config, state.informative_rate)
     problems = [Problem(position + i, "", (position + i,), "", "") for i in range(num)]
     each = []
     for i in range(hosts):
