@@ -88,7 +88,7 @@ def test_the_update_does_not_hold_the_rollouts_copy(tmp_path, home, monkeypatch)
         seen.append(copies())
         return train_on(*arguments, **more)
 
-    monkeypatch.setattr(RolloutCollector, "groups", generating)
+    monkeypatch.setattr(RolloutCollector, "outcomes", generating)
     monkeypatch.setattr(Learner, "train_on", training)
     run_here(tmp_path / "run", home, config=config)
     assert seen == [1, 0]

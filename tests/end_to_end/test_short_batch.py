@@ -67,7 +67,7 @@ def test_a_group_without_a_greedy_baseline_is_left_out():
         telemetry=types.SimpleNamespace(say=said.append, phase=quiet, add_seconds=quiet),
         _key=quiet,
     )
-    learner = types.SimpleNamespace(policy=types.SimpleNamespace(model=None))
+    learner = types.SimpleNamespace(policy=types.SimpleNamespace(all_params=None))
     with_baselines = TrainLoop._with_baselines
     kept, baselines = with_baselines(loop, groups, learner, 7)  # pyright: ignore[reportArgumentType]
     assert [group.problem.id for group in kept] == [0, 3] and baselines == [1.0, -1.0]

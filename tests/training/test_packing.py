@@ -139,6 +139,7 @@ def test_a_row_holds_no_more_sequences_than_cudnn_takes():
         reward__overlong_buffer_tokens=4,
         rollout__group_size=4,
         train__prompts_per_step=40,
+        dynamic_sampling__max_prompts=40,
         train__prompts_per_update=40,
         train__row_tokens=512,
         train__rows_per_micro_batch=2,

@@ -161,6 +161,7 @@ def bench_config(
             "prompts_per_update": prompts,
             "prompts_per_step": prompts,
         },
+        "dynamic_sampling": {"max_prompts": prompts},
     }
     return Config.from_dict(
         base | {name: base.get(name, {}) | fields for name, fields in changes.items()}
