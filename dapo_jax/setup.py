@@ -186,7 +186,7 @@ class RunComponents:
         end_repetition: tuple[str, int] | None = None,
     ) -> RolloutCollector:
         """Returns a collector of groups of `num_samples` responses."""
-        request = GenerationSettings(
+        settings = GenerationSettings(
             num_samples,
             sampling,
             self.config.rollout.stop_strings,
@@ -198,7 +198,7 @@ class RunComponents:
             pool,
             rubrics,
             self.detokenize,
-            request,
+            settings,
             replica=self.replica,
             telemetry=telemetry,
         )

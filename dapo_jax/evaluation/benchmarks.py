@@ -86,7 +86,7 @@ def run(
         UserError: the directory holds transcripts of other problems or of other scorers.
         StopRequested: a stop was requested; finished problems are kept.
     """
-    num_samples, pool = collector.request.num_samples, collector.pool
+    num_samples, pool = collector.settings.num_samples, collector.pool
     file = directory / f"{benchmark.name}.jsonl"
     done = _read(file, benchmark, num_samples)
     left = [problem for problem in benchmark.problems if problem.id not in done]

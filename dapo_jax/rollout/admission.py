@@ -193,14 +193,14 @@ class Admission:
         table: RequestTable,
         problems: Iterator[Problem | None],
         key: jax.Array,
-        request: GenerationSettings,
+        settings: GenerationSettings,
         carried: CarriedResponses,
     ):
-        self.sampling = engine.config.params if request.sampling is None else request.sampling
+        self.sampling = engine.config.params if settings.sampling is None else settings.sampling
         self.sampling.check()
         resumes = engine.config.num_pages is not None
-        assert resumes or request.end_of_thinking is None, "no programs for longer prompts"
-        self.engine, self.table, self.problems, self.request = engine, table, problems, request
+        assert resumes or settings.end_of_thinking is None, "no programs for longer prompts"
+        self.engine, self.table, self.problems, self.settings = engine, table, problems, settings
         self.key_data = np.asarray(jax.random.key_data(key))
         self.carried = carried
         self.done: list[dict[int, Response]] = []  # finished, by problem taken and sample
@@ -263,7 +263,7 @@ class Admission:
             self.queue += requests_of(
                 number,
                 problem,
-                num_samples=self.request.num_samples,
+                num_samples=self.settings.num_samples,
                 max_samples=self.engine.config.samples,
                 carried=carried,
             )
@@ -378,7 +378,7 @@ class Admission:
 
     def limit(self, problem: int, sample: int) -> int:
         """Returns the most tokens of a sample; raises UserError where it is out of range."""
-        most, limits_QG = self.engine.config.max_response_tokens, self.request.limits_QG
+        most, limits_QG = self.engine.config.max_response_tokens, self.settings.limits_QG
         limit = most if limits_QG is None else int(limits_QG[problem, sample])
         if not 1 <= limit <= most:
             raise UserError(

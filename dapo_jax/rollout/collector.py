@@ -42,7 +42,7 @@ class RolloutCollector:
 
     Args:
         rubrics: by source of a problem.
-        request: what to generate for each prompt.
+        settings: what to generate for each prompt.
         replica: the processes that share the engine. All make the same engine calls in the same
             order; the leader takes the decisions that depend on time and broadcasts them.
     """
@@ -53,13 +53,13 @@ class RolloutCollector:
         pool: RewardPool,
         rubrics: Mapping[str, Rubric],
         detokenize: Detokenize,
-        request: GenerationSettings,
+        settings: GenerationSettings,
         *,
         replica: Replica = ALONE,
         telemetry: Telemetry = SILENT,
     ):
         self.engine, self.pool, self.rubrics = engine, pool, rubrics
-        self.detokenize, self.request = detokenize, request
+        self.detokenize, self.settings = detokenize, settings
         self.replica, self.telemetry = replica, telemetry
         self.stats = RolloutStats()  # of all its loops; of a replica's leader only
         # Seconds of generating, and of waiting for verdicts with nothing to generate.
@@ -115,14 +115,14 @@ class RolloutCollector:
         numbers: list[int] = []  # of the prompts that this process generates, in the loop's order
         calls: dict[int, int] = defaultdict(int)  # decode call of a prompt's last token so far
         scoring = GroupScoring(
-            self.pool, self.rubrics, self.request.num_samples, step, self.telemetry
+            self.pool, self.rubrics, self.settings.num_samples, step, self.telemetry
         )
         loop = GenerationLoop(
             self.engine,
             self._claimed(prompts, numbers),
             self.detokenize,
             key,
-            self.request,
+            self.settings,
             self.telemetry,
             step=step,
             carried=prompts.carried,

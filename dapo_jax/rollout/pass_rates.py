@@ -27,7 +27,7 @@ PassRates = Mapping[int, tuple[PassRate, ...]]  # visits in order, by the id of 
 
 
 def with_groups(rates: PassRates, groups: Iterable[Group]) -> dict[int, tuple[PassRate, ...]]:
-    """Returns the pass rates with a visit for each group that has a verdict."""
+    """Returns the pass rates with one more for the problem of each group that has a verdict."""
     found = dict(rates)
     for group in groups:
         if visit := pass_rate_of(group):
@@ -36,7 +36,7 @@ def with_groups(rates: PassRates, groups: Iterable[Group]) -> dict[int, tuple[Pa
 
 
 def pass_rate_of(group: Group) -> PassRate | None:
-    """Returns the visit that a group is; None where no response has a verdict."""
+    """Returns the pass rate of a group; None where no response has a verdict."""
     correct = group.trained_correct(overlong_filter=False)
     return PassRate(group.problem.epoch, sum(correct), len(correct)) if correct else None
 

@@ -65,7 +65,7 @@ class SchedulerOutput(NamedTuple):
     """One iteration of the loop: at most one engine call made and one read."""
 
     finished: list[Finished]
-    tokens: list[NewTokens]  # empty unless the request streams
+    tokens: list[NewTokens]  # empty unless `settings.stream`
     idle: bool  # nothing could be generated or read: more problems are to come later
 
 
@@ -74,7 +74,7 @@ def generate(
     problems: Iterable[Problem],
     detokenize: Detokenize,
     key: jax.Array,
-    request: GenerationSettings,
+    settings: GenerationSettings,
     telemetry: Telemetry = SILENT,
 ) -> tuple[list[list[Response]], RolloutStats]:
     """Returns the responses to every problem, in order, and the counts.
@@ -87,7 +87,7 @@ def generate(
         UserError: see `GenerationLoop`.
         StopRequested: a stop was requested; the responses so far are lost.
     """
-    loop = GenerationLoop(engine, iter(problems), detokenize, key, request, telemetry)
+    loop = GenerationLoop(engine, iter(problems), detokenize, key, settings, telemetry)
     for _ in loop.run():
         telemetry.check_stop()
     return loop.responses(), loop.stats
@@ -103,7 +103,7 @@ class _Call(NamedTuple):
 
 
 class GenerationLoop:
-    """Generates `request.num_samples` responses to each problem.
+    """Generates `settings.num_samples` responses to each problem.
 
     Args:
         engine: within `engine.weights(params)`.
@@ -125,24 +125,24 @@ class GenerationLoop:
         problems: Iterator[Problem | None],
         detokenize: Detokenize,
         key: jax.Array,
-        request: GenerationSettings,
+        settings: GenerationSettings,
         telemetry: Telemetry = SILENT,
         *,
         step: int = 0,
         carried: CarriedResponses | None = None,
     ):
         self.engine, self.params, self.detokenize = engine, engine.loaded, detokenize
-        self.request, self.telemetry = request, telemetry
+        self.settings, self.telemetry = settings, telemetry
         self.stats = RolloutStats()
-        self.mode = (request.sampling or engine.config.params).mode
+        self.mode = (settings.sampling or engine.config.params).mode
         self.table = RequestTable(
             engine.config,
             step,
             keep_calls=carried is not None,
-            end_repetition=request.end_repetition,
+            end_repetition=settings.end_repetition,
             excludes_tokens=self.mode.excludes_tokens,
         )
-        self.admission = Admission(engine, self.table, problems, key, request, carried or {})
+        self.admission = Admission(engine, self.table, problems, key, settings, carried or {})
         self.done = self.admission.done
         self.state: DecodeState = engine.init_decode_state()
         # Results are read one call late, so that the device never waits for the host.
@@ -171,7 +171,7 @@ class GenerationLoop:
 
     def responses(self) -> list[list[Response]]:
         """Returns the responses to each problem taken; none where some have not finished."""
-        num = self.request.num_samples
+        num = self.settings.num_samples
         return [[done[g] for g in range(num)] if len(done) == num else [] for done in self.done]
 
     def unfinished(self, last_call: int | None = None) -> list[dict[int, Response]]:
@@ -272,7 +272,7 @@ class GenerationLoop:
         finished: dict[SamplePlace, bool],
         new_tokens: TokensOfCall,
     ) -> tuple[dict[SamplePlace, str], list[SamplePlace]]:
-        """Cuts responses where a rule of the request ends them.
+        """Cuts responses where a rule of the settings ends them.
 
         Args:
             before_REG: tokens of each response before the call.
@@ -282,7 +282,7 @@ class GenerationLoop:
             phrase now and continue.
         """
         table, thinking = self.table, []
-        if (end := self.request.end_of_thinking) is not None:
+        if (end := self.settings.end_of_thinking) is not None:
             # First, so that no rule sees what is discarded.
             thinking = self._cut_thinking(end, before_REG, finished, new_tokens)
         invalid = {sample for sample, is_finite in finished.items() if not is_finite}
@@ -291,7 +291,7 @@ class GenerationLoop:
             repeats = self._cut_at_repetition(before_REG, invalid, new_tokens)
             ended |= dict.fromkeys(repeats, "repetition")
             invalid -= set(repeats)  # the token without a meaning came later
-        if self.request.stop_strings:
+        if self.settings.stop_strings:
             completed = self._cut_at_stop_strings(before_REG, invalid, new_tokens)
             ended |= dict.fromkeys(completed, "stop")
         thinking = [sample for sample in thinking if sample not in ended]
@@ -306,7 +306,7 @@ class GenerationLoop:
         self, output: DecodeOutput, valid_RkB: np.ndarray, ours_RkB: np.ndarray
     ) -> tuple[dict[SamplePlace, bool], TokensOfCall]:
         """Records the tokens of a call; returns the samples that ended, each with whether its last
-        logits were finite, and the tokens of each sample where the request streams."""
+        logits were finite, and the tokens of each sample where they are streamed."""
         table, slots = self.table, self.engine.config.slots
         finished: dict[SamplePlace, bool] = {}
         new_tokens: TokensOfCall = {}
@@ -330,7 +330,7 @@ class GenerationLoop:
                 sampled=int(valid_RkB[:, i].sum()),
                 could_sample=slots,
             )
-            if self.request.stream:
+            if self.settings.stream:
                 tokens = output.token_RkB[shard, i, slot].tolist()
                 for sample, token in zip(zip(*(x.tolist() for x in at)), tokens):
                     new_tokens.setdefault(sample, []).append(token)
@@ -372,7 +372,7 @@ class GenerationLoop:
 
     def _answer_start(self, sample: SamplePlace) -> int:
         """Returns the number of tokens up to the end of the given phrase; 0 without one."""
-        end, log_probs = self.request.end_of_thinking, self.table.log_probs[sample]
+        end, log_probs = self.settings.end_of_thinking, self.table.log_probs[sample]
         if end is None or self.table.count[sample] <= end.after_tokens:
             return 0
         is_forced = np.isnan(log_probs[end.after_tokens])
@@ -411,7 +411,7 @@ class GenerationLoop:
         starts = [self._answer_start(sample) for sample in samples]
         ends = [int(table.count[sample]) - (sample in invalid) for sample in samples]
         completions = first_completions(
-            self.request.stop_strings,
+            self.settings.stop_strings,
             self.detokenize,
             [table.tokens[sample][i:j] for sample, i, j in zip(samples, starts, ends)],
             [int(before_REG[sample]) - i for sample, i in zip(samples, starts)],

@@ -66,8 +66,8 @@ class _Updates(NamedTuple):
 
     policy: list[train_step.UpdateMetrics]
     critic: list[critic.CriticMetrics]
-    kept_tokens: int = 0  # trained tokens of all updates, after corrections
-    empty: int = 0  # mini-batches without such a token
+    kept_tokens: int  # trained tokens of all updates, after corrections
+    empty: int  # mini-batches without such a token
 
 
 def _init_state(config: Config, params: decoder.Params) -> LearnerState:
@@ -321,26 +321,27 @@ class Learner:
             entropy_coefficient: None: the config's.
         """
         policy, value_model = state
-        updates = _Updates([], [])
+        results, critic_results, kept, empty = [], [], 0, 0
         for number, batch in enumerate(mini_batches):
             random = named_generator("clip-cov", self.config.seed, step, number)
             rows, denominator = self._finish(policy, samples, batch, columns, random)
             tokens = int(rows.mask_BT.sum())
+            kept += tokens
             if not tokens:
-                updates = updates._replace(empty=updates.empty + 1)
+                empty += 1
                 continue
-            updates = updates._replace(kept_tokens=updates.kept_tokens + tokens)
             on_mesh, n = self._micro_batches(rows)
             if critic_rate is not None:
                 value_model, result = self.update_critic(
                     value_model, on_mesh, n, denominator, np.float32(critic_rate)
                 )
-                updates.critic.append(result)
+                critic_results.append(result)
             if rate is not None:
                 policy, result = self.update(
                     policy, on_mesh, n, denominator, np.float32(rate), entropy_coefficient
                 )
-                updates.policy.append(result)
+                results.append(result)
+        updates = _Updates(results, critic_results, kept, empty)
         return LearnerState(policy, value_model), updates
 
     def _entropy_coefficient(

@@ -53,7 +53,7 @@ class Policy(RolloutCollector):
     """A policy whose answers are known, ended in a random order; stopped after `most` of them."""
 
     def __init__(self, num_samples, num_right, *, seed=0, most=None, text=None):
-        self.request, self.text = GenerationSettings(num_samples), text
+        self.settings, self.text = GenerationSettings(num_samples), text
         self.num_right, self.seed, self.most = num_right, seed, most
         self.telemetry, self.problems = SILENT, []
 
@@ -61,9 +61,9 @@ class Policy(RolloutCollector):
         num = prompts.num_prompts
         self.problems = [prompts.problem(number) for number in range(num)]
         scoring = GroupScoring(
-            self.pool, self.rubrics, self.request.num_samples, step, self.telemetry
+            self.pool, self.rubrics, self.settings.num_samples, step, self.telemetry
         )
-        every = list(itertools.product(range(num), range(self.request.num_samples)))
+        every = list(itertools.product(range(num), range(self.settings.num_samples)))
         random.Random(self.seed).shuffle(every)
         num_done = 0
         for i, (number, sample) in enumerate(every):

@@ -105,7 +105,7 @@ class Run:
         """Returns (seconds, tokens of the groups)."""
         start, config, self.step = time.perf_counter(), self.config, self.step + 1
         limits = self.lengths[self.data.get_state() :]
-        self.collector.request = GenerationSettings(GROUP, limits_QG=limits)
+        self.collector.settings = GenerationSettings(GROUP, limits_QG=limits)
         prompts = open_queue(config, self.state, self.data, step=self.step)
         with self.engine.weights(self.learner_state.policy.params):
             outcomes = self.collector.outcomes(prompts, jax.random.key(self.step), step=self.step)

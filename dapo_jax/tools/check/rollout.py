@@ -101,9 +101,9 @@ def _operations(shape: Shape) -> Result:
     problems = random_problems(shape)
 
     def generate() -> None:
-        request = GenerationSettings(shape.group)
+        settings = GenerationSettings(shape.group)
         text = lambda sequences: [""] * len(sequences)
-        scheduler.generate(engine, problems, text, jax.random.key(0), request)
+        scheduler.generate(engine, problems, text, jax.random.key(0), settings)
 
     with engine.weights(params):
         generate()

@@ -117,8 +117,8 @@ class Host:
         self.pool = VirtualPool(self.clock, setting.config.reward.workers, setting.costs.reward)
         engine: Any = self.engine
         pool: Any = self.pool
-        request = GenerationSettings(setting.config.rollout.group_size)
-        self.collector = RolloutCollector(engine, pool, RUBRICS, detokenize, request)
+        settings = GenerationSettings(setting.config.rollout.group_size)
+        self.collector = RolloutCollector(engine, pool, RUBRICS, detokenize, settings)
         self.turns = self.collector.run(prompts, jax.random.key(0), step=step)
 
 
