@@ -78,7 +78,9 @@ def bench_train(shape: TrainShape, base: dict[str, Any]) -> dict[str, Any]:
     stacked = packing.to_micro_batches(rows, rows_per_micro_batch=B, num_micro_batches=used)
     on_mesh = jax.device_put(stacked, row_sharding(mesh, batch_dim=1))
     program: Any = learner.update
-    rest = (on_mesh, np.int32(used), np.float32(rows.mask_BT.sum()), np.float32(1e-6))
+    learning_rate, entropy_coefficient = np.float32(1e-6), None  # None: the config's
+    denominator = np.float32(rows.mask_BT.sum())
+    rest = (on_mesh, np.int32(used), denominator, learning_rate, entropy_coefficient)
     start = time.perf_counter()
     compiled = program.lower(state, *rest).compile()
     compile_seconds = time.perf_counter() - start
