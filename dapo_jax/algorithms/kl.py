@@ -40,7 +40,8 @@ def kl_estimate(
         bounded_BT = clamp(d_BT, -MAX_LOG_RATIO, MAX_LOG_RATIO)
         value_BT = clamp(jnp.expm1(-bounded_BT) + bounded_BT, -MAX_K3, MAX_K3)
     if estimator.endswith("+"):
-        value_BT = jax.lax.stop_gradient(value_BT - k2_BT) + k2_BT
+        # In this order the value is exact: k2 minus itself is 0.
+        value_BT = jax.lax.stop_gradient(value_BT) + (k2_BT - jax.lax.stop_gradient(k2_BT))
     return value_BT
 
 

@@ -63,7 +63,8 @@ def as_score(value: Any) -> Score:
             "extracted" among these is the answer read, which cons@k counts.
 
     Raises:
-        TypeError, ValueError: it is none of them.
+        TypeError, ValueError: it is none of them, correctness is neither yes nor no, or a reward is
+            not finite.
     """
     if isinstance(value, Score):
         steps = tuple((int(end), float(reward)) for end, reward in value.steps)
@@ -90,10 +91,12 @@ def as_score(value: Any) -> Score:
 
 def _score(correct: Any, extracted: Any, steps: Any, reward: Any, extra: Any) -> Score:
     """Returns a score of plain Python values."""
-    if reward is not None:
-        reward = float(reward)
-        if not math.isfinite(reward):
-            raise ValueError(f"the scorer's reward is {reward}")
+    if not isinstance(correct, (bool, np.bool_)) and correct not in (0, 1):
+        raise TypeError(f"a scorer's correct is True or False (1 or 0), not {correct!r}")
+    reward = None if reward is None else float(reward)
+    for value in (reward, *(of_step for _, of_step in steps)):
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"the scorer's reward is {value}")
     if extra is not None:
         if not isinstance(extra, Mapping):
             raise TypeError(f"a scorer's extra is a mapping, not {type(extra).__name__}")

@@ -128,6 +128,14 @@ def test_kl_estimators_are_schulmans(name, straight_through):
     np.testing.assert_allclose(slope, expected_slope, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("name, value", [("k1+", 1e4), ("abs+", 1e4), ("k2+", 5e7), ("k3+", 10)])
+def test_straight_through_estimates_keep_their_value_where_k2_is_large(name, value):
+    found = kl_estimate(
+        jnp.full((1, 1), 1e4), jnp.zeros((1, 1)), jnp.ones((1, 1)) > 0, estimator=name
+    )
+    assert float(found[0, 0]) == value
+
+
 @pytest.mark.parametrize("adv", [1.0, -1.0])
 @pytest.mark.parametrize("bound", [0.8, 1.28])
 def test_at_the_very_bound_the_gradient_passes(bound, adv):
