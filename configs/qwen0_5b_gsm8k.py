@@ -33,7 +33,7 @@ def get_config(device: str = "") -> ConfigDict:
     """Returns qwen32b_dapo with 0.5 billion parameters, 512-token responses and GSM8K; with "t4"
     in float32 and a quarter of the batch."""
     if device not in ("", "t4"):
-        raise UserError(f"--config=configs/qwen0_5b_gsm8k.py:DEVICE: {device!r} is not t4.")
+        raise UserError(f"--config=FILE:DEVICE: the device {device!r} is not t4.")
     c = qwen32b_dapo.get_config()
     c.model.update(path=NAME, tokenizer=NAME, vocab_size=151_936, num_layers=24, hidden_size=896)
     c.model.update(num_heads=14, num_kv_heads=2, head_dim=64, intermediate_size=4864)

@@ -206,7 +206,7 @@ def get_config(method: str = "") -> ConfigDict:
     change = every.get(method.replace("-", "_"))
     if change is None:
         raise UserError(
-            f"--config=configs/tiny.py:METHOD: {method!r} is not one of {', '.join(every)}."
+            f"--config=FILE:METHOD: the method {method!r} is not one of {', '.join(every)}."
         )
     config = tiny_dapo.get_config()
     change(config)

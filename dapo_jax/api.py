@@ -11,6 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dapo_jax.types import UserError
+
 if TYPE_CHECKING:
     from dapo_jax.config import Config
     from dapo_jax.config.sft import SftConfig
@@ -334,4 +336,6 @@ def plan(
 
 
 def _place(path: str | Path) -> Path:
+    if path == "":
+        raise UserError("a directory is needed; got '', which would be the current directory.")
     return Path(path).expanduser().resolve()

@@ -100,6 +100,7 @@ class RunComponents:
                 self.measured |= found
         weights = {name: source.weight or 0.0 for name, source in train.items()}
         self.stream = ProblemStream(problems, config.seed, weights)
+        process_group.check_equal({"SHA-256 of the training problems": self.stream.digest})
         self.key = jax.random.key(config.seed)
         self.train_sampling = SamplingParams.of(config.rollout)
         self.eval_sampling = SamplingParams.of(config.evaluation)

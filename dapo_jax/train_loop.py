@@ -68,6 +68,7 @@ def train(config: Config, workdir: Path, process_group: ProcessGroup = ALONE) ->
         RunError, CheckpointError: the run failed; what is saved is intact.
     """
     started = time.monotonic()
+    run_directory.check_processes(config, process_group)
     # Other processes read there a base model that is made, and checkpoints without their own place.
     if config.checkpoint.directory is None or config.pretrain is not None:
         process_group.check_place(workdir)

@@ -3,7 +3,6 @@
 `Config.from_dict` calls `check`; `dapo_jax.config.objective_checks` has those of the objective.
 """
 
-import math
 import re
 from typing import TYPE_CHECKING
 
@@ -32,9 +31,11 @@ def require_unset(field: str, value: object, when: str, default: object = None) 
 def check_divides(small: str, a: int, large: str, b: int) -> None:
     """Raises UserError unless `a`, the value of field `small`, divides `b`, that of `large`."""
     if b % a:
+        below, above = b - b % a, b + a - b % a
+        nearest = f"{below} or {above}" if below else str(above)
         raise UserError(
-            f"config.{small} ({a}) must divide config.{large} ({b}). "
-            f"Nearest that do: {b - b % a or a} or {b + a - b % a} for config.{large}."
+            f"config.{small} ({a}) must divide config.{large} ({b}). Nearest that does: {nearest} "
+            f"for config.{large}."
         )
 
 
@@ -44,6 +45,11 @@ def check_model(model: "ModelConfig") -> None:
         wanted = f"in the vocabulary: from 0 to {model.vocab_size - 1}"
         require(0 <= token < model.vocab_size, "model.stop_token_ids", token, wanted)
     check_divides("model.num_kv_heads", model.num_kv_heads, "model.num_heads", model.num_heads)
+    if model.sliding_window is not None:
+        layers = model.sliding_window[1]
+        known = layers and len({*layers} & {*range(model.num_layers)}) == len(layers)
+        wanted = f"layers from 0 to {model.num_layers - 1}, each once"
+        require(bool(known), "model.sliding_window[1]", layers, wanted)
     _check_kernel_blocks(model.kernel_blocks)
     if model.attention not in ("auto", "splash"):
         _require_no_blocks("splash", model, "model.attention", model.attention)
@@ -133,11 +139,12 @@ def check_stages(config: "Config") -> None:
             )
         before = first
         for name in changes:
-            section = name.partition(".")[0]
-            if section not in STAGED or name in NOT_STAGED:
+            section, _, field = name.partition(".")
+            if section not in STAGED or name in NOT_STAGED or not field:
                 raise UserError(
-                    f"{what} cannot change {name!r}. A stage changes fields of "
-                    f"{', '.join(STAGED)}, except {', '.join(NOT_STAGED)}. Remove it."
+                    f"{what} cannot change {name!r}. A stage changes fields, such as "
+                    f"'train.row_tokens', of {', '.join(STAGED)}, except {', '.join(NOT_STAGED)}. "
+                    "Remove it."
                 )
         try:
             staged = config.at(first)
@@ -259,11 +266,11 @@ def _check_source(source: "SourceConfig", side: str, name: object) -> None:
         )
     weight = source.weight
     if side == "train":
-        ok = weight is not None and 0 < weight < math.inf
-        require(ok, f"{field}.weight", weight, "greater than 0, and finite")
+        ok = weight is not None and weight > 0
+        require(ok, f"{field}.weight", weight, "greater than 0")
     else:
         require(weight is None, f"{field}.weight", weight, "None: all problems are evaluated")
-        require_unset(f"{field}.pass_rates", source.pass_rates, "the source is not of data.train")
+        require_unset(f"{field}.pass_rates", source.pass_rates, f"{field} is not of data.train")
     if source.scorer is not None:
         _check_scorer(source.scorer, f"{field}.scorer")
     unread = ("levels",)

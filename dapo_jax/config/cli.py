@@ -1,6 +1,7 @@
 """Command lines of the programs in launch/: flags, config files, and how failures are reported."""
 
 import errno
+import inspect
 import os
 import re
 import runpy
@@ -65,6 +66,9 @@ def parse(
         switches,
         before=("config=FILE", "config.FIELD=VALUE"),
     )
+    for name in ("workdir", *texts):
+        if values[name].value == "":  # of an unset shell variable; as a path, the current directory
+            raise UserError(f"--{name}= has no value: give one, or leave --{name} out.")
     model = values.model if "model" in texts else None
     return load_config(place, overrides, model=model, kind=kind), values
 
@@ -202,7 +206,10 @@ def _split(arguments: list[str]) -> tuple[str, list[str], dict[str, Text]]:
             overrides.pop(name, None)
             overrides[name] = Text(value)
     if not place:
-        raise UserError("--config is needed, for example --config=configs/tiny_dapo.py.")
+        raise UserError(
+            "--config is needed, such as --config=configs/tiny_dapo.py, for launch/sft.py "
+            "--config=configs/sft_word_problems.py."
+        )
     return place, rest, overrides
 
 
@@ -217,6 +224,11 @@ def _set(values: dict[str, Any], name: str, value: Any) -> None:
         if not isinstance(values, dict):
             above = ".".join(groups[: i + 1])
             raise UserError(f"--config.{name}={value}: config.{above} has no fields.")
+    if not groups and value is not None and value != "None" and isinstance(values.get(last), dict):
+        raise UserError(
+            f"--config.{name}={value}: config.{name} is a section, and its other fields would be "
+            f"lost. Give single fields, --config.{name}.FIELD=VALUE."
+        )
     values[last] = None if isinstance(value, Text) and value == "None" else value
 
 
@@ -249,8 +261,16 @@ def _load(place: str) -> dict[str, Any]:
     get_config = names.get("get_config")
     if not callable(get_config):
         raise UserError(f"--config={file} has no function get_config.")
+    arguments = [argument] if colon else []
     try:
-        config = get_config(*([argument] if colon else []))
+        inspect.signature(get_config).bind(*arguments)
+    except TypeError as error:
+        mend = f"takes no argument: leave :{argument} out"
+        if not colon:
+            mend = f"needs an argument: write --config={path}:ARGUMENT"
+        raise UserError(f"get_config of --config={path} {mend}.") from error
+    try:
+        config = get_config(*arguments)
     except UserError:
         raise
     except Exception as error:

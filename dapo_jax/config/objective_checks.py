@@ -61,7 +61,7 @@ def check(config: "Config") -> None:
 def _check_kl(objective: "ObjectiveConfig") -> None:
     estimator, coefficient = objective.kl_estimator, objective.reward_kl_coefficient
     if objective.kl_coefficient == coefficient == 0:
-        when = "its two coefficients are 0"
+        when = "objective.kl_coefficient and config.objective.reward_kl_coefficient are 0"
         require_unset("objective.kl_estimator", estimator, when, type(objective).kl_estimator)
     wanted = (
         "without + in the reward (config.objective.reward_kl_coefficient), which has no gradient"

@@ -26,6 +26,11 @@ def bound(
     kind = left.pop("rope_type", None) or left.get("type") or "default"
     left.pop("type", None)
     if kind == "default":
+        # A factor of 1 changes nothing.
+        plain = lambda key, value: key.endswith("factor") and value == 1
+        others = [k for k, v in left.items() if v is not None and not plain(k, v)]
+        if others := sorted(set(others) - {"original_max_position_embeddings"}):
+            raise refuse(f"a rope type is needed with {', '.join(others)}")
         return None
     if kind not in KINDS:
         raise refuse(f"its rope type must be default, {', '.join(KINDS[:-1])} or {KINDS[-1]}")
@@ -52,8 +57,11 @@ def bound(
         found |= {key: number(key) for key in ("low_freq_factor", "high_freq_factor")}
     if kind == "yarn":
         found |= {"beta_fast": number("beta_fast", 32), "beta_slow": number("beta_slow", 1)}
-        found["attention_factor"] = _attention_factor(left, found["factor"])
-        truncate = left.pop("truncate", True)
+        own = None if left.get("attention_factor") is None else number("attention_factor")
+        found["attention_factor"] = own or _attention_factor(left, found["factor"])
+        truncate = left.pop("truncate", None)
+        if truncate not in (None, True, False):
+            raise refuse("its truncate must be True or False")
         found["truncate"] = truncate is None or bool(truncate)
     for key in ("attention_factor", "truncate", "mscale", "mscale_all_dim", "finetuned"):
         left.pop(key, None)
@@ -64,11 +72,11 @@ def bound(
 
 
 def _attention_factor(values: dict[str, Any], factor: float) -> float | None:
-    given, mscale, all_dim = map(values.get, ("attention_factor", "mscale", "mscale_all_dim"))
-    if given is None and mscale and all_dim:
-        by = lambda m: 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
-        given = by(mscale) / by(all_dim)
-    return None if given is None else float(given)
+    mscale, all_dim = values.get("mscale"), values.get("mscale_all_dim")
+    if not (mscale and all_dim):
+        return None
+    by = lambda m: 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return by(mscale) / by(all_dim)
 
 
 def of_field(values: Mapping[str, Any]) -> FrozenDict[Any] | None:

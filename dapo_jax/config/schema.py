@@ -480,9 +480,15 @@ class Config:
         if not begun:
             return dataclasses.replace(self, stages=())
         values: dict[str, Any] = {**self.to_dict(), "stages": ()}
-        for name, value in (item for changes in begun for item in changes.items()):
-            section, _, field = name.partition(".")
-            values[section][field] = value
+        for changes in begun:
+            for name in ("loss", "advantage"):
+                method = f"objective.{name}"
+                if changes.get(method, values["objective"][name]) != values["objective"][name]:
+                    # The arguments of another method are not its own.
+                    changes = {f"{method}_args": {}} | changes
+            for name, value in changes.items():
+                section, _, field = name.partition(".")
+                values[section][field] = value
         return Config.from_dict(values)
 
     @property

@@ -122,10 +122,11 @@ def load(
                 f"{config.data.max_prompt_tokens}"
             )
         if not prepared.problems:
-            raise UserError(
-                f"{place}: no problem is left. {prepared.describe()}. Give more problems, or raise "
-                f"config.data.max_prompt_tokens ({config.data.max_prompt_tokens})."
-            )
+            more = "Give more problems, each with one answer"
+            if counts["overlong"]:
+                most = config.data.max_prompt_tokens
+                more += f", or raise config.data.max_prompt_tokens ({most})"
+            raise UserError(f"{place}: no problem is left. {prepared.describe()}. {more}.")
         first = len(problems)
         problems += [problem._replace(id=first + problem.id) for problem in prepared.problems]
     return problems

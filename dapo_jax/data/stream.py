@@ -41,12 +41,21 @@ class ProblemStream:
         content.update(json.dumps(shares).encode())
         self.num_problems = len(problems)
         self._sources = tuple(map(tuple, by_source.values()))
-        self._identity = {"seed": seed, "problems": len(problems), "sha256": content.hexdigest()}
+        self._identity: dict[str, Any] = {
+            "seed": seed,
+            "problems": len(problems),
+            "sha256": content.hexdigest(),
+        }
         datasets = [_endless(i, len(of_source), seed) for i, of_source in enumerate(self._sources)]
         # Without threads: there is nothing to wait for.
         options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
         mixed = grain.MapDataset.mix(datasets, weights=shares)
         self._places: grain.DatasetIterator = iter(mixed.to_iter_dataset(options))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the problems and the weights of their sources."""
+        return self._identity["sha256"]
 
     def take(self, n: int) -> list[Problem]:
         """Returns the next `n` problems, each with its source's epoch."""

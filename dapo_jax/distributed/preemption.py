@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C, remembered until the run can stop: it saves, then stops."""
+"""Signals to stop, remembered until the run can: it saves, then stops."""
 
 import signal
 import time
@@ -15,8 +15,9 @@ ONE_SIGNAL_SECONDS = 2.0
 
 
 class StopSignals:
-    """Context manager within which SIGTERM and Ctrl-C are remembered; a second one to this process
-    ends it at once, SIGTERM only later than ONE_SIGNAL_SECONDS. A signal to one process stops all.
+    """Context manager within which SIGTERM, Ctrl-C and, unless it is ignored as under nohup, SIGHUP
+    are remembered. A second one to this process ends it at once, other than Ctrl-C only later than
+    ONE_SIGNAL_SECONDS. A signal to one process stops all.
     """
 
     def __init__(self, progress: Progress, process_group: ProcessGroup = ALONE):
@@ -26,7 +27,10 @@ class StopSignals:
         self._reported = False  # the other processes know
 
     def __enter__(self) -> "StopSignals":
-        self.before = {s: signal.signal(s, self._remember) for s in (signal.SIGTERM, signal.SIGINT)}
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        self.before = {number: signal.signal(number, self._remember) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -38,7 +42,7 @@ class StopSignals:
     def _remember(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.sent_at is not None:
-            if number == signal.SIGTERM and now - self.sent_at < ONE_SIGNAL_SECONDS:
+            if number != signal.SIGINT and now - self.sent_at < ONE_SIGNAL_SECONDS:
                 return
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -194,6 +194,25 @@ class ProcessGroup:
                 f"on {self.hosts[i]} does not see a file that process 0 on {self.hosts[0]} wrote "
                 "there. Choose one on a file system that all hosts share."
             )
+
+    def check_equal(self, values: Mapping[str, Any]) -> None:
+        """Raises UserError unless all processes give the same values, which JSON can hold."""
+        if self.count == 1:
+            return
+        each = self.all_gather(dict(values))
+        for i, theirs in enumerate(each):
+            names = each[0].keys() | theirs.keys()
+            lines = [
+                f"{name}: {each[0].get(name)!r} in process 0, {theirs.get(name)!r} in process {i}"
+                for name in sorted(names)
+                if each[0].get(name) != theirs.get(name)
+            ]
+            if lines:
+                raise UserError(
+                    f"process {i} on {self.hosts[i]} differs from process 0 on {self.hosts[0]}:\n  "
+                    + "\n  ".join(lines)
+                    + "\nStart all with the same command, config files and data."
+                )
 
     def watch(self) -> None:
         """Starts a thread that ends this process as soon as another reports a failure."""

@@ -211,6 +211,10 @@ def check_batch_shapes(config: Config, axis_sizes: Mapping[str, int]) -> None:
     replica = config.mesh.rollout_tensor
     if replica is not None:
         devices = math.prod(axis_sizes.values())
+        if devices % replica:
+            raise UserError(
+                f"config.mesh.rollout_tensor ({replica}) must divide the devices ({devices})."
+            )
         of_slots = devices // replica, f"the devices ({devices}) / config.mesh.rollout_tensor"
         sizes, fields = {**axis_sizes, "tensor": replica}, {"tensor": "rollout_tensor"}
         check_divides(config.model, config.mesh, sizes, fields)

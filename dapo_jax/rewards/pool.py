@@ -303,6 +303,15 @@ def _score(task: Task, timeout_seconds: float) -> Scored:
                 signal.setitimer(signal.ITIMER_REAL, 0.0)
     except _OutOfTime:
         scores = "timeout"
-    except (Exception, SystemExit) as error:  # the user's code
-        scores = f"error: {type(error).__name__}: {error}"
+    except BaseException as error:  # the user's code
+        scores = f"error: {type(error).__name__}: {_text_of(error)}"
     return Scored(scores, time.perf_counter() - start)
+
+
+def _text_of(error: BaseException) -> str:
+    """Returns the message of an error of a user's class, as a file and a terminal can hold it."""
+    try:
+        text = str(error)
+    except Exception as fault:
+        text = f"its text raises {type(fault).__name__}"
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -101,12 +101,13 @@ class RolloutCollector:
         return prompts.commit(len(outcomes))
 
     def take_stats(self) -> tuple[RolloutStats, dict[str, float]]:
-        """Returns the stats of all processes together and this process's seconds, and resets both.
-        Every process must call it."""
-        each = self.replica.process_group.all_gather(tuple(self.stats), self.telemetry.waiting_for)
-        seconds = self.seconds
+        """Returns the stats of all processes together and the seconds of the one that generated
+        longest, and resets both. Every process must call it."""
+        own = tuple(self.stats), self.seconds
+        each = self.replica.process_group.all_gather(own, self.telemetry.waiting_for)
         self.stats, self.seconds = RolloutStats(), {"rollout": 0.0, "reward": 0.0}
-        return sum(map(RolloutStats._make, each), RolloutStats()), seconds
+        stats = sum((RolloutStats._make(stats) for stats, _ in each), RolloutStats())
+        return stats, max((seconds for _, seconds in each), key=lambda one: one["rollout"])
 
     def run(
         self, prompts: PromptQueue, key: jax.Array, *, step: int = 0

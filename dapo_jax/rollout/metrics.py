@@ -56,8 +56,8 @@ def sampling_metrics(
 def rollout_metrics(
     stats: RolloutStats, seconds: Mapping[str, float], num_replicas: int
 ) -> dict[str, float]:
-    """Returns throughput and use of the slots; `stats` are of all replicas, `seconds` of this
-    process, by phase."""
+    """Returns throughput and use of the slots; `stats` are of all replicas, `seconds` by
+    phase, of the process that generated longest."""
     rollout_seconds = max(seconds["rollout"], 1e-9)
     both_seconds = rollout_seconds + seconds["reward"]
     numbers: dict[str, float] = {

@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.config import Config
+from dapo_jax.distributed.process_group import ProcessGroup
 from dapo_jax.runs import trackers
 from dapo_jax.types import Attempts, Group, Problem, RunError, UserError
 
@@ -149,7 +150,8 @@ class RunDirectory:
         if not self.writes:
             return
         for file in (self._metrics, self._pass_rates):
-            lines = file.read_text().splitlines() if file.exists() else []
+            # What is no text stands for a line that was cut short.
+            lines = file.read_text(errors="replace").splitlines() if file.exists() else []
             kept = [line for line in lines if _step_of(line) <= step]
             write_atomically(file, "".join(line + "\n" for line in kept))
         for directory in ("rollouts", "heldout"):
@@ -166,17 +168,20 @@ class RunDirectory:
         saved since the last one.
 
         Raises:
-            RunError: a value is not finite.
+            RunError: a value is not finite, or the directory is gone.
         """
         for name, value in metrics.items():
             if not math.isfinite(value):
+                remedy = "a lower config.optimizer.learning_rate is the usual remedy"
+                if name.startswith(("reward/", "advantage/", "scorer/")):
+                    remedy = "look at what config.reward.scorer returns"
                 raise RunError(
                     f"{name} is {value} at step {metrics['step']}. Checkpoints before this step "
-                    "are intact. Look at the metrics of the last steps; a lower "
-                    "config.optimizer.learning_rate is the usual remedy."
+                    f"are intact. Look at the metrics of the last steps; {remedy}."
                 )
         if not self.writes:
             return
+        self._check_in_place()
         with self._metrics.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
             file.flush()
@@ -185,6 +190,22 @@ class RunDirectory:
         for tracker in self._trackers:
             tracker.log(metrics["step"], metrics, self._tables)
         self._tables = {}
+
+    def _check_in_place(self) -> None:
+        """Raises RunError if the directory was moved, deleted or unmounted since the start: the
+        rest of the run would be in another one."""
+        if self._lock is None:
+            return
+        ours = os.fstat(self._lock)
+        try:
+            found = os.stat(self.path / "lock")
+        except OSError:
+            found = None
+        if found is None or not os.path.samestat(ours, found):
+            raise RunError(
+                f"--workdir={self.path} was moved, deleted or unmounted while the run wrote to it. "
+                "Restore it and start the same command, which resumes from its last checkpoint."
+            )
 
     def save_rollouts(
         self, step: int, groups: Sequence[Group], rewards: Sequence, most: int
@@ -385,7 +406,7 @@ def check_not_past(step: int, config: Config, where: Any) -> None:
 def _steps(path: Path) -> list[int]:
     """Returns the steps in metrics.jsonl, which is written before a checkpoint is."""
     file = path / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
+    lines = file.read_text(errors="replace").splitlines() if file.exists() else []
     return [int(step) for step in map(_step_of, lines) if step < math.inf]
 
 
@@ -399,6 +420,12 @@ def saved_steps(path: Path, config: Mapping[str, Any]) -> list[int]:
 def frozen(config: Config) -> dict[str, Any]:
     """Returns the config as JSON holds it."""
     return json.loads(json.dumps(config.to_dict()))
+
+
+def check_processes(config: Config, process_group: ProcessGroup) -> None:
+    """Raises UserError unless all processes of a run have the same config."""
+    values = trackers.flatten(frozen(config))
+    process_group.check_equal({f"config.{name}": value for name, value in values.items()})
 
 
 def check_same(old: dict[str, Any], config: Config, where: Any, step: int) -> None:

@@ -260,7 +260,10 @@ def _name(path: str) -> str:
 def _source(config: Config, path: str) -> SourceConfig:
     if path in config.data.heldout:
         return config.data.heldout[path]
-    if (name := path.removeprefix("train/")) != path and name in config.data.train:
+    if (name := path.removeprefix("train/")) != path and not Path(path).exists():
+        if name not in config.data.train:
+            known = ", ".join(f"train/{source}" for source in config.data.train)
+            raise UserError(f"--benchmarks: {path} is not a source of the config, {known}.")
         return dataclasses.replace(config.data.train[name], weight=None, pass_rates=None)
     return SourceConfig(path=path, split=DATASETS[path].heldout_split if path in DATASETS else None)
 

@@ -75,6 +75,7 @@ def fine_tune(config: SftConfig, workdir: Path, process_group: ProcessGroup = AL
         RunError, CheckpointError: the run failed; what is saved is intact.
     """
     begun, primary = time.monotonic(), process_group.is_primary
+    run_directory.check_processes(cast(Any, config), process_group)
     if config.checkpoint.directory is None:
         process_group.check_place(workdir)
     progress = Progress(0, quiet=not primary, columns=COLUMNS)

@@ -6,6 +6,7 @@ its methods. A value that does not fit raises an error that names the field.
 
 import ast
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -143,6 +144,8 @@ def convert(hint: Any, value: Any, path: str) -> Any:
         return value
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if hint is float and isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{path} must be finite; got {value!r}.")
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise UserError(f"{path} must be {hint.__name__}; got {value!r} ({type(value).__name__}).")
     return value

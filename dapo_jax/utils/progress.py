@@ -1,5 +1,6 @@
 """Progress of a run on the terminal."""
 
+import errno
 import os
 import select
 import sys
@@ -69,8 +70,11 @@ class Progress:
         self.doing("")
         if not self.quiet:
             try:
-                print(text, file=self.out, flush=True)
-            except BrokenPipeError:  # `| tee`, say, which Ctrl-C has ended
+                print(_printable(text, self.out or sys.stdout), file=self.out, flush=True)
+            except OSError as error:
+                # `| tee`, say, which Ctrl-C has ended, or a terminal that was closed.
+                if error.errno not in (errno.EPIPE, errno.EIO):
+                    raise
                 drop_unread_output()
 
     def doing(self, text: str) -> None:
@@ -78,8 +82,11 @@ class Progress:
         if text:
             self.watch(text)
         if self.live:
-            sys.stderr.write(f"\r\x1b[K{text}")
-            sys.stderr.flush()
+            try:
+                sys.stderr.write(f"\r\x1b[K{_printable(text, sys.stderr)}")
+                sys.stderr.flush()
+            except OSError:  # the terminal was closed
+                self.live = False
 
     def step(self, metrics: dict[str, Any]) -> None:
         """Prints the line of a step, with an estimate of the time left."""
@@ -95,6 +102,12 @@ class Progress:
             self.say("".join(title.rjust(width) for title, width, _ in columns))
         self.lines += 1
         self.say("".join(text.rjust(max(width, len(text) + 1)) for _, width, text in columns))
+
+
+def _printable(text: str, out: TextIO) -> str:
+    """Returns the text with escapes for what the encoding of `out` does not have."""
+    encoding = getattr(out, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def drop_unread_output() -> None:

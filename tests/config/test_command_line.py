@@ -67,8 +67,13 @@ ADDRESSES = ("garbage", ":9", "host:", "host:x")
         ("--config=", "--config is needed"),
         ("--config=configs/none.py", "no such file. The project has configs/.*tiny_dapo.py"),
         ("--config=configs/tiny.py:gsop", "'gsop' is not one of grpo, grpo_process, dr_grpo"),
-        ("--config=configs/tiny.py", r"configs/tiny\.py:METHOD: '' is not one of grpo"),
-        ("--config=configs/qwen0_5b_gsm8k.py:t5", "DEVICE: 't5' is not t4"),
+        ("--config=configs/tiny.py", "FILE:METHOD: the method '' is not one of grpo"),
+        ("--config=configs/qwen0_5b_gsm8k.py:t5", "DEVICE: the device 't5' is not t4"),
+        ("--config=configs/tiny_dapo.py:x", "takes no argument: leave :x out"),
+        ("--config.train={'num_steps':3}", r"config\.train is a section, and its other fields"),
+        ("--model=", "--model= has no value: give one, or leave --model out"),
+        ("--workdir=", "--workdir= has no value"),
+        ("--config.mesh.rollout_tensor=3 --dry_run", r"tensor \(3\) must divide the devices \(8\)"),
         *(
             (
                 f"--coordinator_address={a} --num_processes=2 --process_id=0",

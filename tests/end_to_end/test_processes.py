@@ -22,6 +22,7 @@ from dapo_jax.distributed import (
 )
 from dapo_jax.rollout.dynamic_sampling import DynamicSamplingState, open_queue
 from dapo_jax.rollout.prompt_queue import NO_PROMPT
+from dapo_jax.runs.run_directory import check_processes
 from dapo_jax.types import StopRequested, UserError
 from dapo_jax.utils.progress import Progress
 from tests.conftest import ROOT
@@ -265,11 +266,64 @@ def test_which_process_generates_what_and_when_does_not_matter(number, seed, mon
     assert queues[0].work_queue.claimed <= informative[7] + 1 + 8 / 0.6 + number
 
 
+def test_processes_with_other_configs_are_refused():
+    """They would train together, each on its own data, without a word."""
+    store, said = Store(), {}
+    first, second = (ProcessGroup(i, 2, store) for i in range(2))
+    first.hosts = second.hosts = ["a", "b"]
+
+    def check(group, **overrides):
+        try:
+            check_processes(tiny_config(**overrides), group)
+        except UserError as error:
+            said[group.index] = str(error)
+
+    def both(**overrides):
+        other = threading.Thread(target=check, args=(second,), kwargs=overrides)
+        other.start()
+        check(first)
+        other.join()
+
+    both()
+    assert not said
+    both(seed=5, objective__clip_high=0.9)
+    assert (
+        said[0]
+        == said[1]
+        == (
+            "process 1 on b differs from process 0 on a:\n"
+            "  config.objective.clip_high: 0.28 in process 0, 0.9 in process 1\n"
+            "  config.seed: 0 in process 0, 5 in process 1\n"
+            "Start all with the same command, config files and data."
+        )
+    )
+
+
+def test_the_end_of_the_terminal_stops_the_run_and_nohup_ignores_it():
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with StopSignals(Progress(0, quiet=True)) as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGHUP)  # of the shell, and of the terminal itself
+            with pytest.raises(StopRequested):
+                signals.check()
+        assert signals.received == signal.SIGHUP
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with StopSignals(Progress(0, quiet=True)) as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            signals.check()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_signal_that_comes_while_others_are_asked_is_not_lost():
     def asked():
         signal.raise_signal(signal.SIGTERM)
 
-    store, before = Store(), signal.getsignal(signal.SIGTERM)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    store, before = Store(), [(s, signal.getsignal(s)) for s in numbers]
     first, second = (ProcessGroup(i, 2, store) for i in range(2))
     first.stop_requested = asked
     try:
@@ -278,13 +332,15 @@ def test_a_signal_that_comes_while_others_are_asked_is_not_lost():
                 signals.check()
         assert signals.received == signal.SIGTERM == second.stop_requested()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before:
+            signal.signal(number, handler)
 
 
 def test_the_signal_sent_to_all_processes_does_not_end_one_that_stops_already(capsys):
     """A pod's shutdown sends SIGTERM to each process. One that another stopped first survives its
     own, also while it shuts down; a second one of its own ends it."""
-    store, before = Store(), [(s, signal.getsignal(s)) for s in (signal.SIGTERM, signal.SIGINT)]
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    store, before = Store(), [(s, signal.getsignal(s)) for s in numbers]
     first, second = (StopSignals(Progress(0), ProcessGroup(i, 2, store)) for i in range(2))
     try:
         with first:

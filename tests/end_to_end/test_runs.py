@@ -267,6 +267,7 @@ def test_an_evaluation_of_training_problems_begins_the_pass_rates_of_a_run(
     [
         ("--step=4", "has no checkpoint 4; it has 0, 3, 6"),
         ("--step=6", "model was '.*, step 3' and is '.*, step 6' now. Choose another --output"),
+        ("--benchmarks=train/nope", "train/nope is not a source of the config, train/sums"),
         ("--benchmarks=nope", "there is no file .*nope.* one of dapo-math-17k, aime24"),
         ("--top_p=0", r"--top_p must be in \(0, 1\].* got 0"),
         ("--model=x", "config.model.path: there is no directory .*x. Give a directory"),

@@ -53,6 +53,16 @@ def test_changes_add_up_from_stage_to_stage():
     assert type(config).from_dict(config.to_dict()) == config
 
 
+def test_a_stage_of_another_method_begins_with_its_own_arguments():
+    changes = {"objective.advantage": "opo", "objective.loss": "gspo"}
+    changes["objective.clip_dual"] = None
+    of = tiny_config(stages=((2, changes),)).at(2).objective
+    assert (of.advantage, dict(of.advantage_args)) == ("opo", {})
+    changes = {"objective.advantage_args": {"normalise_std": False}, "objective.advantage": "grpo"}
+    of = tiny_config(stages=((2, changes), (3, {"objective.advantage": "grpo"}))).at(3).objective
+    assert not of.advantage_args["normalise_std"], "the same method keeps them"
+
+
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
@@ -61,6 +71,7 @@ def test_changes_add_up_from_stage_to_stage():
         (((2, {"reward.workers": 8}),), "cannot change 'reward.workers'"),
         (((2, {"model.lora_rank": 8}),), "cannot change 'model.lora_rank'"),
         (((2, {"temperature": 0.5}),), "cannot change 'temperature'"),
+        (((2, {"rollout": 0.5}),), "cannot change 'rollout'. A stage changes fields, such as"),
         (((2, {"rollout.heat": 0.5}),), "from step 2 on: config.rollout.heat is not a field"),
         (((2, {"rollout.temperature": -1.0}),), "from step 2 on: config.rollout.temperature must"),
         (

@@ -59,6 +59,18 @@ def test_faults_cost_themselves_only():
     assert [v.note for v in again] == ["", "timeout"]
 
 
+def test_errors_of_any_kind_cost_themselves_only():
+    texts = ["7", "interrupt", "no text", "no letters", "7"]
+    with RewardPool([TREACHEROUS], workers=1, timeout_seconds=0.5) as pool:
+        found = verdicts(pool, texts, ["7"] * len(texts))
+    assert [v.correct for v in found] == [text == "7" for text in texts]
+    assert [v.note for v in found[1:4]] == [
+        "error: KeyboardInterrupt: ",
+        "error: Untold: its text raises RuntimeError",
+        r"error: ValueError: \ud800 is half a letter",
+    ]
+
+
 def test_idle_workers_that_are_killed_are_replaced():
     """As by the system when memory runs out. Every response is scored."""
     texts = [str(i) for i in range(40)]

@@ -26,8 +26,9 @@ from dapo_jax.rollout.dynamic_sampling import (
     state_to_json,
     take_kept,
 )
+from dapo_jax.rollout.scheduler import RolloutStats
 from dapo_jax.types import StopRequested
-from dapo_jax.utils.telemetry import Telemetry
+from dapo_jax.utils.telemetry import SILENT, Telemetry
 from dapo_jax.utils.watchdog import Watchdog
 from tests.rollout import test_dynamic_sampling as dynamic_sampling
 from tests.support.engines import make_engine
@@ -219,6 +220,21 @@ def test_seconds_of_waiting_for_verdicts_are_no_seconds_of_sampling(
     assert seconds["reward"] > 0.5 > 0 and stats.idle_seconds > 0.2
     share = metrics.rollout_metrics(stats, seconds, 1)["perf/idle_share"]
     assert share == stats.idle_seconds / sum(seconds.values()) < 1
+
+
+def test_throughput_counts_the_seconds_of_the_process_that_generated():
+    """The primary had no prompt of its own in the step."""
+    of_all = [(RolloutStats(), {"rollout": 0.0, "reward": 3.0})]
+    of_all += [(RolloutStats(tokens=80), {"rollout": 2.0, "reward": 0.5})]
+    each = [(tuple(stats), seconds) for stats, seconds in of_all]
+    group = SimpleNamespace(all_gather=lambda own, waiting: each)
+    rollouts = RolloutCollector.__new__(RolloutCollector)
+    rollouts.replica, rollouts.telemetry = SimpleNamespace(process_group=group), SILENT
+    rollouts.stats, rollouts.seconds = of_all[0]
+    stats, seconds = rollouts.take_stats()
+    assert seconds == {"rollout": 2.0, "reward": 0.5}
+    assert metrics.rollout_metrics(stats, seconds, 2)["perf/tokens_per_second"] == 40
+    assert rollouts.seconds == {"rollout": 0.0, "reward": 0.0}
 
 
 class Waiting:

@@ -9,7 +9,7 @@ import pytest
 from dapo_jax.config import Config
 from dapo_jax.runs import run_directory
 from dapo_jax.runs.run_directory import RunDirectory, check_same, frozen, read_config
-from dapo_jax.types import Attempt, Attempts, Problem, UserError, Verdict
+from dapo_jax.types import Attempt, Attempts, Problem, RunError, UserError, Verdict
 from tests.support.helpers import tiny_config
 
 COSINE = {"optimizer__final_rate_share": 0.1}
@@ -162,3 +162,47 @@ def test_steps_that_were_not_saved_are_not_in_the_way(tmp_path):
     begun(tmp_path)
     (tmp_path / "checkpoints" / "1").mkdir(parents=True)
     RunDirectory(tmp_path, tiny_config(train__num_steps=2))
+
+
+def test_lines_that_are_no_text_are_dropped(tmp_path):
+    """A file system that lost its last block leaves any bytes."""
+    begun(tmp_path)
+    for name in ("metrics.jsonl", "pass_rates.jsonl"):
+        with (tmp_path / name).open("ab") as file:
+            file.write(b"\xff\xfe\n")
+    directory = RunDirectory(tmp_path, tiny_config())
+    directory.rewind(2)
+    directory.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
+    assert (tmp_path / "pass_rates.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize("made_again", [False, True])
+def test_a_run_ends_whose_directory_was_moved(tmp_path, made_again):
+    directory = RunDirectory(tmp_path / "run", tiny_config())
+    directory.rewind(-1)
+    directory.log({"step": 0})
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    if made_again:
+        begun(tmp_path / "run", steps=())
+    with pytest.raises(RunError, match="run was moved, deleted or unmounted.* Restore it"):
+        directory.log({"step": 1})
+    directory.close()
+    assert (tmp_path / "elsewhere" / "metrics.jsonl").read_text() == '{"step": 0}\n'
+
+
+@pytest.mark.parametrize(
+    "name, remedy",
+    [
+        ("reward/mean", "look at what config.reward.scorer returns"),
+        ("advantage/mean", "look at what config.reward.scorer returns"),
+        ("policy/loss", "a lower config.optimizer.learning_rate"),
+    ],
+)
+def test_a_metric_that_is_not_finite_ends_the_run(tmp_path, name, remedy):
+    directory = RunDirectory(tmp_path, tiny_config())
+    directory.rewind(-1)
+    with pytest.raises(RunError, match=f"{name} is nan at step 3.* {remedy}"):
+        directory.log({"step": 3, name: float("nan")})
+    directory.close()

@@ -9,6 +9,11 @@ import numpy as np
 from dapo_jax.rewards.types import Score
 
 
+class Untold(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
 def treacherous(response: str, answer: str) -> Score:
     """Right if equal; hangs, dies, raises or eats memory when the response says so."""
     if response == "hang":
@@ -31,6 +36,12 @@ def treacherous(response: str, answer: str) -> Score:
         bytearray(2**40)
     if response == "exit":
         sys.exit(3)
+    if response == "interrupt":
+        raise KeyboardInterrupt
+    if response == "no text":
+        raise Untold
+    if response == "no letters":
+        raise ValueError("\ud800 is half a letter")
     if response == "slow":
         time.sleep(0.4)
     return Score(response == answer, response)

@@ -1,7 +1,12 @@
-"""Progress where nothing reads what a run prints."""
+"""Progress where nothing reads what a run prints, or cannot show it."""
 
+import io
+import os
+import pty
 import subprocess
 import sys
+
+from dapo_jax.utils.progress import Progress
 
 CODE = """
 import sys, time
@@ -30,5 +35,30 @@ def test_the_run_continues_where_its_output_is_read_by_nothing_any_more():
         assert process.stdout.readline() == "one\n"
         process.stdout.close()
         process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.wait(60) == 5
+
+
+def test_what_the_output_cannot_encode_is_escaped():
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    Progress(2, out).say("\u00fc and \ud800")
+    out.seek(0)
+    assert out.read() == "\\xfc and \\ud800\n"
+
+
+def test_the_run_continues_when_its_terminal_is_closed():
+    """SIGHUP, which it is sent too, is left out here."""
+    ours, theirs = pty.openpty()
+    code = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{CODE}"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=theirs, stderr=theirs
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        while b"one" not in shown:
+            shown += os.read(ours, 100)
+        os.close(ours)
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
         process.stdin.flush()
         assert process.wait(60) == 5

@@ -165,6 +165,11 @@ def _load_run(name: str, directory: Path) -> Run:
     file = directory / "config.json"
     try:
         frozen = json.loads(file.read_text())
+        if "rollout" not in frozen["config"]:
+            raise UserError(
+                f"{directory} is a run of launch/sft.py, which has no page: its numbers are in "
+                "metrics.jsonl. Give the --workdir of a run of launch/train.py."
+            )
         k = frozen["config"]["evaluation"]["num_samples"]
         file = directory / "metrics.jsonl"
         # The last line may be half written.
