@@ -34,8 +34,8 @@ def check_divides(small: str, a: int, large: str, b: int) -> None:
         below, above = b - b % a, b + a - b % a
         nearest = f"{below} or {above}" if below else str(above)
         raise UserError(
-            f"config.{small} ({a}) must divide config.{large} ({b}). Nearest that does: {nearest} "
-            f"for config.{large}."
+            f"config.{small} ({a}) must divide config.{large} ({b}). The nearest values of "
+            f"config.{large} that it divides: {nearest}."
         )
 
 

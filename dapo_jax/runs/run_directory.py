@@ -194,14 +194,7 @@ class RunDirectory:
     def _check_in_place(self) -> None:
         """Raises RunError if the directory was moved, deleted or unmounted since the start: the
         rest of the run would be in another one."""
-        if self._lock is None:
-            return
-        ours = os.fstat(self._lock)
-        try:
-            found = os.stat(self.path / "lock")
-        except OSError:
-            found = None
-        if found is None or not os.path.samestat(ours, found):
+        if not (self.path / "config.json").exists():  # written at the start
             raise RunError(
                 f"--workdir={self.path} was moved, deleted or unmounted while the run wrote to it. "
                 "Restore it and start the same command, which resumes from its last checkpoint."

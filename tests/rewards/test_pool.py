@@ -66,7 +66,7 @@ def test_errors_of_any_kind_cost_themselves_only():
     assert [v.correct for v in found] == [text == "7" for text in texts]
     assert [v.note for v in found[1:4]] == [
         "error: KeyboardInterrupt: ",
-        "error: Untold: its text raises RuntimeError",
+        "error: Wordless: its text raises RuntimeError",
         r"error: ValueError: \ud800 is half a letter",
     ]
 

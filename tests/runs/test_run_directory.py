@@ -178,14 +178,14 @@ def test_lines_that_are_no_text_are_dropped(tmp_path):
     assert (tmp_path / "pass_rates.jsonl").read_text() == ""
 
 
-@pytest.mark.parametrize("made_again", [False, True])
-def test_a_run_ends_whose_directory_was_moved(tmp_path, made_again):
+@pytest.mark.parametrize("mounted", [False, True])
+def test_a_run_ends_whose_directory_was_moved(tmp_path, mounted):
     directory = RunDirectory(tmp_path / "run", tiny_config())
     directory.rewind(-1)
     directory.log({"step": 0})
     (tmp_path / "run").rename(tmp_path / "elsewhere")
-    if made_again:
-        begun(tmp_path / "run", steps=())
+    if mounted:  # the empty directory that a storage was mounted on is there still
+        (tmp_path / "run").mkdir()
     with pytest.raises(RunError, match="run was moved, deleted or unmounted.* Restore it"):
         directory.log({"step": 1})
     directory.close()

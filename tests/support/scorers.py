@@ -9,7 +9,7 @@ import numpy as np
 from dapo_jax.rewards.types import Score
 
 
-class Untold(Exception):
+class Wordless(Exception):
     def __str__(self) -> str:
         raise RuntimeError
 
@@ -39,7 +39,7 @@ def treacherous(response: str, answer: str) -> Score:
     if response == "interrupt":
         raise KeyboardInterrupt
     if response == "no text":
-        raise Untold
+        raise Wordless
     if response == "no letters":
         raise ValueError("\ud800 is half a letter")
     if response == "slow":
