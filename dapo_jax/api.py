@@ -11,8 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dapo_jax.types import UserError
-
 if TYPE_CHECKING:
     from dapo_jax.config import Config
     from dapo_jax.config.sft import SftConfig
@@ -336,6 +334,8 @@ def plan(
 
 
 def _place(path: str | Path) -> Path:
+    from dapo_jax.types import UserError
+
     if path == "":
         raise UserError("a directory is needed; got '', which would be the current directory.")
     return Path(path).expanduser().resolve()
