@@ -47,9 +47,10 @@ def check_model(model: "ModelConfig") -> None:
     check_divides("model.num_kv_heads", model.num_kv_heads, "model.num_heads", model.num_heads)
     if model.sliding_window is not None:
         layers = model.sliding_window[1]
-        known = layers and len({*layers} & {*range(model.num_layers)}) == len(layers)
+        once = 0 < len(layers) == len(set(layers))
+        ok = once and all(0 <= layer < model.num_layers for layer in layers)
         wanted = f"layers from 0 to {model.num_layers - 1}, each once"
-        require(bool(known), "model.sliding_window[1]", layers, wanted)
+        require(ok, "model.sliding_window[1]", layers, wanted)
     _check_kernel_blocks(model.kernel_blocks)
     if model.attention not in ("auto", "splash"):
         _require_no_blocks("splash", model, "model.attention", model.attention)

@@ -26,10 +26,10 @@ def bound(
     kind = left.pop("rope_type", None) or left.get("type") or "default"
     left.pop("type", None)
     if kind == "default":
+        left.pop("original_max_position_embeddings", None)
         # A factor of 1 changes nothing.
-        plain = lambda key, value: key.endswith("factor") and value == 1
-        others = [k for k, v in left.items() if v is not None and not plain(k, v)]
-        if others := sorted(set(others) - {"original_max_position_embeddings"}):
+        neutral = lambda key: left[key] is None or (key.endswith("factor") and left[key] == 1)
+        if others := [key for key in sorted(left) if not neutral(key)]:
             raise refuse(f"a rope type is needed with {', '.join(others)}")
         return None
     if kind not in KINDS:

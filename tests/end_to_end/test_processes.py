@@ -287,16 +287,13 @@ def test_processes_with_other_configs_are_refused():
     both()
     assert not said
     both(seed=5, objective__clip_high=0.9)
-    assert (
-        said[0]
-        == said[1]
-        == (
-            "process 1 on b differs from process 0 on a:\n"
-            "  config.objective.clip_high: 0.28 in process 0, 0.9 in process 1\n"
-            "  config.seed: 0 in process 0, 5 in process 1\n"
-            "Start all with the same command, config files and data."
-        )
+    wanted = (
+        "process 1 on b differs from process 0 on a:\n"
+        "  config.objective.clip_high: 0.28 in process 0, 0.9 in process 1\n"
+        "  config.seed: 0 in process 0, 5 in process 1\n"
+        "Start all with the same command, config files and data."
     )
+    assert said == {0: wanted, 1: wanted}
 
 
 def test_the_end_of_the_terminal_stops_the_run_and_nohup_ignores_it():
