@@ -85,7 +85,6 @@ def test_stored_outputs_can_be_shown_to_anyone(file):
     assert not re.search("<iframe|widget-view", text)  # GitHub does not show them
 
 
-@pytest.mark.slow
 def test_the_four_techniques_give_the_stored_figures(tmp_path, home):
     """Needs no device to be fast: figures are equal wherever it runs."""
     stored = ROOT / "notebooks" / "01_four_techniques.ipynb"
@@ -94,7 +93,6 @@ def test_the_four_techniques_give_the_stored_figures(tmp_path, home):
     assert texts(executed)[1:] == texts(json.loads(stored.read_text()))[1:]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALLER)
 def test_a_notebook_runs_at_a_smaller_size(name, tmp_path, home):
     if name == "06_plan_a_pod" and importlib.util.find_spec("libtpu") is None:

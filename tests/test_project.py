@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import os
 import re
 import sys
 import tomllib
@@ -69,12 +70,17 @@ def test_planted_defects_have_their_places():
         assert text.count(defect.right) == 1, f"{defect.name}: its place in {defect.file} changed"
 
 
-def test_the_workflow_runs_all_checks_on_every_supported_python():
+@pytest.mark.parametrize("script", ["run", "slow"])
+def test_the_workflow_runs_all_checks_on_every_supported_python(script):
     workflow = (ROOT / ".github/workflows/ci.yml").read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     first, end = map(int, re.findall(r"3\.(\d+)", project["requires-python"]))
     versions = ", ".join(f'"3.{minor}"' for minor in range(first, end))
-    assert f"python: [{versions}]\n" in workflow and "- run: .ci/run\n" in workflow
+    assert f"python: [{versions}]\n" in workflow
+    scripts = re.search(r"checks: \[(.*)\]\n", workflow)
+    assert scripts and script in scripts[1].split(", ")
+    assert "- run: .ci/${{ matrix.checks }}\n" in workflow
+    assert os.access(ROOT / ".ci" / script, os.X_OK)
 
 
 def test_pre_commit_runs_the_style_checks_of_the_workflow():

@@ -67,7 +67,12 @@ def as_score(value: Any) -> Score:
             not finite.
     """
     if isinstance(value, Score):
-        steps = tuple((int(end), float(reward)) for end, reward in value.steps)
+        try:
+            steps = tuple((int(end), float(reward)) for end, reward in value.steps)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"a Score's steps are pairs (characters, reward), not {value.steps!r}"
+            ) from error
         return _score(value.correct, value.extracted, steps, value.reward, value.extra)
     if isinstance(value, (bool, np.bool_)):
         return Score(bool(value))
@@ -102,7 +107,12 @@ def _score(correct: Any, extracted: Any, steps: Any, reward: Any, extra: Any) ->
             raise TypeError(f"a scorer's extra is a mapping, not {type(extra).__name__}")
         # NumPy's numbers as numbers, so that their means are metrics; other values as text.
         plain = lambda x: x.item() if isinstance(x, np.generic) else str(x)
-        extra = json.loads(json.dumps(dict(extra), default=plain, allow_nan=False))
+        for name, value in extra.items():
+            try:
+                json.dumps(value, default=plain, allow_nan=False)
+            except ValueError as error:
+                raise ValueError(f"a scorer's extra value {name!r} is {value}: {error}") from error
+        extra = json.loads(json.dumps(dict(extra), default=plain))
     extracted = None if extracted is None else str(extracted)
     return Score(bool(correct), extracted, steps, reward, extra)
 

@@ -24,6 +24,7 @@ def any_answer(text, answer):
 """
 
 
+@pytest.mark.slow
 def test_a_run_from_config_to_text(tmp_path, home, monkeypatch, standard_promotion):
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     monkeypatch.setattr(sys, "argv", ["a notebook"])

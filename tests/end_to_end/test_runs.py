@@ -139,7 +139,6 @@ def stopped_in(step, number, monkeypatch):
     monkeypatch.setattr(train_loop.TrainLoop, "one_step", one_step)
 
 
-@pytest.mark.slow
 def test_a_second_run_stopped_three_times_is_the_same_bit_for_bit(
     finished, tmp_path, home, monkeypatch
 ):
@@ -403,6 +402,7 @@ def test_responses_that_repeat_themselves_end_in_training_alone(tmp_path, home):
     assert len(cut) > 4 and set(cut) == {tiny_config().rollout.max_response_tokens}
 
 
+@pytest.mark.slow
 def test_thinking_is_ended_in_training_and_evaluation(tmp_path, home, monkeypatch):
     """The phrase is scored and counts in lengths, and is not trained. The run carries responses,
     and repeats its second step where it resumes after the first."""

@@ -111,7 +111,7 @@ def test_every_step_has_the_fields_of_its_stage(whole):
     assert entropy[3] < 0.8 * entropy[2], "the temperature has no effect"
 
 
-@pytest.mark.parametrize("stop", [1, 3])
+@pytest.mark.parametrize("stop", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_run_resumes_in_its_stage(whole, stop, tmp_path, home):
     """Stopped where the next step begins a stage: at 1 and at 3. The base is made or found again:
     that of the first step, although the stage has longer responses."""
@@ -123,6 +123,7 @@ def test_a_run_resumes_in_its_stage(whole, stop, tmp_path, home):
     jax.tree.map(np.testing.assert_array_equal, params_at(workdir, 5), params_at(whole[0], 5))
 
 
+@pytest.mark.slow
 def test_a_stage_begins_with_new_responses_where_they_are_carried(tmp_path, home):
     settings = RUN | CARRY | {"evaluation__every_steps": 5}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -167,6 +168,7 @@ def test_the_step_before_a_stage_is_saved(tmp_path, home, monkeypatch):
     assert (tmp_path / "run" / "checkpoints" / "1").exists()
 
 
+@pytest.mark.slow
 def test_later_stages_may_change_and_earlier_ones_may_not(whole, tmp_path, home):
     workdir = tmp_path / "changed"
     run_here(workdir, home, **RUN | {"train__num_steps": 3})

@@ -183,10 +183,12 @@ HEAD = dict(compute_dtype="bfloat16", head_dtype="float32")
 @pytest.mark.parametrize(
     "model, axes",
     [
-        (HEAD | dict(tie_embeddings=False), {}),
+        pytest.param(HEAD | dict(tie_embeddings=False), {}, marks=pytest.mark.slow),
         (HEAD | dict(tie_embeddings=True), {}),
-        (HEAD | dict(tie_embeddings=False), dict(fsdp=1, tensor=2)),
-        (HEAD | dict(lora_rank=2), {}),
+        pytest.param(
+            HEAD | dict(tie_embeddings=False), dict(fsdp=1, tensor=2), marks=pytest.mark.slow
+        ),
+        pytest.param(HEAD | dict(lora_rank=2), {}, marks=pytest.mark.slow),
         (HEAD | dict(lora_rank=2, param_dtype="int8", tie_embeddings=True), {}),
     ],
 )

@@ -107,6 +107,7 @@ def visits_of(workdir):
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.slow
 def test_a_run_passes_over_solved_problems_and_resumes(tmp_path, home):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run_here(whole, home, **RUN)

@@ -400,6 +400,32 @@ def test_two_processes_agree_on_a_checkpoint_that_one_cannot_read(tmp_path):
         assert after == [f"restored 1 [[{1.0 + 2 * i}, {2.0 + 2 * i}]]", "steps [1]"]
 
 
+TAKEN_AWAY = """
+import contextlib, gc, sys
+from dapo_jax.runs.integrity import one_failure_reported
+
+class Fails:
+    def __del__(self):
+        raise RuntimeError("Event loop is closed")
+
+def take_away(event, arguments):
+    if event == "sys.unraisablehook":  # raised when the hook is found, before it is called
+        stack.close()
+
+stack = contextlib.ExitStack()
+sys.addaudithook(take_away)
+stack.enter_context(one_failure_reported())
+Fails()
+gc.collect()
+print("alive")
+"""
+
+
+def test_a_hook_that_another_thread_is_about_to_call_is_not_freed():
+    done = subprocess.run([sys.executable, "-c", TAKEN_AWAY], capture_output=True, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"alive\n", b"")
+
+
 def test_nothing_global_changes_where_checkpoints_are_open(tmp_path):
     write(tmp_path, [1])
     hook, level = sys.unraisablehook, logging.getLogger("asyncio").level

@@ -1,6 +1,7 @@
 """One pass of training over a batch: log-probs, KL in the reward, skipped updates, rates."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -281,30 +282,39 @@ def entropy_by_hand(config, groups):
     return np.mean(found)
 
 
+@functools.cache
+def entropy_before_updates():
+    learner, state = make_learner(**FILTERED, objective__entropy_adaptation=(1.0, 0.01))
+    return train_on(learner, state, make_varied_groups(truncated=1))[1]["policy/entropy_old"]
+
+
+@functools.cache
+def moments_with_fixed_coefficient(coefficient):
+    learner, state = make_learner(**FILTERED, objective__entropy_coefficient=coefficient)
+    return moments_of(train_on(learner, state, make_varied_groups(truncated=1))[0])
+
+
+def moments_of(state):
+    return jax.tree.leaves(jax.device_get(state.policy.moments))
+
+
 @pytest.mark.parametrize("above", [0.01, 0.0, -0.01])
 def test_the_entropy_bonus_counts_at_its_target_and_below(above):
     """By the entropy before the first update, in all updates of the step and with the coefficient
     of the step: they are those of a fixed coefficient, and above the target those without one."""
-    groups = make_varied_groups(truncated=1)
-    config = tiny_config(**FILTERED)
-    learner, state = make_learner(**FILTERED, objective__entropy_adaptation=(1.0, 0.01))
-    before = train_on(learner, state, groups)[1]["policy/entropy_old"]
-    assert before == pytest.approx(entropy_by_hand(config, groups), rel=1e-5)
+    groups, before = make_varied_groups(truncated=1), entropy_before_updates()
+    assert before == pytest.approx(entropy_by_hand(tiny_config(**FILTERED), groups), rel=1e-5)
     adaptation = (before + above, 0.01)
     learner, state = make_learner(**FILTERED, objective__entropy_adaptation=adaptation)
     state, numbers = train_on(learner, state, groups, entropy_coefficient=0.5)
     assert numbers["optimizer/updates"] == 2
     assert numbers["policy/entropy_old"] == before
     assert numbers["policy/entropy_coefficient"] == 0.5
-    states = {}
-    for coefficient in (0.0, 0.5):
-        fixed, start = make_learner(**FILTERED, objective__entropy_coefficient=coefficient)
-        states[coefficient], _ = train_on(fixed, start, groups)
-    moments = lambda state: jax.tree.leaves(jax.device_get(state.policy.moments))
-    expected, other = (states[c] for c in ((0.5, 0.0) if above >= 0 else (0.0, 0.5)))
-    for a, b in zip(moments(state), moments(expected), strict=True):
+    expected, other = map(moments_with_fixed_coefficient, (0.5, 0.0) if above >= 0 else (0.0, 0.5))
+    found = moments_of(state)
+    for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
-    apart = [np.abs(a - b).max() for a, b in zip(moments(state), moments(other), strict=True)]
+    apart = [np.abs(a - b).max() for a, b in zip(found, other, strict=True)]
     assert max(apart) > 1e-4
 
 
