@@ -89,7 +89,8 @@ class RunComponents:
             config, heldout, self.tokenizer, field=field, say=say, warns_of_changed=True
         )
         self.train_rubrics, self.heldout_rubrics = rubrics(config, train), rubrics(config, heldout)
-        self.measured: pass_rates.PassRates = {}  # before the run
+        # Pass rates that launch/evaluate.py measured before the run.
+        self.measured: pass_rates.PassRates = {}
         for name, source in train.items():
             if source.pass_rates is not None:
                 of_source = [problem for problem in problems if problem.source == name]
@@ -245,7 +246,7 @@ def reward_pool(config: Config) -> RewardPool:
 
 
 def attention_line(choice: kernels.Choice, engine_config: EngineConfig) -> str:
-    """Returns a line naming the attention kernels, and why XLA attends where it had to."""
+    """Returns a line with the attention kernels, and why XLA's attention replaces a kernel."""
     of = lambda kernel, refused: f"{kernel} ({refused})" if refused else kernel
     training = of(choice.kernel, choice.refused)
     rollouts = of(engine_config.kernel, engine_config.kernel_refused)

@@ -69,7 +69,8 @@ def train(config: Config, workdir: Path, process_group: ProcessGroup = ALONE) ->
     """
     started = time.monotonic()
     run_directory.check_processes(config, process_group)
-    # Other processes read there a base model that is made, and checkpoints without their own place.
+    # All processes read from `workdir` the base model that one of them made, and checkpoints unless
+    # config.checkpoint.directory is set.
     if config.checkpoint.directory is None or config.pretrain is not None:
         process_group.check_place(workdir)
     primary, limit = process_group.is_primary, config.rollout.watchdog_limit_seconds
@@ -141,8 +142,7 @@ class TrainLoop:
                 number, place = state.step + 1, self.directory.path
                 with traced(place, number, steps, telemetry.progress, self._writes_a_trace):
                     state = self.one_step(state)
-                if number in steps:  # else the process that is done first counts as idle
-                    self.process_group.all_gather(None, telemetry.waiting_for)
+                # All processes wait here for the last one, which may still write its trace.
                 self.signals.check_together(telemetry.waiting_for)
             self.finish(state)
         except StopRequested:
@@ -174,7 +174,8 @@ class TrainLoop:
     def _make_stage(self, step: int) -> Stage:
         """Returns the stage of a rollout step, the programs of its updates compiled.
 
-        Before anything is read or sampled: a refusal by the compiler comes within minutes.
+        At the start of a run that is before weights are loaded and tokens sampled: a refusal by
+        the compiler comes within minutes.
         """
         config, telemetry = self.config.at(step), self.telemetry
         telemetry.phase("loading tokenizer and problems")
@@ -345,8 +346,8 @@ class TrainLoop:
     def _complete(self, state: RunState, numbers: dict[str, Any]) -> RunState:
         """Logs a completed step and saves it when it is due; returns its state.
 
-        Metrics are checked and on disk before the checkpoint. The line of a step has the seconds of
-        the save before it.
+        Metrics are checked and on disk before the checkpoint, so `time/checkpoint` of a step is the
+        time of the save before it.
         """
         step, every = state.step, self.config.checkpoint.every_steps
         numbers["time/checkpoint"], self.save_seconds = self.save_seconds, 0.0
@@ -440,9 +441,9 @@ class TrainLoop:
     def _with_baselines(
         self, groups: list[Group], learner: LearnerState, step: int
     ) -> tuple[list[Group], list[float] | None]:
-        """Returns the groups with the shaped reward of the greedy response to each one's prompt;
-        None unless the advantage asks for it. A group whose greedy response has no verdict, or is
-        invalid, is left out: it has no baseline."""
+        """Returns (groups, baselines): for ReMax the shaped reward of a greedy response to each
+        group's prompt, for other advantages None. A group whose greedy response has no verdict, or
+        is invalid, has no baseline and is left out."""
         config, run, _ = self.stage
         if not groups or config.objective.advantage != "remax":
             return groups, None
@@ -465,7 +466,8 @@ class TrainLoop:
         return [group for group, _ in judged], [baseline for _, baseline in judged]
 
     def _groups_to_train(self, groups: list[Group], step: int) -> list[Group]:
-        """Returns the groups of a full batch; of a short one, what dynamic_sampling.exhausted says.
+        """Returns the groups to train on: all of them, or of a short batch all or none, as
+        `dynamic_sampling.exhausted` asks.
 
         Raises:
             RunError: the batch is short and `exhausted` is "stop".

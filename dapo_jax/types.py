@@ -3,7 +3,8 @@
 Records that JAX maps over are NamedTuples of arrays; records of the host are NamedTuples of plain
 values and NumPy arrays.
 
-The name of an array ends in its dimensions, a letter for each; `rollout` has some of its own:
+The name of an array ends in its dimensions, a letter for each. `dapo_jax.rollout` lists the letters
+that have another meaning there.
 
     Q  questions (prompts)            B  packed rows
     G  responses of one question      T  positions in a row
@@ -59,6 +60,11 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's text; of one without text, its type."""
+    return (str(error).strip() or repr(error)).splitlines()[0][:300]
 
 
 class Problem(NamedTuple):
@@ -206,7 +212,7 @@ class Attempt(NamedTuple):
 
     @property
     def finish_reason(self) -> str:
-        """That of its `Response`."""
+        """The finish reason of its `Response`; evaluations never end a response for repetition."""
         return "invalid" if self.invalid else "length" if self.truncated else "stop"
 
 

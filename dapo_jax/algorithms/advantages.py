@@ -4,8 +4,9 @@ An outcome advantage is one number per response, which every token of it gets; a
 differs from token to token. `estimate` runs once for the whole batch of a rollout step, so that no
 advantage depends on how the batch is split into mini-batches.
 
-Deviation: a lone response and a group of equal rewards have advantage 0 (before whitening); verl
-gives a lone response its raw reward in most estimators.
+Deviation: in estimators that compare the responses of a group, a lone response and a group of
+equal rewards have advantage 0 (before whitening); in most of them verl gives a lone response its
+raw reward.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,9 +18,9 @@ from jaxtyping import Bool, Float, Int, Real
 from dapo_jax.types import RunError
 from dapo_jax.utils.fields import Argument, Positive, Share, UpTo1
 
-EPSILON = 1e-6  # keeps the division finite when all rewards are equal, as in the reference
-WHITEN_EPSILON = 1e-8  # the same for whole batches
-BASELINE_EPSILON = 1e-8  # the same for weights of 0, of tokens that were certain
+EPSILON = 1e-6  # added to standard deviations of rewards, as in verl
+WHITEN_EPSILON = 1e-8  # added to the variance in `whiten`
+BASELINE_EPSILON = 1e-8  # added to sums of weights, which are 0 where all tokens were certain
 
 
 class Outcomes(NamedTuple):
@@ -34,7 +35,7 @@ class Outcomes(NamedTuple):
     steps: tuple[tuple[tuple[int, float], ...], ...] = ()  # (tokens up to its end, reward) of each
     baselines_R: np.ndarray | None = None  # reward of the greedy response to the same prompt
     values_M: np.ndarray | None = None  # critic's value before each token
-    energy_M: np.ndarray | None = None  # squared norm of each token's gradient by its logits
+    energy_M: np.ndarray | None = None  # see `token_energy`
 
 
 class Advantages(NamedTuple):
@@ -45,7 +46,9 @@ class Advantages(NamedTuple):
 def group_advantages(
     rewards_G: Real[np.ndarray, " G"], *, normalise_std: bool, std_ddof: int
 ) -> Float[np.ndarray, " G"]:
-    """A_i = (R_i - mean(R)) / (std(R) + 1e-6), [G].
+    """Returns the advantages of one group: rewards less their mean, over their deviation [G].
+
+        A_i = (R_i - mean(R)) / (std(R) + 1e-6)
 
     Source: DAPO, arXiv:2503.14476, eq. 9.
 
@@ -70,7 +73,7 @@ def grpo(
     normalise_std: bool,
     std_ddof: int,
 ) -> Float[np.ndarray, " R"]:
-    """`group_advantages` of each group [R]. Source: GRPO, arXiv:2402.03300, section 4.1.2."""
+    """Returns `group_advantages` of each group [R]. Source: GRPO, arXiv:2402.03300, sec. 4.1.2."""
     one = lambda r_G: group_advantages(r_G, normalise_std=normalise_std, std_ddof=std_ddof)
     return _by_group(one, groups_R, rewards_R)
 
@@ -78,7 +81,12 @@ def grpo(
 def rloo(
     rewards_R: Float[np.ndarray, " R"], groups_R: Int[np.ndarray, " R"]
 ) -> Float[np.ndarray, " R"]:
-    """A_i = R_i - mean of the others' rewards [R]. Source: RLOO, arXiv:2402.14740."""
+    """Returns rewards less the mean reward of the other responses of the group [R].
+
+        A_i = R_i - mean of R_j over j != i
+
+    Source: RLOO, arXiv:2402.14740.
+    """
 
     def one(r_G: np.ndarray) -> np.ndarray:
         G = len(r_G)
@@ -92,7 +100,9 @@ def opo(
     groups_R: Int[np.ndarray, " R"],
     total_lengths_R: Int[np.ndarray, " R"],
 ) -> Float[np.ndarray, " R"]:
-    """A_i = R_i - sum_j n_j R_j / sum_j n_j, n_j all tokens of a response [R].
+    """Returns rewards less the mean reward of the group, weighted by length [R].
+
+        A_i = R_i - sum_j n_j R_j / sum_j n_j,   n_j all tokens of response j
 
     Source: OPO, arXiv:2505.23585.
     """
@@ -108,7 +118,7 @@ def opo(
 def remax(
     rewards_R: Float[np.ndarray, " R"], baselines_R: Float[np.ndarray, " R"]
 ) -> Float[np.ndarray, " R"]:
-    """A_i = R_i - reward of the greedy response to the same prompt [R].
+    """Returns rewards less the reward of the greedy response to the same prompt [R].
 
     Source: ReMax, arXiv:2310.10505, algorithm 1.
     """
@@ -122,7 +132,7 @@ def pass_at_k(
     normalise_std: bool,
     std_ddof: int,
 ) -> Float[np.ndarray, " R"]:
-    """The best response of a group gets its lead over the second best, the others 0 [R].
+    """Returns the lead of a group's best response over the second best; 0 for the others [R].
 
     `normalise_std` divides the lead by the group's standard deviation.
 
@@ -143,7 +153,9 @@ def pass_at_k(
 def gpg(
     rewards_R: Float[np.ndarray, " R"], groups_R: Int[np.ndarray, " R"], *, gpg_norm: float
 ) -> Float[np.ndarray, " R"]:
-    """A_i = alpha (R_i - mean(R)) / gpg_norm [R], alpha = responses / responses of reward not 0.
+    """Returns rewards less their group's mean, over the share of rewards that are not 0 [R].
+
+        A_i = alpha (R_i - mean(R)) / gpg_norm,   alpha = responses / responses of reward not 0
 
     Source: GPG, arXiv:2504.02546, with alpha as verl counts it, for rewards of 0 and 1. The paper
     leaves out groups without a gradient.
@@ -159,10 +171,12 @@ def lite_ppo(
     std_ddof: int,
     std_of: str,
 ) -> Float[np.ndarray, " R"]:
-    """A_i = (R_i - mean of its group) / (std over the whole batch + 1e-6) [R].
+    """Returns rewards less their group's mean, over a deviation of the whole batch [R].
 
-    Source: with the std of the "rewards" Lite PPO in "Tricks or Traps", arXiv:2508.08221,
-    aggregation token-mean; with that of the "advantages", R_i - mean of its group, ScaleRL,
+        A_i = (R_i - mean of its group) / (std + 1e-6)
+
+    Source: with the std of all "rewards", Lite PPO in "Tricks or Traps", arXiv:2508.08221,
+    aggregation token-mean; with the std of the numerators, "advantages", ScaleRL,
     arXiv:2510.13786, section 4, and Magistral, arXiv:2506.10910, section 2.1.
     """
     advantage_R = _centred(rewards_R, groups_R)
@@ -174,7 +188,9 @@ def lite_ppo(
 def maxrl(
     rewards_R: Float[np.ndarray, " R"], groups_R: Int[np.ndarray, " R"]
 ) -> Float[np.ndarray, " R"]:
-    """A_i = (R_i - mean(R)) / mean(R) for rewards from 0 up: the gradient of log pass rate [R].
+    """Returns rewards less their group's mean, over that mean: the gradient of log pass rate [R].
+
+        A_i = (R_i - mean(R)) / mean(R),   rewards of 0 or more
 
     Source: MaxRL, arXiv:2602.02710. A group of mean 0 gets 0.
 
@@ -204,7 +220,9 @@ def gdpo(
     normalise_std: bool,
     std_ddof: int,
 ) -> Float[np.ndarray, " R"]:
-    """sum_k w_k A_k, A_k `grpo` of component k, whitened over the tokens of the batch [R].
+    """Returns the weighted sum of each component's `grpo`, whitened over the batch's tokens [R].
+
+        A = whiten(sum_k w_k A_k),   A_k the advantages of component k
 
     Source: GDPO, arXiv:2601.05242; whitening over tokens as verl does.
 
@@ -227,7 +245,7 @@ def reinforce_plus_plus_baseline(
     groups_R: Int[np.ndarray, " R"],
     lengths_R: Int[np.ndarray, " R"],
 ) -> Float[np.ndarray, " R"]:
-    """R_i - mean of its group, whitened over the tokens of the batch [R].
+    """Returns rewards less their group's mean, whitened over the tokens of the batch [R].
 
     Source: REINFORCE++ with baseline, arXiv:2501.03262.
     """
@@ -294,7 +312,7 @@ def gae(
     gamma: float,
     gae_lambda: float,
 ) -> tuple[Float[np.ndarray, " M"], Float[np.ndarray, " M"]]:
-    """(advantages, returns) of each token [M]; `estimate` whitens the advantages.
+    """Returns (advantages, returns) of each token [M]; `estimate` whitens the advantages.
 
         delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma gae_lambda A_{t+1}
         return_t = A_t + V_t
@@ -314,7 +332,7 @@ def gae(
 def token_energy(
     log_prob_M: Float[np.ndarray, " M"], collision_M: Float[np.ndarray, " M"]
 ) -> Float[np.ndarray, " M"]:
-    """Returns the squared norm of the gradient of each token's log-prob by its logits [M].
+    """Returns the squared norm of the gradient of each token's log-prob w.r.t. its logits [M].
 
         w = 1 - 2 pi + sum over the vocabulary of pi^2
 
@@ -367,10 +385,11 @@ def optimal_baselines(
     *,
     zero_tail: bool,
 ) -> Float[np.ndarray, "G T"]:
-    """Baselines of the tokens of a group; see `optimal_token_baseline`. Others have any value.
+    """Returns the baseline of each token of one group, see `optimal_token_baseline`. Values outside
+    the mask have no meaning.
 
     Args:
-        mask_GT: the group's tokens; a response may have others between them.
+        mask_GT: True on the tokens that count. `zero_tail` counts them from the start of a row.
     """
     weights_GT = np.cumsum(energy_GT * mask_GT, axis=1) * mask_GT
     baseline_T = (returns_GT * weights_GT).sum(0) / (weights_GT.sum(0) + BASELINE_EPSILON)
@@ -384,7 +403,9 @@ def optimal_baselines(
 def whiten(
     x: Float[np.ndarray, " n"], counts: Int[np.ndarray, " n"] | None = None
 ) -> Float[np.ndarray, " n"]:
-    """(x - mean) / sqrt(var + 1e-8), var with ddof 1, each entry counted `counts` times.
+    """Returns x shifted and scaled to mean 0 and variance 1, entries counted `counts` times.
+
+        (x - mean) / sqrt(var + 1e-8),   var with ddof 1
 
     Fewer than two counted entries are whitened to 0.
     """
@@ -398,11 +419,11 @@ def whiten(
 
 
 class Advantage(NamedTuple):
-    """An estimator in the config."""
+    """An estimator by its name in `config.objective.advantage`, with what it reads and takes."""
 
     function: Callable[..., Any]
-    reads: tuple[str, ...]  # fields of `Outcomes`, in the function's order
-    arguments: Mapping[str, Argument] = {}  # config.objective.advantage_args
+    reads: tuple[str, ...]  # fields of `Outcomes`, in the order of the function's arguments
+    arguments: Mapping[str, Argument] = {}  # the keys of config.objective.advantage_args
     per_token: bool = False  # [M]; else one number per response, [R]
 
 

@@ -75,8 +75,8 @@ def adapted_kl_coefficient(
 
         coefficient (1 + clip(kl / target - 1, -0.2, 0.2) num_responses / horizon)
 
-    Source: Ziegler et al., arXiv:1909.08593, section 2.2. `kl` is in nats per token, as in the
-    reference; in the paper it is of a whole response.
+    Source: Ziegler et al., arXiv:1909.08593, section 2.2. `kl` is in nats per token, as in verl; in
+    the paper it is of a whole response.
     """
     error = float(np.clip(kl / target - 1.0, -0.2, 0.2))
     return coefficient * (1.0 + error * num_responses / horizon)

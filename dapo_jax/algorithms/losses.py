@@ -25,7 +25,7 @@ from dapo_jax.algorithms.surrogate import (
 from dapo_jax.utils.fields import Argument, Positive, UpTo1
 from dapo_jax.utils.precision import at_least_float32
 
-MAX_LOG_SEQUENCE_RATIO = 10.0  # as the reference's GSPO
+MAX_LOG_SEQUENCE_RATIO = 10.0  # as verl's GSPO
 
 
 def ppo_clip(
@@ -39,7 +39,7 @@ def ppo_clip(
     clip_high: float,
     clip_dual: float | None = None,
 ) -> Surrogate:
-    """`surrogate`: PPO (equal bounds), DAPO (decoupled bounds), dual clip."""
+    """Returns `surrogate`: PPO with equal bounds, DAPO with decoupled ones, each with dual clip."""
     arrays = log_prob_BT, log_prob_old_BT, advantage_BT, mask_BT
     return surrogate(*arrays, clip_low=clip_low, clip_high=clip_high, clip_dual=clip_dual)
 
@@ -219,7 +219,7 @@ def policy_gradient(
     mask_BT: Bool[Array, "B T"],
     segments_BT: Int[Array, "B T"],
 ) -> Surrogate:
-    """J_t = A_t log pi_t: REINFORCE, without a ratio. verl calls it gpg (arXiv:2504.02546)."""
+    """Returns the objective of REINFORCE, A_t log pi_t: no ratio. verl: gpg (arXiv:2504.02546)."""
     ratio_BT = jnp.exp(_bounded(masked_log_ratio(log_prob_BT, log_prob_old_BT, mask_BT)))
     never_BT = jnp.zeros_like(mask_BT)
     objective_BT = _advantage_log_prob(advantage_BT, log_prob_BT, mask_BT)
@@ -235,7 +235,9 @@ def dro(
     *,
     dro_beta: float,
 ) -> Surrogate:
-    """J_t = A_t log pi_t - dro_beta/2 (log r_t)^2: direct reward optimisation, per token.
+    """Direct reward optimisation, per token: REINFORCE less a penalty on the log-ratio.
+
+        J_t = A_t log pi_t - dro_beta/2 (log r_t)^2
 
     Source: DRO, arXiv:2405.19107, as verl applies it to tokens. Log-ratios are not bounded.
     """
@@ -277,7 +279,9 @@ def kl_cov(
     *,
     cov_kl_coefficient: float,
 ) -> Surrogate:
-    """J_t = r_t A_t, unclipped, minus cov_kl_coefficient |log r_t| on the selected tokens.
+    """The unclipped surrogate with a penalty on the log-ratio of the selected tokens.
+
+        J_t = r_t A_t - [t is selected] cov_kl_coefficient |log r_t|
 
     Source: KL-Cov, arXiv:2505.22617, section 4, with verl's estimate of the KL; selection:
     `covariance.select_kl_cov`.
@@ -293,12 +297,14 @@ def kl_cov(
 
 
 class Loss(NamedTuple):
-    """A policy loss in the config."""
+    """A policy loss by its name in `config.objective.loss`, with the settings that it takes."""
 
     function: Callable[..., Surrogate]
     clips: tuple[str, ...] = ("clip_low", "clip_high")  # fields of config.objective that it reads
-    arguments: Mapping[str, Argument] = {}  # config.objective.loss_args
-    selects: tuple[str, ...] = ()  # arguments for the selection in `covariance`, not the function
+    arguments: Mapping[str, Argument] = {}  # the keys of config.objective.loss_args
+    # Those of `arguments` that go to the selection of tokens in `covariance`, not to `function`;
+    # (): no token is selected.
+    selects: tuple[str, ...] = ()
 
     def keywords(self, objective: Any) -> dict[str, Any]:
         """Returns the function's arguments in a `config.objective`."""

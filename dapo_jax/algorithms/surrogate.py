@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float
 
 from dapo_jax.utils.precision import at_least_float32
 
-# exp(20) = 4.9e8: a ratio beyond it is a broken log-prob; its gradient is cut as in the reference.
+# exp(20) = 4.9e8: a ratio beyond it is a broken log-prob; its gradient is cut, as in verl.
 MAX_LOG_RATIO = 20.0
 
 

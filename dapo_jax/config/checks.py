@@ -109,12 +109,12 @@ def check(config: "Config") -> None:
     _check_sampling(config)
     _check_pretrain(config)
     check_mesh(config.mesh)
-    if config.seed >= 2**32:
-        raise UserError(f"config.seed must be below 2**32; got {config.seed}.")
+    check_seed(config.seed)
     small, large = config.train.prompts_per_update, config.train.prompts_per_step
     check_divides("train.prompts_per_update", small, "train.prompts_per_step", large)
 
 
+NUM_SEEDS = 2**32  # the keys of JAX have 32 bits
 # Sections whose fields a stage may change, and the fields in them that a run has once.
 STAGED = ("rollout", "reward", "dynamic_sampling", "objective", "optimizer", "train")
 NOT_STAGED = (
@@ -125,7 +125,7 @@ NOT_STAGED = (
     "reward.timeout_seconds",
     "train.num_steps",
 )
-# Whether each of these is above 0 decides what the state of a run holds.
+# A run keeps the base model as its reference from the start if one of these is above 0, or never.
 REFERENCES = ("kl_coefficient", "reward_kl_coefficient")
 
 
@@ -317,6 +317,11 @@ def _check_pretrain(config: "Config") -> None:
             f"which has none: {', '.join(config.data.train)}. Set it to None, or add a source with "
             "path 'arithmetic'."
         )
+
+
+def check_seed(seed: int) -> None:
+    """Raises UserError for a seed that is too large for a key of JAX."""
+    require(seed < NUM_SEEDS, "seed", seed, "below 2**32")
 
 
 def check_mesh(mesh: "MeshConfig") -> None:

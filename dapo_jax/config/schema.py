@@ -2,7 +2,8 @@
 
 A config file states what differs from these defaults; `Config.from_dict` fills in the rest. An
 unknown, missing, contradictory or unread field is a `UserError` that names it. The defaults are
-DAPO as published (arXiv:2503.14476, section 4.1; verl's recipe/dapo where the paper is silent).
+DAPO as published (arXiv:2503.14476, section 4.1). Where the paper is silent, they are those of
+verl's recipe/dapo, "the script" in the comments.
 """
 
 import dataclasses
@@ -57,12 +58,12 @@ class ModelConfig:
     sliding_window: tuple[PositiveInt, tuple[int, ...]] | None = None
     # Tokens that end a response, besides the tokenizer's end of sequence.
     stop_token_ids: tuple[int, ...] = ()
-    # LoRA (docs/lora.md): rank of the adapters beside all linear layers, which alone are trained;
-    # 0: none, everything is trained. Their product counts alpha / rank times.
+    # LoRA (docs/lora.md): rank of the adapters of all linear layers. They alone are trained, and
+    # their product is scaled by alpha / rank. 0: no adapters, all weights are trained.
     lora_rank: NonNegativeInt = 0
     lora_alpha: Positive = 32.0
     # Dtype of the trained weights. Training refuses bfloat16, which rounds its updates away. With
-    # adapters the others are frozen in the compute dtype. int8, with adapters alone: the frozen
+    # adapters the other weights are frozen in the compute dtype. int8 needs adapters: the frozen
     # matrices of the layers are in int8, and adapters in float32.
     param_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # activations and matmul inputs
@@ -307,7 +308,8 @@ class ObjectiveConfig:
     overlong_in_baseline: bool = True  # count them in their group's mean and deviation still
     # Share of an update's tokens, those of highest entropy, whose policy loss counts; 1: all.
     top_entropy_share: UpTo1 = 1.0
-    entropy_coefficient: NonNegative = 0.0  # weight of the entropy bonus; first, where it adapts
+    # Weight of the entropy bonus; with entropy_adaptation its value in the first step.
+    entropy_coefficient: NonNegative = 0.0
     # The entropy in nats per token below which the bonus counts and its coefficient grows, and the
     # change of the coefficient in a step; None: fixed coefficient.
     entropy_adaptation: tuple[Positive, Positive] | None = None

@@ -1,7 +1,7 @@
 """The problems of a run: read from its sources or generated, cleaned, tokenised, cached.
 
 The published DAPO-Math-17k file repeats its 17k prompts about a hundred times, some with other
-white space or a second answer. Unlike the reference, this repairs and counts both.
+white space or a second answer. Unlike verl, this repairs and counts both.
 """
 
 import contextlib

@@ -249,7 +249,7 @@ def answer_text(value: Any, key: str, where: str) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, float) and math.isfinite(value):
-        # Columns of 32 bits come as floats of 64, with digits that nobody wrote.
+        # Columns of 32 bits come as floats of 64, with more digits than the file has.
         short = np.float32(value)
         shortest = short if float(short) == value else value
         return np.format_float_positional(shortest, trim="0")

@@ -15,9 +15,11 @@ ONE_SIGNAL_SECONDS = 2.0
 
 
 class StopSignals:
-    """Context manager within which SIGTERM, Ctrl-C and, unless it is ignored as under nohup, SIGHUP
-    are remembered. A second one to this process ends it at once, other than Ctrl-C only later than
-    ONE_SIGNAL_SECONDS. A signal to one process stops all.
+    """Context manager that remembers signals to stop: SIGTERM, Ctrl-C and, unless it is ignored as
+    under nohup, SIGHUP.
+
+    A signal to one process stops all. A second one to the same process ends it at once; a second
+    SIGTERM or SIGHUP within ONE_SIGNAL_SECONDS is taken for the first.
     """
 
     def __init__(self, progress: Progress, process_group: ProcessGroup = ALONE):

@@ -1,4 +1,4 @@
-"""Benchmarks: n samples of every problem, their transcripts, and the figures that are quoted.
+"""Benchmarks: n samples of every problem, their transcripts, and the figures reported of them.
 
 A directory holds the samples of one model with one set of settings:
 
@@ -152,11 +152,7 @@ def _line(group: Attempts, rubric: Rubric) -> str:
             "answer": problem.answer,
             "rubric": rubric._asdict(),
             "samples": [
-                {
-                    name: getattr(attempt, name)
-                    for name in ("text", "length", "truncated", "invalid")
-                }
-                | attempt.verdict._asdict()
+                {name: getattr(attempt, name) for name in ATTEMPT} | attempt.verdict._asdict()
                 for attempt in group.attempts
             ],
         }

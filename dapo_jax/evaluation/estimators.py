@@ -1,7 +1,7 @@
 """Statistics of n samples per problem: avg@k, pass@k and cons@k.
 
-Each returns one value per problem; the quoted figure is their mean. The reference reports best@k
-and maj@k as bootstrap averages, which differ from these by resampling noise.
+Each returns one value per problem; the reported figure is their mean. verl reports best@k and
+maj@k as bootstrap averages, which differ from these by resampling noise.
 """
 
 import collections

@@ -1,4 +1,4 @@
-"""Evaluation metrics: k scored samples of every problem, and the figures that are quoted."""
+"""Evaluation metrics: k scored samples of every problem, and the figures reported of them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -69,7 +69,7 @@ def statistics(
     *,
     ks: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """Returns the figures that are quoted of n responses to each problem.
+    """Returns the figures that are reported for n responses to each problem.
 
     avg@n, cons@n and pass@k are dicts of "value" and "interval", the 95 % bootstrap interval over
     problems. Over responses: mean length in tokens, the truncated share, the share without an

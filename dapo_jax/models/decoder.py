@@ -2,11 +2,12 @@
 
 Architecture: RMSNorm before attention and MLP, rotary positions, grouped-query attention, SwiGLU.
 Biases on q, k and v make it Qwen2 (arXiv:2407.10671), norms on q and k Qwen3 (arXiv:2505.09388),
-neither of them Llama (arXiv:2407.21783). Layers are stacked and scanned.
+neither of them Llama (arXiv:2407.21783) or Mistral (arXiv:2310.06825). Layers may have a sliding
+window; they are stacked and scanned.
 
 Training, prefill and decoding differ in how a query finds its keys: the `attend` argument. Outside
 this module parameters are a nested dict of arrays; `bind` puts them into the module. With
-`lora_rank` each product with a matrix of a layer has a low-rank one beside it (`models.lora`), and
+`lora_rank` each product with a matrix of a layer gets a low-rank one added (`models.lora`), and
 the matrix may be in int8 (`models.int8`).
 """
 

@@ -403,7 +403,7 @@ def write_arrays(
     """Writes arrays into one file of safetensors.
 
     Args:
-        shard: (our name, layer, tensor) of each, see `every`.
+        shard: (our name, layer, tensor) of each array, see `each_tensor`.
     """
     values = {}
     for ours, layer, tensor in shard:

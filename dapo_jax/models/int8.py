@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# The matrices of a layer, with the number of their input axes. Adapters stand beside them.
+# The matrices of a layer, with the number of their input axes; each may have an adapter.
 INPUT_AXES = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
 
 

@@ -5,7 +5,7 @@ The vocabulary is a loop over parts, and within a part the tokens a loop over ch
 running sums of `chunked_softmax`. The backward pass computes the logits again, part by part. On a
 mesh each device goes through its own shard of the vocabulary for its own tokens.
 
-Unmasked tokens cost no logits: they are sorted last, and chunks without a trained token are
+Tokens outside the mask cost no logits: they are sorted last, and chunks without a trained token are
 skipped.
 """
 
@@ -197,7 +197,7 @@ def _backward(
     parts = chunked_softmax.VocabParts(unembed_VD, plan.temperature, plan.layout, exact=plan.exact)
     order = _Order(plan, wanted_BT)
     tokens = order.chunks((hidden_BTD, targets_BT, residuals, slopes))
-    # Of products with the gradient by the logits.
+    # Of products with the gradient with respect to the logits.
     precision = jax.lax.Precision.HIGHEST if plan.exact else None
     factor = dtype if plan.exact else hidden_BTD.dtype
     product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=dtype)

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) beside every linear layer of the decoder.
+"""Low-rank adapters (LoRA, arXiv:2106.09685) of every linear layer of the decoder.
 
 A layer computes x W + (alpha / rank) (x A) B. W is frozen in the compute dtype, or in int8; A and
 B, of `config.model.lora_rank` columns and rows, are trained. Training and rollouts run the same

@@ -1,6 +1,6 @@
 """Rollouts: the JetStream engine around the decoder, and the loop that generates scored groups.
 
-Some letters of dimensions mean here, unlike in `types`:
+Letters of dimensions that have another meaning here than in `dapo_jax.types`:
 
     R  shards of the slots       B  decode slots of a shard     E  requests of a shard
     P  prompts of a prefill      U  pages of the pool           J  pages of a page table

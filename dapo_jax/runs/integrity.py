@@ -1,4 +1,4 @@
-"""Integrity of checkpoints: sums over the bits of arrays, and reads that tell damage from errors.
+"""Integrity of checkpoints: sums over the bits of arrays; damage and storage errors kept apart.
 
 A failed read is damage where a file is missing or cannot be decoded, and otherwise an error of the
 storage. Errors of this program and of its devices pass through.

@@ -1,1 +1,1 @@
-"""Programs besides training: plan, bench, generate, score, export. Nothing imports them."""
+"""Programs besides training, run by `launch/` and `dapo_jax.api`; no other package imports them."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from dapo_jax.config import Config, SourceConfig
+from dapo_jax.config.checks import NUM_SEEDS
 from dapo_jax.data import dataset as problems
 from dapo_jax.data.sources import DATASETS
 from dapo_jax.data.tokenizer import load_tokenizer, stop_tokens
@@ -87,7 +88,7 @@ def request(config: Config, flags: Any) -> Request:
     for ok, name, wanted in (
         (asked.num_samples > 0, "num_samples", "above 0"),
         (asked.num_problems is None or asked.num_problems > 0, "num_problems", "above 0"),
-        (asked.seed >= 0, "seed", "0 or more"),
+        (0 <= asked.seed < NUM_SEEDS, "seed", "from 0 to 2**32 - 1"),
     ):
         if not ok:
             raise UserError(f"--{name} must be {wanted}; got {getattr(asked, name)}.")

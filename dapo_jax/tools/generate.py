@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TextIO
 import jax
 
 from dapo_jax.config import ModelConfig, hf_config, model_config
+from dapo_jax.config.checks import NUM_SEEDS
 from dapo_jax.data import prompts
 from dapo_jax.data.tokenizer import load_tokenizer, stop_tokens, text_stream
 from dapo_jax.distributed.preemption import StopSignals
@@ -65,7 +66,7 @@ class Request(NamedTuple):
         for ok, name, wanted in (
             (self.num_samples > 0, "num_samples", "above 0"),
             (self.max_new_tokens > 0, "max_new_tokens", "above 0"),
-            (self.seed >= 0, "seed", "0 or more"),
+            (0 <= self.seed < NUM_SEEDS, "seed", "from 0 to 2**32 - 1"),
             (self.slots > 0, "slots", "above 0"),
             (self.dtype in ("", "float32", "bfloat16"), "dtype", "float32 or bfloat16"),
             (stops, "stop", "a text, or a JSON list of texts that are not empty"),

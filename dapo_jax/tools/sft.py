@@ -79,10 +79,9 @@ def fine_tune(config: SftConfig, workdir: Path, process_group: ProcessGroup = AL
     if config.checkpoint.directory is None:
         process_group.check_place(workdir)
     progress = Progress(0, quiet=not primary, columns=COLUMNS)
-    give_up = process_group.give_up
     with (
         StopSignals(progress, process_group) as signals,
-        Watchdog(WATCHDOG_SECONDS, progress.say, give_up=give_up) as watchdog,
+        Watchdog(WATCHDOG_SECONDS, progress.say) as watchdog,
     ):
         progress.watch = watchdog.moved
         progress.doing("loading tokenizer and examples")

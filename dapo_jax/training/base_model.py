@@ -6,6 +6,7 @@ Their hash names it in the user's cache, so runs and ablations of one seed share
 
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
 import os
 import shutil
@@ -20,17 +21,28 @@ from jax.sharding import Mesh
 from dapo_jax.config import Config
 from dapo_jax.data import arithmetic, tokenizer
 from dapo_jax.distributed.process_group import ALONE, ProcessGroup
-from dapo_jax.models import decoder, log_probs, lora, pretrained, rotary
-from dapo_jax.models.attention import kernels, xla
+from dapo_jax.models import (
+    chunked_softmax,
+    decoder,
+    log_probs,
+    lora,
+    pretrained,
+    rotary,
+    sharding,
+)
+from dapo_jax.models.attention import cudnn, kernels, xla, zigzag
 from dapo_jax.models.sharding import initial_params, param_shardings
 from dapo_jax.runs.checkpoint import Checkpoints
 from dapo_jax.training import optimizer, packing, pretrain, supervised
 from dapo_jax.training import step as train_step
 from dapo_jax.types import RunError, UserError
+from dapo_jax.utils import precision
 
 REPORT_EVERY_STEPS = 50
-CODE = arithmetic, xla, kernels, packing, log_probs, decoder, pretrain, rotary, tokenizer
-CODE += optimizer, supervised, train_step
+# The modules that compute a fitted base, and the versions of what they call.
+CODE = arithmetic, tokenizer, kernels, xla, zigzag, cudnn, chunked_softmax, decoder, log_probs
+CODE += rotary, sharding, packing, optimizer, supervised, pretrain, train_step, precision
+LIBRARIES = "jax", "flax", "numpy", "optax"
 
 
 def fingerprint(config: Config) -> str:
@@ -44,7 +56,8 @@ def fingerprint(config: Config) -> str:
         "levels": pretrain.levels(config),
         "row_tokens": pretrain.row_tokens(config),
         "max_response_tokens": config.rollout.max_response_tokens,
-        "devices": [jax.device_count(), jax.default_backend(), jax.__version__],
+        "devices": [jax.device_count(), jax.default_backend()],
+        "versions": [importlib.metadata.version(name) for name in LIBRARIES],
     }
     digest.update(json.dumps(fields, sort_keys=True).encode())
     for module in CODE:

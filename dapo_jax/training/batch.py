@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dapo_jax.algorithms import advantages, covariance, entropy, importance_correction
+from dapo_jax.algorithms import advantages, covariance, entropy, importance_correction, losses
 from dapo_jax.algorithms.overlong import soft_overlong_punishment
 from dapo_jax.config import Config, ObjectiveConfig
 from dapo_jax.types import Group, Response, Rows, RunError, Samples, Verdict
@@ -31,7 +31,7 @@ class TokenColumns(NamedTuple):
     recomputed_M: np.ndarray | None = None  # log-probs before the first update
     log_prob_ref_M: np.ndarray | None = None  # under the reference
     entropy_M: np.ndarray | None = None  # before the first update, nats
-    energy_M: np.ndarray | None = None  # squared norm of the gradient of its log-prob by its logits
+    energy_M: np.ndarray | None = None  # see `advantages.token_energy`
     value_old_M: np.ndarray | None = None  # of the critic, before its update
     advantage_M: np.ndarray | None = None
     return_M: np.ndarray | None = None  # target of the critic
@@ -88,7 +88,7 @@ def make_samples(
     o = config.objective
     responses = [(q, group, r) for q, group in enumerate(groups) for r in group.responses]
     verdicts = [verdict for group in groups for verdict in group.verdicts]
-    # Not of use for its prompt: logits that were not finite, or no verdict of a scorer.
+    # Invalid or unscored responses are neither trained nor counted in the baseline of their group.
     valid_R = np.array(
         [not (r.invalid or v.failed) for (_, _, r), v in zip(responses, verdicts)], bool
     )
@@ -140,7 +140,7 @@ def estimate_advantages(
         kl_penalty_M: coefficient times KL estimate of each token, subtracted from its reward.
         values_M: the critic's value before each token.
         baselines_R: reward of the greedy response to the same prompt.
-        energy_M: squared norm of each token's gradient by its logits.
+        energy_M: see `advantages.token_energy`.
     """
     trained_M, sampled_M = samples.trained_M, samples.sampled_M
     counted_R = samples.counted_R
@@ -232,7 +232,7 @@ def with_corrections(
         correction_M[mask_M] *= entropy.select_top_entropy(
             columns.entropy_M[mask_M], top_share=o.top_entropy_share
         )
-    if o.loss in ("kl-cov", "clip-cov") and mask_M.any():
+    if o.loss in losses.COVARIANCE_LOSSES and mask_M.any():
         assert current_M is not None
         given = current_M, columns.log_prob_old_M, advantage_M, priority_M
         selected_M = np.zeros(len(mask_M), bool)

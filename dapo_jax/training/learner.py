@@ -58,7 +58,7 @@ class MiniBatch(NamedTuple):
     responses: slice
     tokens: slice
     packed: packing.Packed
-    on_device: MicroBatches | None  # where a forward pass comes before the update
+    on_device: MicroBatches | None  # None: no forward pass comes before the update
 
 
 class _Updates(NamedTuple):
@@ -236,7 +236,8 @@ class Learner:
         """
         config, num_steps = self.config, self.config.train.num_steps
         head_start = 0 if config.critic is None else config.critic.head_start_steps
-        # Steps of the policy's schedule; none of them in the critic's head start.
+        # Position in the policy's learning-rate schedule: from 1, and below in the critic's head
+        # start.
         policy_step = schedule.updated_steps + 1 - head_start
         order = np.random.default_rng([config.seed, step]).permutation(len(groups))
         samples = make_samples(config, [groups[i] for i in order], step, self.detokenize)
@@ -255,7 +256,7 @@ class Learner:
         if kl is not None:
             numbers["reward/kl"] = kl
             numbers["reward/kl_coefficient"] = schedule.reward_kl_coefficient
-        # The entropy bonus stands still in the critic's head start, as all of the policy's does.
+        # In the critic's head start the policy is not updated, so its entropy bonus does not adapt.
         entropy_old = None
         if self.adapts_entropy and policy_step > 0 and columns.mask_M.any():
             assert columns.entropy_M is not None

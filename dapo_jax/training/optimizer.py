@@ -11,7 +11,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     """Returns AdamW with global-norm clipping at a learning rate of 1; `step.optimizer_step` scales
     its changes.
 
-    Weight decay applies to every parameter, as torch's AdamW does in the reference.
+    Weight decay applies to every parameter, as in torch's AdamW, which verl uses.
     """
     return optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),

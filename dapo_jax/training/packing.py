@@ -25,8 +25,9 @@ class Packed(NamedTuple):
 def first_fit_decreasing(
     lengths: Sequence[int], row_tokens: int, prefixes: Sequence[tuple[int, ...]] | None = None
 ) -> list[list[int]]:
-    """Returns rows as lists of indices into `lengths`: longest first, each into the first row with
-    room, for tokens and for one of `most_segments`. Equal lengths keep their order.
+    """Returns rows as lists of indices into `lengths`: longest first, each into the first row that
+    has room for its tokens and fewer than `most_segments` sequences. Equal lengths keep their
+    order.
 
     Args:
         prefixes: tokens at the beginning of each sequence that a row holds once for all sequences
@@ -213,9 +214,9 @@ def most_rows(lengths: Sequence[int], row_tokens: int) -> int:
     """Returns a bound on the rows of `first_fit_decreasing`, for sequences of at most these
     lengths.
 
-    As many of the longest as fit together are in each row. And any two rows that are not full of
-    segments hold more than `row_tokens` together, or the first would have taken a sequence of the
-    second.
+    The smaller of two bounds. By number: a row holds at least as many sequences as it could hold of
+    the longest. By tokens: two rows with fewer than `most_segments` sequences hold more than
+    `row_tokens` together, since otherwise the earlier row would have taken a sequence of the later.
     """
     most = most_segments(row_tokens)
     by_number = -(-len(lengths) // min(row_tokens // max(lengths), most))

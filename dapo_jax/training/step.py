@@ -2,7 +2,8 @@
 
 Gradients of all micro-batches of a mini-batch are summed, then divided once by the denominator of
 the whole mini-batch (`algorithms.aggregation`), so the gradient does not depend on how the batch
-is cut into micro-batches, packed into rows or laid over devices. `training.critic` uses the same.
+is cut into micro-batches, packed into rows or laid over devices. `training.critic` and
+`training.supervised` make their updates of the same parts.
 """
 
 import functools
@@ -28,7 +29,7 @@ from dapo_jax.training.optimizer import make_optimizer
 from dapo_jax.types import Array, Rows
 from dapo_jax.utils.precision import sum_dtype
 
-Statistic = Literal["log_prob", "entropy", "collision"]
+TokenStatistic = Literal["log_prob", "entropy", "collision"]  # of `log_probs.TokenStatistics`
 
 
 class TrainState(NamedTuple):
@@ -86,7 +87,7 @@ class UpdateMetrics(NamedTuple):
 
 
 def new_state(optimizer: OptimizerConfig, params: Any) -> TrainState:
-    """Returns the state of these parameters before their first update; jittable."""
+    """Returns the state before the first update, with all of `params` trained; jittable."""
     moments = make_optimizer(optimizer).init(optax.tree.cast(params, jnp.float32))
     # Two arrays, not one twice: the state is donated, and a buffer can be donated once.
     zero = lambda: jnp.zeros((), jnp.int32)
@@ -99,7 +100,8 @@ def init_state(config: Config, params: decoder.Params) -> TrainState:
 
 
 def model_state(optimizer: OptimizerConfig, params: decoder.Params) -> TrainState:
-    """Returns the state of a model before its first update; jittable."""
+    """Returns the state of a model before its first update: its adapters alone are trained where it
+    has any, else all parameters; jittable."""
     trained, frozen = lora.split(params)
     return new_state(optimizer, trained)._replace(frozen=frozen)
 
@@ -272,7 +274,7 @@ def gradient(
     frozen: decoder.Params | None = None,
     entropy_coefficient: Array | None = None,
 ) -> tuple[decoder.Params, Sums, Extremes]:
-    """Returns the gradient of the mini-batch loss by `params`, and its statistics.
+    """Returns the gradient of the mini-batch loss with respect to `params`, and its statistics.
 
     Args:
         rows_ABT, num_micro_batches: see `summed_gradient`.
@@ -380,7 +382,7 @@ def jit_with_shardings(
 
 
 def jitted_statistic(
-    config: Config, mesh: Mesh, *, statistic: Statistic = "log_prob"
+    config: Config, mesh: Mesh, *, statistic: TokenStatistic = "log_prob"
 ) -> Callable[[decoder.Params, Rows, Array], jax.Array]:
     """Returns (params, rows [A, B, T], micro-batches used) -> log-probs [A, B, T], or another
     statistic of `log_probs.TokenStatistics`, jitted for the mesh."""
@@ -402,7 +404,7 @@ def jitted_log_probs(
     *,
     temperature: float,
     share_prompts: bool,
-    statistic: Statistic = "log_prob",
+    statistic: TokenStatistic = "log_prob",
 ) -> Callable[[decoder.Params, Rows, Array], jax.Array]:
     """Returns `jitted_statistic`'s program, for programs without the config of a run."""
     layout = head_layout(model, mesh_config, mesh)

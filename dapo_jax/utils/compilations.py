@@ -6,7 +6,7 @@ EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 class CompilationCounter:
-    """`count` is the number of programs that this process has compiled since."""
+    """Counts the programs that this process compiles from now on, in `count`."""
 
     def __init__(self) -> None:
         self.count = 0

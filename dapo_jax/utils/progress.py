@@ -91,7 +91,8 @@ class Progress:
     def step(self, metrics: dict[str, Any]) -> None:
         """Prints the line of a step, with an estimate of the time left."""
         step = metrics["step"]
-        self.seconds += metrics["time/step"]
+        if step:  # step 0 is the evaluation of the base model
+            self.seconds += metrics["time/step"]
         left = self.seconds / max(1, step - self.first_step) * (self.num_steps - step)
         columns = (
             ("step", 9, f"{step}/{self.num_steps}"),

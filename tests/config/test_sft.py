@@ -41,6 +41,7 @@ def changed(field, value):
         ("model.param_dtype", "bfloat16", "is for evaluation"),
         ("mesh.data", -1, "at most one axis may be -1"),
         ("data.train", {}, "names no source"),
+        ("seed", 2**32, r"must be below 2\*\*32; got 4294967296"),
         ("data.heldout_share", 1.0, r"must be in \[0, 1\); got 1.0"),
         ("data.unusable_examples", "skip", "must be one of 'error', 'drop'; got 'skip'"),
         ("data.train.a.path", "arithmetic", "no other generator writes responses; got 'arithm"),

@@ -274,6 +274,7 @@ def test_an_evaluation_of_training_problems_begins_the_pass_rates_of_a_run(
         ("--scorer=5 * ", "--scorer=5 . : .* is not a scorer"),
         ("--scorer=nosuch", "error: --scorer: 'nosuch' is not one of exact_match"),
         ("--num_samples=0", "--num_samples must be above 0; got 0"),
+        ("--seed=4294967296", r"--seed must be from 0 to 2\*\*32 - 1.* got 4294967296"),
     ],
 )
 def test_a_wrong_evaluation_is_an_error(finished, tmp_path, capsys, argument, message):

@@ -139,6 +139,17 @@ def test_nothing_is_tuned_without_a_tpu(tmp_path, capsys):
     assert not (tmp_path / tuning.FILE).exists()
 
 
+def test_blocks_that_are_refused_without_a_reason_are_passed_over(monkeypatch):
+    def refuses(*_):
+        raise AssertionError
+
+    said = []
+    monkeypatch.setattr(tuning, "program", lambda *_: (refuses, []))
+    monkeypatch.setattr(tuning, "values", lambda *_: [])
+    assert tuning.measured(tiny_config().model, "decode", {"a": 1}, said.append) is None
+    assert said == ["  {'a': 1}: AssertionError()"]
+
+
 def test_the_fastest_blocks_are_chosen_group_by_group():
     """What is refused, or hardly faster than the default, is not; a later group has the first's."""
     groups = (

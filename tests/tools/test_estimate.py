@@ -63,7 +63,7 @@ def test_a_tiny_model_by_hand():
     )
     # A critic has no logits.
     assert batch(config, "critic_values").flops == matrices - logits + attention
-    token = estimate.decode_token(config, 1, slots=3, live=2, cached_tokens=7)
+    token = estimate.decode_token(config, 1, slots=3, cached_tokens=7)
     assert token.flops == 3 * 2 * 104 + 7 * 2 * 2 * 2 * 2
     prompt = estimate.prefill_call(config, 1, prompts=2, prompt_tokens=5)
     assert prompt.flops == 2 * 5 * 2 * 84 + 2 * 5 * 5 * 2 * 2 * 2 * 2
@@ -111,7 +111,7 @@ def test_operations_are_those_that_xla_counts(remat):
             return
         scored = batch(config, "old_logprobs").flops
         assert scored == pytest.approx(counted("old_logprobs"), rel=0.1)
-        token = estimate.decode_token(config, 1, slots=8, live=8, cached_tokens=8 * 128)
+        token = estimate.decode_token(config, 1, slots=8, cached_tokens=8 * 128)
         assert token.flops == pytest.approx(counted("decode"), rel=0.1)
         prompts = estimate.prefill_call(config, 1, prompts=2, prompt_tokens=64)
         assert prompts.flops == pytest.approx(counted("prefill"), rel=0.1)
@@ -122,7 +122,7 @@ def test_the_32b_on_its_pod():
     parameters less an embedding of 0.78 are 64 GB."""
     assert estimate.token_bytes(QWEN.model, QWEN.rollout) == 64 * 2 * 8 * 128 * 2 == 262_144
     assert estimate.weight_bytes(QWEN.model) == pytest.approx(64.0e9, rel=0.01)
-    token = estimate.decode_token(QWEN, 4, slots=44, live=40, cached_tokens=40 * 2816)
+    token = estimate.decode_token(QWEN, 4, slots=44, cached_tokens=40 * 2816)
     assert token.memory_bytes == pytest.approx((64.0e9 + 40 * 2816 * 262_144) / 4, rel=0.01)
     assert token.flops == pytest.approx(44 * 2 * 32.0e9 / 4, rel=0.1)
     # An update of 32 micro-batches of 16 rows. With `full` three quarters of the layers twice.
@@ -228,10 +228,7 @@ def test_a_head_in_float32_is_read_moved_and_multiplied_as_such():
     sizes = {"data": 1, "fsdp": 8, "context": 1, "tensor": 1}
     found, plain = (estimate.weights_call(config, sizes) for config in (exact, QWEN))
     assert found.memory_bytes - plain.memory_bytes == pytest.approx(2 * head)
-    token = [
-        estimate.decode_token(config, 1, slots=8, live=8, cached_tokens=0)
-        for config in (exact, QWEN)
-    ]
+    token = [estimate.decode_token(config, 1, slots=8, cached_tokens=0) for config in (exact, QWEN)]
     assert token[0].flops - token[1].flops == pytest.approx(5 * 2 * 8 * head)
     # Frozen in bfloat16, under adapters, it is as it was.
     frozen = dataclasses.replace(exact.model, lora_rank=8)

@@ -138,11 +138,13 @@ def test_units_of_tokens_change_little():
 def test_arithmetic_of_a_decode_step():
     chip = chips.CHIPS["TPU v5"]._replace(flops=1e6, memory_rate=1e3)
     c = CONFIG.model
-    cost = lambda **live: estimate.at_best(estimate.decode_token(CONFIG, 2, slots=8, **live), chip)
-    none = cost(live=0, cached_tokens=0)
+    cost = lambda cached: estimate.at_best(
+        estimate.decode_token(CONFIG, 2, slots=8, cached_tokens=cached), chip
+    )
+    none = cost(0)
     assert none.memory == estimate.weight_bytes(CONFIG.model) / 2e3
     assert none.compute == pytest.approx(8 * estimate.model_flops(CONFIG, 0) / 3 / 2e6)
-    some = cost(live=4, cached_tokens=100)
+    some = cost(100)
     token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * 4
     assert some.memory - none.memory == pytest.approx(100 * token / 2e3)
     attention = 4 * c.num_layers * c.num_heads * c.head_dim * 100  # scores and values

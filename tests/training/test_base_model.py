@@ -2,8 +2,31 @@
 
 import pytest
 
+from dapo_jax.training import base_model
 from dapo_jax.training.base_model import fingerprint
 from tests.support.helpers import tiny_config
+from tests.test_layers import ours
+
+# Packages and modules that the fit imports, and that do not change what it computes.
+OTHERS = {"algorithms", "config", "rewards", "types"}
+OTHERS |= {"models.int8", "models.lora", "utils.fields", "utils.hf_hub"}
+
+
+def test_every_module_that_computes_a_base_model_is_in_its_fingerprint():
+    found, left = set(), ["training.pretrain"]
+    while left:
+        name = left.pop()
+        if name not in found and not {name, name.partition(".")[0]} & OTHERS:
+            found.add(name)
+            left.extend(ours(name))
+    hashed = {module.__name__.removeprefix("dapo_jax.") for module in base_model.CODE}
+    assert hashed == found | {"data.tokenizer"}
+
+
+def test_other_versions_make_another_base_model(monkeypatch):
+    before = fingerprint(tiny_config())
+    monkeypatch.setattr("importlib.metadata.version", lambda name: f"{name} of tomorrow")
+    assert fingerprint(tiny_config()) != before
 
 
 @pytest.mark.parametrize(

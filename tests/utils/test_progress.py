@@ -62,3 +62,15 @@ def test_the_run_continues_when_its_terminal_is_closed():
         process.stdin.write(b"\n")
         process.stdin.flush()
         assert process.wait(60) == 5
+
+
+def test_the_time_left_does_not_count_the_evaluation_of_the_base_model():
+    out = io.StringIO()
+    progress = Progress(10, out)
+    progress.step({"step": 0, "time/step": 600.0})
+    progress.step({"step": 1, "time/step": 2.0})
+    progress.step({"step": 2, "time/step": 4.0})
+    assert [line.split()[-2:] for line in out.getvalue().splitlines()[2:]] == [
+        ["18", "s"],
+        ["24", "s"],
+    ]

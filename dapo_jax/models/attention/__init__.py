@@ -1,1 +1,1 @@
-"""Attention of training: XLA, splash (TPU) and flash (GPU) kernels, zig-zag order."""
+"""Attention in training: XLA's, splash (TPU), cuDNN's and flash (GPU) kernels, zig-zag order."""

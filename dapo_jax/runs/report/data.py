@@ -12,7 +12,7 @@ import numpy as np
 from dapo_jax.types import UserError
 from dapo_jax.utils.bootstrap import bootstrap_interval
 
-# Groups of config.json that two seeds of one method may differ in.
+# Sections and fields of config.json that two runs of one method may differ in.
 MAY_DIFFER = ("seed", "checkpoint", "log")
 RESAMPLES = 2000  # of the seeds, for each point
 

@@ -64,7 +64,7 @@ def diagnose(run: Run) -> list[Finding]:
 
 
 def in_words(run: Run, curves: Sequence[Curve] = ()) -> list[str]:
-    """Returns what `diagnose` finds as sentences, then the run's trends beside the paper's.
+    """Returns the findings of `diagnose` as sentences, then the run's trends against the paper's.
 
     Args:
         curves: of the paper; none: no comparison with it.
@@ -101,8 +101,8 @@ def trained_steps(run: Run) -> list[dict[str, float]]:
 
 
 def change(run: Run, metric: str) -> Change | None:
-    """Returns None where fewer than two steps have the metric. Held-out metrics count from the
-    base model and are compared at the first and the last evaluation."""
+    """Returns the change of a metric over a run; None where fewer than two steps have it. Held-out
+    metrics are compared at the first and the last evaluation, the base model's included."""
     if metric.startswith("eval/"):
         values = [numbers[metric] for numbers in run.steps if metric in numbers]
         return Change(values[0], values[-1]) if len(values) > 1 else None

@@ -1,8 +1,8 @@
 """The curves of the DAPO paper (arXiv:2503.14476), from the CSV files in `paper/`.
 
 They are the paths of the paper's vector figures, scaled by the ticks. A file has the columns
-`series`, `step` (gradient updates, 16 per rollout step) and one of values. Figures 3a and 4 to 6
-have no panel on the page of plots.
+`series`, `step` (gradient updates, 16 per rollout step) and one of values. Figures 4 to 6 have no
+panel on the page of plots.
 """
 
 import csv

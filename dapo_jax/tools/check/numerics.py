@@ -113,7 +113,7 @@ def _plain_attention(
     v: np.ndarray,
     d_out: np.ndarray,
 ) -> tuple[np.ndarray, ...]:
-    """Returns causal attention within segments and its gradients by q, k and v."""
+    """Returns causal attention within segments and its gradients w.r.t. q, k and v."""
     G, (T, H) = q.shape[2] // k.shape[2], (q.shape[1], q.shape[3])
     k_all, v_all = np.repeat(k, G, axis=2), np.repeat(v, G, axis=2)
     back_TT = np.arange(T)[:, None] - np.arange(T)[None]

@@ -34,7 +34,7 @@ def counts(store: Store) -> str:
 
 
 def write(store: Store) -> Path:
-    """Writes check.html beside check.json and returns its path."""
+    """Writes check.html next to check.json and returns its path."""
     file = store.file.with_suffix(".html")
     machine = ", ".join(f"{name} {value}" for name, value in (store.machine or {}).items())
     rows = "".join(map(_row, everything(store)))

@@ -296,9 +296,7 @@ def batch_work(
     return total._replace(memory_bytes=total.memory_bytes + state_bytes)
 
 
-def decode_token(
-    config: Config, devices: int, *, slots: int, live: float, cached_tokens: float
-) -> Work:
+def decode_token(config: Config, devices: int, *, slots: int, cached_tokens: float) -> Work:
     """Returns the costs of one token in all slots of one replica:
 
         operations   2 (layers + head) slots + attention of `cached_tokens` pairs
@@ -306,8 +304,7 @@ def decode_token(
 
     Args:
         devices: of the replica. They share both evenly; their exchange is left out.
-        live: slots that hold a sequence.
-        cached_tokens: of all of these together.
+        cached_tokens: of all sequences in slots together.
     """
     c = config.model
     in_layers = 2 * slots * matrices(c).layers + attention_flops(c, cached_tokens)
@@ -415,7 +412,7 @@ def step(
     tokens_a_slot = max(responses * response_tokens / (r.slots * SLOTS_BUSY), r.max_response_tokens)
     live = slots * SLOTS_BUSY
     cached = live * (prompt_tokens + response_tokens / 2)
-    token = decode_token(config, devices, slots=slots, live=live, cached_tokens=cached)
+    token = decode_token(config, devices, slots=slots, cached_tokens=cached)
     prefill = prefill_call(config, devices, prompts=prompts, prompt_tokens=prompt_tokens)
     weights = weights_call(config, sizes)
     m = config.model

@@ -341,8 +341,9 @@ def _setting(config: Config, flags: Flags) -> tuple[Setting, list[str]]:
             return time.longest
 
         def decode(busy: int, cached: float) -> float:
-            tokens = {"live": busy, "cached_tokens": unit * cached}
-            return unit * seconds(estimate.decode_token(config, devices, slots=slots, **tokens))
+            cached_tokens = unit * cached
+            work = estimate.decode_token(config, devices, slots=slots, cached_tokens=cached_tokens)
+            return unit * seconds(work)
 
         page = r.page_tokens
         pages = bucket_sizes(-(-config.data.max_prompt_tokens // page))
