@@ -158,7 +158,7 @@ class RunComponents:
     def warm_up(self, params: Any) -> None:
         """Compiles the programs of the rollouts."""
         samplings = [self.train_sampling, self.eval_sampling]
-        if self.config.objective.advantage == "remax":
+        if self.config.objective.reads("baselines_R"):
             samplings.append(GREEDY)
         modes = dict.fromkeys(sampling.mode for sampling in samplings)
         r, loaded = self.config.rollout, self.engine.load_params(params)

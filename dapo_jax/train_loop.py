@@ -445,7 +445,7 @@ class TrainLoop:
         group's prompt, for other advantages None. A group whose greedy response has no verdict, or
         is invalid, has no baseline and is left out."""
         config, run, _ = self.stage
-        if not groups or config.objective.advantage != "remax":
+        if not groups or not config.objective.reads("baselines_R"):
             return groups, None
         self.telemetry.phase(f"step {step}: greedy baselines of {len(groups)} prompts")
         rule = config.rollout.end_repetition  # as of the responses that it is a baseline of

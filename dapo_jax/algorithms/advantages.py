@@ -488,7 +488,7 @@ def estimate(name: str, outcomes: Outcomes, arguments: Mapping[str, Any]) -> Adv
     chosen = ADVANTAGES[name]
     data = (getattr(outcomes, field) for field in chosen.reads)
     result = chosen.function(*data, **arguments)
-    if name == "gae":
+    if "values_M" in chosen.reads:  # a critic is trained to predict its returns
         advantage_M, return_M = result
         return Advantages(whiten(advantage_M), return_M)
     return Advantages(result if chosen.per_token else np.repeat(result, outcomes.lengths_R), None)

@@ -47,7 +47,7 @@ def importance_weights(
     """
     log_rho_M = log_ratio_M
     if level == "sequence":
-        log_rho_M = _spread(_sums(log_ratio_M, lengths_R), lengths_R)
+        log_rho_M = np.repeat(_sums(log_ratio_M, lengths_R), lengths_R)
     rho_M = np.exp(np.clip(log_rho_M, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     if floor is None:
         return Correction(np.minimum(rho_M, cap), np.ones(len(rho_M), bool))
@@ -103,7 +103,7 @@ def kept_by_divergence(
             x_R = _sums(x_M, lengths_R)
             if reduction == "seq-mean":
                 x_R = x_R / np.maximum(lengths_R, 1)
-        x_M = _spread(x_R, lengths_R)
+        x_M = np.repeat(x_R, lengths_R)
     if divergence == "k1":
         assert floor is not None
         return (x_M >= np.log(floor)) & (x_M <= np.log(cap))
@@ -126,7 +126,7 @@ def kept_by_sequence_masking(
     n_R = np.maximum(lengths_R, 1)
     away_R = _sums(-log_ratio_M, lengths_R) / n_R > delta
     negative_R = _sums(advantage_M, lengths_R) < 0
-    return ~_spread(away_R & negative_R, lengths_R)
+    return ~np.repeat(away_R & negative_R, lengths_R)
 
 
 def correct(
@@ -209,10 +209,6 @@ def mismatch(
 def _sums(x_M: np.ndarray, lengths_R: np.ndarray) -> np.ndarray:
     responses_M = np.repeat(np.arange(len(lengths_R)), lengths_R)
     return np.bincount(responses_M, weights=x_M, minlength=len(lengths_R))
-
-
-def _spread(x_R: np.ndarray, lengths_R: np.ndarray) -> np.ndarray:
-    return np.repeat(x_R, lengths_R)
 
 
 def _split(x_M: np.ndarray, lengths_R: np.ndarray) -> list[np.ndarray]:

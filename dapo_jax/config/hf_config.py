@@ -279,7 +279,7 @@ def _rope(values: Mapping[str, Any], refuse: Any) -> dict[str, Any]:
     scaling = dict(values.get(key) or {})
     theta = float(scaling.pop("rope_theta", None) or values.get("rope_theta") or 10_000.0)
     longest = values.get("max_position_embeddings") or 0
-    found = rope_scaling.bound(scaling, lambda why: refuse(key, why), longest)
+    found = rope_scaling.completed(scaling, lambda why: refuse(key, why), longest)
     return {"rope_theta": theta, "rope_scaling": found}
 
 

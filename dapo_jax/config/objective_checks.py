@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # dapo_jax.config.schema calls these checks
     from dapo_jax.config.schema import Config, CorrectionConfig, ObjectiveConfig
 
 
-def bound(objective: "ObjectiveConfig") -> "ObjectiveConfig":
+def with_arguments(objective: "ObjectiveConfig") -> "ObjectiveConfig":
     """Returns the objective with every argument of its loss and its advantage.
 
     Raises:
@@ -208,11 +208,11 @@ def _check_correction(config: "Config", correction: "CorrectionConfig") -> None:
 
 
 def _check_critic(config: "Config") -> None:
-    critic, advantage = config.critic, config.objective.advantage
-    if (critic is not None) != (advantage == "gae"):
+    critic, o = config.critic, config.objective
+    if (critic is not None) != o.reads("values_M"):
         raise UserError(
             "config.critic is needed when config.objective.advantage is 'gae' and must be None "
-            f"otherwise; got {advantage!r} and critic {'None' if critic is None else 'given'}."
+            f"otherwise; got {o.advantage!r} and critic {'None' if critic is None else 'given'}."
         )
     if critic is not None:
         wanted = f"below config.train.num_steps ({config.train.num_steps})"

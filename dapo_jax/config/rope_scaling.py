@@ -10,7 +10,7 @@ from dapo_jax.utils.fields import FrozenDict
 KINDS = ("linear", "llama3", "yarn")
 
 
-def bound(
+def completed(
     values: Mapping[str, Any], refuse: Callable[[str], UserError], longest: int = 0
 ) -> FrozenDict[Any] | None:
     """Returns the mapping with every key of its rope type; None for the type "default".
@@ -80,7 +80,7 @@ def _attention_factor(values: dict[str, Any], factor: float) -> float | None:
 
 
 def of_field(values: Mapping[str, Any]) -> FrozenDict[Any] | None:
-    """Returns `config.model.rope_scaling`, completed; raises UserError as `bound`."""
+    """Returns `config.model.rope_scaling`, completed; raises UserError as `completed`."""
 
     def refuse(why: str) -> UserError:
         return UserError(
@@ -88,4 +88,4 @@ def of_field(values: Mapping[str, Any]) -> FrozenDict[Any] | None:
             "rope_scaling in Hugging Face's config.json."
         )
 
-    return bound(values, refuse)
+    return completed(values, refuse)

@@ -330,10 +330,11 @@ class ObjectiveConfig:
         """Returns whether the loss depends on the entropies before the first update."""
         return self.top_entropy_share < 1 or self.entropy_adaptation is not None
 
-    @property
-    def reads_energy(self) -> bool:
-        """Returns whether advantages are made of `algorithms.advantages.token_energy`."""
-        return self.advantage == "optimal-token-baseline"
+    def reads(self, field: str) -> bool:
+        """Returns whether advantages are computed from this field of `advantages.Outcomes`."""
+        from dapo_jax.algorithms.advantages import ADVANTAGES  # here: it takes JAX
+
+        return field in ADVANTAGES[self.advantage].reads
 
 
 # A divergence and its reduction.
@@ -468,7 +469,9 @@ class Config:
         """
         config = fields.build(cls, values, "config")
         config = dataclasses.replace(
-            config, model=_bound(config.model), objective=objective_checks.bound(config.objective)
+            config,
+            model=_with_rope_scaling(config.model),
+            objective=objective_checks.with_arguments(config.objective),
         )
         checks.check(config)
         objective_checks.check(config)
@@ -513,7 +516,7 @@ class Config:
         return dataclasses.asdict(self)
 
 
-def _bound(model: ModelConfig) -> ModelConfig:
+def _with_rope_scaling(model: ModelConfig) -> ModelConfig:
     """Completes the rope scaling."""
     if model.rope_scaling is None:
         return model
@@ -523,6 +526,6 @@ def _bound(model: ModelConfig) -> ModelConfig:
 def model_config(values: Mapping[str, Any]) -> ModelConfig:
     """Returns a checked model, for programs without the config of a run; raises UserError as
     `Config.from_dict`."""
-    model = _bound(fields.build(ModelConfig, values, "config.model"))
+    model = _with_rope_scaling(fields.build(ModelConfig, values, "config.model"))
     checks.check_model(model)
     return model

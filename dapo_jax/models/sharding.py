@@ -156,6 +156,12 @@ def check_divides(
             )
 
 
+def with_shardings(shapes: Any, shardings: Any) -> Any:
+    """Returns the shapes and dtypes of arrays that lie as `shardings` says."""
+    of = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+    return jax.tree.map(of, shapes, shardings)
+
+
 def param_shardings(model: ModelConfig, config: MeshConfig, mesh: Mesh) -> Any:
     """Returns the pytree of `NamedSharding` of the parameters.
 

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from dapo_jax.config import Config
 from dapo_jax.models import decoder
-from dapo_jax.models.sharding import own_mesh, rollout_mesh
+from dapo_jax.models.sharding import own_mesh, rollout_mesh, with_shardings
 from dapo_jax.rollout import jetstream, paged
 from dapo_jax.rollout.engine_config import EngineConfig, bucket_sizes, make_engine_config
 from dapo_jax.rollout.jetstream import DecodeOutput
@@ -262,13 +262,10 @@ class DecoderEngine(jetstream.Engine):
         p, config = self._programs, self.config
         if program == "weights":
             return p.lower_move(params)
-        sharded = lambda shapes, at: jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, at
-        )
         if program == "decode":
             unstacked = functools.partial(jax.eval_shape, decoder.unstacked)
-            params = sharded(p.for_decoding(params, unstacked), p.decode_params_at)
-            return p.decode(mode).lower(params, sharded(jax.eval_shape(p.init), p.state_at))
+            params = with_shardings(p.for_decoding(params, unstacked), p.decode_params_at)
+            return p.decode(mode).lower(params, with_shardings(jax.eval_shape(p.init), p.state_at))
         pages = self.prompt_pages[-1]
         if program == "prefill":
             pages = config.pages(config.max_prompt_tokens)
@@ -276,7 +273,7 @@ class DecoderEngine(jetstream.Engine):
         rows = lambda *shape: jax.ShapeDtypeStruct((R, P, *shape), jnp.int32)
         keys = jax.ShapeDtypeStruct((R, P, 2), jnp.uint32)
         tokens = rows(pages * config.page_tokens)
-        return p.prefill.lower(sharded(params, p.params_at), tokens, rows(), keys)
+        return p.prefill.lower(with_shardings(params, p.params_at), tokens, rows(), keys)
 
     def get_prefix_destination_sharding(self) -> Any:
         return None  # prefill and decode share one mesh

@@ -51,7 +51,7 @@ class Endpoint(NamedTuple):
             raise UserError(f"--concurrency must be above 0; got {self.concurrency}.")
 
 
-def many(
+def ask_file(
     endpoint: Endpoint,
     lines: Sequence[Mapping[str, Any]],
     target: Path,

@@ -22,7 +22,7 @@ from dapo_jax.evaluation.benchmark_page import table
 from dapo_jax.evaluation.benchmarks import Benchmark
 from dapo_jax.evaluation.majority_vote import equivalences
 from dapo_jax.models import decoder, lora
-from dapo_jax.models.sharding import make_mesh, param_shardings
+from dapo_jax.models.sharding import make_mesh, param_shardings, with_shardings
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.scorers import load_scorer
 from dapo_jax.rewards.types import Rubric, parse_scorers
@@ -294,11 +294,7 @@ def load_params(
     if workdir is not None:
         run = _run_of(config, workdir)
         shardings = param_shardings(config.model, config.mesh, mesh)
-        shapes = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-            decoder.param_shapes(config.model),
-            shardings,
-        )
+        shapes = with_shardings(decoder.param_shapes(config.model), shardings)
         place = run_directory.checkpoints(workdir, run)
         trained, frozen = lora.split(shapes)
         step, trained = restore_part(place, step, ("policy", "params"), trained)

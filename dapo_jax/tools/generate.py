@@ -95,17 +95,19 @@ def generate(flags: Mapping[str, Any]) -> int | None:
         raise UserError("--json is for --prompt: --output is JSON already.")
     request.check()
     if flags["prompts"]:
-        return many(request, *(Path(flags[name]).expanduser() for name in ("prompts", "output")))
+        return sample_file(
+            request, *(Path(flags[name]).expanduser() for name in ("prompts", "output"))
+        )
     prompt, ids = flags["prompt"], flags["prompt_token_ids"]
     if not prompt:
         try:
             prompt = [int(token) for token in ids.split(",")]
         except ValueError:
             raise UserError(f"--prompt_token_ids={ids} must be integers and commas.") from None
-    return one(request, prompt, as_json=flags["json"])
+    return print_samples(request, prompt, as_json=flags["json"])
 
 
-def one(request: Request, prompt: str | Sequence[int], *, as_json: bool) -> int | None:
+def print_samples(request: Request, prompt: str | Sequence[int], *, as_json: bool) -> int | None:
     """Prints samples of one prompt, a text or token ids: as they come, or as one JSON object."""
     if as_json:
         (found,), stopped_by = samples(request, [prompt])
@@ -114,9 +116,9 @@ def one(request: Request, prompt: str | Sequence[int], *, as_json: bool) -> int 
         return stopped_by
     writer = _Writer(request, needs_text=isinstance(prompt, str))
     streams = _Streams(request.num_samples, writer.stream, sys.stdout)
-    for turn in writer.turns([writer.problem(0, prompt)], stream=True):
-        if turn.tokens:
-            streams.show(turn.tokens)
+    for output in writer.outputs([writer.problem(0, prompt)], stream=True):
+        if output.tokens:
+            streams.show(output.tokens)
     return writer.stopped_by
 
 
@@ -135,8 +137,8 @@ def samples(
     writer = _Writer(request, needs_text=any(isinstance(prompt, str) for prompt in prompts))
     problems = [writer.problem(number, prompt) for number, prompt in enumerate(prompts)]
     ended: list[dict[int, Response]] = [{} for _ in problems]
-    for turn in writer.turns(problems):
-        for index, sample, response, _ in turn.finished:
+    for output in writer.outputs(problems):
+        for index, sample, response, _ in output.finished:
             ended[index][sample] = response
     found = [
         {"prompt": problem.prompt if isinstance(prompt, str) else list(prompt)}
@@ -146,7 +148,7 @@ def samples(
     return found, writer.stopped_by
 
 
-def many(request: Request, source: Path, target: Path) -> int | None:
+def sample_file(request: Request, source: Path, target: Path) -> int | None:
     """Writes samples of every prompt of a jsonl file, a line of `target` for each, in order.
 
     Each line is the source's with "samples" and the settings in "sampled_with". A sample depends on
@@ -170,11 +172,11 @@ def many(request: Request, source: Path, target: Path) -> int | None:
     written, num, tokens = 0, 0, 0
     start = reported = time.monotonic()
     with target.open("a", encoding="utf-8") as out:
-        for turn in writer.turns(problems):
-            for index, sample, response, _ in turn.finished:
+        for output in writer.outputs(problems):
+            for index, sample, response, _ in output.finished:
                 ended[index][sample] = response
                 tokens += len(response.tokens)
-            num += len(turn.finished)
+            num += len(output.finished)
             # In prompt order: a stopped file is a prefix of the whole one.
             while written < len(problems) and len(ended[written]) == request.num_samples:
                 said = lines[done + written] | _said(problems[written], ended[written])
@@ -182,7 +184,7 @@ def many(request: Request, source: Path, target: Path) -> int | None:
                 out.flush()
                 written += 1
             now, total = time.monotonic(), len(problems) * request.num_samples
-            if num and turn.finished and (now - reported > REPORT_EVERY_SECONDS or num == total):
+            if num and output.finished and (now - reported > REPORT_EVERY_SECONDS or num == total):
                 reported = now
                 writer.progress.say(
                     f"{num} of {total} samples, {tokens / (now - start):,.0f} tokens per second, "
@@ -227,7 +229,7 @@ class _Writer:
             return lambda token: f"{token} "
         return text_stream(self.tokenizer)
 
-    def turns(
+    def outputs(
         self, problems: Sequence[Problem], *, stream: bool = False
     ) -> Iterator[SchedulerOutput]:
         """Yields after each engine call, until all responses end or a signal comes.
@@ -274,8 +276,8 @@ class _Writer:
                         GenerationSettings(request.num_samples, stop_strings=stops, stream=stream),
                         telemetry,
                     )
-                    for turn in loop.run():
-                        yield turn
+                    for output in loop.run():
+                        yield output
                         telemetry.check_stop()
             except StopRequested:
                 self.stopped_by = signals.received

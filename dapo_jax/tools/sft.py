@@ -31,9 +31,8 @@ from dapo_jax.models.sharding import (
     initial_params,
     make_mesh,
     parts_of,
-    row_sharding,
     to_host,
-    to_mesh,
+    with_shardings,
 )
 from dapo_jax.runs import run_directory
 from dapo_jax.runs.checkpoint import Checkpoints
@@ -266,11 +265,7 @@ class FineTuning:
         """Restores the newest checkpoint, or loads the base model and evaluates it."""
         config, progress, directory = self.config, self.progress, self.directory
         new_state = functools.partial(train_step.model_state, config.optimizer)
-        like = jax.tree.map(
-            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
-            state_shapes(config),
-            self.state_at,
-        )
+        like = with_shardings(state_shapes(config), self.state_at)
         progress.doing("looking for a checkpoint")
         found = self.checkpoints.restore(like.saved)
         if found is not None:
@@ -364,9 +359,9 @@ class FineTuning:
     def _micro_batches(self, rows: Rows, num: int) -> tuple[Rows, np.int32]:
         """Returns the rows as `num` micro-batches on the devices, and how many hold data."""
         B = self.config.train.rows_per_micro_batch
-        stacked = packing.to_micro_batches(rows, rows_per_micro_batch=B, num_micro_batches=num)
-        used = packing.used_micro_batches(len(rows.tokens_BT), B)
-        return to_mesh(stacked, row_sharding(self.mesh, batch_dim=1)), np.int32(used)
+        return train_step.micro_batches_on(
+            self.mesh, rows, rows_per_micro_batch=B, num_micro_batches=num
+        )
 
     def _evaluate(self, state: TrainState) -> dict[str, float]:
         """Returns the held-out loss in nats per token, where examples are held out."""

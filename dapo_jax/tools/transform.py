@@ -271,7 +271,7 @@ def from_endpoint(endpoint: Endpoint, say: Callable[[str], None]) -> Replies:
 
     def replies(source: Path, target: Path, num_samples: int) -> bool:
         lines = read_prompts(source)
-        chat_endpoint.many(endpoint, lines, target, num_samples=num_samples, say=say)
+        chat_endpoint.ask_file(endpoint, lines, target, num_samples=num_samples, say=say)
         return True
 
     return replies
@@ -283,13 +283,13 @@ def from_model(flags: Mapping[str, Any]) -> Replies:
     Args:
         flags: model, temperature, max_new_tokens, seed, chat and slots.
     """
-    from dapo_jax.tools.generate import Request, many
+    from dapo_jax.tools.generate import Request, sample_file
 
     def replies(source: Path, target: Path, num_samples: int) -> bool:
         given = {name: flags[name] for name in flags if name in Request._fields}
         given |= dict(num_samples=num_samples, top_p=1.0, top_k=0, min_p=0.0, dtype="", stop="")
         request = Request(**given)
         request.check()
-        return many(request, source, target) is None
+        return sample_file(request, source, target) is None
 
     return replies

@@ -31,7 +31,6 @@ from dapo_jax.models import (
     sharding,
 )
 from dapo_jax.models.attention import cudnn, kernels, xla, zigzag
-from dapo_jax.models.sharding import initial_params, param_shardings
 from dapo_jax.runs.checkpoint import Checkpoints
 from dapo_jax.training import optimizer, packing, pretrain, supervised
 from dapo_jax.training import step as train_step
@@ -106,7 +105,7 @@ def load_or_make(
         return params, time.monotonic() - start
     if config.pretrain is None:
         say("base model: random parameters, from config.seed")
-        return initial_params(config.model, config.mesh, mesh, config.seed), 0.0
+        return sharding.initial_params(config.model, config.mesh, mesh, config.seed), 0.0
     cache = _cache_directory() / fingerprint(config)
     directory = directory or cache
     copies = directory != cache and process_group.is_primary  # from and to the cache
@@ -171,11 +170,8 @@ def _restore(config: Config, mesh: Mesh, place: Path) -> tuple[decoder.Params, f
     """Returns the parameters and seconds that are kept in a place, if any."""
     if not place.is_dir():
         return None
-    like = jax.tree.map(
-        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
-        decoder.param_shapes(config.model),
-        param_shardings(config.model, config.mesh, mesh),
-    )
+    at = sharding.param_shardings(config.model, config.mesh, mesh)
+    like = sharding.with_shardings(decoder.param_shapes(config.model), at)
     with Checkpoints(place, keep_newest=1, keep_best=0) as checkpoints:
         restored = checkpoints.restore(like)
     return None if restored is None else (restored[1], restored[2]["seconds"])

@@ -96,15 +96,15 @@ def make_samples(
     joined = lambda arrays, dtype: np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype)
     components = [reward_components(config, group) for group in groups]
     steps: tuple[Any, ...] = ((),) * len(responses)
-    if o.advantage == "grpo-process":
+    if o.reads("steps"):
         steps = tuple(
             _steps_in_tokens(r, verdict, detokenize)
             for (_, _, r), verdict in zip(responses, verdicts)
         )
-        if responses and not (any(steps) or o.advantage_args["outcome_as_step"]):
+        if responses and not (any(steps) or o.advantage_args.get("outcome_as_step")):
             raise RunError(
                 f"step {step}: no response has a step, and config.objective.advantage is "
-                "'grpo-process'. Set config.reward.scorer to one that returns steps "
+                f"{o.advantage!r}. Set config.reward.scorer to one that returns steps "
                 "(docs/objective.md), or config.objective.advantage_args.outcome_as_step to True."
             )
     return Samples(

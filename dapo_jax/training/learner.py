@@ -18,7 +18,7 @@ from dapo_jax.algorithms import advantages, aggregation, entropy
 from dapo_jax.algorithms.kl import reward_kl
 from dapo_jax.config import Config
 from dapo_jax.models import decoder, lora
-from dapo_jax.models.sharding import BATCH_AXES, parts_of, row_sharding, to_host, to_mesh
+from dapo_jax.models.sharding import BATCH_AXES, parts_of, row_sharding, to_host, with_shardings
 from dapo_jax.training import critic, metrics, packing
 from dapo_jax.training import step as train_step
 from dapo_jax.training.batch import (
@@ -37,7 +37,6 @@ from dapo_jax.utils.precision import multiply_in
 from dapo_jax.utils.random_streams import named_generator
 
 MAX_NONFINITE_UPDATES = 3  # skipped updates in a row that end the run
-MicroBatches = tuple[Rows, np.int32]  # rows [A, B, T] on the device, micro-batches used
 
 
 class LearnerState(NamedTuple):
@@ -58,7 +57,7 @@ class MiniBatch(NamedTuple):
     responses: slice
     tokens: slice
     packed: packing.Packed
-    on_device: MicroBatches | None  # None: no forward pass comes before the update
+    on_device: train_step.MicroBatches | None  # None: no forward pass comes before the update
 
 
 class _Updates(NamedTuple):
@@ -120,7 +119,7 @@ class Learner:
             self.update_critic: Any = critic.jitted_update(config, mesh)
         o = config.objective
         self.needs_reference, self.needs_current = o.reads_reference, config.reads_current_log_probs
-        self.needs_energy, self.needs_entropy = o.reads_energy, o.reads_entropy
+        self.needs_energy, self.needs_entropy = o.reads("energy_M"), o.reads_entropy
         self.needs_base = self.needs_reference or config.model.lora_rank > 0  # to resume
         self.adapts_entropy = o.entropy_adaptation is not None
         self.needs_forward_pass = (
@@ -139,11 +138,7 @@ class Learner:
 
     def state_like(self) -> LearnerState:
         """Returns shapes, dtypes and shardings of the state."""
-        return jax.tree.map(
-            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
-            state_shapes(self.config),
-            self._shardings(),
-        )
+        return with_shardings(state_shapes(self.config), self._shardings())
 
     def compile(self) -> None:
         """Compiles every program of `train_on`, which then compiles none.
@@ -501,14 +496,13 @@ class Learner:
         mine = mine._replace(weight_M=mine.mask_M * np.repeat(weights.numerator_R, lengths_R))
         return packing.fill(batch.packed, **mine.of_rows()), np.float32(weights.denominator)
 
-    def _micro_batches(self, rows: Rows) -> MicroBatches:
-        B = self.config.train.rows_per_micro_batch
-        stacked = packing.to_micro_batches(
-            rows, rows_per_micro_batch=B, num_micro_batches=packing.max_micro_batches(self.config)
+    def _micro_batches(self, rows: Rows) -> train_step.MicroBatches:
+        return train_step.micro_batches_on(
+            self.mesh,
+            rows,
+            rows_per_micro_batch=self.config.train.rows_per_micro_batch,
+            num_micro_batches=packing.max_micro_batches(self.config),
         )
-        used = packing.used_micro_batches(len(rows.tokens_BT), B)
-        on_mesh = to_mesh(stacked, row_sharding(self.mesh, batch_dim=1))
-        return on_mesh, np.int32(used)
 
     def _check_skipped(self, results: Sequence[Any], step: int) -> None:
         in_a_row = 0
@@ -532,6 +526,6 @@ def _mean(x_n: np.ndarray) -> float:
     return float(x_n.mean(dtype=np.float64)) if len(x_n) else 0.0
 
 
-def _on_device(batch: MiniBatch) -> MicroBatches:
+def _on_device(batch: MiniBatch) -> train_step.MicroBatches:
     assert batch.on_device is not None
     return batch.on_device

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -24,12 +25,17 @@ from dapo_jax.models.sharding import (
     param_shardings,
     replicated,
     row_sharding,
+    to_mesh,
 )
+from dapo_jax.training import packing
 from dapo_jax.training.optimizer import make_optimizer
 from dapo_jax.types import Array, Rows
 from dapo_jax.utils.precision import sum_dtype
 
 TokenStatistic = Literal["log_prob", "entropy", "collision"]  # of `log_probs.TokenStatistics`
+
+
+MicroBatches = tuple[Rows, np.int32]  # rows [A, B, T] on the devices, micro-batches used
 
 
 class TrainState(NamedTuple):
@@ -422,6 +428,18 @@ def jitted_log_probs(
         return getattr(found, f"{statistic}_BT")
 
     return jitted_map(of_rows, param_shardings(model, mesh_config, mesh), mesh)
+
+
+def micro_batches_on(
+    mesh: Mesh, rows: Rows, *, rows_per_micro_batch: int, num_micro_batches: int
+) -> MicroBatches:
+    """Returns packed rows [rows, T] as `num_micro_batches` micro-batches on the mesh."""
+    B = rows_per_micro_batch
+    stacked = packing.to_micro_batches(
+        rows, rows_per_micro_batch=B, num_micro_batches=num_micro_batches
+    )
+    used = packing.used_micro_batches(len(rows.tokens_BT), B)
+    return to_mesh(stacked, row_sharding(mesh, batch_dim=1)), np.int32(used)
 
 
 def jitted_map(

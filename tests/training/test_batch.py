@@ -6,6 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
+from dapo_jax.algorithms import advantages
 from dapo_jax.algorithms.kl import adapted_kl_coefficient
 from dapo_jax.config import CorrectionConfig
 from dapo_jax.data.arithmetic import score_steps
@@ -275,6 +276,18 @@ def test_a_step_that_ends_with_the_text_ends_with_the_response():
     group = group._replace(verdicts=(verdict, group.verdicts[1]))
     samples = make_samples(tiny_config(**PROCESS), [group], 1, decode)
     assert samples.steps == (((1, 1.0), (3, -1.0)), ())
+
+
+def test_an_estimator_of_a_users_own_is_given_the_steps_that_it_reads(monkeypatch):
+    mine = advantages.Advantage(lambda steps, rewards_R: rewards_R, ("steps", "rewards_R"))
+    monkeypatch.setitem(advantages.ADVANTAGES, "mine", mine)
+    config = tiny_config(objective__advantage="mine", objective__advantage_args={})
+    group = make_group([True, False], lengths=[5, 4])
+    verdict = group.verdicts[0]._replace(steps=((1, 1.0),))
+    group = group._replace(verdicts=(verdict, group.verdicts[1]))
+    texts = lambda sequences: ["abcde"[: len(tokens)] for tokens in sequences]
+    assert [len(of) for of in make_samples(config, [group], 1, texts).steps] == [1, 0]
+    assert not config.objective.reads("energy_M") and not config.objective.reads("baselines_R")
 
 
 def test_process_supervision_without_a_step_is_refused():

@@ -374,7 +374,7 @@ def scoring_passes(config: Config) -> int:
     """Returns how often a step computes log-probs of its batch outside the update."""
     o, recompute = config.objective, config.rollout.log_prob_source == "recompute"
     passes = recompute, config.reads_current_log_probs
-    return sum((*passes, o.reads_reference, o.reads_energy, o.reads_entropy))
+    return sum((*passes, o.reads_reference, o.reads("energy_M"), o.reads_entropy))
 
 
 def group_tokens(config: Config, prompt_tokens: int, response_tokens: int) -> int:

@@ -52,7 +52,7 @@ class Flags(NamedTuple):
     split: str | None = None
 
 
-class Work(NamedTuple):
+class SimulatedWork(NamedTuple):
     """The work of the simulated hosts."""
 
     groups: workload.Workload
@@ -211,7 +211,7 @@ def simulate(config: Config, flags: Flags, say: Callable[[str], None]) -> dict[s
     return result
 
 
-def _work(config: Config, flags: Flags) -> Work:
+def _work(config: Config, flags: Flags) -> SimulatedWork:
     r = config.rollout
     if flags.lengths_from is not None:
         measured = workload.of_run(Path(flags.lengths_from), config)
@@ -221,7 +221,7 @@ def _work(config: Config, flags: Flags) -> Work:
             f"{measured.tokens:,.0f} tokens on average, {measured.accept:.0%} informative"
         )
         seconds = measured.seconds[:steps]
-        return Work(measured.workload, steps, measured.tokens, assumption, None, seconds)
+        return SimulatedWork(measured.workload, steps, measured.tokens, assumption, None, seconds)
     steps, accept = flags.simulate_steps or 3, flags.accept or 0.4
     usual = min(MEAN_TOKENS, max(1, r.max_response_tokens // 4))
     text = flags.length_distribution or f"lognormal:{usual}:1"
@@ -236,7 +236,7 @@ def _work(config: Config, flags: Flags) -> Work:
         f"{np.mean(some == r.max_response_tokens):.1%} of {r.max_response_tokens:,}; "
         f"{accept:.0%} of the prompts informative"
     )
-    return Work(groups, steps, some.mean(), assumption, lengths, None)
+    return SimulatedWork(groups, steps, some.mean(), assumption, lengths, None)
 
 
 def _split(

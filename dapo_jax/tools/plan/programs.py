@@ -16,7 +16,13 @@ from jax.sharding import Mesh
 
 from dapo_jax.config import Config
 from dapo_jax.models import decoder, lora
-from dapo_jax.models.sharding import check_batch_shapes, param_shardings, rollout_mesh, row_sharding
+from dapo_jax.models.sharding import (
+    check_batch_shapes,
+    param_shardings,
+    rollout_mesh,
+    row_sharding,
+    with_shardings,
+)
 from dapo_jax.rollout import memory_budget
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.engine_config import EngineConfig, make_engine_config
@@ -145,9 +151,7 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
     if engine_config.num_pages is not None:
         found[PREEMPTED] = program(lower(PREEMPTED), read, copy, cache=pool, **twice)
     if copy:
-        here = jax.tree.map(
-            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), params, params_at
-        )
+        here = with_shardings(params, params_at)
         found["weights"] = program(
             lambda: engine.lower(here, "weights", engine_config.params.mode), own
         )
