@@ -16,7 +16,7 @@ UPDATES = 8  # of a rollout step of the other rows
 
 
 def scalerl(c: ConfigDict) -> None:
-    """ScaleRL's method: steps of one update, of which eight sample ahead, as its PipelineRL-8."""
+    """ScaleRL's method: one update a step, and sampling up to eight steps ahead (PipelineRL-8)."""
     c.train.prompts_per_step //= UPDATES
     c.train.num_steps *= UPDATES
     c.evaluation.every_steps *= UPDATES

@@ -8,8 +8,8 @@ Time:      not yet run on any of them
 Result:    none yet. Others report 77.9 % of the test split after GRPO with LoRA of rank 32:
            github.com/verl-project/verl, docs/algo/baseline.md
 
-The base is frozen in bfloat16, adapters of rank 32 stand beside all linear layers, and the rate is
-ten times that of training all parameters (docs/lora.md). All else is as in qwen0_5b_gsm8k.
+The base is frozen in bfloat16. All linear layers have adapters of rank 32. The learning rate is ten
+times that of training all parameters (docs/lora.md). All else is as in qwen0_5b_gsm8k.
 """
 
 from ml_collections import ConfigDict

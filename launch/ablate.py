@@ -41,6 +41,8 @@ def main(argv: list[str]) -> int:
 
         config, model = flags["config"], flags["model"]
         rows = flags["rows"].split(",") if flags["rows"] else row_names(config)
+        if len(set(rows)) < len(rows):
+            raise UserError(f"--rows={flags['rows']} names a row twice: leave one out.")
         of_rows = {row: load_config(f"{config}:{row}", {}, model=model or None) for row in rows}
         for name in ("seeds", "processes"):
             if flags[name] < 1:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit status: 0 done, 2 the user's mistake, 1 a failure."""
+    """Returns the exit status: 0 done, 2 the user's mistake, 1 a failure, 130 stopped by Ctrl-C."""
     sys.path.insert(0, str(ROOT))
     from dapo_jax.config.cli import fail, parse_flags
 
@@ -46,6 +46,9 @@ def main(argv: list[str]) -> int:
         print(export(place("workdir"), step, place("output"), dtype, adapter=adapter))
         if flags["push_to_hub"]:
             print(hf_hub.upload(place("output"), flags["push_to_hub"]))
+    except KeyboardInterrupt:
+        print("stopped; empty --output before the next start", file=sys.stderr)
+        return 130
     except Exception as error:
         return fail(error)
     return 0

@@ -27,7 +27,8 @@ source "$(dirname "$0")/common.sh"
 most=5 pause_seconds=10
 parse "most pause_seconds" "" "$@"
 [ ${#rest[@]} -gt 0 ] || fail "the command is missing: launch/restart.sh [FLAGS] -- COMMAND..."
-need_numbers 0 most pause_seconds
+need_numbers 1 most
+need_numbers 0 pause_seconds
 
 child='' signal='' interrupted=''
 

@@ -78,8 +78,11 @@ job() {
   exit "$status"
 }
 
-given=()
-for argument in "$@"; do [ "$argument" = --dry_run ] || given+=("$argument"); done
+given=() before=1 # --dry_run after -- belongs to launch/train.py
+for argument in "$@"; do
+  [ "$argument" != -- ] || before=''
+  [ -n "$before" ] && [ "$argument" = --dry_run ] || given+=("$argument")
+done
 parse "nodes gpus_per_node cpus_per_process processes_per_node time partition account \
 compilation_cache env" "" "$@"
 need nodes gpus_per_node cpus_per_process

@@ -157,8 +157,11 @@ case "$command" in
   create | setup | manifest | start | status | tail | stop | delete | run) shift ;;
   *) fail "a command is needed: create, setup, manifest, start, status, tail, stop, delete or run." ;;
 esac
-given=()
-for argument in "$@"; do [ "$argument" = --dry_run ] || given+=("$argument"); done
+given=() before=1 # --dry_run after -- belongs to launch/train.py
+for argument in "$@"; do
+  [ "$argument" != -- ] || before=''
+  [ -n "$before" ] && [ "$argument" = --dry_run ] || given+=("$argument")
+done
 parse "project zone cluster name tpu_type accelerator topology chips_per_host image storage storage_gb \
 storage_tier reservation max_restarts env" "spot on_demand" "$@"
 need_numbers 1 chips_per_host storage_gb

@@ -42,11 +42,12 @@ def generate_problems(
     rng = np.random.default_rng([seed, int(heldout)])
     share = (1 if heldout else HELDOUT_ONE_IN - 1) / HELDOUT_ONE_IN
     for level in levels:
+        needed = num * levels.count(level) / len(levels)  # a level may be named twice
         # Up to nine tenths of them, rejection sampling stays quick.
-        if num / len(levels) > 0.9 * share * 9**level:
+        if needed > 0.9 * share * 9**level:
             raise ValueError(
                 f"{level} terms give about {share * 9**level:.0f} distinct problems; "
-                f"{num} over {len(levels)} levels need {num / len(levels):.0f}"
+                f"{num} over the levels need {needed:.0f}"
             )
     seen: set[tuple[int, ...]] = set()
     while len(seen) < num:

@@ -1,4 +1,4 @@
-"""Supervised examples: conversations as tokens, with a mask of those that the assistant writes."""
+"""Supervised examples: conversations as tokens, with a mask of the assistant's tokens."""
 
 import hashlib
 import itertools
@@ -96,7 +96,7 @@ def fingerprint(examples: Sequence[Example]) -> str:
 def _prepare(
     config: SftConfig, source: ExamplesConfig, tokenizer: Any, field: str
 ) -> tuple[list[Example], list[str]]:
-    """Returns the examples of one source, and the reasons of those that are left out."""
+    """Returns the examples of one source, and for each one left out the reason."""
     unusable: list[str] = []
 
     def leave_out(reason: str) -> None:

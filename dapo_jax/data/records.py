@@ -4,6 +4,7 @@ Two schemas are read. In plain columns the prompt is a text. In verl's it is the
 and the answer is `reward_model.ground_truth`. The columns are configured, or found by name.
 """
 
+import codecs
 import json
 import math
 import re
@@ -121,7 +122,7 @@ def _parquet(file: Path, field: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode())
+        row = json.loads(line.removeprefix(codecs.BOM_UTF8).decode())
     except UnicodeDecodeError as error:
         raise UserError(
             f"{where} is not UTF-8: byte {line[error.start]:#04x} at byte {error.start + 1} of the "

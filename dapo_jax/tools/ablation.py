@@ -85,6 +85,11 @@ def place(workdir: Path, row: str, seed: int) -> Path:
     return workdir / row / f"seed_{seed}"
 
 
+def is_done(workdir: Path, row: str, seed: int) -> bool:
+    """Returns whether the run of a row and seed has reached its last step."""
+    return (place(workdir, row, seed) / "summary.json").exists()
+
+
 def row_names(config: str) -> list[str]:
     """Returns the names of the rows of a config file, in its order.
 
@@ -108,7 +113,7 @@ def check_done(configs: Mapping[str, Config], seeds: Sequence[int], workdir: Pat
     """
     for (row, config), seed in itertools.product(configs.items(), seeds):
         directory = place(workdir, row, seed)
-        if (directory / "summary.json").exists():
+        if is_done(workdir, row, seed):
             try:
                 old = run_directory.read_config(directory / "config.json")
             except run_directory.UNREADABLE as error:
@@ -143,11 +148,10 @@ def run_all(
         RunError: a run failed; finished runs are kept, and the same call resumes.
         StopRequested: SIGTERM came; it was sent to the runs too.
     """
-    jobs = [(row, seed) for seed in seeds for row in rows]
-    count = len(jobs)
-    jobs = [job for job in jobs if not (place(workdir, *job) / "summary.json").exists()]
+    every = [(row, seed) for seed in seeds for row in rows]
+    jobs = [job for job in every if not is_done(workdir, *job)]
     print(
-        f"{len(jobs)} of {count} runs to do, {processes} at a time; "
+        f"{len(jobs)} of {len(every)} runs to do, {processes} at a time; "
         f"the log of each is {workdir}/ROW/seed_S/log.txt",
         flush=True,
     )
@@ -155,13 +159,13 @@ def run_all(
     first = [job for job in jobs if job[0] == rows[0]]
     others = [job for job in jobs if job[0] != rows[0]]
     for part in (first, others):
-        _run_jobs(config, part, count, workdir, processes, flags)
+        _run_jobs(config, part, every, workdir, processes, flags)
 
 
 def _run_jobs(
     config: str,
     jobs: Sequence[tuple[str, int]],
-    count: int,
+    every: Sequence[tuple[str, int]],
     workdir: Path,
     processes: int,
     flags: Sequence[str],
@@ -203,7 +207,7 @@ def _run_jobs(
             if failed:
                 break
             left = (time.monotonic() - started) / done * (len(jobs) - done)
-            total = sum(1 for _ in workdir.glob("*/seed_*/summary.json"))
+            total, count = sum(is_done(workdir, *each) for each in every), len(every)
             name = place(workdir, *job).relative_to(workdir)
             print(f"{total}/{count} runs, {name}, {duration(left)} left of this part", flush=True)
     if failed:
@@ -280,7 +284,7 @@ def _figure(methods: dict[str, Method]) -> bytes:
         (by_step, "step", 1, "rollout steps"),
         (by_tokens, "tokens", 1000, "thousand tokens sampled"),
     ):
-        for colour, row in zip(COLOURS, curves):
+        for colour, row in zip(itertools.cycle(COLOURS), curves):
             points = methods[row].points("eval/avg@k", x)
             xs, ys = [p.x / unit for p in points], [100 * p.value for p in points]
             axis.plot(xs, ys, color=colour, marker="o", markersize=3, label=row)

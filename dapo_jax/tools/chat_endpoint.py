@@ -35,11 +35,13 @@ class Endpoint(NamedTuple):
 
     def check(self) -> None:
         """Raises UserError for a value that cannot be used."""
-        parts = urllib.parse.urlsplit(self.url)
+        wanted = f"--endpoint must be a URL such as http://localhost:8000/v1; got {self.url!r}."
+        try:
+            parts = urllib.parse.urlsplit(self.url)
+        except ValueError as error:  # of a bracket that does not close
+            raise UserError(wanted) from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(
-                f"--endpoint must be a URL such as http://localhost:8000/v1; got {self.url!r}."
-            )
+            raise UserError(wanted)
         if parts.username or parts.password or parts.query:
             raise UserError(
                 f"--endpoint holds a name, password or query, which would be stored. Put the key "
@@ -72,7 +74,8 @@ def ask_file(
     """
     settings = endpoint._asdict() | {"num_samples": num_samples}
     del settings["concurrency"]  # replies do not depend on it
-    lines = [{**line, "sampled_with": settings} for line in lines]
+    given = [{name: x for name, x in line.items() if name != "samples"} for line in lines]
+    lines = [{**line, "sampled_with": settings} for line in given]
     done = done_before(target, lines)
     start = reported = time.monotonic()
     pool = ThreadPoolExecutor(endpoint.concurrency)
@@ -122,6 +125,14 @@ def ask(endpoint: Endpoint, prompt: str, num_samples: int) -> list[str]:
     return texts[:num_samples]
 
 
+def _body(error: urllib.error.HTTPError) -> str:
+    """Returns the beginning of the text that came with an error, or the error's reason."""
+    try:
+        return error.read()[:200].decode("utf-8", "replace")
+    except (OSError, http.client.HTTPException):  # the connection was lost
+        return str(error.reason)
+
+
 def _post(url: str, body: dict[str, Any]) -> Any:
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get(KEY):
@@ -134,8 +145,7 @@ def _post(url: str, body: dict[str, Any]) -> Any:
             with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
                 return json.loads(answer.read())
         except urllib.error.HTTPError as error:
-            what = f"HTTP {error.code}: {error.read()[:200].decode('utf-8', 'replace')}"
-            passes = error.code in MAY_PASS
+            what, passes = f"HTTP {error.code}: {_body(error)}", error.code in MAY_PASS
         except (OSError, http.client.HTTPException, ValueError) as error:
             what, passes = f"{type(error).__name__}: {error}", True
         if wait is None or not passes:

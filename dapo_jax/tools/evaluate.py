@@ -239,7 +239,10 @@ def _sources(config: Config, request: Request) -> dict[str, SourceConfig]:
     """Returns the benchmarks by their names."""
     chosen = {name: _source(config, name) for name in request.benchmarks}
     if len({_name(path) for path in chosen}) < len(chosen):
-        raise UserError(f"--benchmarks={','.join(chosen)}: two of them have one name.")
+        raise UserError(
+            f"--benchmarks={','.join(chosen)}: two of them have one name (a file's is its stem, "
+            "train/NAME's is NAME). Evaluate them in two calls, each with its own --output."
+        )
     sources = {_name(path): source for path, source in chosen.items()} or config.data.heldout
 
     def changed(source: SourceConfig) -> SourceConfig:

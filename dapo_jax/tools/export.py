@@ -9,7 +9,6 @@ import jax
 
 from dapo_jax.config import Config, ModelConfig, hf_config
 from dapo_jax.data.tokenizer import load_tokenizer, stop_tokens
-from dapo_jax.distributed.preemption import StopSignals
 from dapo_jax.models import decoder, hf_weights, lora, peft_adapter
 from dapo_jax.models.sharding import fitting, make_mesh
 from dapo_jax.runs import run_directory
@@ -59,8 +58,8 @@ def export(
     config = dataclasses.replace(config, mesh=fitting(config.model, jax.device_count()))
     progress = Progress(0)
     mesh = make_mesh(config.mesh)
-    with StopSignals(progress) as signals:
-        label, params = load_params(config, workdir, step, mesh, tokenizer, progress, signals.check)
+    # Nothing can be saved half done: signals end the process as usual.
+    label, params = load_params(config, workdir, step, mesh, tokenizer, progress, lambda: None)
     if adapter:
         tokenizer.save_pretrained(str(output))
         peft_adapter.save(config.model, params, output, dtype)

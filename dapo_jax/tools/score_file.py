@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -98,9 +99,9 @@ def score_records(
 
 def _rubric(scorer: str, timeout_seconds: float, workers: int) -> Rubric:
     """Returns the scorers as they are weighted; raises UserError for a value that is wrong."""
-    if timeout_seconds <= 0 or workers < 1:
+    if not 0 < timeout_seconds < math.inf or workers < 1:
         raise UserError(
-            "--timeout_seconds must be above 0 and --workers at least 1; got "
+            "--timeout_seconds must be above 0 and finite, and --workers at least 1; got "
             f"{timeout_seconds:g} and {workers}."
         )
     try:

@@ -179,7 +179,8 @@ def _rows(settings: Settings) -> Iterator[dict[str, Any]]:
     columns = Columns(
         settings.prompt_key or (known.prompt_key if known else None),
         settings.answer_key or (known.answer_key if known else None),
-        known.answer_in if known else None,
+        # Known for the data set's own column only.
+        known.answer_in if known and not settings.answer_key else None,
     )
     split = known.splits[0] if known and known.splits else None
     index = 0

@@ -371,6 +371,13 @@ def test_generated_problems(config):
         load(config, many, tokenizer, field="config.data.train", say=said.append)
 
 
+def test_a_level_that_is_named_twice_gives_no_more_problems():
+    found = arithmetic.generate_problems(50, levels=(2, 2), heldout=False, seed=0)
+    assert len(set(found)) == 50
+    with pytest.raises(ValueError, match="2 terms give about 6. distinct problems; 100 over"):
+        arithmetic.generate_problems(100, levels=(2, 2), heldout=False, seed=0)
+
+
 def test_the_rubric_of_the_source_comes_before_that_of_the_config():
     own = source_dict("a", scorer="math_dapo + 0.1 * answer_format")
     chosen = {"a": SourceConfig(**own), "b": SourceConfig(**source_dict("b"))}

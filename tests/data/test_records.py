@@ -325,3 +325,10 @@ def test_an_unreadable_file_is_named(tmp_path, place, suffix):
         read(file)
     assert str(error.value).startswith(f"{FIELD}: cannot read {file}: ")
     assert wanted in str(error.value).removeprefix(f"{FIELD}: cannot read {file}: ")
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path):
+    file = tmp_path / "windows.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + line("q", "7").encode() + b"\n")
+    (row,) = read(file)
+    assert row == read(write_jsonl(tmp_path, line("q", "7")))[0]

@@ -12,6 +12,7 @@ from dapo_jax.tools import ablation
 from dapo_jax.types import RunError, UserError
 from tests.runs.test_report import write_run
 from tests.support.helpers import tiny_config
+from tests.support.runs import load_launcher
 
 # Stands for launch/train.py: counts its starts, and fails where a file says so.
 PROGRAM = """
@@ -147,6 +148,12 @@ TABLE_1 = {
     "token_loss": (0.28, "token-mean", False, 4096, False),
     "dapo": (0.28, "token-mean", False, 4096, True),
 }
+
+
+def test_a_row_that_is_named_twice_is_refused(tmp_path, capsys):
+    main = load_launcher("ablate")
+    assert main(["launch/ablate.py", f"--workdir={tmp_path}", "--rows=dapo,grpo,dapo"]) == 2
+    assert "--rows=dapo,grpo,dapo names a row twice" in capsys.readouterr().err
 
 
 def test_the_rows_of_table_1_at_32b():

@@ -53,6 +53,16 @@ def test_a_dry_run_runs_nothing(tmp_path):
     assert calls(tmp_path) == []
 
 
+def test_a_dry_run_of_the_training_program_is_submitted_with_its_flag(tmp_path):
+    """The --dry_run before -- is the launcher's, the one after it launch/train.py's."""
+    stand_in(tmp_path, "sbatch", "exit 0")
+    assert call(f"launch/slurm.sh {GPUS} {TRAIN} --dry_run", path=tmp_path)[0] == 0
+    (submitted,) = calls(tmp_path)
+    assert submitted.endswith(f"{TRAIN} --dry_run") and submitted.count("--dry_run") == 1
+    out = call(f"launch/slurm.sh {GPUS} --dry_run {TRAIN} --dry_run", path=tmp_path)[1]
+    assert out.splitlines()[0].endswith(f"{TRAIN} --dry_run") and len(calls(tmp_path)) == 1
+
+
 def test_the_documentation_has_the_commands_that_are_tested():
     text = re.sub(r" \\\n *", " ", (ROOT / "docs" / "pods.md").read_text())
     shown = {line.strip() for line in text.splitlines() if line.startswith("    ")}
@@ -106,6 +116,7 @@ def test_help_names_every_flag(script):
         (f"slurm.sh {GPUS} --nodes=none {TRAIN}", "--nodes must be a whole number; got 'none'"),
         (f"slurm.sh {GPUS} --processes_per_node=3 {TRAIN}", "must be 1 or --gpus_per_node"),
         ("restart.sh", "the command is missing"),
+        ("restart.sh --most=0 -- true", "--most must be a whole number; got '0', and at least 1"),
     ],
 )
 def test_a_wrong_command_is_refused(tmp_path, line, message):

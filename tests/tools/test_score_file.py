@@ -72,6 +72,10 @@ def test_a_hanging_scorer_costs_its_limit(tmp_path):
         ("--scorer=boxed --input=in --output=link", "--output=link is the input"),
         ("--scorer=boxed --input=in --output=/no/f", "--output=/no/f cannot be written: No such"),
         ("--scorer=boxed --input=in --output=out --workers=0", "--workers at least 1"),
+        (
+            "--scorer=boxed --input=in --output=out --timeout_seconds=inf",
+            "--timeout_seconds must be above 0 and finite",
+        ),
         ("--scorer=boxed --inputs=x", "Unknown command line flag"),
     ],
 )

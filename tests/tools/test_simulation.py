@@ -181,12 +181,17 @@ def test_lengths_and_verdicts_of_a_run(tmp_path, capsys):
         "--config.train.prompts_per_step=1",
         "--config.train.prompts_per_update=1",
     ]
+    with open(tmp_path / "metrics.jsonl", "a") as lines:
+        lines.write('{"step": 2, "time/ro')  # the run still writes
     found = simulated(capsys, *arguments)["measured"]
     # A new run claims both prompts together. The first group suffices: 11 tokens of a tenth of a
     # second each, in two calls of eight.
     assert found["seconds"] == [8.0]
     assert found["predicted_seconds"][0] == pytest.approx(1.1, abs=0.01)
     save(records[:-1])
+    assert main(["program", TINY, *arguments]) == 2
+    assert "--config.log.rollouts_per_step=1000000" in capsys.readouterr().err
+    save([])
     assert main(["program", TINY, *arguments]) == 2
     assert "--config.log.rollouts_per_step=1000000" in capsys.readouterr().err
 
@@ -416,6 +421,8 @@ def test_the_best_split():
     found = whole_steps.best_split(of, 12)
     assert found == 9 == min(range(1, 12), key=lambda k: whole_steps.mean_seconds(of(k)))
     assert whole_steps.best_split(of, 2) == 1
+    one = lambda k: whole_steps.at_once([100 / k], [100 / (8 - k)], 0.0)
+    assert whole_steps.best_split(one, 8) == 4, "a simulation of one step"
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])

@@ -260,6 +260,7 @@ def test_a_tie_is_no_agreement():
             ["--endpoint=localhost:1", "--endpoint_model=m"],
             "--endpoint must be a URL.*'localhost:1'",
         ),
+        (["--endpoint=http://[::1/v1", "--endpoint_model=m"], "--endpoint must be a URL"),
         (["--endpoint=http://me:secret@a/v1", "--endpoint_model=m"], "variable OPENAI_API_KEY"),
         (["--endpoint=http://a/v1"], "--endpoint_model is needed"),
         (["--model=a", "--min_agreement=1.5"], "--min_agreement must be above 0 and at most 1"),
@@ -279,3 +280,28 @@ def test_other_settings_than_those_of_the_output_are_refused(server, tmp_path, c
     assert call(capsys, *flags(server, source, tmp_path / "out"))[0] == 0
     status, _, err = call(capsys, *flags(server, source, tmp_path / "out"), "--temperature=0.1")
     assert status == 2 and "holds other results than this command's" in err
+
+
+def test_samples_of_an_earlier_output_are_replaced_and_the_command_resumes(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(chat_endpoint, "ask", lambda _, prompt, n: asked.append(prompt) or ["new"])
+    endpoint = chat_endpoint.Endpoint("http://a/v1", "a-model", 1.0, 16, 5, 1)
+    target = tmp_path / "out.jsonl"
+    earlier = [{"prompt": f"Problem {i}.", "samples": [{"text": "old"}]} for i in range(3)]
+    for _ in range(2):
+        chat_endpoint.ask_file(endpoint, earlier, target, num_samples=1, say=print)
+        found = [(row["prompt"], row["samples"]) for row in lines_of(target)]
+        assert found == [(row["prompt"], [{"text": "new"}]) for row in earlier]
+        assert len(asked) == 3, "the second call has nothing to do"
+
+
+def test_a_column_that_is_named_is_searched_for_its_answer(tmp_path, monkeypatch):
+    """math500's own column holds answers alone; its solutions end in a box."""
+    source = tmp_path / "in.jsonl"
+    row = {"problem": "1/5 of 4?", "answer": "4/5", "solution": r"It is so, \boxed{4/5}"}
+    source.write_text(json.dumps(row))
+    monkeypatch.setattr(transform, "find_files", lambda *_: [source])
+    for column in ("", "solution"):
+        settings = transform.Settings("math500", tmp_path / "out", "", column, 0, 1, 1.0)
+        (found,) = transform._rows(settings)
+        assert found["answer"] == "4/5"

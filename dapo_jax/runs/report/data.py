@@ -114,7 +114,8 @@ def _seed(run: Run) -> int:
 
 
 def _method_name(runs: Sequence[Run]) -> str:
-    """Returns `dapo` for several seeds in `dapo_0` or `dapo/seed_0`, and on."""
+    """Returns the name that runs of several seeds share: `dapo` for `dapo_0` and `dapo_1`, or for
+    `dapo/seed_0` and `dapo/seed_1`. Where nothing is left, the parent directory's."""
     if len(runs) == 1:
         return runs[0].name
     name = re.sub(r"(^|[-_/])(seed|s)?[-_=]?\d+$", "", runs[0].name)

@@ -57,7 +57,7 @@ class Change(NamedTuple):
 
 
 def diagnose(run: Run) -> list[Finding]:
-    """Returns what is wrong with a run as far as its metrics show, in the order of CHECKS."""
+    """Returns the faults that a run's metrics show, in the order of CHECKS."""
     if len(trained_steps(run)) < MIN_STEPS:
         return []
     return [finding for check in CHECKS if (finding := check(run)) is not None]
@@ -77,11 +77,12 @@ def in_words(run: Run, curves: Sequence[Curve] = ()) -> list[str]:
         for found in diagnose(run)
     ]
     lines = lines or [f"{run.name}: none of the {len(CHECKS)} faults of docs/diagnose.md found."]
-    return lines + [f"{run.name}: {line}" for line in beside_paper(run, curves)]
+    return lines + [f"{run.name}: {line}" for line in against_paper(run, curves)]
 
 
-def beside_paper(run: Run, curves: Sequence[Curve]) -> list[str]:
-    """Returns a sentence for each metric that the paper has of its DAPO run."""
+def against_paper(run: Run, curves: Sequence[Curve]) -> list[str]:
+    """Returns sentences that compare the run's trends with the paper's, one for each metric that
+    both have."""
     lines = []
     for curve in curves:
         of_run, of_paper = change(run, curve.metric), _change([v for _, v in curve.points])

@@ -47,7 +47,7 @@ def write_report(
 ) -> Path:
     """Writes report.png and the self-contained report.html into the run directory.
 
-    Reads the run directories only, also while the runs continue.
+    The runs may still train: none of their own files is changed.
 
     Args:
         directory: the run.

@@ -42,7 +42,7 @@ class Machine(NamedTuple):
         return "float32" if self.is_cpu else "bfloat16"
 
     def identity(self) -> dict[str, Any]:
-        """Returns what findings are of."""
+        """Returns kind, number and versions of the devices: other values begin another check."""
         return {"kind": self.kind, "devices": self.devices, **self.versions}
 
     def models(self, bytes_per_parameter: int) -> dict[str, tuple]:

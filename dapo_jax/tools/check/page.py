@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from dapo_jax.tools.check.findings import Finding, Store
+from dapo_jax.tools.check.findings import FILE, Finding, Store
 
 MARKER = "<!-- Below: python launch/check.py --document -->"
 MARKDOWN_WIDTH = 120
@@ -68,7 +68,7 @@ def write_document(file: Path, checks: Path) -> None:
 
 def document(directories: Sequence[Path]) -> str:
     """Returns a section for each directory with a check.json."""
-    return "\n".join(map(_section, directories))
+    return "\n".join(_section(place) for place in directories if (place / FILE).is_file())
 
 
 def _section(directory: Path) -> str:

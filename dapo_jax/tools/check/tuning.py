@@ -130,8 +130,8 @@ def measured(
 def best(
     groups: Sequence[Group], seconds: Callable[[str, Blocks], float | None]
 ) -> tuple[Blocks, list[dict[str, Any]]]:
-    """Returns the fastest sizes, without those that are hardly faster than the defaults, and what
-    was measured.
+    """Returns the fastest sizes, and every measurement. A size that gains less than LEAST_GAIN is
+    left at its default.
 
     Args:
         seconds: of a pass with these blocks; None: they do not work.

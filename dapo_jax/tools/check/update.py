@@ -18,7 +18,7 @@ MFU = 0.3  # less is called slow
 
 
 def checks(machine: Machine, store: Store, base: dict[str, Any]) -> dict[str, Check]:
-    """Returns the checks of this part by name; those that need less memory come first.
+    """Returns the checks of this part by name, in the order of the memory that they need.
 
     Args:
         base: the values of configs/tiny_dapo.py.

@@ -308,13 +308,13 @@ def _chip(flags: Flags) -> chips.Chip:
 
 
 def _replicas(config: Config) -> tuple[int, int]:
-    """(shards of the rollout, devices of each)"""
+    """Returns (number of the rollout's shards, devices of each)."""
     shape = rollout_shape(_sizes(config), config.mesh.rollout_tensor)
     return math.prod(shape.values()) // shape["tensor"], shape["tensor"]
 
 
 def _setting(config: Config, flags: Flags) -> tuple[Setting, list[str]]:
-    """(the hosts, the assumptions about them)"""
+    """Returns (the simulated hosts, the assumptions about them in words)."""
     r, (shards, devices) = config.rollout, _replicas(config)
     unit = simulation.unit_tokens(config)
     slots, prompts = max(1, r.slots // shards), max(1, r.prefill_prompts // shards)

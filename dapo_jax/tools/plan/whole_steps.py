@@ -58,7 +58,8 @@ def best_split(of: Callable[[int], Sequence[Step]], hosts: int) -> int:
     while low < high:
         middle = (low + high) // 2
         steps = of(middle)
-        if sum(step.rollout - step.update for step in steps[1:]) <= 0:
+        counted = steps[1:] or steps
+        if sum(step.rollout - step.update for step in counted) <= 0:
             high = middle
         else:
             low = middle + 1

@@ -132,13 +132,14 @@ def of_run(directory: Path, config: Config) -> Measured:
     if not files or not (directory / "metrics.jsonl").is_file():
         raise UserError(f"--lengths_from={directory} is not the directory of a run with rollouts.")
     lines = (directory / "metrics.jsonl").read_text().splitlines()
-    metrics = {line["step"]: line for line in map(json.loads, lines)}
+    whole = (line for line in lines if line.endswith("}"))  # the last one may be half written
+    metrics = {line["step"]: line for line in map(json.loads, whole)}
     G, steps, seconds = config.rollout.group_size, [], []
     for file in files:
         records = [json.loads(line) for line in file.read_text().splitlines()]
-        step = records[0]["step"]
+        step = int(file.stem.removeprefix("step_"))
         tried = metrics.get(step, {}).get("sampling/prompts_tried")
-        if len(records) != G * (tried or 0):
+        if not tried or len(records) != G * tried:
             raise UserError(
                 f"--lengths_from={directory}: step {step} has {len(records)} responses saved of "
                 f"{tried} prompts with {G} each. Run it with --config.log.rollouts_per_step="
