@@ -16,7 +16,7 @@ from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.engine_config import EngineConfig
 from dapo_jax.rollout.programs import RolloutParams
 from dapo_jax.rollout.repetition import RepetitionDetector
-from dapo_jax.rollout.sampling import SamplingParams
+from dapo_jax.rollout.sampling import SamplingParams, problem_keys
 from dapo_jax.rollout.slots import DecodeState, NewRequests
 from dapo_jax.types import UNFINISHED, Problem, Response, UserError
 
@@ -370,7 +370,7 @@ class Admission:
             self.table.open(r, e, request, self.arrivals)
             self.arrivals += 1
         # The keys stay on the device, where they wait behind the decode call under way.
-        keys_RP2 = _problem_keys(self.key_data, ids_RP2)
+        keys_RP2 = problem_keys(self.key_data, ids_RP2)
         prefix = self.engine.prefill(
             params=params, padded_tokens=tokens_RPT, true_length=length_RP, key_2=keys_RP2
         )
@@ -386,14 +386,3 @@ class Admission:
                 f"{most} (max_response_tokens). Ask for fewer, or make an engine for more."
             )
         return limit
-
-
-@jax.jit
-def _problem_keys(key_2: jax.Array, ids_RP2: jax.Array) -> jax.Array:
-    """Returns the step's key folded with the id and the epoch of each problem, uint32 [R, P, 2]."""
-
-    def fold(id_2: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.wrap_key_data(key_2), id_2[0])
-        return jax.random.key_data(jax.random.fold_in(key, id_2[1]))
-
-    return jax.vmap(jax.vmap(fold))(ids_RP2)

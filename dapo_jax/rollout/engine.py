@@ -26,7 +26,7 @@ from dapo_jax.rollout import jetstream, paged
 from dapo_jax.rollout.engine_config import EngineConfig, bucket_sizes, make_engine_config
 from dapo_jax.rollout.jetstream import DecodeOutput
 from dapo_jax.rollout.programs import Programs, RolloutParams
-from dapo_jax.rollout.sampling import Mode
+from dapo_jax.rollout.sampling import Mode, problem_keys
 from dapo_jax.rollout.slots import DecodeState, NewRequests, Prefix
 from dapo_jax.types import RunError, UserError
 from dapo_jax.utils.telemetry import SILENT, Telemetry
@@ -204,7 +204,7 @@ class DecoderEngine(jetstream.Engine):
                 params=params,
                 padded_tokens=np.zeros((*shape, pages * config.page_tokens), np.int32),
                 true_length=np.ones(shape, np.int32),
-                key_2=np.zeros((*shape, 2), np.uint32),
+                key_2=problem_keys(np.zeros(2, np.uint32), np.zeros((*shape, 2), np.uint32)),
             )
             state = self.insert(prefix, state, NewRequests.none(config, P, config.params))
         if cancels or config.num_pages is not None:

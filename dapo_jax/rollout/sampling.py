@@ -182,3 +182,14 @@ def _invert(logits_BV: jax.Array, uniform_B: jax.Array) -> tuple[jax.Array, jax.
     inside_BC = jnp.take_along_axis(weights_BXC, chunk_B[:, None, None], axis=1)[:, 0]
     token_B = chunk_B * CHUNK + first_above(jnp.cumsum(inside_BC, axis=-1), at_B - before_B)
     return token_B.astype(jnp.int32), highest_B1[:, 0] + jnp.log(total_B)
+
+
+@jax.jit
+def problem_keys(key_2: jax.Array, ids_RP2: jax.Array) -> jax.Array:
+    """Returns the step's key folded with the id and the epoch of each problem, uint32 [R, P, 2]."""
+
+    def fold(id_2: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(key_2), id_2[0])
+        return jax.random.key_data(jax.random.fold_in(key, id_2[1]))
+
+    return jax.vmap(jax.vmap(fold))(ids_RP2)

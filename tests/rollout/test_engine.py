@@ -364,6 +364,16 @@ def test_slots_stay_busy_and_nothing_recompiles(engine, params, problems):
     assert stats.tokens == sum(len(tokens) for row in tokens_of(responses) for tokens in row)
 
 
+def test_a_process_whose_first_prompts_come_late_compiles_nothing_then(params, problems):
+    """The keys of problems are on the devices in shapes that no other test has."""
+    engine = make_engine(num_devices=2, data=2, prefill=10, slots=10)
+    engine.warm_up(engine.load_params(params), [SamplingParams().mode], say=print)
+    step_key = jax.random.fold_in(KEY, 3)
+    counter = CompilationCounter()
+    generate(engine, params, problems, key=step_key)
+    assert counter.count == 0
+
+
 def test_short_pages_change_no_token(params, problems, expected):
     """Sequences wait for pages, are preempted and resumed; then every page is free again."""
     pages = 1 + 3 + 7 + 2 + 2  # a prompt, a sequence, and a few more

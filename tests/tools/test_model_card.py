@@ -192,3 +192,13 @@ def test_a_directory_is_uploaded_with_the_token_and_a_refusal_is_reported(tmp_pa
     assert failed.returncode == 1
     wanted = "--push_to_hub=own/broken: the upload failed (HfHubHTTPError: "
     assert wanted in failed.stderr and "hf upload own/broken" in failed.stderr
+
+
+def test_ctrl_c_ends_an_export(tmp_path, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dapo_jax.tools.export.export", interrupted)
+    flags = [f"--workdir={tmp_path}", f"--output={tmp_path / 'hf'}"]
+    assert load_launcher("export")(["export.py", *flags]) == 130
+    assert "stopped; empty --output" in capsys.readouterr().err
