@@ -174,8 +174,8 @@ class TrainLoop:
     def _make_stage(self, step: int) -> Stage:
         """Returns the stage of a rollout step, the programs of its updates compiled.
 
-        At the start of a run that is before weights are loaded and tokens sampled: a refusal by
-        the compiler comes within minutes.
+        At the start of a run, weights are loaded and tokens sampled after this: a refusal by the
+        compiler comes within minutes.
         """
         config, telemetry = self.config.at(step), self.telemetry
         telemetry.phase("loading tokenizer and problems")

@@ -3,8 +3,8 @@
 Records that JAX maps over are NamedTuples of arrays; records of the host are NamedTuples of plain
 values and NumPy arrays.
 
-The name of an array ends in its dimensions, a letter for each. `dapo_jax.rollout` lists the letters
-that have another meaning there.
+The name of an array ends in its dimensions, a letter for each (`dapo_jax.rollout` lists those with
+another meaning there):
 
     Q  questions (prompts)            B  packed rows
     G  responses of one question      T  positions in a row
@@ -62,9 +62,9 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's text; of one without text, its type."""
-    return (str(error).strip() or repr(error)).splitlines()[0][:300]
+def error_line(error: BaseException, number: int = 0) -> str:
+    """Returns one line of an error's text, by default the first; of one without text, its type."""
+    return (str(error).strip() or repr(error)).splitlines()[number][:300]
 
 
 class Problem(NamedTuple):

@@ -25,7 +25,7 @@ from jax._src import distributed  # the store has no public name; orbax reads it
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.distributed.work_queue import POLL_SECONDS, SharedWorkQueue, WorkQueue
-from dapo_jax.types import StopRequested, UserError, causes, first_line
+from dapo_jax.types import StopRequested, UserError, causes, error_line
 
 T = TypeVar("T")
 # Exit status of a fault that is not the run's: launch/restart.sh starts the run again.
@@ -257,7 +257,7 @@ class ProcessGroup:
         if any(isinstance(cause, jax.errors.JaxRuntimeError) for cause in causes(error)):
             # Where a collective failed because another process is lost, JAX names it in this time.
             time.sleep(1.5 * DEAD_SECONDS)
-        self._report_failure(first_line(error), status)
+        self._report_failure(error_line(error), status)
         end_now(status)
         return status
 
@@ -332,7 +332,7 @@ def start(
         none_found = "coordinator_address should be defined", "must be called before"
         if coordinator_address is None and any(text in str(error) for text in none_found):
             return ALONE
-        message = f"the processes of this run cannot be found: {first_line(error)}"
+        message = f"the processes of this run cannot be found: {error_line(error)}"
         raise UserError(message) from error
     finally:
         late.cancel()

@@ -107,12 +107,10 @@ def _score(correct: Any, extracted: Any, steps: Any, reward: Any, extra: Any) ->
             raise TypeError(f"a scorer's extra is a mapping, not {type(extra).__name__}")
         # NumPy's numbers as numbers, so that their means are metrics; other values as text.
         plain = lambda x: x.item() if isinstance(x, np.generic) else str(x)
-        for name, value in extra.items():
-            try:
-                json.dumps(value, default=plain, allow_nan=False)
-            except ValueError as error:
-                raise ValueError(f"a scorer's extra value {name!r} is {value}: {error}") from error
-        extra = json.loads(json.dumps(dict(extra), default=plain))
+        try:
+            extra = json.loads(json.dumps(dict(extra), default=plain, allow_nan=False))
+        except ValueError as error:
+            raise ValueError(f"a scorer's extra is {dict(extra)}: {error}") from error
     extracted = None if extracted is None else str(extracted)
     return Score(bool(correct), extracted, steps, reward, extra)
 

@@ -29,11 +29,10 @@ from dapo_jax.runs.integrity import (
     describe,
     is_disk_full,
     one_failure_reported,
-    reason,
     retried,
     without_warning,
 )
-from dapo_jax.types import UserError
+from dapo_jax.types import UserError, error_line
 
 T = TypeVar("T")
 DAMAGED = "damaged"
@@ -206,7 +205,7 @@ class Checkpoints:
             raise
         except Exception as failure:  # an OSError, or a ValueError of tensorstore
             error = failure
-        verdict = None if error is None else (reason(error, -1), is_disk_full(error))
+        verdict = None if error is None else (error_line(error, -1), is_disk_full(error))
         failures = [failure for failure in self.all_gather(verdict) if failure is not None]
         if not failures:
             return True

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax.types import RunError, UserError, causes
+from dapo_jax.types import RunError, UserError, causes, error_line
 
 T = TypeVar("T")
 READS = 3  # attempts to read a checkpoint before a storage error ends the run
@@ -103,9 +103,9 @@ def retried(read: Callable[[], T]) -> T:
             raise
         except Exception as error:  # tensorstore, epath and gcsfs each have their own
             if is_damage(error):
-                raise Damaged(reason(error)) from error
+                raise Damaged(error_line(error)) from error
             if attempt == READS:
-                raise CheckpointError(reason(error), restart=True) from error
+                raise CheckpointError(error_line(error), restart=True) from error
         time.sleep(PAUSE_SECONDS)
     raise AssertionError
 
@@ -134,11 +134,6 @@ def is_disk_full(error: Exception) -> bool:
         or any(text in str(cause) for text in texts)
         for cause in causes(error)
     )
-
-
-def reason(error: Exception, line: int = 0) -> str:
-    """Returns one line of an error's text."""
-    return (str(error).strip() or repr(error)).splitlines()[line][:200]
 
 
 @contextlib.contextmanager

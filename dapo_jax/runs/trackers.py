@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from dapo_jax.types import UserError, first_line
+from dapo_jax.types import UserError, error_line
 
 T = TypeVar("T")
 Tables = Mapping[str, Sequence[Mapping[str, Any]]]  # records of transcripts by name, see `_rows`
@@ -357,7 +357,7 @@ def _work(name: str, run: TrackedRun, pause: float, items: Any, reports: Any) ->
             try:
                 return action()
             except Exception as error:
-                line = first_line(error)
+                line = error_line(error)
                 if not warned:
                     reports.send(f"failed: {line}; the run continues, metrics.jsonl has everything")
                     warned = True

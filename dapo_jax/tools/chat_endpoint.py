@@ -74,8 +74,7 @@ def ask_file(
     """
     settings = endpoint._asdict() | {"num_samples": num_samples}
     del settings["concurrency"]  # replies do not depend on it
-    given = [{name: x for name, x in line.items() if name != "samples"} for line in lines]
-    lines = [{**line, "sampled_with": settings} for line in given]
+    lines = [{**line, "sampled_with": settings} for line in lines]
     done = done_before(target, lines)
     start = reported = time.monotonic()
     pool = ThreadPoolExecutor(endpoint.concurrency)

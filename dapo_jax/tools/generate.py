@@ -157,9 +157,7 @@ def sample_file(request: Request, source: Path, target: Path) -> int | None:
     lines = read_prompts(source)
     settings = request._asdict()
     del settings["slots"]  # samples do not depend on it
-    # The lines may be an earlier output: its samples are replaced, and no part of the comparison.
-    given = [{name: x for name, x in line.items() if name != "samples"} for line in lines]
-    lines = [line | {"sampled_with": settings} for line in given]
+    lines = [line | {"sampled_with": settings} for line in lines]
     done = done_before(target, lines)
     writer = _Writer(request, needs_text=any("prompt" in line for line in lines))
     if done:

@@ -10,7 +10,8 @@ from dapo_jax.types import UserError
 
 
 def read_prompts(source: Path) -> list[dict[str, Any]]:
-    """Returns the lines of the file; each has a usable prompt."""
+    """Returns the lines of the file, each with a usable prompt. They may be an earlier output:
+    without its samples."""
     try:
         # Not splitlines: a text in JSON may hold other separators of lines, such as U+2028.
         texts = source.read_text(encoding="utf-8-sig").split("\n")
@@ -33,7 +34,7 @@ def read_prompts(source: Path) -> list[dict[str, Any]]:
                 'messages with "role" and "content", or "prompt_token_ids" is wanted; got '
                 f"{text[:60]!r}."
             ) from error
-        lines.append(line)
+        lines.append({name: x for name, x in line.items() if name != "samples"})
     if not lines:
         raise UserError(f"--prompts={source} holds no prompt.")
     return lines

@@ -33,8 +33,6 @@ from dapo_jax.types import Array, Rows
 from dapo_jax.utils.precision import sum_dtype
 
 TokenStatistic = Literal["log_prob", "entropy", "collision"]  # of `log_probs.TokenStatistics`
-
-
 MicroBatches = tuple[Rows, np.int32]  # rows [A, B, T] on the devices, micro-batches used
 
 

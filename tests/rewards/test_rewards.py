@@ -188,9 +188,9 @@ def test_what_else_a_scorer_says_is_made_json():
         (("much", True, None), "much"),
         ((1.0, True, [1]), "a scorer's extra is a mapping, not list"),
         (Score(True, extra=[1]), "a scorer's extra is a mapping, not list"),
-        ((1.0, True, {"a": 1.0, "x": float("nan")}), "extra value 'x' is nan: .* JSON compliant"),
-        ((1.0, True, {"x": np.float32("inf")}), "extra value 'x' is inf: .* JSON compliant"),
-        ((1.0, True, {"x": {"y": [float("nan")]}}), "extra value 'x' is .* JSON compliant"),
+        ((1.0, True, {"a": 1.0, "x": float("nan")}), "extra is .*'x': nan.*: .* JSON compliant"),
+        ((1.0, True, {"x": np.float32("inf")}), "extra is .*'x': .*inf.*: .* JSON compliant"),
+        ((1.0, True, {"x": {"y": [float("nan")]}}), "extra is .*'y': .*nan.*: .* JSON compliant"),
         (Score(True, steps=(0.5, 1.0)), "steps are pairs .characters, reward., not .0.5, 1.0."),  # type: ignore[arg-type]
         (Score(True, steps=((3, "much"),)), "steps are pairs"),  # type: ignore[arg-type]
         (Score(True, steps=((1, 1.0, 2),)), "steps are pairs"),  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
 """Tests of the tests: plants known defects one by one in a copy and demands that a test fails.
 
-Command: python tests/studies/planted_defects.py [--passed]
+Command: python tests/studies/planted_defects.py
 
 Other trainers shipped each of these defects. Its tests must pass on the copy without it and fail on
-the copy with it. --passed: skip the former, because the whole suite has just passed.
+the copy with it.
 """
 
 import concurrent.futures
@@ -269,8 +269,7 @@ def main() -> int:
     missed = []
     with tempfile.TemporaryDirectory() as temporary:
         right = make_copy(Path(temporary) / "right")
-        passed = sys.argv[1:] == ["--passed"]
-        for tests in () if passed else sorted({defect.tests for defect in DEFECTS}):
+        for tests in sorted({defect.tests for defect in DEFECTS}):
             if run(right, tests):
                 raise SystemExit(f"{tests} fails without any defect")
 

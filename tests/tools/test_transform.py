@@ -286,10 +286,12 @@ def test_samples_of_an_earlier_output_are_replaced_and_the_command_resumes(tmp_p
     asked = []
     monkeypatch.setattr(chat_endpoint, "ask", lambda _, prompt, n: asked.append(prompt) or ["new"])
     endpoint = chat_endpoint.Endpoint("http://a/v1", "a-model", 1.0, 16, 5, 1)
-    target = tmp_path / "out.jsonl"
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     earlier = [{"prompt": f"Problem {i}.", "samples": [{"text": "old"}]} for i in range(3)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in earlier))
+    replies = transform.from_endpoint(endpoint, print)
     for _ in range(2):
-        chat_endpoint.ask_file(endpoint, earlier, target, num_samples=1, say=print)
+        assert replies(source, target, 1)
         found = [(row["prompt"], row["samples"]) for row in lines_of(target)]
         assert found == [(row["prompt"], [{"text": "new"}]) for row in earlier]
         assert len(asked) == 3, "the second call has nothing to do"

@@ -18,7 +18,7 @@ from dapo_jax.rollout import paged_kernels
 from dapo_jax.tools.bench.shapes import bench_model
 from dapo_jax.tools.check.device import median_seconds
 from dapo_jax.tools.check.machine import DECODING_BYTES, Machine
-from dapo_jax.types import first_line
+from dapo_jax.types import error_line
 
 FILE = "tune.json"
 SLOTS, CACHED_TOKENS, PAGE_TOKENS, ROW_TOKENS = 64, 4096, 128, 8192
@@ -122,7 +122,7 @@ def measured(
     try:
         compiled = jax.jit(run).lower(*arguments).compile()
     except Exception as error:  # Mosaic's and XLA's own, of several kinds
-        say(f"  {dict(blocks)}: {first_line(error)}")
+        say(f"  {dict(blocks)}: {error_line(error)}")
         return None
     return median_seconds(lambda: compiled(*arguments))
 

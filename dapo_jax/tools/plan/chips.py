@@ -17,7 +17,7 @@ import jax
 from jax.experimental import topologies
 
 from dapo_jax.rollout import memory_budget
-from dapo_jax.types import UserError, first_line
+from dapo_jax.types import UserError, error_line
 
 GIB = memory_budget.GIB
 LOCAL = "local"
@@ -143,7 +143,7 @@ def _devices(topology: str) -> Any:
         ).devices
     except Exception as error:  # libtpu's own, of several kinds
         raise UserError(
-            f"--topology={topology} cannot be compiled for: {first_line(error)}. It needs "
+            f"--topology={topology} cannot be compiled for: {error_line(error)}. It needs "
             f"libtpu (uv sync --extra tpu) and an existing shape. {KNOWN}"
         ) from error
     assert len(devices) == chips, "a device is a chip"
