@@ -6,7 +6,6 @@
 
 import contextlib
 import dataclasses
-import os
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,8 +92,7 @@ def train(config: Config, workdir: Path, process_group: ProcessGroup = ALONE) ->
         progress.watch = watchdog.moved
         telemetry = Telemetry(progress, watchdog, signals.check)
         TrainLoop(config, directory, telemetry, signals, pool, checkpoints, started).run()
-    received = process_group.all_gather(signals.received)
-    return next((number for number in received if number is not None), None)
+    return signals.received_by_any()
 
 
 class Stage(NamedTuple):
@@ -352,8 +350,6 @@ class TrainLoop:
         step, every = state.step, self.config.checkpoint.every_steps
         numbers["time/checkpoint"], self.save_seconds = self.save_seconds, 0.0
         self.directory.log(numbers)
-        if place := os.environ.get("DAPO_PROGRESS"):  # see launch/restart.sh
-            Path(place).write_text(f"{step}\n")
         self.telemetry.progress.step(numbers)
         if step % every == 0 or step == self.config.train.num_steps:
             self.save(state)

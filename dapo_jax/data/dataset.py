@@ -24,6 +24,7 @@ from dapo_jax.data.records import Columns, Prompt, Record, Unusable
 from dapo_jax.rewards import scorers
 from dapo_jax.rewards.types import CORRECT_REWARD, Rubric, parse_scorers
 from dapo_jax.types import Problem, UserError
+from dapo_jax.utils import user_cache
 
 TOKENISE_BATCH = 1000
 # By `path` of a source.
@@ -146,7 +147,7 @@ def prepare(
         fingerprint = _fingerprint(data, source, tokenizer, files)
     except OSError as error:
         raise UserError(f"{field}: a data file cannot be read: {error}.") from error
-    cache = _cache_directory() / f"{fingerprint}.parquet"
+    cache = user_cache.directory("problems") / f"{fingerprint}.parquet"
     cached = _read_cache(cache, name)
     if cached is not None:
         return cached
@@ -269,11 +270,6 @@ def _without_spacing(prompt: Prompt) -> Prompt:
     if isinstance(prompt, str):
         return "".join(prompt.split())
     return tuple((role, "".join(content.split())) for role, content in prompt)
-
-
-def _cache_directory() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "dapo_jax" / "problems"
 
 
 def _fingerprint(data: DataConfig, source: SourceConfig, tokenizer: Any, files: list[Path]) -> str:

@@ -75,3 +75,9 @@ class StopSignals:
         """
         with self.process_group.stop_together(waiting):
             self.check()
+
+    def received_by_any(self) -> int | None:
+        """Returns the number of a signal that came to a process of the group, the same in all, or
+        None. Every process must call it."""
+        numbers = self.process_group.all_gather(self.received)
+        return next((number for number in numbers if number is not None), None)

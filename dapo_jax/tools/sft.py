@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -107,8 +106,7 @@ def fine_tune(config: SftConfig, workdir: Path, process_group: ProcessGroup = AL
         ):
             run = FineTuning(config, examples, progress, signals, directory, checkpoints, begun)
             run.run(tokenizer)
-    received = process_group.all_gather(signals.received)
-    return next((number for number in received if number is not None), None)
+    return signals.received_by_any()
 
 
 def state_shapes(config: SftConfig) -> TrainState:
@@ -377,8 +375,6 @@ class FineTuning:
 
     def _log(self, numbers: dict[str, Any]) -> None:
         self.directory.log(numbers)
-        if place := os.environ.get("DAPO_PROGRESS"):  # see launch/restart.sh
-            Path(place).write_text(f"{numbers['step']}\n")
         self.progress.step(numbers)
 
     def _save(self, step: int, state: TrainState, host: HostState) -> None:

@@ -35,7 +35,7 @@ from dapo_jax.runs.checkpoint import Checkpoints
 from dapo_jax.training import optimizer, packing, pretrain, supervised
 from dapo_jax.training import step as train_step
 from dapo_jax.types import RunError, UserError
-from dapo_jax.utils import precision
+from dapo_jax.utils import precision, user_cache
 
 REPORT_EVERY_STEPS = 50
 # The modules that compute a fitted base, and the versions of what they call.
@@ -106,7 +106,7 @@ def load_or_make(
     if config.pretrain is None:
         say("base model: random parameters, from config.seed")
         return sharding.initial_params(config.model, config.mesh, mesh, config.seed), 0.0
-    cache = _cache_directory() / fingerprint(config)
+    cache = user_cache.directory("base") / fingerprint(config)
     directory = directory or cache
     copies = directory != cache and process_group.is_primary  # from and to the cache
     if found := copies and cache.is_dir() and not directory.is_dir():
@@ -184,8 +184,3 @@ def _copy(source: Path, target: Path) -> None:
     shutil.copytree(source, temporary)
     shutil.rmtree(target, ignore_errors=True)
     temporary.rename(target)
-
-
-def _cache_directory() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "dapo_jax" / "base"

@@ -5,6 +5,7 @@ import os
 import select
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 HEADER_EVERY_LINES = 20
@@ -89,8 +90,11 @@ class Progress:
                 self.live = False
 
     def step(self, metrics: dict[str, Any]) -> None:
-        """Prints the line of a step, with an estimate of the time left."""
+        """Prints the line of a step, with an estimate of the time left, and writes its number to
+        the file that launch/restart.sh reads, if it started the run."""
         step = metrics["step"]
+        if file := os.environ.get("DAPO_PROGRESS"):
+            Path(file).write_text(f"{step}\n")
         if step:  # step 0 is the evaluation of the base model
             self.seconds += metrics["time/step"]
         left = self.seconds / max(1, step - self.first_step) * (self.num_steps - step)
