@@ -51,11 +51,9 @@ def test_nothing_to_train_on_is_a_loss_of_zero(aggregation):
         assert not got.numerator_R.any() and got.denominator > 0
 
 
-@pytest.mark.parametrize("aggregation", MEANS + SUMS)
+@pytest.mark.parametrize("aggregation", sorted({*MEANS, *SUMS} - {"token-sum"}))
 def test_denominators_of_parts_add_up(aggregation):
     """What a host needs to know of the others is one number."""
-    if aggregation == "token-sum":
-        return
     parts = [slice(0, 2), slice(2, 7)]  # no group is torn apart
     settings = {"aggregation": aggregation, "max_response_tokens": 64}
     whole = aggregate(LENGTHS, GROUPS, **settings)

@@ -50,7 +50,7 @@ def test_tokens_at_or_above_the_quantile_are_selected(rho, M, digits):
 @pytest.mark.parametrize("first", [0.0, 0.02])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_coefficient_of_the_bonus_follows_the_entropy(first, seed):
-    """alpha_k = c_k 1[e_k <= tgt]; c up where e_k < tgt and down where e_k > tgt, not below 0."""
+    """alpha_k = c_k 1[e_k <= tgt]; c up where e_k < tgt, else down, not below 0."""
     target, change = 0.2, 0.005
     entropies = np.abs(np.random.default_rng(seed).normal(0.2, 0.1, 40).cumsum() / np.arange(1, 41))
     entropies += 0.05 * np.sin(np.arange(40))  # so that it crosses the target both ways
@@ -63,7 +63,7 @@ def test_the_coefficient_of_the_bonus_follows_the_entropy(first, seed):
             alpha = c
         if e < target:
             following = c + change
-        elif e > target:
+        else:
             following = c - change
             if following < 0:
                 following = 0.0
@@ -77,6 +77,8 @@ def test_the_coefficient_of_the_bonus_follows_the_entropy(first, seed):
     np.testing.assert_allclose(found, by_hand, rtol=0, atol=1e-12)
     assert min(c for _, c in found) >= 0
     assert applied_entropy_coefficient(0.3, target, target=target) == 0.3, "the target itself"
+    lowered = adapted_entropy_coefficient(0.3, target, target=target, step=0.1)
+    assert lowered == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("case", TRL["cases"])

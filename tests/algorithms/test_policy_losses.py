@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.algorithms.losses import COVARIANCE_LOSSES, LOSSES, response_mean
+from dapo_jax.algorithms.losses import COVARIANCE_LOSSES, LOSSES
 from dapo_jax.config import Config
 from dapo_jax.types import UserError
 from tests.support.helpers import tiny_dict
@@ -35,7 +35,7 @@ SELECTION = {
 }
 
 
-def make_rows(seed=0, rows=3, length=24):
+def make_rows(seed=0, rows=3, length=24, *, by_token=False):
     """log-probs, old log-probs, advantages, mask, segments: several responses to a row."""
     rng = np.random.default_rng(seed)
     shape = (rows, length)
@@ -45,6 +45,8 @@ def make_rows(seed=0, rows=3, length=24):
     mask = (segments > 0) & (rng.random(shape) < 0.8)
     per_response = rng.standard_normal((rows, 5))
     advantage = np.take_along_axis(per_response, segments, axis=1)
+    if by_token:  # as an estimator per token makes them
+        advantage = advantage + rng.standard_normal(shape)
     return [x.astype(np.float32) for x in (logp, old, advantage)] + [
         mask,
         segments.astype(np.int32),
@@ -66,6 +68,7 @@ def by_hand(name, logp, old, advantage, selected, **p):
     """Objectives of the tokens of one response, from the papers' formulas."""
     n, out = len(logp), []
     ratios = [math.exp(a - b) for a, b in zip(logp, old)]
+    mean_A = sum(advantage) / max(1, n)
     clip = lambda x, low, high: max(low, min(high, x))
     for t in range(n):
         r, A = ratios[t], advantage[t]
@@ -74,13 +77,14 @@ def by_hand(name, logp, old, advantage, selected, **p):
             J = max(J, p["clip_dual"] * A) if A < 0 else J
         elif name in ("gspo", "gspo-token"):
             s = math.exp(sum(a - b for a, b in zip(logp, old)) / n)
+            A = mean_A if name == "gspo" else A
             J = min(s * A, clip(s, 1 - p["clip_low"], 1 + p["clip_high"]) * A)
         elif name == "gmpo":
             total = 0.0
-            for a, b in zip(logp, old):
+            for a, b, own in zip(logp, old, advantage):
                 x, bounded = a - b, clip(a - b, -p["clip_low"], p["clip_high"])
-                total += min(x, bounded) if A > 0 else max(x, bounded)
-            J = A * math.exp(total / n)
+                total += min(x, bounded) if own > 0 else max(x, bounded)
+            J = mean_A * math.exp(total / n)
         elif name == "cispo":
             J = clip(r, 1 - p["clip_low"], 1 + p["clip_high"]) * A * logp[t]
         elif name == "sapo":
@@ -113,7 +117,7 @@ def by_hand(name, logp, old, advantage, selected, **p):
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", LOSSES)
 def test_objective_is_the_papers(name, seed):
-    rows = make_rows(seed)
+    rows = make_rows(seed, by_token=seed == 1)
     got = apply(name, *rows)
     logp, old, advantage, mask, segments = rows
     selected = selected_like(mask)
@@ -128,6 +132,39 @@ def test_objective_is_the_papers(name, seed):
     assert (ratio[~mask] == 1).all()
     if not name.startswith("gspo"):
         np.testing.assert_allclose(ratio[mask], np.exp(logp - old)[mask], rtol=1e-5)
+
+
+def beyond_by_hand(name, logp, old, A, mean, p):
+    """Returns (beyond the upper bound, beyond the lower bound) of one token, from the papers;
+    `mean` is the mean log-ratio of its response."""
+    if name.startswith("dppo"):
+        new_p, old_p = math.exp(logp), math.exp(old)
+        D = abs(new_p - old_p)
+        if name == "dppo-kl":
+            D = old_p * (old - logp) + (1 - old_p) * math.log((1 - old_p) / (1 - new_p))
+        up, down = new_p > old_p and D > p["clip_high"], new_p < old_p and D > p["clip_low"]
+        return A > 0 and up, A <= 0 and down
+    if name == "gmpo":
+        return A > 0 and logp - old > p["clip_high"], A < 0 and logp - old < -p["clip_low"]
+    ratio = math.exp(mean if name.startswith("gspo") else logp - old)
+    above, below = ratio > 1 + p["clip_high"], ratio < 1 - p["clip_low"]
+    return (above, below) if name == "cispo" else (A > 0 and above, A < 0 and below)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_clipped_tokens_are_those_beyond_the_bounds(name):
+    rows = make_rows()
+    logp, old, advantage, mask, segments = rows
+    got, p = apply(name, *rows), SETTINGS[name]
+    expected = np.zeros((2, *mask.shape), bool)
+    if "clip_low" in p:
+        for row, t in np.argwhere(mask):
+            at = mask[row] & (segments[row] == segments[row, t])
+            mean = float((logp - old)[row, at].mean())
+            one = (float(x[row, t]) for x in (logp, old, advantage))
+            expected[:, row, t] = beyond_by_hand(name, *one, mean, p)
+        assert expected.any(axis=(1, 2)).all(), "both bounds are met"
+    np.testing.assert_array_equal([got.clipped_high_BT, got.clipped_low_BT], expected)
 
 
 def summed(name, rows):
@@ -165,8 +202,6 @@ def test_gspo_token_form_has_the_tokens_own_gradient():
     """With one advantage per response both forms have the same gradient, GSPO section 4.3."""
     rows = make_rows()
     mask, segments = rows[3:]
-    n = response_mean(jnp.asarray(mask, jnp.float32), jnp.asarray(mask), jnp.asarray(segments))
-    assert set(np.unique(n).tolist()) <= {0.0, 1.0}
     count = np.zeros(mask.shape)
     for row, t in np.ndindex(*mask.shape):
         count[row, t] = max(1, (mask[row] & (segments[row] == segments[row, t])).sum())

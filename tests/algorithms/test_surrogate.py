@@ -59,7 +59,7 @@ def test_gradient_stops_at_the_bound_of_its_own_side():
         np.testing.assert_allclose(gradient, expected, rtol=1e-5)
 
 
-def test_clip_shares_name_the_clipped_tokens():
+def test_clipped_tokens_are_those_beyond_the_bound_of_their_own_side():
     log_ratio = jnp.log(jnp.array([[1.3, 1.3, 0.7, 0.7]]))
     adv = jnp.array([[1.0, -1.0, 1.0, -1.0]])
     got = surrogate.surrogate(log_ratio, 0 * adv, adv, adv < 9, **BOUNDS)
@@ -78,30 +78,13 @@ def test_the_dual_clip_names_the_tokens_whose_loss_it_bounds():
     assert got.clipped_dual_BT.tolist() == [[True, False, False, False, False]]
 
 
+@pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3", "k3+"])
 @pytest.mark.parametrize("value", [-np.inf, np.inf, np.nan, 1e30])
-def test_nothing_under_the_mask_matters(value):
-    mask = jnp.array([[True, False]])
-
-    def total(logp):
-        old, adv = jnp.array([[-1.0, value]]), jnp.array([[1.0, value]])
-        got = surrogate.surrogate(logp, old, adv, mask, **BOUNDS, clip_dual=3.0)
-        kl = kl_estimate(logp, old, mask, estimator="k3")
-        return jnp.sum(got.objective_BT + kl)
-
-    loss, gradient = jax.value_and_grad(total)(jnp.array([[-1.1, value]]))
-    assert np.isfinite(loss) and np.isfinite(gradient).all() and gradient[0, 1] == 0
-
-
-@pytest.mark.parametrize("log_ratio", [-1e4, 1e4])
-@pytest.mark.parametrize("adv", [-1.0, 1.0])
-def test_huge_log_ratios_stay_finite(log_ratio, adv):
-    def total(logp):
-        ones = jnp.ones_like(logp)
-        got = surrogate.surrogate(logp, 0 * ones, adv * ones, ones > 0, **BOUNDS)
-        return got.objective_BT.sum()
-
-    loss, gradient = jax.value_and_grad(total)(jnp.array([[log_ratio]]))
-    assert np.isfinite(loss) and np.isfinite(gradient).all()
+def test_nothing_under_the_mask_matters_to_the_kl(estimator, value):
+    mask, reference = jnp.array([[True, False]]), jnp.array([[-1.0, value]])
+    total = lambda logp: jnp.sum(kl_estimate(logp, reference, mask, estimator=estimator))
+    kl, gradient = jax.value_and_grad(total)(jnp.array([[-1.1, value]]))
+    assert np.isfinite(kl) and np.isfinite(gradient).all() and gradient[0, 1] == 0
 
 
 @pytest.mark.parametrize("straight_through", ["", "+"])
@@ -134,29 +117,3 @@ def test_straight_through_estimates_keep_their_value_where_k2_is_large(name, val
         jnp.full((1, 1), 1e4), jnp.zeros((1, 1)), jnp.ones((1, 1)) > 0, estimator=name
     )
     assert float(found[0, 0]) == value
-
-
-@pytest.mark.parametrize("adv", [1.0, -1.0])
-@pytest.mark.parametrize("bound", [0.8, 1.28])
-def test_at_the_very_bound_the_gradient_passes(bound, adv):
-    """r = 1 - clip_low or 1 + clip_high exactly: not yet clipped, as in the reference."""
-
-    def total(x):
-        bounds = {"clip_low": 1 - 0.8, "clip_high": 1.28 - 1}
-        one = jnp.ones((1, 1))
-        return surrogate.surrogate(x, 0 * one, adv * one, one > 0, **bounds).objective_BT.sum()
-
-    with jax.enable_x64(True):
-        x = jnp.log(bound) * jnp.ones((1, 1))
-        assert float(jnp.exp(x)[0, 0]) in (1 - (1 - 0.8), 1 + (1.28 - 1)), "not met to the last bit"
-        np.testing.assert_allclose(jax.grad(total)(x), adv * bound * np.ones((1, 1)))
-
-
-def test_bfloat16_inputs_are_computed_in_float32():
-    logp, old, adv, mask = map(jnp.asarray, random_tokens(1))
-    short = [x.astype(jnp.bfloat16) for x in (logp, old, adv)]
-    exact = [x.astype(jnp.float32) for x in short]
-    a = surrogate.surrogate(*short, mask, **BOUNDS)
-    b = surrogate.surrogate(*exact, mask, **BOUNDS)
-    assert a.objective_BT.dtype == jnp.float32
-    np.testing.assert_array_equal(a.objective_BT, b.objective_BT)

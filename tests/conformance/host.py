@@ -3,13 +3,12 @@
 import dataclasses
 from collections.abc import Callable
 
-import jax.numpy as jnp
 import numpy as np
 
 from configs import tiny_dapo
 from dapo_jax.algorithms import advantages as advantage
 from dapo_jax.algorithms import importance_correction
-from dapo_jax.algorithms.kl import adapted_kl_coefficient, kl_estimate
+from dapo_jax.algorithms.kl import adapted_kl_coefficient, reward_kl
 from dapo_jax.algorithms.overlong import soft_overlong_punishment
 from dapo_jax.config import Config
 from dapo_jax.evaluation import estimators
@@ -84,8 +83,11 @@ def optimal_token_baseline(*, holes: bool) -> Callable[[Case], Compared]:
         a, zero_tail = case.arrays, case.params["handle_zero_tail"]
         tokens = tokens_of(a["response_mask"])
         _, groups_R = np.unique(a["index"], return_inverse=True)
-        energy = 1 - 2 * np.exp(a["old_log_probs"]) + a["sum_pi_squared"]
         rewards = a["token_level_rewards"].astype(np.float64)
+        energy = np.zeros(rewards.shape)
+        energy[tokens.mask] = advantage.token_energy(
+            tokens.take(a["old_log_probs"]), tokens.take(a["sum_pi_squared"])
+        )
         seen_R = np.ones(len(groups_R), bool) if holes else tokens.lengths_R > 0
         lone_R = np.bincount(groups_R[seen_R], minlength=len(groups_R))[groups_R] == 1
         if holes:
@@ -187,24 +189,23 @@ def kl_controller(case: Case) -> Compared:
 
 def kl_in_reward(case: Case) -> Compared:
     a, p = case.arrays, case.params
-    mask = a["response_mask"].astype(bool)
-    kl = kl_estimate(
-        jnp.asarray(a["old_log_probs"]),
-        jnp.asarray(a["ref_log_prob"]),
-        jnp.asarray(mask),
-        estimator=KL_NAMES[p["kl_penalty"]],
+    tokens = tokens_of(a["response_mask"])
+    kl = tokens.put(
+        reward_kl(
+            tokens.take(a["old_log_probs"]),
+            tokens.take(a["ref_log_prob"]),
+            estimator=KL_NAMES[p["kl_penalty"]],
+        )
     )
-    kl = np.asarray(kl)
     rewards = a["token_level_scores"] - p["init_kl_coef"] * kl
     # The reference's mean KL is of responses first, then over them.
-    tokens = tokens_of(mask)
     per_response = kl.sum(axis=1)[tokens.lengths_R > 0] / tokens.lengths_R[tokens.lengths_R > 0]
     after = adapted_kl_coefficient(
         p["init_kl_coef"],
         float(per_response.mean()),
         target=p["target_kl"],
         horizon=p["horizon"],
-        num_responses=len(mask),
+        num_responses=len(tokens.mask),
     )
     theirs = np.ravel(case.outputs["kl_coef_after"])
     return Compared([(rewards, case.outputs["token_level_rewards"]), ([after], theirs)])

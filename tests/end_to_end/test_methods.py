@@ -155,7 +155,7 @@ def test_two_steps_of_updates(way):
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), before, state.policy.params)
     assert max(jax.tree.leaves(moved)) > 0
     first, last = steps
-    if way == "full-kl":
+    if way == "kl":
         assert 0 <= first["policy/kl_ref"] < last["policy/kl_ref"]
     if way == "truncated-importance":
         # The same program on the same parameters: nothing to correct.
@@ -172,8 +172,6 @@ def test_remax_runs_with_its_greedy_baselines(tmp_path, home):
     run_here(tmp_path / "run", home, **SHORT | changes | {"train__num_steps": 1})
     (numbers,) = metrics_of(tmp_path / "run")[1:]
     assert numbers["optimizer/updates"] == 2
-    # Differences of two rewards between -2 and 1.
-    assert max(abs(numbers["advantage/max"]), abs(numbers["advantage/min"])) <= 3
 
 
 PPO_RUN = SHORT | PPO | {"train__num_steps": 3, "checkpoint__every_steps": 1}

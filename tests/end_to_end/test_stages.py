@@ -10,6 +10,7 @@ import pytest
 
 from dapo_jax.rollout.engine_config import make_engine_config
 from dapo_jax.train_loop import TrainLoop
+from dapo_jax.training.schedule import Schedule
 from dapo_jax.types import RunError, UserError
 from tests.end_to_end.test_runs import CARRY
 from tests.support.helpers import tiny_config
@@ -51,6 +52,14 @@ def test_changes_add_up_from_stage_to_stage():
     third = config.at(3)
     assert dataclasses.replace(third, rollout=base.rollout, train=base.train) == base
     assert type(config).from_dict(config.to_dict()) == config
+
+
+def test_a_stage_sets_the_coefficients_that_it_names():
+    schedule = Schedule(7, 0.2, 0.3)
+    assert schedule.in_stage({"rollout.temperature": 0.5}) == schedule
+    changes = {"objective.entropy_coefficient": 0.0}
+    assert schedule.in_stage(changes) == Schedule(7, 0.2, 0.0)
+    assert schedule.in_stage({"objective.reward_kl_coefficient": 0.1}) == Schedule(7, 0.1, 0.3)
 
 
 def test_a_stage_of_another_method_begins_with_its_own_arguments():

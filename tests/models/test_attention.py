@@ -234,7 +234,7 @@ def test_programs_of_gpus_are_lowered(monkeypatch):
     assert calls("flash") == {"__gpu$xla.gpu.triton"}
 
 
-def test_layers_that_slide_are_told_apart_on_a_mesh(arrays, expected):
+def test_layers_slide_by_their_own_window_on_a_mesh(arrays, expected):
     """Which layer slides is an array inside the scan over layers; rows lie over four devices, heads
     over two."""
     layout = layout_over(2, 2, 1, 2)
@@ -266,7 +266,7 @@ def test_layers_that_slide_are_told_apart_on_a_mesh(arrays, expected):
 
 
 @pytest.mark.parametrize("sliding", [False, True])
-def test_what_is_kept_of_attention_spares_the_kernel_a_second_pass_forward(arrays, sliding):
+def test_a_remat_policy_that_keeps_attention_runs_its_kernel_once(arrays, sliding):
     """Also where a branch decides whether the layer slides, with a kernel for each."""
     layout = layout_over(1, 1, 1, 2)
     choice = Choice("splash", window=WINDOW if sliding else None, layout=layout)

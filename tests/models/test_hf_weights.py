@@ -124,7 +124,7 @@ def test_a_file_that_has_become_shorter_is_an_error(tmp_path):
             hf_weights._read(name, tensor, (slice(None),) * len(tensor.shape))
 
 
-def test_a_dtype_that_holds_no_weights_is_told(tmp_path):
+def test_a_dtype_that_holds_no_weights_is_an_error(tmp_path):
     checkpoint(tmp_path / "in", "qwen2")
     changed(tmp_path / "in", lambda t: t.update({"model.norm.weight": np.zeros(24, np.int8)}))
     with pytest.raises(UserError, match="model.norm.weight in .* has dtype I8; known are F64, F32"):
@@ -197,7 +197,7 @@ def test_a_tied_head_and_old_buffers_are_no_surplus(tmp_path):
         (lambda place: shutil.rmtree(place), "there is no directory"),
     ],
 )
-def test_a_damaged_checkpoint_is_told(tmp_path, damage, message):
+def test_a_damaged_checkpoint_is_an_error_that_names_the_file(tmp_path, damage, message):
     checkpoint(tmp_path / "in", "qwen2")
     config = config_of(tmp_path / "in")
     damage(tmp_path / "in")
@@ -272,7 +272,7 @@ def test_a_key_that_is_left_out_is_what_transformers_takes(family, given, expect
     assert {name: found[name] for name in expected} == expected
 
 
-def test_a_field_that_contradicts_the_checkpoint_is_told(tmp_path):
+def test_a_field_that_contradicts_the_checkpoint_is_an_error(tmp_path):
     checkpoint(tmp_path / "in", "qwen2")
     fields = dict.fromkeys(hf_config.FIELDS) | {"path": str(tmp_path / "in"), "hidden_size": 25}
     with pytest.raises(

@@ -9,11 +9,17 @@ import numpy as np
 import pytest
 
 from dapo_jax.models import log_probs
-from dapo_jax.rollout.carry import CarriedGroup, by_visit, next_carried, without_stale
+from dapo_jax.rollout.carry import (
+    CarriedGroup,
+    by_visit,
+    max_started,
+    next_carried,
+    without_stale,
+)
 from dapo_jax.rollout.dynamic_sampling import DynamicSamplingState, state_from_json, state_to_json
 from dapo_jax.types import Problem, Response
 from tests.support.engines import CONFIG, KEY, generate, make_engine, make_loop, make_problems
-from tests.support.helpers import Sample, make_params, rows_of
+from tests.support.helpers import Sample, make_params, rows_of, tiny_config
 
 NEXT_KEY = jax.random.key(8)
 
@@ -32,6 +38,15 @@ def problems():
 @pytest.fixture(scope="module")
 def engine():
     return make_engine(page_tokens=16, samples=4, num_pages=400, decode_steps=4, resumes=True)
+
+
+@pytest.mark.parametrize(
+    "rate, enabled, number", [(1.0, True, 12), (0.3, True, 42), (0.0, True, 96), (0.3, False, 12)]
+)
+def test_a_step_begins_what_three_steps_use_up(rate, enabled, number):
+    """Four groups a step, of 32 prompts at most; responses may be two steps old."""
+    config = tiny_config(rollout__max_staleness=2, dynamic_sampling__enabled=enabled)
+    assert max_started(config, rate) == number
 
 
 def spell(sequences):

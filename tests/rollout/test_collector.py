@@ -217,9 +217,7 @@ def test_seconds_of_waiting_for_verdicts_are_no_seconds_of_sampling(
         patch.setattr(pool, "ready", ready)
         next(rollouts.outcomes(prompts, jax.random.key(1), step=1))
     stats, seconds = rollouts.take_stats()
-    assert seconds["reward"] > 0.5 > 0 and stats.idle_seconds > 0.2
-    share = metrics.rollout_metrics(stats, seconds, 1)["perf/idle_share"]
-    assert share == stats.idle_seconds / sum(seconds.values()) < 1
+    assert seconds["reward"] > 0.5 and stats.idle_seconds > 0.2
 
 
 def test_throughput_counts_the_seconds_of_the_process_that_generated():

@@ -4,8 +4,46 @@ import numpy as np
 import pytest
 
 from dapo_jax.rollout.dynamic_sampling import Batch
-from dapo_jax.rollout.metrics import sampling_metrics
+from dapo_jax.rollout.metrics import RolloutStats, rollout_metrics, sampling_metrics
 from tests.support.helpers import make_group
+
+
+def test_throughput_and_the_use_of_slots():
+    stats = RolloutStats(
+        tokens=80, busy_slots=30, slots_offered=40, preempted=3, idle_seconds=1.0,
+        sampled=60, could_sample=120, discarded=10,
+    )  # fmt: skip
+    assert rollout_metrics(stats, {"rollout": 4.0, "reward": 1.0}, num_replicas=2) == {
+        "perf/tokens_per_second": 20.0,
+        "perf/idle_share": 0.1,
+        "perf/preempted": 3,
+        "perf/tokens_discarded": 10,
+        "perf/slot_occupancy": 0.75,
+        "perf/slot_utilisation": 0.5,
+    }
+    nothing = rollout_metrics(RolloutStats(), {"rollout": 0.0, "reward": 0.0}, 1)
+    assert nothing == dict.fromkeys(
+        ("perf/tokens_per_second", "perf/idle_share", "perf/preempted"), 0
+    )
+
+
+def test_accuracy_by_source_and_the_means_of_scorers_own_numbers():
+    """A source alone has no number of its own; texts have none either."""
+    easy, hard = make_group([True, True, False]), make_group([False, True])
+    extras = {"steps": 3, "kind": "a"}, {"steps": 5, "format": True}
+    verdicts = tuple(v._replace(extra=x) for v, x in zip(hard.verdicts, extras))
+    easy = easy._replace(problem=easy.problem._replace(source="easy"))
+    hard = hard._replace(problem=hard.problem._replace(source="hard"), verdicts=verdicts)
+    found = sampling_metrics(Batch([easy], [easy, hard]))
+    named = {n: x for n, x in found.items() if n.startswith(("accuracy/sampled/", "scorer/"))}
+    assert named == {
+        "accuracy/sampled/easy": pytest.approx(2 / 3),
+        "accuracy/sampled/hard": 0.5,
+        "scorer/format": 1.0,
+        "scorer/steps": 4.0,
+    }
+    alone = sampling_metrics(Batch([easy], [easy]))
+    assert not any(name.startswith(("accuracy/sampled/", "scorer/")) for name in alone)
 
 
 def with_texts(group, *texts):

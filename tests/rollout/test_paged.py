@@ -337,7 +337,7 @@ SHAPE = Shape(2, 32, 4, 2, 48, 64, "float32", 3, 4, 12, 20, "uniform", 0, 8, 8, 
 
 
 @pytest.mark.slow
-def test_the_gap_between_rollout_and_trainer():
+def test_the_mismatch_of_rollout_and_trainer_is_float32_rounding():
     found = bench_mismatch(SHAPE)
     assert found["mismatch_mean"] < 1e-6 and found["mismatch_max"] < 1e-5
     assert found["tokens"] == 3 * 4 * 20

@@ -39,7 +39,7 @@ def test_responses_without_a_verdict_do_not_count():
     [((0.0, 0.9), {4}), ((0.2, 0.8), {0, 3, 4}), ((0.0, 1.0), {4}), ((0.25, 0.75), {0, 3, 4})],
 )
 def test_the_latest_visit_decides(band, expected):
-    correct = {0: [4, 0], 1: [0, 1], 2: [0, 2], 3: [3 + 1, 0], 4: [0, 4]}
+    correct = {0: [4, 0], 1: [0, 1], 2: [0, 2], 3: [4, 0], 4: [0, 4]}
     rates = {id: tuple(PassRate(i, n, 4) for i, n in enumerate(ns)) for id, ns in correct.items()}
     assert pass_rates.outside(rates, band) == expected
 

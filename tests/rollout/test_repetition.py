@@ -195,7 +195,7 @@ def test_carried_responses_end_at_the_same_token(cold, params, problems, whole, 
 
 
 @pytest.mark.parametrize("stop", ["G", "ZZZZ", "ZZZZZ"])  # most repeat Z
-def test_stop_strings_too(cold, params, problems, whole, stop):
+def test_stop_strings_and_repetition_end_a_response(cold, params, problems, whole, stop):
     """What comes first ends the response; both at one token: it ended by itself."""
     spell = lambda sequences: ["".join(chr(64 + token) for token in s) for s in sequences]
 

@@ -28,6 +28,27 @@ class Defect(NamedTuple):
 
 DEFECTS = (
     Defect(
+        "ReMax: the greedy baseline of another prompt is subtracted",
+        "dapo_jax/training/learner.py",
+        "np.float64)[order][samples.groups_R]",
+        "np.float64)[samples.groups_R]",
+        "tests/training/test_learner.py -k greedy_baseline",
+    ),
+    Defect(
+        "the loss of an update is divided by rejected tokens too",
+        "dapo_jax/training/learner.py",
+        "kept_lengths(mine.mask_M, lengths_R)",
+        "kept_lengths(columns.mask_M[batch.tokens], lengths_R)",
+        "tests/training/test_learner.py -k denominator",
+    ),
+    Defect(
+        "the base model is fitted on held-out problems",
+        "dapo_jax/training/pretrain.py",
+        "if arithmetic.is_heldout(prompt_text):",
+        "if not prompt_text:",
+        "tests/training/test_base_model.py -k held_out",
+    ),
+    Defect(
         "mask off by one: the last prompt token is trained",
         "dapo_jax/training/packing.py",
         "row * row_tokens + start - n + np.arange(n)\n",
@@ -269,9 +290,12 @@ def main() -> int:
     missed = []
     with tempfile.TemporaryDirectory() as temporary:
         right = make_copy(Path(temporary) / "right")
-        for tests in sorted({defect.tests for defect in DEFECTS}):
-            if run(right, tests):
-                raise SystemExit(f"{tests} fails without any defect")
+        every = sorted({defect.tests for defect in DEFECTS})
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+            failed = threads.map(lambda tests: run(right, tests), every)
+            for tests, fails in zip(every, failed, strict=True):
+                if fails:
+                    raise SystemExit(f"{tests} fails without any defect")
 
         def found(numbered: tuple[int, Defect]) -> bool:
             number, defect = numbered

@@ -2,9 +2,11 @@
 
 import pytest
 
-from dapo_jax.training import base_model
+from dapo_jax.data import arithmetic
+from dapo_jax.data.tokenizer import arithmetic_tokenizer
+from dapo_jax.training import base_model, pretrain
 from dapo_jax.training.base_model import fingerprint
-from tests.support.helpers import tiny_config
+from tests.support.helpers import segments_of, tiny_config
 from tests.test_layers import ours
 
 # Packages and modules that the fit imports, and that do not change what it computes.
@@ -21,6 +23,18 @@ def test_every_module_that_computes_a_base_model_is_in_its_fingerprint():
             left.extend(ours(name))
     hashed = {module.__name__.removeprefix("dapo_jax.") for module in base_model.CODE}
     assert hashed == found | {"data.tokenizer"}
+
+
+def test_the_text_of_a_base_has_no_held_out_prompt():
+    """Of problems at random one in five is held out."""
+    tokenizer = arithmetic_tokenizer()
+    rows = next(pretrain.text_rows(tiny_config(), tokenizer))
+    prompts = [
+        tokenizer.decode(rows.tokens_BT[row, at & ~rows.mask_BT[row]].tolist())
+        for row, at in segments_of(rows)
+    ]
+    assert len(prompts) > 20 and all(text.startswith("Add:") for text in prompts)
+    assert not any(map(arithmetic.is_heldout, prompts))
 
 
 def test_other_versions_make_another_base_model(monkeypatch):

@@ -15,6 +15,7 @@ from dapo_jax.training.batch import (
     TokenColumns,
     estimate_advantages,
     make_samples,
+    reward_components,
     shaped_rewards,
     with_corrections,
 )
@@ -43,6 +44,17 @@ def test_shaped_reward_is_the_scorers_plus_the_punishment_in_tokens():
     np.testing.assert_allclose(shaped_rewards(tiny_config(), group._replace(responses=texts)), got)
 
 
+def test_the_reward_has_a_component_for_each_scorer_and_the_punishment():
+    """A verdict of one scorer fills the first: a source may have fewer than others."""
+    config = tiny_config(reward__scorer="exact_match + 0.5 * answer_format")
+    group = make_group([True, False], lengths=[3, 28])
+    both = group.verdicts[0]._replace(reward=1.5, rewards=(1.0, 0.5))
+    group = group._replace(verdicts=(both, group.verdicts[1]))
+    expected = [[1.0, 0.5, 0.0], [-1.0, 0.0, -4 / 8]]
+    np.testing.assert_allclose(reward_components(config, group), expected)
+    np.testing.assert_allclose(shaped_rewards(config, group), [1.5, -1.5])
+
+
 def test_advantages_are_of_the_shaped_reward():
     group = make_group([True, False, True, False], lengths=[24, 26, 28, 32])
     rewards = np.array([1.0, -1.25, 0.5, -2.0])
@@ -51,7 +63,7 @@ def test_advantages_are_of_the_shaped_reward():
         np.testing.assert_allclose(got, np.full(n, want), rtol=1e-5)
 
 
-def test_samples_hold_whole_responses_and_their_lag():
+def test_samples_hold_whole_responses_and_their_staleness():
     group = make_group([True, False])
     samples = samples_of(tiny_config(), [group], step=4)
     np.testing.assert_array_equal(
@@ -64,7 +76,7 @@ def test_samples_hold_whole_responses_and_their_lag():
     assert samples.lengths_R.tolist() == [3, 4] and samples.groups_R.tolist() == [0, 0]
 
 
-def test_tokens_of_several_policies_have_their_own_lag():
+def test_tokens_of_several_policies_have_their_own_staleness():
     """And only those of the newest say how far the rollout is from the trainer."""
     group = make_group([True, False], lengths=[3, 4])._replace(step=4)
     versions = np.array([2, 3, 4, 4], np.int32)

@@ -229,7 +229,8 @@ NO_PUNISHMENT = {"reward__overlong_buffer_tokens": 0, "reward__overlong_penalty"
 METHOD_FIELDS = {
     "maxrl": {"reward__incorrect": 0.0},
     "gdpo": {"objective__advantage_args": {"component_weights": (1.0, 1.0)}},
-    "gae": METHODS["ppo"] | {"objective__reward_kl_coefficient": 0.0},
+    "gae": METHODS["ppo"]
+    | {"objective__reward_kl_coefficient": 0.0, "objective__kl_estimator": "k3"},
     "reinforce++": {"objective__advantage_args": {"gamma": 0.9}},
 }
 
@@ -237,8 +238,6 @@ METHOD_FIELDS = {
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_advantages_are_those_of_the_responses_without_given_tokens(name):
     fields = {"objective__advantage": name} | METHOD_FIELDS.get(name, {})
-    if name == "gae":
-        fields |= {"objective__kl_estimator": "k3"}
     config, groups = tiny_config(**NO_PUNISHMENT, **fields), given_groups()
     if name == "maxrl":
         verdicts = lambda g: tuple(v._replace(reward=float(v.correct)) for v in g.verdicts)

@@ -13,8 +13,9 @@ from dapo_jax.config import CorrectionConfig
 from dapo_jax.setup import HostState
 from dapo_jax.training import metrics
 from dapo_jax.training.batch import TokenColumns, make_samples
-from dapo_jax.training.learner import Learner
+from dapo_jax.training.learner import Learner, _Updates
 from dapo_jax.training.schedule import Schedule
+from dapo_jax.types import RunError
 from dapo_jax.utils.compilations import CompilationCounter
 from dapo_jax.utils.random_streams import named_generator
 from tests.models.test_lora import logits_of
@@ -98,7 +99,7 @@ def test_every_forward_pass_and_update_is_reported():
     ]
 
 
-def test_where_the_schedules_are_is_saved_with_the_run():
+def test_the_host_state_survives_json():
     from dapo_jax.rollout.dynamic_sampling import DynamicSamplingState
 
     host = HostState({"a": 1}, DynamicSamplingState(), 0.1, 0.2, Schedule(5, 0.3, 0.4), 4.0, 6.0)
@@ -156,6 +157,57 @@ def test_recomputed_log_probs_are_those_of_tokens_that_the_policy_itself_sampled
     assert (columns.log_prob_old_M == columns.recomputed_M).all()
 
 
+def test_the_greedy_baseline_of_a_prompt_is_subtracted_from_its_own_responses():
+    """Although a step takes its groups in another order."""
+    learner, state = make_learner(
+        objective__advantage="remax",
+        reward__overlong_buffer_tokens=0,
+        reward__overlong_penalty=0.0,
+    )
+    learner._update_each = lambda state, *_, **__: (state, _Updates([], [], 0, 0))
+    groups = [
+        g._replace(verdicts=tuple(v._replace(reward=10.0 * i + v.correct) for v in g.verdicts))
+        for i, g in enumerate(make_groups())
+    ]
+    schedule = Schedule.first(learner.config.objective)
+    baselines = [10.0 * i for i in range(len(groups))]
+    *_, numbers = learner.train_on(state, schedule, groups, 1, baselines=baselines)
+    assert (numbers["advantage/min"], numbers["advantage/max"]) == (0.0, 1.0)
+
+
+def test_tokens_that_a_correction_rejects_leave_the_denominator_of_their_update():
+    """The rollout stored -1 everywhere; the policy's log-probs are about -3.5."""
+    correction = CorrectionConfig(policy="old", reject=(("token-k2", None, 3.0),))
+    learner, state = make_learner(rollout__log_prob_source="recompute", correction=correction)
+    samples = make_samples(learner.config, make_varied_groups(), 1, learner.detokenize)
+    batches = learner._cut(samples)
+    columns, _ = learner._forward_pass(state, samples, batches)
+    columns = learner._with_advantages(samples, columns, None, None)
+    for batch in batches:
+        random = np.random.default_rng(0)
+        rows, denominator = learner._finish(state.policy, samples, batch, columns, random)
+        kept = rows.mask_BT.sum()
+        assert 0 < kept < batch.packed.rows.mask_BT.sum(), "some are rejected, not all"
+        assert denominator == kept == np.count_nonzero(rows.weight_BT)
+
+
+def test_too_many_updates_without_a_finite_gradient_end_the_run():
+    """Two are a warning. They are in no mean, and the schedules stand still."""
+    learner, state = make_learner()
+    said = []
+    learner.say = said.append
+    broken = jax.tree.map(lambda x: x * np.float32(np.nan), state.policy.params)
+    state = state._replace(policy=state.policy._replace(params=broken))
+    schedule = Schedule.first(learner.config.objective)
+    state, after, numbers = learner.train_on(state, schedule, make_groups(), 1)
+    assert said == ["  warning: non-finite gradient, 2 update(s) skipped at step 1"]
+    assert numbers["optimizer/skipped_updates"] == 2 and numbers["optimizer/updates"] == 0
+    assert "policy/loss" not in numbers and after.updated_steps == 0
+    state = state._replace(policy=state.policy._replace(skipped=np.int32(1)))
+    with pytest.raises(RunError, match="not finite in 3 updates in a row, at step 2"):
+        learner.train_on(state, schedule, make_groups(), 2)
+
+
 def test_a_step_that_trains_nothing_leaves_the_coefficient_of_the_kl_alone():
     learner, state = make_learner(
         objective__reward_kl_coefficient=0.1,
@@ -179,16 +231,19 @@ def test_log_probs_of_two_distributions_are_not_compared():
         assert any("mismatch" in name for name in numbers) == (top_p == 1.0)
 
 
-def test_the_energy_of_tokens_is_that_of_the_whole_softmax():
+@pytest.mark.parametrize("source, age", [("recompute", 0), ("recompute", 2), ("rollout", 2)])
+def test_the_energy_of_tokens_is_of_the_whole_softmax_before_the_update(source, age):
     """The squared norm of the gradient of each token's log-prob by its logits, one response at a
-    time; and advantages are made of it."""
+    time, whichever policy sampled the token; and advantages are made of it."""
     learner, state = make_learner(
         objective__advantage="optimal-token-baseline",
         objective__advantage_args={"zero_tail": False},
-        rollout__log_prob_source="recompute",
+        rollout__log_prob_source=source,
+        rollout__max_staleness=2,
         rollout__temperature=0.8,
     )
-    samples = make_samples(learner.config, make_groups(), 1, learner.detokenize)
+    groups = [group._replace(step=3 - age) for group in make_groups()]
+    samples = make_samples(learner.config, groups, 3, learner.detokenize)
     columns, _ = learner._forward_pass(state, samples, learner._cut(samples))
     starts = np.cumsum([0, *samples.lengths_R])
     for prompt, first, end in zip(samples.prompts, starts[:-1], starts[1:], strict=True):
@@ -206,28 +261,6 @@ def test_the_energy_of_tokens_is_that_of_the_whole_softmax():
     longest = int(np.argmax(samples.lengths_R[:4]))
     assert columns.advantage_M[starts[longest + 1] - 1] == pytest.approx(0, abs=1e-6)
     assert np.abs(columns.advantage_M[of_group]).max() > 0.1
-
-
-@pytest.mark.parametrize("source", ["recompute", "rollout"])
-def test_the_energy_of_stale_tokens_is_of_the_policy_before_the_update(source):
-    """As if none were stale: who sampled a token does not matter for the gradient of its
-    log-prob."""
-    learner, state = make_learner(
-        objective__advantage="optimal-token-baseline",
-        objective__advantage_args={"zero_tail": False},
-        rollout__log_prob_source=source,
-        rollout__max_staleness=2,
-    )
-
-    def energy(step):
-        groups = [group._replace(step=step) for group in make_groups()]
-        samples = make_samples(learner.config, groups, 3, learner.detokenize)
-        return learner._forward_pass(state, samples, learner._cut(samples))[0].energy_M
-
-    stale_M = energy(step=1)
-    assert (stale_M > 0).all()
-    if source == "recompute":
-        np.testing.assert_array_equal(stale_M, energy(step=3))
 
 
 @pytest.mark.parametrize("rows, devices", [(8, 1), (2, 1), (8, 8)])

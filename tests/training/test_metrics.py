@@ -29,6 +29,16 @@ def test_a_step_without_a_token_to_train_has_no_extremes():
     assert jax.tree.all(jax.tree.map(np.isfinite, numbers))
 
 
+def test_a_skipped_update_is_counted_and_in_no_mean():
+    nan, good = np.float32(np.nan), update(4, np.float32(1.5))
+    good = good._replace(grad_norm=np.float32(2), sums=good.sums._replace(loss=np.float32(3)))
+    skipped = good._replace(grad_norm=nan, skipped=np.int32(1), sums=good.sums._replace(loss=nan))
+    numbers = metrics.update_metrics([good, skipped], has_mismatch=False)
+    assert numbers["optimizer/updates"] == numbers["optimizer/skipped_updates"] == 1
+    assert (numbers["policy/loss"], numbers["optimizer/grad_norm"]) == (3, 2)
+    assert numbers["batch/tokens_trained"] == 4
+
+
 def test_the_probability_of_clipped_tokens_is_a_mean_over_them_alone():
     step = update(100, np.float32(1.0))
     few = step._replace(sums=step.sums._replace(clip_high=np.float32(4), clip_high_prob=0.5))

@@ -107,7 +107,7 @@ def test_no_device_ever_holds_all_of_a_matrix(compiled):
     assert sizes((CONFIG.model.vocab_size, CONFIG.model.hidden_size)) not in held
 
 
-def test_what_an_update_exchanges(compiled):
+def test_an_update_exchanges_single_layers_and_activations_alone(compiled):
     """Weights are gathered layer by layer and activations summed; nothing of the size of a stack of
     layers travels."""
     found = collectives(compiled.as_text())
@@ -120,7 +120,7 @@ def test_what_an_update_exchanges(compiled):
     assert ("all-reduce", "f32", (8 * 22 // 4, 32)) in found, "hidden states, over tensor"
 
 
-def test_what_rows_over_devices_exchange_besides():
+def test_rows_over_devices_exchange_keys_and_values_too():
     """Keys and values of whole rows, and their gradients reduced to a device's own part; weights
     are split over the axis as over fsdp."""
     config = dataclasses.replace(CONFIG, mesh=dataclasses.replace(CONFIG.mesh, fsdp=2, context=2))

@@ -107,15 +107,18 @@ def test_row_log_probs_speak_of_their_own_token(params, samples):
     assert found == len(samples)
 
 
-def test_loss_is_the_weighted_sum_over_response_tokens(params, samples):
-    o = CONFIG.objective
-    total = 0.0
-    for sample in samples:
-        (logp, entropy), old = log_probs_by_hand(CONFIG, params, sample), sample.log_prob_old
-        adv = np.full(len(logp), sample.advantage)
-        value = surrogate_by_hand(
-            logp, old, adv, np.ones(len(logp), bool), o.clip_low, o.clip_high, o.clip_dual
-        )
+@pytest.fixture(scope="module")
+def by_hand(params, samples):
+    """(log-probs, entropies) of the response tokens of each sample."""
+    return [log_probs_by_hand(CONFIG, params, sample) for sample in samples]
+
+
+def test_loss_is_the_weighted_sum_over_response_tokens(params, samples, by_hand):
+    o, total = CONFIG.objective, 0.0
+    for sample, (logp, entropy) in zip(samples, by_hand, strict=True):
+        adv, mask = np.full(len(logp), sample.advantage), np.ones(len(logp), bool)
+        bounds = o.clip_low, o.clip_high, o.clip_dual
+        value = surrogate_by_hand(logp, sample.log_prob_old, adv, mask, *bounds)
         # k3 against a reference of log-prob 0, bounded by 10.
         kl = np.minimum(np.exp(-logp) - 1 + logp, 10)
         each = -sample.correction * value + o.kl_coefficient * kl - 0.05 * entropy
@@ -123,32 +126,48 @@ def test_loss_is_the_weighted_sum_over_response_tokens(params, samples):
     rows, n, W = stack(samples, rows_per_micro_batch=8, num_micro_batches=2)
     _, sums, _ = gradient(CONFIG, params, rows, n, W)
     np.testing.assert_allclose(sums.loss, total, rtol=1e-4)
-    # KL(old || current) of tokens that the old policy sampled: exp(d) - 1 - d.
-    d = [log_probs_by_hand(CONFIG, params, s)[0] - s.log_prob_old for s in samples]
-    kl_old = sum((np.minimum(np.exp(x) - 1 - x, 10)).sum() for x in d)
-    np.testing.assert_allclose(sums.kl_old, kl_old, rtol=1e-4)
-    assert sums.tokens == sum(len(s.response_tokens) for s in samples)
 
-    clipped = {"high": [], "low": [], "dual": []}  # probabilities of the tokens
-    for sample in samples:
-        logp, _ = log_probs_by_hand(CONFIG, params, sample)
-        for log_prob, old in zip(logp, sample.log_prob_old):
-            ratio = np.exp(log_prob - old)
-            if sample.advantage > 0 and ratio > 1 + o.clip_high:
-                clipped["high"].append(np.exp(log_prob))
-            if sample.advantage < 0 and ratio < 1 - o.clip_low:
-                clipped["low"].append(np.exp(log_prob))
-            if sample.advantage < 0 and ratio > o.clip_dual:
-                clipped["dual"].append(np.exp(log_prob))
-    for bound, probabilities in clipped.items():
-        assert len(probabilities) > 0
-        assert getattr(sums, f"clip_{bound}") == len(probabilities)
-        total = getattr(sums, f"clip_{bound}_prob")
-        np.testing.assert_allclose(total, sum(probabilities), rtol=1e-4)
+
+def test_statistics_are_of_the_trained_tokens_of_all_micro_batches(params, samples, by_hand):
+    """Every third sample is stale; the mismatch alone leaves it out."""
+    samples = [s._replace(staleness=int(i % 3 == 2)) for i, s in enumerate(samples)]
+    rows, n, W = stack(samples, rows_per_micro_batch=1, num_micro_batches=8)
+    assert 1 < n < 8
+    _, sums, extremes = gradient(CONFIG, params, rows, n, W)
+
+    o, lengths = CONFIG.objective, [len(s.response_tokens) for s in samples]
+    logp, entropy = np.concatenate(by_hand, axis=1)
+    d = logp - np.concatenate([s.log_prob_old for s in samples])
+    adv = np.repeat([s.advantage for s in samples], lengths)
+    fresh = np.repeat([s.staleness == 0 for s in samples], lengths)
+    ratio, prob = np.exp(d), np.exp(logp)
+    clipped = {
+        "clip_high": (adv > 0) & (ratio > 1 + o.clip_high),
+        "clip_low": (adv < 0) & (ratio < 1 - o.clip_low),
+        "clip_dual": (adv < 0) & (ratio > o.clip_dual),
+    }
+    assert all(at.any() for at in clipped.values())
+    expected = {
+        "tokens": len(logp),
+        "entropy": entropy.sum(),
+        "token_prob": prob.sum(),
+        # KL(old || current) of tokens that the old policy sampled.
+        "kl_old": np.minimum(np.exp(d) - 1 - d, 10).sum(),
+        "kl_ref": np.minimum(np.exp(-logp) - 1 + logp, 10).sum(),
+        "mismatch": np.abs(d[fresh]).sum(),
+        "mismatch_tokens": fresh.sum(),
+    }
+    expected |= {name: at.sum() for name, at in clipped.items()}
+    expected |= {f"{name}_prob": prob[at].sum() for name, at in clipped.items()}
+    assert expected.keys() == set(sums._fields) - {"loss"}
+    for name, value in expected.items():
+        np.testing.assert_allclose(getattr(sums, name), value, rtol=1e-4, err_msg=name)
+    largest = ratio.max(), -ratio.min(), np.abs(d[fresh]).max()
+    np.testing.assert_allclose(extremes, largest, rtol=1e-4)
 
 
 def test_micro_batches_beyond_the_used_are_not_computed(params, samples):
-    rows, n, W = stack(samples, rows_per_micro_batch=4, num_micro_batches=8)
+    rows, n, W = stack(samples, rows_per_micro_batch=1, num_micro_batches=8)
     broken = rows._replace(advantage_BT=rows.advantage_BT.copy())
     broken.advantage_BT[n:] = np.nan
     broken.mask_BT[n:] = True
