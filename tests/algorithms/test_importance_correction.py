@@ -1,5 +1,6 @@
 """Corrections for rollouts against loops over responses, and what must hold for all of them."""
 
+import functools
 import math
 from typing import get_args
 
@@ -13,11 +14,6 @@ LENGTHS = np.array([0, 5, 1, 7, 0, 0, 3, 12, 2, 0])
 DRIFT = np.array([0, 0.05, -0.15, -0.18, 0, 0, -0.3, 0.04, 0.25, 0])  # of log pi in a response
 ADVANTAGE = np.array([-9, -1, 1.2, -1.2, 9, 9, -0.9, 0.8, -0.7, -9])
 STATISTICS = get_args(Statistic)
-OFF = CorrectionConfig(
-    policy="old",
-    importance=None,
-    reject=(),
-)
 IMPORTANCE = [
     dict(level=level, cap=cap, floor=floor)
     for level in ("token", "sequence")
@@ -25,8 +21,7 @@ IMPORTANCE = [
 ]
 
 
-def settings(**changes):
-    return CorrectionConfig(**(vars(OFF) | changes))
+settings = functools.partial(CorrectionConfig, policy="old")
 
 
 def make_log_probs(seed=0):

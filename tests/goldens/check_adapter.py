@@ -34,9 +34,8 @@ def by_peft(adapter):
 def by_us(adapter, tokens_T):
     """Logits [T, V]."""
     from dapo_jax.models import pretrained
-    from tests.models.test_lora import logits_of
     from tests.support import checkpoints
-    from tests.support.helpers import make_mesh
+    from tests.support.helpers import logits_of, make_mesh
 
     config = checkpoints.config_of(adapter)
     params = pretrained.load(config.model, config.mesh, make_mesh(config, 1), seed=0)

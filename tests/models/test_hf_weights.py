@@ -11,11 +11,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dapo_jax.config import Config, hf_config
-from dapo_jax.models import chunked_softmax, decoder, hf_weights
-from dapo_jax.models.attention import xla
+from dapo_jax.models import hf_weights
 from dapo_jax.types import UserError
 from tests.support.checkpoints import config_of, load
-from tests.support.helpers import SHARED, tiny_dict
+from tests.support.helpers import SHARED, logits_of, tiny_dict
 
 BASE = {
     "model_type": "qwen2", "vocab_size": 37, "hidden_size": 24, "num_hidden_layers": 3,
@@ -387,14 +386,8 @@ def test_stories260k_writes_its_story():
     params = load(config)
     expected = json.loads((place / "expected_greedy.json").read_text())
     prompt, greedy = expected["prompt_ids"], expected["greedy_ids"]
-    tokens = np.array(greedy if greedy[: len(prompt)] == prompt else prompt + greedy, np.int32)[
-        None
-    ]
-    T = tokens.shape[1]
-    attend = xla.packed(jnp.ones((1, T), jnp.int32))
-    model = decoder.bind(config.model, params)
-    hidden_BTD, _ = model(jnp.asarray(tokens), jnp.arange(T)[None], attend)
-    logits_TV = chunked_softmax.logits(hidden_BTD[0], decoder.unembedding(params), temperature=1.0)
-    found = np.argmax(np.asarray(logits_TV), axis=-1)[len(prompt) - 1 : -1]
-    np.testing.assert_array_equal(found, tokens[0, len(prompt) :])
+    tokens = greedy if greedy[: len(prompt)] == prompt else prompt + greedy
+    logits_TV = logits_of(config.model, params, tokens)
+    found = np.argmax(logits_TV, axis=-1)[len(prompt) - 1 : -1]
+    np.testing.assert_array_equal(found, tokens[len(prompt) :])
     np.testing.assert_allclose(logits_TV[0, :16], expected["logits_pos0_first16"], atol=1e-4)

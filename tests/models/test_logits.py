@@ -6,18 +6,16 @@ import os
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dapo_jax.data.tokenizer import load_tokenizer
-from dapo_jax.models import chunked_softmax, decoder
-from dapo_jax.models.attention import xla
+from dapo_jax.models import decoder
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.engine_config import EngineConfig
 from dapo_jax.rollout.sampling import SamplingParams
 from tests.support import checkpoints
-from tests.support.helpers import make_mesh
+from tests.support.helpers import logits_of, make_mesh
 
 ATOL = 1e-4
 # What each of these models is there for, and the same model without it.
@@ -43,28 +41,17 @@ def opened(tmp_path, family):
     return golden, config, checkpoints.load(config)
 
 
-def training_logits(c, params, tokens_T):
-    """Of every position [T, V], by the forward pass of the update."""
-    T = len(tokens_T)
-    attend = xla.packed(jnp.ones((1, T), jnp.int32))
-    run = lambda params, tokens_BT: decoder.bind(c, params)(tokens_BT, jnp.arange(T)[None], attend)
-    hidden_BTD, _ = jax.jit(run)(params, tokens_T[None])
-    return np.asarray(
-        chunked_softmax.logits(hidden_BTD[0], decoder.unembedding(params), temperature=1.0)
-    )
-
-
 @pytest.mark.parametrize("family", checkpoints.golden_families())
 def test_logits_are_those_of_transformers(tmp_path, family):
     golden, config, params = opened(tmp_path, family)
-    found_XV = training_logits(config.model, params, golden.tokens_T)[golden.positions_X]
+    found_XV = logits_of(config.model, params, golden.tokens_T)[golden.positions_X]
     assert golden.logits_XV.std() > 1, "large enough for the tolerance to mean something"
     worst = np.abs(found_XV - golden.logits_XV).max()
     print(f"{family}: worst {worst:.1e}")
     assert worst < ATOL, f"the worst of {family} is {worst:.1e}"
     if family in WITHOUT:
         without = dataclasses.replace(config.model, **WITHOUT[family])
-        other_XV = training_logits(without, params, golden.tokens_T)[golden.positions_X]
+        other_XV = logits_of(without, params, golden.tokens_T)[golden.positions_X]
         assert np.abs(other_XV - golden.logits_XV).max() > 100 * ATOL, "or this test cannot fail"
 
 
@@ -100,7 +87,7 @@ def test_the_engines_logits_are_those_of_transformers(tmp_path, family, prompt):
         tokens.append(int(results.convert_to_numpy().get_result_at_slot(1).tokens[0, 0]))
         assert tokens[-1] == np.argmax(found[-1])
         found.append(logits(state.hidden_BD[0, 0]))  # its sample has the first free slot
-    expected_TV = training_logits(config.model, params, np.array(tokens, np.int32))
+    expected_TV = logits_of(config.model, params, np.array(tokens, np.int32))
     np.testing.assert_allclose(found, expected_TV[prompt - 1 :], rtol=0, atol=ATOL)
     at = [i for i, t in enumerate(golden.positions_X.tolist()) if t == prompt - 1]
     if at:  # the prompt is the golden's own beginning
@@ -129,7 +116,7 @@ def test_a_published_checkpoint_has_the_logits_of_transformers():
     tokenizer = load_tokenizer(dataclasses.replace(config.model, tokenizer=None))
     tokens = tokenizer.encode(golden["text"].item(), add_special_tokens=False)
     assert tokens == tokens_T[:prompt].tolist()
-    logits_TV = training_logits(config.model, checkpoints.load(config), tokens_T)
+    logits_TV = logits_of(config.model, checkpoints.load(config), tokens_T)
     log_probs_TV = jax.nn.log_softmax(logits_TV[:-1].astype(np.float64))
     log_probs_T = np.take_along_axis(np.asarray(log_probs_TV), tokens_T[1:, None], 1)[:, 0]
     worst = np.abs(logits_TV[::8, ::97] - golden["logits"]).max()

@@ -16,8 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from dapo_jax.config.checks import check_training
 from dapo_jax.config.cli import load_config
-from dapo_jax.models import chunked_softmax, decoder, int8, lora, peft_adapter, pretrained
-from dapo_jax.models.attention import xla
+from dapo_jax.models import decoder, int8, lora, peft_adapter, pretrained
 from dapo_jax.models.log_probs import row_statistics
 from dapo_jax.models.sharding import AXES, param_shardings
 from dapo_jax.rollout import memory_budget
@@ -25,7 +24,7 @@ from dapo_jax.training import packing
 from dapo_jax.types import UserError
 from tests.support import checkpoints
 from tests.support.engines import make_engine
-from tests.support.helpers import in_float64, make_mesh, replace_model, tiny_config
+from tests.support.helpers import in_float64, logits_of, make_mesh, replace_model, tiny_config
 
 GOLDENS = Path(__file__).parent.parent / "goldens" / "lora.npz"
 CASES = "qwen2-tied", "qwen3-untied", "llama", "llama-qv"
@@ -56,20 +55,6 @@ class Case:
         config = checkpoints.config_of(self.place, **changes)
         mesh = make_mesh(config, devices)
         return config, pretrained.load(config.model, config.mesh, mesh, seed=0)
-
-
-def logits_of(c, params, tokens_T):
-    """Padded to whole 64 tokens, so that one program serves most lengths."""
-    row = np.zeros((2, -(-len(tokens_T) // 64) * 64), np.int32)
-    row[:, : len(tokens_T)] = tokens_T, np.ones_like(tokens_T)
-    return _padded_logits(c, params, *row)[: len(tokens_T)]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _padded_logits(c, params, tokens_T, segments_T):
-    attend, places_T = xla.packed(segments_T[None]), jnp.arange(len(tokens_T))
-    hidden_BTD, _ = decoder.bind(c, params)(tokens_T[None], places_T[None], attend)
-    return chunked_softmax.logits(hidden_BTD[0], decoder.unembedding(params), temperature=1.0)
 
 
 def mean_loss(c, trained, frozen, *, tokens_T):

@@ -11,9 +11,17 @@ import pytest
 from dapo_jax.rollout.carry import by_visit, from_json, next_carried, to_json
 from dapo_jax.rollout.end_of_thinking import EndOfThinking
 from dapo_jax.types import UNFINISHED, Response, UserError
-from tests.models.test_lora import logits_of
-from tests.support.engines import CONFIG, EOS, complete, generate, make_engine, make_loop, tokens_of
-from tests.support.helpers import tiny_config
+from tests.support.engines import (
+    CONFIG,
+    EOS,
+    complete,
+    generate,
+    make_engine,
+    make_loop,
+    streamed,
+    tokens_of,
+)
+from tests.support.helpers import logits_of, tiny_config
 
 N, PHRASE = 9, (20, 6, 7)  # "TFG"
 END = EndOfThinking(N, PHRASE, "G")
@@ -96,7 +104,6 @@ def check(loop, expected, whole):
 )
 def test_the_phrase_comes_after_exactly_n_tokens(params, problems, whole, expected, changes):
     """Independent of slots, pages, and of the tokens in a call."""
-    streamed = {}
     loop = make_loop(
         make_engine(**ROOM | changes),
         params,
@@ -105,16 +112,12 @@ def test_the_phrase_comes_after_exactly_n_tokens(params, problems, whole, expect
         end_of_thinking=END,
         stream=True,
     )
-    for output in loop.run():
-        for problem, sample, tokens, last in output.tokens:
-            before, over = streamed.get((problem, sample), ([], False))
-            assert tokens and not over
-            streamed[problem, sample] = (before + tokens, last)
+    found = streamed(loop)
     check(loop, expected, whole)
     assert (loop.stats.preempted > 0) == (changes.get("num_pages") == 24)
     for q, row in enumerate(expected):
         for g, tokens in enumerate(row):
-            assert streamed[q, g] == (tokens, True)
+            assert found[q, g] == (tokens, True)
 
 
 def test_the_answer_is_sampled_after_prompt_thinking_and_phrase(engine, params, problems):

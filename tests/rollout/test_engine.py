@@ -18,6 +18,7 @@ from tests.support.engines import (
     CONFIG,
     EOS,
     KEY,
+    assert_all_free,
     complete,
     generate,
     make_engine,
@@ -382,9 +383,7 @@ def test_short_pages_change_no_token(params, problems, expected):
     run = make_loop(engine, params, problems[:5])
     assert complete(run) == expected[:5]
     assert run.stats.preempted > 0
-    assert np.asarray(run.state.num_free).tolist() == [pages - 1] * 2
-    free = np.sort(np.asarray(run.state.free_U)[:, : pages - 1], axis=1)
-    assert (free == np.arange(1, pages)).all(), "each of them once"
+    assert_all_free(run, pages)
 
 
 def test_no_prompt_is_claimed_before_it_can_be_handed_over(small_pages, params):

@@ -11,7 +11,7 @@ from dapo_jax.rollout.carry import by_visit, from_json, next_carried, to_json
 from dapo_jax.rollout.jetstream import NOT_FINITE, OVER
 from dapo_jax.rollout.repetition import RepetitionDetector
 from dapo_jax.rollout.sampling import SamplingParams
-from tests.support.engines import EOS, complete, generate, make_engine, make_loop
+from tests.support.engines import EOS, complete, generate, make_engine, make_loop, streamed
 
 COLD = SamplingParams(temperature_X=0.35)
 CONFIDENT, PERIODIC = ("confident", 5), ("periodic", 9)
@@ -146,13 +146,8 @@ def ends_of(responses):
 def test_a_response_ends_at_that_token(cold, params, problems, whole, rule, changes):
     """Independent of the tokens in a call and of slots. Tokens sampled after it are mixed up with
     nothing that takes its slot."""
-    streamed = {}
     loop = make_loop(cold(**changes), params, problems, end_repetition=rule, stream=True)
-    for output in loop.run():
-        for problem, sample, tokens, last in output.tokens:
-            before, over = streamed.get((problem, sample), ([], False))
-            assert tokens and not over
-            streamed[problem, sample] = (before + tokens, last)
+    found = streamed(loop)
     expected = [[cut(rule, full) for full in row] for row in whole]
     responses = loop.responses()
     assert ends_of(responses) == expected
@@ -162,7 +157,7 @@ def test_a_response_ends_at_that_token(cold, params, problems, whole, rule, chan
         for g, response in enumerate(row):
             n = len(response.tokens)
             np.testing.assert_allclose(response.log_probs, whole[q][g].log_probs[:n], atol=1e-5)
-            assert streamed[q, g] == (response.tokens.tolist(), True)
+            assert found[q, g] == (response.tokens.tolist(), True)
     assert loop.stats.tokens == sum(len(r.tokens) for row in responses for r in row)
 
 

@@ -8,11 +8,13 @@ from dapo_jax.rollout.stop_strings import first_completions, tail_tokens
 from tests.support.engines import (
     CONFIG,
     EOS,
+    assert_all_free,
     complete,
     generate,
     make_engine,
     make_loop,
     make_problems,
+    streamed,
     tokens_of,
 )
 
@@ -67,14 +69,8 @@ def assert_cut(responses, whole, stops=STOPS):
 
 def test_a_response_ends_with_the_token_that_completes_a_string(engine, params, problems, whole):
     """Tokens sampled after it are mixed up with nothing that takes its slot."""
-    finished, streamed = [], {}
     loop = make_loop(engine, params, problems, detokenize=spell, stop_strings=STOPS, stream=True)
-    for output in loop.run():
-        finished += output.finished
-        for problem, sample, tokens, last in output.tokens:
-            before, over = streamed.get((problem, sample), ([], False))
-            assert tokens and not over
-            streamed[problem, sample] = (before + tokens, last)
+    found = streamed(loop)
     responses, stats = loop.responses(), loop.stats
     assert_cut(responses, whole)
     shorter = [
@@ -82,9 +78,11 @@ def test_a_response_ends_with_the_token_that_completes_a_string(engine, params, 
     ]
     assert 20 < sum(shorter) < 80
     assert stats.tokens == sum(len(r.tokens) for row in responses for r in row)
-    assert len(finished) == 80
-    for problem, sample, response, _ in finished:
-        assert streamed[problem, sample] == (response.tokens.tolist(), True)
+    assert found == {
+        (q, g): (response.tokens.tolist(), True)
+        for q, row in enumerate(responses)
+        for g, response in enumerate(row)
+    }
 
 
 def test_at_every_place_of_a_call(engine, params, problems, whole):
@@ -120,9 +118,7 @@ def test_with_preemption(params, problems, whole):
         assert complete(loop) == expected
         assert loop.stats.tokens == sum(len(tokens) for row in expected for tokens in row)
         preempted += loop.stats.preempted
-        assert np.asarray(loop.state.num_free).tolist() == [pages - 1] * shards
-        free = np.sort(np.asarray(loop.state.free_U)[:, : pages - 1], axis=1)
-        assert (free == np.arange(1, pages)).all(), "each of them once"
+        assert_all_free(loop, pages)
     assert preempted > 0
 
 

@@ -78,6 +78,25 @@ def generate(engine, params, problems, **more):
     return loop.responses(), loop.stats
 
 
+def streamed(loop):
+    """Runs a loop that streams to its end; returns (tokens, whether the last came) by problem and
+    sample."""
+    found = {}
+    for output in loop.run():
+        for problem, sample, tokens, last in output.tokens:
+            before, over = found.get((problem, sample), ([], False))
+            assert tokens and not over
+            found[problem, sample] = (before + tokens, last)
+    return found
+
+
+def assert_all_free(loop, pages):
+    """Each page of each shard is free once; the scratch page is not counted."""
+    assert np.asarray(loop.state.num_free).tolist() == [pages - 1] * len(loop.state.num_free)
+    free = np.sort(np.asarray(loop.state.free_U)[:, : pages - 1], axis=1)
+    assert (free == np.arange(1, pages)).all()
+
+
 def complete(loop):
     for _ in loop.run():
         pass

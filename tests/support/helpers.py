@@ -1,16 +1,19 @@
 """Configs, models and rows for tests."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from configs import tiny_dapo
 from dapo_jax.config import Config, ModelConfig
-from dapo_jax.models import decoder, sharding
+from dapo_jax.models import chunked_softmax, decoder, sharding
+from dapo_jax.models.attention import xla
 from dapo_jax.training import packing
 from dapo_jax.types import Group, Problem, Response, Rows, Verdict
 
@@ -69,7 +72,7 @@ def tiny_dict(**overrides: Any) -> dict[str, Any]:
 
 
 def tiny_config(**overrides: Any) -> Config:
-    """The same, checked."""
+    """Returns `tiny_dict` as a checked config."""
     return Config.from_dict(tiny_dict(**overrides))
 
 
@@ -81,8 +84,25 @@ def make_params(config: Config, seed: int = 0) -> decoder.Params:
     return decoder.init_params(config.model, jax.random.key(seed))
 
 
+def logits_of(c: ModelConfig, params: decoder.Params, tokens_T: Sequence[int]) -> np.ndarray:
+    """Returns the logits [T, V] after each token of one sequence, by the forward pass of the
+    update. Padded to whole 64 tokens, so that one program serves most lengths."""
+    row = np.zeros((2, -(-len(tokens_T) // 64) * 64), np.int32)
+    row[:, : len(tokens_T)] = tokens_T, np.ones(len(tokens_T), np.int32)
+    return np.asarray(_padded_logits(c, params, *row))[: len(tokens_T)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _padded_logits(
+    c: ModelConfig, params: decoder.Params, tokens_T: jax.Array, segments_T: jax.Array
+) -> jax.Array:
+    attend, places_T = xla.packed(segments_T[None]), jnp.arange(len(tokens_T))
+    hidden_BTD, _ = decoder.bind(c, params)(tokens_T[None], places_T[None], attend)
+    return chunked_softmax.logits(hidden_BTD[0], decoder.unembedding(params), temperature=1.0)
+
+
 def in_float64(tree: Any) -> Any:
-    """The same arrays, float32 ones in float64; to be used under `jax.enable_x64`."""
+    """Returns the arrays with float32 ones in float64; to be used under `jax.enable_x64`."""
     wider = lambda x: np.asarray(x, np.float64) if x.dtype == np.float32 else x
     return jax.tree.map(wider, tree)
 

@@ -18,8 +18,8 @@ from dapo_jax.tools import generate, prompt_file
 from dapo_jax.types import UserError
 from tests.conftest import ROOT
 from tests.models.test_hf_weights import BASE, data
-from tests.models.test_logits import training_logits
 from tests.support import checkpoints
+from tests.support.helpers import logits_of
 from tests.support.hub import Hub
 from tests.support.problems import CHAT_TEMPLATE, character_tokenizer
 from tests.support.runs import load_launcher
@@ -84,8 +84,7 @@ def test_samples_come_from_the_distribution_that_their_log_probs_say(
     params = checkpoints.load(config)
     for one in said["samples"]:
         tokens = said["prompt_token_ids"] + one["token_ids"]
-        tokens += [0] * (40 - len(tokens))  # one length, compiled once; what follows is not seen
-        logits_TV = training_logits(config.model, params, np.array(tokens, np.int32))
+        logits_TV = logits_of(config.model, params, tokens)
         first = len(said["prompt_token_ids"])
         columns = (one["token_ids"], one["log_probs"], one["model_log_probs"])
         for t, (token, log_prob, of_model) in enumerate(zip(*columns, strict=True)):

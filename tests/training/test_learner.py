@@ -18,8 +18,14 @@ from dapo_jax.training.schedule import Schedule
 from dapo_jax.types import RunError
 from dapo_jax.utils.compilations import CompilationCounter
 from dapo_jax.utils.random_streams import named_generator
-from tests.models.test_lora import logits_of
-from tests.support.helpers import make_group, make_mesh, make_params, segments_of, tiny_config
+from tests.support.helpers import (
+    logits_of,
+    make_group,
+    make_mesh,
+    make_params,
+    segments_of,
+    tiny_config,
+)
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 KL_IN_REWARD = {

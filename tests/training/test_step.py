@@ -17,6 +17,7 @@ from dapo_jax.training import step as train_step
 from tests.algorithms.test_surrogate import surrogate_by_hand
 from tests.support.helpers import (
     in_groups,
+    logits_of,
     make_mesh,
     make_params,
     random_samples,
@@ -47,9 +48,7 @@ def samples():
 def log_probs_by_hand(config, params, sample):
     """(log p(token), entropy) of each response token, from the whole sequence alone in a batch."""
     tokens = np.array([*sample.prompt_tokens, *sample.response_tokens])
-    padded = np.zeros((1, 48), np.int32)  # causal: what follows a token cannot change it
-    padded[0, : len(tokens)] = tokens
-    logits = np.asarray(all_logits(config.model, params, padded), np.float64)[0]
+    logits = logits_of(config.model, params, tokens).astype(np.float64)
     logits = logits / config.rollout.temperature
     out = []
     for t in range(len(sample.prompt_tokens), len(tokens)):
@@ -58,14 +57,6 @@ def log_probs_by_hand(config, params, sample):
         p = np.exp(before - total)
         out.append((before[tokens[t]] - total, -(p * np.log(p)).sum()))
     return np.array(out).T
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def all_logits(config, params, tokens_BT):
-    positions_BT = jnp.broadcast_to(jnp.arange(48)[None], tokens_BT.shape)
-    attend = xla.packed(jnp.ones_like(tokens_BT))
-    hidden_BTD, _ = decoder.bind(config, params)(tokens_BT, positions_BT, attend)
-    return hidden_BTD @ decoder.unembedding(params).T
 
 
 def stack(samples, *, rows_per_micro_batch, num_micro_batches, row_tokens=64, share_prompts=False):
