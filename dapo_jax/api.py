@@ -18,12 +18,11 @@ if TYPE_CHECKING:
 
 
 class RunRecord(NamedTuple):
-    """A run, as the files in its directory have it until now."""
+    """A finished run, as the files in its directory have it."""
 
     workdir: Path
     metrics: list[dict[str, Any]]  # the lines of metrics.jsonl, see docs/metrics.md
-    summary: dict[str, Any] | None  # summary.json; None where the run is not done
-    stopped_by: int | None  # the number of the signal that stopped it
+    summary: dict[str, Any]  # summary.json
 
 
 def load_config(
@@ -48,17 +47,18 @@ def load_config(
 def train(config: "Config", workdir: str | Path) -> RunRecord:
     """Runs the config in `workdir`, from the beginning or from its newest checkpoint.
 
-    Ctrl-C, or the notebook's stop button, saves and returns; the same call resumes, bit for bit.
-
     Raises:
         UserError: the config cannot be trained, or `workdir` holds another run.
         RunError: the run failed; what is saved is intact.
+        KeyboardInterrupt: Ctrl-C, the notebook's stop button or SIGTERM stopped it, and it is
+            saved. The same call resumes, on a CPU bit for bit.
     """
     from dapo_jax.config.checks import check_training
     from dapo_jax.train_loop import train
 
     check_training(config)
-    return _record(_place(workdir), train(config, _place(workdir)))
+    _raise_if_stopped(train(config, _place(workdir)))
+    return _record(_place(workdir))
 
 
 def load_sft_config(
@@ -79,20 +79,24 @@ def sft(config: "SftConfig", workdir: str | Path) -> RunRecord:
     Raises:
         UserError: the config or an example is wrong, or `workdir` holds another run.
         RunError: the run failed; what is saved is intact.
+        KeyboardInterrupt: as `train`.
     """
     from dapo_jax.tools.sft import fine_tune
 
-    return _record(_place(workdir), fine_tune(config, _place(workdir)))
+    _raise_if_stopped(fine_tune(config, _place(workdir)))
+    return _record(_place(workdir))
 
 
-def _record(place: Path, stopped_by: int | None) -> RunRecord:
-    metrics, summary = place / "metrics.jsonl", place / "summary.json"
-    return RunRecord(
-        place,
-        [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else [],
-        json.loads(summary.read_text()) if summary.exists() else None,
-        stopped_by,
-    )
+def _raise_if_stopped(stopped_by: int | None) -> None:
+    """Ends what comes after a call that was stopped, such as the next run of a loop."""
+    if stopped_by is not None:
+        raise KeyboardInterrupt("stopped and saved; the same call resumes")
+
+
+def _record(place: Path) -> RunRecord:
+    metrics = (place / "metrics.jsonl").read_text().splitlines()
+    summary = json.loads((place / "summary.json").read_text())
+    return RunRecord(place, [json.loads(line) for line in metrics], summary)
 
 
 def evaluate(
@@ -122,13 +126,16 @@ def evaluate(
 
     Raises:
         UserError: no such run, checkpoint or benchmark, or a value is out of range.
+        KeyboardInterrupt: it was stopped. The same call continues with the samples that it has.
     """
     from dapo_jax.tools.evaluate import evaluate_model, request
 
     given = dict(workdir=workdir, output=output, step=step, benchmarks=",".join(benchmarks))
     given |= dict(num_samples=num_samples, num_problems=num_problems, temperature=temperature)
     given |= dict(top_p=top_p, top_k=None, min_p=None, seed=seed, scorer=scorer)
-    return evaluate_model(config, request(config, SimpleNamespace(**given)))
+    found = evaluate_model(config, request(config, SimpleNamespace(**given)))
+    _raise_if_stopped(found.stopped_by)
+    return found
 
 
 def report(workdir: str | Path, compare: Sequence[str | Path] = (), *, paper: bool = False) -> Path:
