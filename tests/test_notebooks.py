@@ -85,6 +85,16 @@ def test_stored_outputs_can_be_shown_to_anyone(file):
     assert not re.search("<iframe|widget-view", text)  # GitHub does not show them
 
 
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_the_first_cell_refuses_a_jax_that_the_requirements_exclude(file):
+    source = "".join(json.loads(file.read_text())["cells"][1]["source"])
+    (wanted,) = re.findall(
+        r"^jax>=([\d.]+),<([\d.]+)", (ROOT / "requirements.txt").read_text(), re.M
+    )
+    low, high = (tuple(map(int, version.split("."))) for version in wanted)
+    assert f"if not {low} <= jax.__version_info__ < {high}:" in source
+
+
 def test_the_four_techniques_give_the_stored_figures(tmp_path, home):
     """Needs no device to be fast: figures are equal wherever it runs."""
     stored = ROOT / "notebooks" / "01_four_techniques.ipynb"

@@ -305,5 +305,6 @@ def _figure(methods: dict[str, Method]) -> bytes:
     ends.set_yticks(range(len(methods)), list(methods))
     ends.invert_yaxis()
     label_axis(ends, "accuracy at the end", "%")
-    ends.legend(frameon=False, fontsize=8)
+    # Below the plot: inside it the legend's marks would look like those of a row.
+    ends.legend(loc="upper left", bbox_to_anchor=(0, -0.17), ncols=2, frameon=False, fontsize=8)
     return to_png(figure)

@@ -112,10 +112,11 @@ def test_what_does_not_fit_says_by_how_much_and_what_would():
 
 
 def test_the_remedy_is_of_the_program_that_is_too_large():
-    """Slots are a value where fewer than the config's fit, and are not named where no cache is."""
+    """Slots are a value where fewer than the config's fit, and are not named where no cache is.
+    Full remat is not named where it is set."""
     gib = 2**30
     sizes = dict(argument_bytes=gib, temp_bytes=gib, held={}, refused=None, compile_seconds=1.0)
-    result = {"slots": 160, "slots_that_fit": 373, "needs_more_bytes": gib}
+    result = {"slots": 160, "slots_that_fit": 373, "needs_more_bytes": gib, "remat": "dots"}
 
     def remedy(name):
         program = sizes | {"peak_bytes": 2 * gib, "held_bytes": 0}
@@ -124,6 +125,9 @@ def test_the_remedy_is_of_the_program_that_is_too_large():
     assert "slots" not in remedy("weights") and "rollout_tensor" in remedy("weights")
     assert "fewer config.rollout.prefill_prompts, fewer config.rollout.slots" in remedy("prefill")
     assert "373" not in remedy("decode")
+    assert remedy("train").startswith("config.model.remat='full', fewer config.train.rows")
+    result["remat"] = "full"
+    assert remedy("train").startswith("fewer config.train.rows")
     result["slots_that_fit"] = 90
     assert remedy("decode").startswith("config.rollout.slots=90 or")
 

@@ -107,9 +107,10 @@ def remedy(result: Mapping[str, Any]) -> str:
     made_of = ", ".join(f"{part} {size / GIB:.2f}" for part, size in parts.items())
     reason = f" ({worst['refused']})" if worst["refused"] else ""
     if name in estimate.BATCHED:
+        remat = "" if result["remat"] == "full" else "config.model.remat='full', "
         helps = (
-            "config.model.remat='full', fewer config.train.rows_per_micro_batch, a shorter "
-            "config.train.row_tokens, or more devices on config.mesh.fsdp or config.mesh.tensor"
+            f"{remat}fewer config.train.rows_per_micro_batch, a shorter config.train.row_tokens, "
+            "or more devices on config.mesh.fsdp or config.mesh.tensor"
         )
     elif name == "weights":
         helps = "a larger config.mesh.rollout_tensor, or more devices"
