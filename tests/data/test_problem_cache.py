@@ -27,8 +27,8 @@ MESSY = [*ROWS, row(""), row("p0 ü", "0"), row("clash", "1"), row("clash", "2")
 
 def test_what_was_prepared_is_not_made_again(tmp_path, monkeypatch):
     first = prepare_rows(tmp_path, MESSY, max_prompt_tokens=20)
-    cut = first.counts["truncated"]  # not of rows that are left out
-    assert cut == 0 and sorted(first.counts.values())[1] == 1 and first.first_unusable
+    counts = dict(records=8, unusable=1, repeated=2, conflicting=1, overlong=1, truncated=0)
+    assert first.counts == counts | {"problems": 3} and first.first_unusable
 
     def fail(*_):
         raise AssertionError("read again")
@@ -91,15 +91,15 @@ def test_changed_code_makes_problems_again(tmp_path, reads, monkeypatch):
     assert len(reads) == 3
 
 
-def cache_file(tmp_path):
-    (file,) = (tmp_path / "cache/dapo_jax/problems").iterdir()
+def cache_file(cache_home):
+    (file,) = (cache_home / "dapo_jax/problems").iterdir()
     return file
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "text", "other", "untold", "directory"])
-def test_a_damaged_cache_is_made_again(tmp_path, reads, damage):
+def test_a_damaged_cache_is_made_again(tmp_path, cache_home, reads, damage):
     first = prepare_rows(tmp_path, ROWS)
-    file = cache_file(tmp_path)
+    file = cache_file(cache_home)
     content = file.read_bytes()
     if damage in ("other", "untold"):
         metadata = {"about": "[]"} if damage == "other" else None
@@ -112,7 +112,7 @@ def test_a_damaged_cache_is_made_again(tmp_path, reads, damage):
     assert prepare_rows(tmp_path, ROWS) == first
     assert len(reads) == 2
     if damage != "directory":
-        assert cache_file(tmp_path).read_bytes() == content, "whole, and no other file"
+        assert cache_file(cache_home).read_bytes() == content, "whole, and no other file"
 
 
 def test_a_cache_that_cannot_be_written_is_none(tmp_path, reads, monkeypatch):

@@ -33,3 +33,18 @@ def test_a_damaged_file_is_reported(tmp_path):
     config = tiny_config(model__tokenizer=str(tmp_path), pretrain=None).model
     with pytest.raises(UserError, match=r"the tokenizer of config.model.tokenizer .* not be lo"):
         load_tokenizer(config)
+
+
+def test_a_tokenizer_that_the_model_cannot_follow_is_refused(tmp_path):
+    arithmetic_tokenizer().save_pretrained(str(tmp_path))
+    place = {"model__tokenizer": str(tmp_path), "pretrain": None}
+    model = lambda size: tiny_config(**place, model__vocab_size=size).model
+    assert len(load_tokenizer(model(29))) == 29
+    with pytest.raises(UserError, match=r"vocab_size \(28\) is smaller .* \(29\)\. Set it to 29"):
+        load_tokenizer(model(28))
+    file = tmp_path / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    del settings["eos_token"]
+    file.write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="has no end-of-sequence token"):
+        load_tokenizer(model(32))

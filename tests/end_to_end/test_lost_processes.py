@@ -1,5 +1,6 @@
 """A process that dies, freezes or hangs ends the others."""
 
+import re
 import signal
 import time
 
@@ -52,7 +53,7 @@ def test_a_process_that_hangs_ends_all(home, tmp_path):
     (code, _, err), (code_of_hung, _, err_of_hung) = finish_all(started)
     assert time.time() - program.with_suffix(".begun").stat().st_mtime < 60
     assert (code, code_of_hung) == (EXIT_RESTART, EXIT_RESTART)
-    message = "nothing has moved for 3"  # 30 s, and at most a look of 4 s more
-    assert message in err and message in err_of_hung
+    message = r"nothing has moved for \d+ s; waiting for"
+    assert re.search(message, err) and re.search(message, err_of_hung)
     assert "hangs.py" in err_of_hung and "in hang" in err_of_hung
     assert "hangs.py" in err and "in hang" not in err and "in one_step" in err

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -17,12 +18,14 @@ from dapo_jax.distributed import (
     EXIT_RESTART,
     ProcessGroup,
     StopSignals,
+    preemption,
     process_group,
     work_queue,
 )
 from dapo_jax.rollout.dynamic_sampling import DynamicSamplingState, open_queue
 from dapo_jax.rollout.prompt_queue import NO_PROMPT
 from dapo_jax.runs.run_directory import check_processes
+from dapo_jax.setup import RunComponents
 from dapo_jax.types import StopRequested, UserError
 from dapo_jax.utils.progress import Progress
 from tests.conftest import ROOT
@@ -218,7 +221,6 @@ def test_all_processes_see_one_directory(tmp_path, shared):
     [
         (("a:1", None, 0), "go together; got a:1, None, 0"),
         ((None, 2, 0), "go together; got None, 2, 0"),
-        (("a", 2, 0), "--coordinator_address must be HOST:PORT.*got 'a'"),
         (("a:1", 2, 2), r"--process_id must be .* --num_processes \(2\); got 2"),
     ],
 )
@@ -296,6 +298,22 @@ def test_processes_with_other_configs_are_refused():
     assert said == {0: wanted, 1: wanted}
 
 
+def test_processes_compare_their_training_problems(tmp_path):
+    """They may have read other files of one name."""
+    seen = []
+
+    class Listening(ProcessGroup):
+        def check_equal(self, values):
+            seen.append(values)
+
+    for number in (20, 21):
+        config = tiny_config(data__train__sums__num_problems=number)
+        RunComponents(config, tmp_path, Progress(0, quiet=True), Listening())
+    one, other = seen
+    assert one.keys() == other.keys() == {"SHA-256 of the training problems"}
+    assert one != other
+
+
 def test_the_end_of_the_terminal_stops_the_run_and_nohup_ignores_it():
     before = signal.getsignal(signal.SIGHUP)
     try:
@@ -358,3 +376,28 @@ def test_the_signal_sent_to_all_processes_does_not_end_one_that_stops_already(ca
         for number, handler in before:
             signal.signal(number, handler)
     assert capsys.readouterr().out.count("saving, then stopping") == 2
+
+
+@pytest.mark.parametrize(
+    "number, seconds, ends",
+    [
+        (signal.SIGINT, 0.1, True),
+        (signal.SIGTERM, 1.9, False),  # of a scheduler and of the launcher that it signals too
+        (signal.SIGTERM, 2.1, True),
+        (signal.SIGHUP, 1.9, False),
+    ],
+)
+def test_a_second_signal_of_its_own_ends_a_process_at_once(monkeypatch, number, seconds, ends):
+    now, done = [0.0], []
+    stub = SimpleNamespace(
+        SIGINT=signal.SIGINT, SIG_DFL=signal.SIG_DFL, Signals=signal.Signals,
+        signal=lambda *given: done.append(given), raise_signal=done.append,
+    )  # fmt: skip
+    monkeypatch.setattr(preemption, "signal", stub)
+    monkeypatch.setattr(preemption, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    signals = StopSignals(Progress(0, quiet=True))
+    signals._remember(number, None)
+    assert signals.received == number and not done
+    now[0] = seconds
+    signals._remember(number, None)
+    assert done == ([(number, signal.SIG_DFL), number] if ends else [])

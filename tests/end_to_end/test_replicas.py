@@ -1,6 +1,7 @@
 """Inference replicas: the leader decides and broadcasts; whole runs whose model lies over the
 devices of several processes."""
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import jax
@@ -65,6 +66,16 @@ def test_sent_values_are_deleted():
         leader.broadcast(lambda n=n: n)
         assert follower.broadcast(lambda: None) == n
     assert len(store.values) < 256
+
+
+def test_gathered_values_are_deleted_once_all_have_read_them():
+    store = Store()
+    groups = [ProcessGroup(i, 2, store) for i in range(2)]
+    gather = lambda group: [group.all_gather([group.index, n]) for n in range(100)]
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(gather, groups))
+    assert found[0] == found[1] == [[[0, n], [1, n]] for n in range(100)]
+    assert len(store.values) <= 4
 
 
 def test_a_follower_names_the_process_that_it_awaits():

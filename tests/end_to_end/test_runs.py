@@ -1,4 +1,4 @@
-"""Whole runs: they repeat, they resume bit for bit, devices do not matter, and they learn."""
+"""Whole runs: they repeat, they resume bit for bit, and devices do not matter."""
 
 import dataclasses
 import gzip
@@ -305,6 +305,8 @@ def test_an_exported_checkpoint_is_read_again(finished, tmp_path, capsys):
     loaded = hf_weights.load(config.model, param_shardings(config.model, config.mesh, mesh))
     ours = params_at(finished[0], 3, **RUN)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(loaded), ours)
+    for flag, message in (("--dtype=float16", "float16 must be"), ("--adapter", "lora_rank 0")):
+        assert exporting([*arguments, flag]) == 2 and message in capsys.readouterr().err
     assert exporting(arguments) == 2 and "is not empty" in capsys.readouterr().err
     arguments = ["program", f"--workdir={tmp_path}", f"--output={tmp_path / 'x'}"]
     assert exporting(arguments) == 2 and "holds no run" in capsys.readouterr().err

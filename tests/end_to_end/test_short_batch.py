@@ -1,11 +1,17 @@
-"""A step whose batch is short: dynamic_sampling.exhausted decides what is trained on."""
+"""Parts of the training loop: short batches, random keys, the accuracy of a checkpoint."""
 
 import contextlib
+import functools
 import types
 
+import jax
 import pytest
 
+from dapo_jax import train_loop
+from dapo_jax.rollout.dynamic_sampling import DynamicSamplingState
+from dapo_jax.setup import HostState
 from dapo_jax.train_loop import TrainLoop
+from dapo_jax.training.schedule import Schedule
 from dapo_jax.types import RunError
 from tests.support.helpers import make_group, tiny_config
 
@@ -75,4 +81,39 @@ def test_a_group_without_a_greedy_baseline_is_left_out():
 
 
 def test_a_step_without_groups_makes_no_update():
-    assert train_on(0, "train")[0] == []
+    groups, said = train_on(0, "train")
+    assert not groups
+    assert said == ["  warning: step 7: 0 of 4 groups from 32 prompts; no update"]
+
+
+def test_a_checkpoint_has_the_accuracy_of_its_own_evaluation_or_none():
+    """Evaluated are every second step and the last."""
+    saved = []
+    checkpoints = types.SimpleNamespace(
+        save=lambda step, *_, accuracy: saved.append((step, accuracy))
+    )
+    for step in (2, 3, 4, 5):
+        config = tiny_config(train__num_steps=5, evaluation__every_steps=2)
+        watched = types.SimpleNamespace(watchdog=types.SimpleNamespace(), phase=lambda _: None)
+        loop = types.SimpleNamespace(
+            config=config, saved_step=-1, begun=0.0, telemetry=watched, checkpoints=checkpoints
+        )
+        loop._is_evaluated = functools.partial(TrainLoop._is_evaluated, loop)
+        host = HostState({}, DynamicSamplingState(), 0.1, 0.5, Schedule(step, 0.0, 0.0), 0.0, 0.0)
+        learner = types.SimpleNamespace(saved=None)
+        state = types.SimpleNamespace(step=step, learner=learner, host=host)
+        for _ in range(2):  # a step that is saved is not saved again
+            TrainLoop.save(loop, state)
+    assert saved == [(2, 0.5), (3, None), (4, 0.5), (5, 0.5)]
+
+
+def test_every_stream_of_randomness_has_a_key_for_every_step():
+    components = types.SimpleNamespace(key=jax.random.key(0))
+    loop = types.SimpleNamespace(stage=types.SimpleNamespace(components=components))
+    streams = (train_loop.ROLLOUT_KEY, train_loop.EVALUATION_KEY, train_loop.BASELINE_KEY)
+    keys = {
+        tuple(jax.random.key_data(TrainLoop._key(loop, stream, step)).tolist())
+        for stream in streams
+        for step in range(4)
+    }
+    assert len(keys) == 12

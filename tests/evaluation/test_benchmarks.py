@@ -1,6 +1,7 @@
 """Benchmarks of a policy whose answers are known: figures, transcripts, and stops."""
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import random
@@ -287,3 +288,44 @@ def test_avg_at_32_on_the_official_file(run, tmp_path):
     assert figures["avg@32"]["value"] == pytest.approx(np.mean(np.arange(30) / 32))
     assert figures["pass@32"]["value"] == pytest.approx(29 / 30)
     assert figures["pass@1"]["value"] == pytest.approx(figures["avg@32"]["value"])
+
+
+def asked_of(**given):
+    """The request that the flags of launch/evaluate.py make, all but these left out."""
+    flags = dict.fromkeys(evaluate.Request._fields) | {"output": "x"} | given
+    return evaluate.request(tiny_config(), types.SimpleNamespace(**flags))
+
+
+def test_the_settings_of_an_evaluation_are_all_that_its_samples_depend_on():
+    config, request = tiny_config(), asked_of()
+    weights = {"w": jax.numpy.arange(4.0)}
+
+    def settings(label="a run, step 3", weights=weights, rollout=(), **asked):
+        changed = dataclasses.replace(config.rollout, **dict(rollout))
+        of = dataclasses.replace(config, rollout=changed)
+        found = evaluate._settings(of, request._replace(**asked), label, weights)
+        return json.dumps(found, sort_keys=True)
+
+    others = [
+        *(settings(**{name: 1}) for name in ("num_samples", "top_k", "seed")),
+        *(settings(**{name: 0.5}) for name in ("temperature", "top_p", "min_p")),
+        settings(scorer="boxed"),
+        settings(label="a run, step 4"),
+        settings(weights={"w": weights["w"][::-1]}),
+        settings(rollout={"max_response_tokens": 33}),
+        settings(rollout={"stop_strings": ("=",)}),
+        settings(rollout={"end_of_thinking": (9, "A: ")}),
+    ]
+    assert settings() == settings() and len({settings(), *others}) == 1 + len(others)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"benchmarks": "a/one.jsonl,b/one.jsonl"}, "two of them have one name"),
+        ({"step": 3}, "--step=3 needs the --workdir of a run"),
+    ],
+)
+def test_an_evaluation_that_would_be_another_is_refused(given, message):
+    with pytest.raises(UserError, match=message):
+        evaluate._sources(tiny_config(), asked_of(**given))

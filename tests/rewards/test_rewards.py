@@ -1,4 +1,4 @@
-"""Rewards: the length punishment against the paper, what scorers return, how scores add up."""
+"""Rewards: what scorers return, and how scores add up."""
 
 import collections
 import json
@@ -11,6 +11,7 @@ from dapo_jax.data.dataset import check_scorers
 from dapo_jax.rewards import scorers
 from dapo_jax.rewards import types as reward
 from dapo_jax.rewards.types import Rubric, Score, as_score, parse_scorers, verdict
+from dapo_jax.setup import reward_pool
 from dapo_jax.types import UserError, Verdict
 from tests.support.helpers import SHARED, tiny_config
 
@@ -94,6 +95,8 @@ def test_a_scorers_file_may_define_dataclasses(tmp_path):
         ("dapo_jax.rewards.types:f", "no function 'f'"),
         ("/nowhere/at_all.py:f", "no file"),
         (":f", "not one of"),
+        ("tests.support.scorers:of_three", r"takes \(response, answer, metadata\); a scorer takes"),
+        ("tests.support.scorers:of_any_number", r"takes \(\); a scorer takes \(text, answer\) or"),
     ],
 )
 def test_wrong_scorers_are_reported(name, message):
@@ -106,6 +109,16 @@ def test_the_field_of_a_wrong_scorer_is_named(kind):
     config = tiny_config(**{f"data__{kind}__sums__scorer": "math_dapo + 0.1 * no_such"})
     with pytest.raises(UserError, match=rf"^config\.data\.{kind}\.sums\.scorer: 'no_such' is not"):
         check_scorers(config)
+
+
+def test_the_pool_of_a_run_has_its_scorers_and_the_comparison_that_votes_need():
+    """Only held-out answers are voted on."""
+    scorer = "math_verify + 0.1 * answer_format"
+    heldout = reward_pool(tiny_config(data__heldout__sums__scorer=scorer)).names
+    equal = "dapo_jax.rewards.scorers:equivalent_by_math_verify"
+    assert set(heldout) == {"exact_match", "math_verify", "answer_format", equal}
+    train = reward_pool(tiny_config(data__train__sums__scorer=scorer)).names
+    assert set(train) == set(heldout) - {equal}
 
 
 @pytest.mark.parametrize(

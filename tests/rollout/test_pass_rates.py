@@ -1,12 +1,14 @@
 """Pass rates of training problems: what is recorded, and which problems are passed over."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from dapo_jax.data.stream import ProblemStream
 from dapo_jax.rollout import pass_rates
 from dapo_jax.rollout.pass_rates import PassRate
+from dapo_jax.setup import RunComponents
 from dapo_jax.types import Problem, RunError, UserError
 from tests.support.helpers import make_group, tiny_config
 from tests.support.runs import metrics_of, run_here
@@ -126,3 +128,19 @@ def test_a_run_passes_over_solved_problems_and_resumes(tmp_path, home):
     with pytest.raises(RunError, match=r"of the 12 problems .* config\.data\.pass_rate_band"):
         run_here(tmp_path / "ends", home, **RUN | {"data__pass_rate_band": (0.1, 1.0)})
     assert retired and line["visits"][0][1] == 1, "no second epoch: nothing was passed over"
+
+
+def test_a_band_that_leaves_fewer_problems_than_a_batch_ends_the_run():
+    problems = [Problem(i, "", (i,), "", "s") for i in range(6)]
+    config = tiny_config(data__pass_rate_band=(0.1, 0.9))  # batches of 4
+
+    def left(number):
+        outside = lambda _: frozenset(range(number))
+        run = SimpleNamespace(
+            config=config, stream=ProblemStream(problems, 0), outside_band=outside
+        )
+        return {problem.id for problem in RunComponents.problems_in_band(run, None).take(12)}
+
+    assert left(0) == set(range(6)) and left(2) == {2, 3, 4, 5}
+    with pytest.raises(RunError, match=r"3 of the 6 problems .* fill no batch of .*\(4\)"):
+        left(3)

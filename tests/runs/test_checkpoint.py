@@ -444,3 +444,13 @@ def test_nothing_global_changes_where_checkpoints_are_open(tmp_path):
 )
 def test_damage_is_a_failure_to_decode_and_nothing_else(text, damaged):
     assert integrity.is_damage(ValueError(text)) == damaged
+
+
+def test_processes_that_see_different_checkpoints_start_again(tmp_path):
+    """As through a file server's stale listing. `all_gather` gives those of a second process."""
+    write(tmp_path, [1, 2])
+    with opened(tmp_path, all_gather=lambda steps: [steps, steps[:1]]) as checkpoints:
+        message = r"see different checkpoints in .*; here \[1, 2\]"
+        with pytest.raises(CheckpointError, match=message) as caught:
+            checkpoints.restore(LIKE)
+        assert caught.value.restart

@@ -140,6 +140,12 @@ def test_a_short_run_is_not_judged(steps, judged):
     assert ("too few" in diagnosis.in_words(run)[0]) == (not judged)
 
 
+@pytest.mark.parametrize("steps, wanted", [(4, (1, 4)), (20, (2.5, 18.5)), (100, (5.5, 95.5))])
+def test_a_change_is_between_the_means_of_a_fifth_of_the_steps_and_of_ten_at_most(steps, wanted):
+    lines = [{"step": step, "x": float(step)} for step in range(1, steps + 1)]
+    assert diagnosis.change(run_of()._replace(steps=lines), "x") == wanted
+
+
 def test_without_a_metric_its_checks_find_nothing():
     run = run_of()
     bare = run._replace(steps=[{"step": numbers["step"]} for numbers in run.steps])

@@ -1,18 +1,29 @@
 """Run directories: the configs that may resume a run."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
 from dapo_jax.config import Config
-from dapo_jax.runs import run_directory
+from dapo_jax.runs import run_directory, trackers
 from dapo_jax.runs.run_directory import RunDirectory, check_same, frozen, read_config
 from dapo_jax.types import Attempt, Attempts, Problem, RunError, UserError, Verdict
-from tests.support.helpers import tiny_config
+from tests.support.helpers import make_group, tiny_config
 
 COSINE = {"optimizer__final_rate_share": 0.1}
+MAY_CHANGE = {
+    "train.num_steps",
+    "checkpoint.every_steps",
+    "checkpoint.keep_newest",
+    "log.rollouts_per_step",
+    "log.profile_steps",
+    "log.trackers",
+    "reward.workers",
+    "rollout.watchdog_limit_seconds",
+}
 
 
 def begun(path, *, steps=(0, 1, 2, 3), **overrides):
@@ -76,6 +87,23 @@ def test_more_steps_are_another_schedule_where_the_rate_decays(tmp_path):
         check_same(old, longer, "there", 2)
 
 
+def test_a_run_resumes_with_every_field_but_these_as_it_was():
+    config = tiny_config()
+    names = trackers.flatten(frozen(config)).keys() - {"stages"}
+    assert MAY_CHANGE < names
+    for name in names:
+        old = inner = frozen(config)
+        *groups, last = name.split(".")
+        for group in groups:
+            inner = inner[group]
+        inner[last] = "another"
+        if name in MAY_CHANGE:
+            check_same(old, config, "there", 1)
+            continue
+        with pytest.raises(UserError, match=re.escape(f"config.{name}: 'another' there, ")):
+            check_same(old, config, "there", 1)
+
+
 @pytest.mark.parametrize("text", ['{"config": null}', '{"config": []}', "[]", '{"config": {}}'])
 def test_a_file_that_is_no_config_is_named(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
@@ -128,6 +156,23 @@ def test_a_run_past_the_last_step_is_left_as_it_is(tmp_path):
     with pytest.raises(UserError, match=r"num_steps is 2, and the run in .* is past it, at step 3"):
         RunDirectory(tmp_path, tiny_config(train__num_steps=2))
     assert files_of(tmp_path) == before
+
+
+def test_responses_that_are_written_are_spread_over_the_groups_of_a_step(tmp_path):
+    groups = [make_group([True, False, True], id=i) for i in range(4)]
+    rewards = [[i + 0.5, i, i] for i in range(4)]
+    directory = RunDirectory(tmp_path, tiny_config())
+
+    def written(most):
+        directory.save_rollouts(3, groups, rewards, most)
+        lines = (tmp_path / "rollouts" / "step_000003.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    for most, ids in ((2, "01"), (4, "0123"), (9, "00112233"), (100, "000111222333")):
+        assert "".join(str(record["problem_id"]) for record in written(most)) == ids
+    second = [(r["response"], r["reward"], r["correct"]) for r in written(9)[2:4]]
+    assert second == [("text 0", 1.5, True), ("text 1", 1.0, False)]
+    directory.close()
 
 
 def test_responses_to_held_out_problems_are_spread_and_rewound(tmp_path):

@@ -1,4 +1,4 @@
-"""Scorers that misbehave, for the tests of the pool; loaded by its workers."""
+"""Scorers for tests, most of which misbehave; loaded by workers."""
 
 import os
 import sys
@@ -42,8 +42,6 @@ def treacherous(response: str, answer: str) -> Score:
         raise Wordless
     if response == "no letters":
         raise ValueError("\ud800 is half a letter")
-    if response == "slow":
-        time.sleep(0.4)
     return Score(response == answer, response)
 
 

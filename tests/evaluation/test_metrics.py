@@ -1,0 +1,38 @@
+"""Metrics of the held-out problems: of all, and of each source."""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from dapo_jax.evaluation.metrics import evaluate
+from dapo_jax.rewards.types import Rubric
+from dapo_jax.types import Group, Problem, Response, Verdict
+from tests.evaluation.test_votes import StubPool
+
+RESPONSE = Response(np.zeros(3, np.int32), np.zeros(3, np.float32), "stop", "")
+INVALID = RESPONSE._replace(finish_reason="invalid")
+
+
+def group(id, source, *right, last=RESPONSE):
+    verdicts = tuple(Verdict(r, float(r), "7" if r else "8") for r in right)
+    return Group(Problem(id, "", (1,), "7", source), (RESPONSE, last), verdicts, 0)
+
+
+def metrics(groups):
+    rubric = Rubric((("math_dapo", 1.0),), 1.0, -1.0)
+    collector = SimpleNamespace(
+        rubrics=dict.fromkeys("ab", rubric), pool=StubPool(None), collect=lambda *_: groups
+    )
+    return evaluate(collector, [group.problem for group in groups], None)[0]
+
+
+def test_each_of_several_sources_has_the_metrics_that_it_has_alone():
+    a = [group(0, "a", True, True), group(1, "a", True, False)]
+    b = [group(2, "b", False, False, last=INVALID)]
+    found = metrics(a + b)
+    assert (found["eval/avg@2"], found["eval/invalid"]) == (0.5, 1)
+    assert (found["eval/a/avg@2"], found["eval/b/avg@2"]) == (0.75, 0.0)
+    assert (found["eval/a/invalid"], found["eval/b/invalid"]) == (0, 1)
+    for source, own in (("a", a), ("b", b)):
+        alone = {name.replace("eval/", f"eval/{source}/"): x for name, x in metrics(own).items()}
+        assert alone.items() <= found.items()
