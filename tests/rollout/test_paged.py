@@ -28,6 +28,7 @@ from dapo_jax.tools.bench.shapes import Shape
 from dapo_jax.types import Problem, RunError, UserError
 from tests.support import engines
 from tests.support.engines import CONFIG, generate, make_engine
+from tests.support.gpus import lowered_for_an_h100
 from tests.support.helpers import make_params
 from tests.support.tpu_interpreter import interpreted
 
@@ -170,10 +171,11 @@ def test_the_gpus_kernel_is_lowered_to_triton():
     of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     integers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     pages = of(30, 2, 32, 128)
-    traced = jax.jit(gpu_kernel.paged_attention).trace(
-        of(4, 2, 6, 128), pages, pages, integers(4, 7), integers(4)
-    )
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    with lowered_for_an_h100():
+        traced = jax.jit(gpu_kernel.paged_attention).trace(
+            of(4, 2, 6, 128), pages, pages, integers(4, 7), integers(4)
+        )
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 1
 
 
