@@ -1,6 +1,7 @@
 """Inference replicas: the leader decides and broadcasts; whole runs whose model lies over the
 devices of several processes."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -71,7 +72,12 @@ def test_sent_values_are_deleted():
 def test_gathered_values_are_deleted_once_all_have_read_them():
     store = Store()
     groups = [ProcessGroup(i, 2, store) for i in range(2)]
-    gather = lambda group: [group.all_gather([group.index, n]) for n in range(100)]
+    deadline = time.monotonic() + 60
+
+    def waiting(name):
+        assert time.monotonic() < deadline, f"{name} never gave its value"
+
+    gather = lambda group: [group.all_gather([group.index, n], waiting) for n in range(100)]
     with ThreadPoolExecutor(2) as threads:
         found = list(threads.map(gather, groups))
     assert found[0] == found[1] == [[[0, n], [1, n]] for n in range(100)]
