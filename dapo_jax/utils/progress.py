@@ -1,4 +1,4 @@
-"""Progress of a run on the terminal."""
+"""Progress of a run: on the terminal, and the newest step for launch/restart.sh."""
 
 import errno
 import os
@@ -90,8 +90,8 @@ class Progress:
                 self.live = False
 
     def step(self, metrics: dict[str, Any]) -> None:
-        """Prints the line of a step, with an estimate of the time left, and writes its number to
-        the file that launch/restart.sh reads, if it started the run."""
+        """Prints the line of a step, with an estimate of the time left. Where launch/restart.sh
+        started the run, the number of the step is written to the file that it reads."""
         step = metrics["step"]
         if file := os.environ.get("DAPO_PROGRESS"):
             Path(file).write_text(f"{step}\n")
