@@ -1,24 +1,17 @@
 """docs/recipes.md is what the configs say."""
 
-import importlib.util
 import re
 
 import pytest
 
 from dapo_jax.config.cli import load_config
 from tests.conftest import ROOT
-
-
-def load():
-    spec = importlib.util.spec_from_file_location("recipes", ROOT / "docs" / "recipes.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tests.support.runs import load_script
 
 
 def test_the_document_is_current():
-    assert (ROOT / "docs" / "recipes.md").read_text() == load().recipes(), "python docs/recipes.py"
+    text = load_script("docs", "recipes").recipes()
+    assert (ROOT / "docs" / "recipes.md").read_text() == text, "python docs/recipes.py"
 
 
 def test_every_method_is_there_with_what_it_changes():

@@ -1,12 +1,12 @@
 """docs/techniques.md: what its script draws and computes, and that the page quotes it."""
 
-import importlib.util
 import math
 import struct
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.support.runs import load_script
 
 NAMES = ("clip_higher", "token_level_loss", "overlong", "dynamic_sampling")
 
@@ -14,9 +14,7 @@ NAMES = ("clip_higher", "token_level_loss", "overlong", "dynamic_sampling")
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
     """(directory of the plots, numbers returned, lines printed)."""
-    spec = importlib.util.spec_from_file_location("plots", ROOT / "docs" / "technique_plots.py")
-    plots = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(plots)
+    plots = load_script("docs", "technique_plots")
     output = tmp_path_factory.mktemp("techniques") / "made"
     with pytest.MonkeyPatch.context() as patch:
         lines = []

@@ -22,7 +22,7 @@ from dapo_jax.runs.checkpoint import CheckpointError
 from dapo_jax.types import RunError, UserError
 from tests.conftest import ROOT
 from tests.support.helpers import tiny_config
-from tests.support.runs import load_launcher, write_config
+from tests.support.runs import call_main, load_launcher, write_config
 
 train = load_launcher("train")
 TINY = "--config=configs/tiny_dapo.py"
@@ -33,10 +33,7 @@ CONFIGS += [f"tiny.py:{m}" for m in [*METHODS, *RUNS]] + [f"recipes.py:{m}" for 
 
 
 def call(capsys, *arguments, main=train):
-    status = main(["program", *map(str, arguments)])
-    out, err = capsys.readouterr()
-    assert "Traceback" not in err
-    return status, out, err
+    return call_main(capsys, main, *arguments)
 
 
 ADDRESSES = ("garbage", ":9", "host:", "host:x")

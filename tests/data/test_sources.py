@@ -1,7 +1,6 @@
 """Files of a data set: by name, path, split; from a hub on loopback, and from its cache."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ import pytest
 from dapo_jax.data.sources import DATASETS, find_files
 from dapo_jax.types import UserError
 from tests.conftest import ROOT
-from tests.support.hub import COMMIT, Hub, SilentHub
+from tests.support.hub import COMMIT, Hub, SilentHub, hub_environment
 
 FIELD = "config.data.train.sums"
 
@@ -139,10 +138,9 @@ print(json.dumps(answers))
 def ask(url, home, *calls, **env):
     """The answers of `find_files` to (path, split) in a process that has this hub and this cache:
     paths below the snapshot, or the message of an error; and the longest time that one took."""
-    kept = {k: v for k, v in os.environ.items() if not k.upper().startswith(("HF_", "HTTP"))}
-    hub = {"HF_ENDPOINT": url, "HF_HOME": str(home), "NO_PROXY": "*", "JAX_PLATFORMS": "cpu"}
+    environment = hub_environment(url, home, JAX_PLATFORMS="cpu") | env
     command = [sys.executable, "-c", CALLS, json.dumps(calls)]
-    options: dict[str, Any] = {"cwd": ROOT, "env": kept | hub | env, "timeout": 100}
+    options: dict[str, Any] = {"cwd": ROOT, "env": environment, "timeout": 100}
     done = subprocess.run(command, capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stderr
     answers, seconds = zip(*json.loads(done.stdout))

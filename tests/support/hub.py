@@ -4,12 +4,20 @@ import base64
 import hashlib
 import http.server
 import json
+import os
 import threading
 import time
 import urllib.parse
 from collections.abc import Mapping
+from pathlib import Path
 
 COMMIT = "c0ffee" + 34 * "0"
+
+
+def hub_environment(url: str, home: Path, **more: str) -> dict[str, str]:
+    """Returns the environment of a process that has this hub and keeps its files in `home`."""
+    kept = {k: v for k, v in os.environ.items() if not k.upper().startswith(("HF_", "HTTP"))}
+    return kept | {"HF_ENDPOINT": url, "HF_HOME": str(home), "NO_PROXY": "*"} | more
 
 
 class Hub(http.server.ThreadingHTTPServer):

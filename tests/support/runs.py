@@ -24,12 +24,26 @@ from tests.support.forked import ForkedProgram
 from tests.support.helpers import tiny_config, tiny_dict
 
 
-def load_launcher(name):
-    spec = importlib.util.spec_from_file_location(f"launch_{name}", ROOT / "launch" / f"{name}.py")
+def load_script(directory, name):
+    """The module of a file that no package has, in docs/ say."""
+    file = ROOT / directory / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"{directory}_{name}", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.main
+    return module
+
+
+def load_launcher(name):
+    return load_script("launch", name).main
+
+
+def call_main(capsys, main, *arguments):
+    """(status, what it printed, what it printed as errors) of a launcher in this process."""
+    status = main(["program", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err, err
+    return status, out, err
 
 
 def write_config(directory, **overrides):

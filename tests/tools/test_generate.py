@@ -1,7 +1,6 @@
 """launch/generate.py: samples, their log-probs, streaming, files of prompts and refusals."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -20,9 +19,9 @@ from tests.conftest import ROOT
 from tests.models.test_hf_weights import BASE, data
 from tests.support import checkpoints
 from tests.support.helpers import logits_of
-from tests.support.hub import Hub
+from tests.support.hub import Hub, hub_environment
 from tests.support.problems import CHAT_TEMPLATE, character_tokenizer
-from tests.support.runs import load_launcher
+from tests.support.runs import call_main, load_launcher
 
 main = load_launcher("generate")
 VOCAB = 127  # of the tokenizer: a token for every character
@@ -43,10 +42,7 @@ def place(tmp_path_factory):
 
 
 def call(capsys, place, *arguments):
-    status = main(["program", f"--model={place}", "--max_new_tokens=12", *map(str, arguments)])
-    out, err = capsys.readouterr()
-    assert "Traceback" not in err, err
-    return status, out, err
+    return call_main(capsys, main, f"--model={place}", "--max_new_tokens=12", *arguments)
 
 
 def sampled(capsys, place, *arguments):
@@ -315,11 +311,10 @@ def test_a_model_of_the_hub_is_fetched_once(place, tmp_path):
     files |= {"pytorch_model.bin": b"not ours", "original/consolidated.pth": b"nor this"}
 
     def ask(url, model):
-        kept = {k: v for k, v in os.environ.items() if not k.upper().startswith(("HF_", "HTTP"))}
-        hub = {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path), "NO_PROXY": "*"}
+        environment = hub_environment(url, tmp_path)
         command = [sys.executable, str(ROOT / "launch" / "generate.py"), f"--model={model}"]
         command += ["--prompt=a", "--json", "--max_new_tokens=2", "--num_samples=1"]
-        return subprocess.run(command, env=kept | hub, capture_output=True, text=True)
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
 
     with Hub({}, models={"own/model": files, "own/private": files}, private="own/private") as hub:
         first = ask(hub.url, "own/model")

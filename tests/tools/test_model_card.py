@@ -1,7 +1,6 @@
 """The model card of an export, and its upload to a hub on loopback."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -12,7 +11,7 @@ from dapo_jax.tools import model_card
 from dapo_jax.utils import hf_hub
 from tests.conftest import ROOT
 from tests.support.helpers import tiny_config
-from tests.support.hub import Hub
+from tests.support.hub import Hub, hub_environment
 from tests.support.runs import load_launcher
 
 HOME = "/home/someone/private dir"
@@ -177,10 +176,9 @@ def test_a_directory_is_uploaded_with_the_token_and_a_refusal_is_reported(tmp_pa
     program += "print(hf_hub.upload(Path(sys.argv[1]), sys.argv[2]))"
 
     def upload(url, repository):
-        kept = {k: v for k, v in os.environ.items() if not k.upper().startswith(("HF_", "HTTP"))}
-        hub = {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path), "NO_PROXY": "*", "HF_TOKEN": "hf_tok"}
+        environment = hub_environment(url, tmp_path, HF_TOKEN="hf_tok")
         command = [sys.executable, "-c", program, str(tmp_path / "out"), repository]
-        return subprocess.run(command, env=kept | hub, cwd=ROOT, capture_output=True, text=True)
+        return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
 
     models = {"own/model": {}}
     with Hub({}, models=models, broken="own/broken", token="hf_tok") as hub:

@@ -13,7 +13,7 @@ from dapo_jax.data.records import Columns, read_records
 from dapo_jax.tools import chat_endpoint, transform
 from tests.conftest import ROOT
 from tests.support.chat_server import ChatServer
-from tests.support.runs import environment, load_launcher
+from tests.support.runs import call_main, environment, load_launcher
 from tests.tools.test_generate import place as model  # noqa: F401, a fixture
 
 main = load_launcher("transform_data")
@@ -47,10 +47,7 @@ def flags(server, source, output):
 
 
 def call(capsys, *arguments):
-    status = main(["program", *map(str, arguments)])
-    out, err = capsys.readouterr()
-    assert "Traceback" not in err, err
-    return status, out, err
+    return call_main(capsys, main, *arguments)
 
 
 def lines_of(file):
