@@ -21,7 +21,7 @@ TWO_STEPS = dict(path="word_problems", levels=(2,))
 def get_config(method: str = "") -> ConfigDict:
     """Returns tiny_dapo with a pretrained model, its chat template and word problems; with "lora"
     adapters of rank 16; of a method of configs/tiny.py, the lines that differ."""
-    c = tiny_dapo.get_config() if method in ("", "lora") else tiny.get_config(method)
+    c = tiny_dapo.get_config() if method in ("", "lora") else tiny.get_config(method, ("lora",))
     c.pretrain = None
     c.model.update(path=NAME, tokenizer=NAME, vocab_size=49_152, num_layers=30, hidden_size=576)
     c.model.update(intermediate_size=1536, num_heads=9, num_kv_heads=3, head_dim=64)

@@ -200,14 +200,13 @@ METHODS = {
 }
 
 
-def get_config(method: str = "") -> ConfigDict:
-    """Returns configs/tiny_dapo.py with the changes of a method."""
+def get_config(method: str = "", others: tuple[str, ...] = ()) -> ConfigDict:
+    """Returns configs/tiny_dapo.py with the changes of a method; an error names others too."""
     every = METHODS | {name: run.method for name, run in recipes.RUNS.items()}
     change = every.get(method.replace("-", "_"))
     if change is None:
-        raise UserError(
-            f"--config=FILE:METHOD: the method {method!r} is not one of {', '.join(every)}."
-        )
+        names = ", ".join((*others, *every))
+        raise UserError(f"--config=FILE:METHOD: the method {method!r} is not one of {names}.")
     config = tiny_dapo.get_config()
     change(config)
     return config

@@ -65,6 +65,7 @@ ADDRESSES = ("garbage", ":9", "host:", "host:x")
         ("--config=configs/none.py", "no such file. The project has configs/.*tiny_dapo.py"),
         ("--config=configs/tiny.py:gsop", "'gsop' is not one of grpo, grpo_process, dr_grpo"),
         ("--config=configs/tiny.py", "FILE:METHOD: the method '' is not one of grpo"),
+        ("--config=configs/smollm2_word_problems.py:x", "'x' is not one of lora, grpo"),
         ("--config=configs/qwen0_5b_gsm8k.py:t5", "DEVICE: the device 't5' is not t4"),
         ("--config=configs/tiny_dapo.py:x", "takes no argument: leave :x out"),
         ("--config.train={'num_steps':3}", r"config\.train is a section, and its other fields"),

@@ -175,7 +175,7 @@ def draw(
         below = {"loc": "upper left", "bbox_to_anchor": (-0.05, -0.17), "ncols": 2, "fontsize": 7}
         if handles:
             place = below if len(handles) > LEGEND_INSIDE else {"fontsize": 8}
-            axis.legend(handles=handles, handlelength=3, edgecolor="none", **place)
+            axis.legend(handles=handles, handlelength=3, edgecolor="none", framealpha=0.6, **place)
     if len(methods) == 1:
         figure.suptitle(_plain(headlines[0]), fontsize=13)
     else:
