@@ -1,18 +1,20 @@
 """The notebooks: what is stored in them, and that those for a CPU run."""
 
 import csv
+import importlib.metadata
 import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from statistics import fmean
 
 import pytest
 
 from tests.conftest import FAST_COMPILATION, ROOT
-from tests.support.runs import programs
+from tests.support.runs import load_script, programs
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MOST_BYTES = 2_000_000
@@ -86,13 +88,79 @@ def test_stored_outputs_can_be_shown_to_anyone(file):
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
-def test_the_first_cell_refuses_a_jax_that_the_requirements_exclude(file):
+def test_the_first_cell_installs_before_it_imports_jax(file, tmp_path, monkeypatch):
+    """In an empty directory, as on Colab; git, pip and the imports do nothing."""
     source = "".join(json.loads(file.read_text())["cells"][1]["source"])
-    (wanted,) = re.findall(
-        r"^jax>=([\d.]+),<([\d.]+)", (ROOT / "requirements.txt").read_text(), re.M
-    )
-    low, high = (tuple(map(int, version.split("."))) for version in wanted)
-    assert f"if not {low} <= jax.__version_info__ < {high}:" in source
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    calls = []
+
+    def run(command, check):
+        assert check
+        calls.append(command[1:] if command[0] == sys.executable else command)
+        if command[0] == "git":
+            Path("dapo_jax/launch").mkdir(parents=True)
+            Path("dapo_jax/launch/train.py").touch()
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    cell, _, _ = source.partition("import jax\n")
+    with pytest.raises(RuntimeError, match="restart the runtime"):
+        exec(cell, {})
+    monkeypatch.delitem(sys.modules, "jax")
+    exec(cell, {})
+    assert calls[0][:2] == ["git", "clone"]
+    assert calls[1] == ["notebooks/install.py"]
+
+
+OLDEST = "0.11.1" if sys.version_info >= (3, 12) else "0.10.2"
+
+
+@pytest.mark.parametrize(
+    ("there", "gpu", "wanted"),
+    [
+        ({"jax": OLDEST}, True, f"jax=={OLDEST}"),
+        ({"jax": "0.12.0.1", "libtpu": "0.0.40"}, False, "jax==0.12.0.1"),
+        ({"jax": "0.7.2"}, False, "jax>=0.10.2,<0.13"),
+        ({"jax": "0.13.0"}, False, "jax>=0.10.2,<0.13"),
+        ({}, False, "jax>=0.10.2,<0.13"),
+        ({"jax": "0.7.2", "libtpu": "0.0.17"}, False, "jax[tpu]>=0.10.2,<0.13"),
+        ({"jax": "0.7.2"}, True, "jax[cuda12]>=0.10.2,<0.13"),
+    ],
+)
+def test_a_jax_that_is_too_old_or_too_new_is_replaced(there, gpu, wanted, monkeypatch):
+    install = load_script("notebooks", "install")
+    calls = []
+
+    def run(command, **_):
+        calls.append(command)
+        return subprocess.CompletedProcess(command, 0 if gpu else 9)
+
+    monkeypatch.setattr(install, "version", there.get)
+    monkeypatch.setattr(install.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(install.subprocess, "run", run)
+    install.main()
+    packages, jetstream = (call[call.index("-q") + 1 :] for call in calls[-2:])
+    assert jetstream[0] == "--no-deps"
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    every = {line for line in lines if re.match("[a-z]", line) and not line.startswith("jax>")}
+    assert {*packages, *jetstream[1:]} == every | {wanted}
+    assert [name.partition("==")[0] for name in jetstream[1:]] == ["google-jetstream"]
+
+
+def test_a_jax_that_stays_runs_with_flax_and_is_one_that_the_requirements_admit():
+    install = load_script("notebooks", "install")
+    numbers = lambda version: tuple(map(int, version.split(".")))
+    (of_flax,) = [
+        wanted.removeprefix("jax>=")
+        for wanted in importlib.metadata.requires("flax")
+        if wanted.startswith("jax>=")
+    ]
+    text = (ROOT / "requirements.txt").read_text()
+    low, high = re.search(r"^jax>=([\d.]+),<([\d.]+)$", text, re.MULTILINE).groups()
+    assert install.OLDEST >= max(numbers(of_flax), numbers(low))
+    assert install.END == numbers(high)
 
 
 def test_the_four_techniques_give_the_stored_figures(tmp_path, home):

@@ -35,7 +35,8 @@ PERMANENT_ERRNOS += ["ENAMETOOLONG", "ENOSPC", "EDQUOT"]
 
 # Of a GPU's memory, unless the environment says otherwise. JAX takes 0.75 and never more. CUDA and
 # its libraries need the rest. Read when JAX starts its devices, after this import.
-os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+if not os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION"):  # the old name: JAX refuses both
+    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")
 
 
 def parse(

@@ -332,15 +332,19 @@ def test_the_exit_status_says_whether_to_start_again(error, status, capsys):
     assert str(error.args[-1])[:20] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("given", "share"), [(None, 0.92), ("0.5", 0.5)])
+SHARE, OLD_SHARE = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
+@pytest.mark.parametrize(
+    ("given", "share"), [({}, 0.92), ({SHARE: "0.5"}, 0.5), ({OLD_SHARE: "0.5"}, 0.5)]
+)
 def test_gpus_give_most_of_their_memory(given, share):
     """As jaxlib reads its options, in a process of its own: this one has started its devices."""
     read = (
         "import jaxlib.xla_client, dapo_jax.config.cli\n"
         "print(jaxlib.xla_client.generate_pjrt_gpu_plugin_options()['memory_fraction'])"
     )
-    env = {k: v for k, v in os.environ.items() if k != "XLA_PYTHON_CLIENT_MEM_FRACTION"}
-    env |= {} if given is None else {"XLA_PYTHON_CLIENT_MEM_FRACTION": given}
+    env = {k: v for k, v in os.environ.items() if k not in (SHARE, OLD_SHARE)} | given
     done = subprocess.run(
         [sys.executable, "-c", read], env=env, cwd=ROOT, capture_output=True, text=True, check=True
     )
