@@ -2,10 +2,16 @@
 #
 #   docker build --platform=linux/amd64 --build-arg=ACCELERATOR=tpu --tag=IMAGE .
 #
-# ACCELERATOR is an extra of pyproject.toml: tpu or cuda.
+# ACCELERATOR is an extra of pyproject.toml, tpu or cuda; EXTRA may be another, such as wandb. On a
+# machine with a GPU, with runs and the hub's files outside the container:
+#
+#   docker run --gpus=all --shm-size=8g --stop-timeout=3600 --env=JAX_PLATFORMS=cuda \
+#     --volume="$PWD/runs:/dapo_jax/runs" --volume="$HOME/.cache:/root/.cache" \
+#     IMAGE --config=configs/qwen0_5b_gsm8k.py
 FROM python:3.12-slim
 
 ARG ACCELERATOR=tpu
+ARG EXTRA=
 WORKDIR /dapo_jax
 ENV UV_NO_CACHE=1 UV_PYTHON_DOWNLOADS=never
 
@@ -13,7 +19,7 @@ ENV UV_NO_CACHE=1 UV_PYTHON_DOWNLOADS=never
 COPY pyproject.toml ./
 RUN python3 -m venv .uv \
     && .uv/bin/pip install -q --no-cache-dir uv \
-    && .uv/bin/uv sync -q --no-dev --extra gcs --extra "$ACCELERATOR"
+    && .uv/bin/uv sync -q --no-dev --extra gcs --extra "$ACCELERATOR" ${EXTRA:+--extra "$EXTRA"}
 COPY . .
 
 ENV PATH=/dapo_jax/.venv/bin:$PATH

@@ -3,27 +3,29 @@
 #SBATCH --output=%x-%j.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
-#SBATCH --signal=B:USR1@600
 # Trains on the GPUs of a Slurm cluster:
 #
 #   launch/slurm.sh FLAGS -- FLAGS OF launch/train.py
 #
 # submits itself with sbatch. The job runs launch/train.py on all nodes with srun, each process in
 # launch/restart.sh. The checkout, its .venv and --workdir must be on a file system that all nodes
-# see. Ten minutes before the time limit everything is saved and the job is requeued, as after a
-# failed node or a preemption. After scancel it ends.
+# see. Before the time limit everything is saved and the job is requeued, as after a failed node or a
+# preemption. After scancel it ends.
 #
 # --nodes=N                  nodes of the job
 # --gpus_per_node=N          GPUs of a node
 # --cpus_per_process=N       processor cores of a process; the rewards are worked out on them
 # --processes_per_node=N     the number of GPUs (default), or 1
 # --time=HH:MM:SS            time limit of the job; default the partition's
+# --grace_seconds=N          how long before the time limit the run is stopped; 600
 # --partition=NAME           default the cluster's
 # --account=NAME             who pays; default the user's
 # --compilation_cache=DIR    compiled programs, seen by all nodes; default .jax_cache in the checkout
 # --env=NAME=VALUE           sets a variable for launch/train.py; may be given several times
 # --dry_run                  prints every command and runs none
 # --help                     prints this
+#
+# Put no secret into --env: other users see it. Variables of the shell that submits are the job's too.
 set -euo pipefail
 # Slurm runs a copy of this file from elsewhere; the job starts where it was submitted.
 here=$(dirname "$0")
@@ -34,7 +36,7 @@ source "$here/common.sh"
 cd "$here/.."
 
 nodes='' gpus_per_node='' cpus_per_process='' processes_per_node='' time='' partition='' account=''
-compilation_cache=.jax_cache
+compilation_cache=.jax_cache grace_seconds=600
 
 submit() {
   local options=()
@@ -43,7 +45,7 @@ submit() {
   [ -z "$account" ] || options+=("--account=$account")
   act sbatch "--nodes=$nodes" "--gpus-per-node=$gpus_per_node" \
     "--ntasks-per-node=$processes_per_node" "--cpus-per-task=$cpus_per_process" \
-    ${options[@]+"${options[@]}"} launch/slurm.sh ${given[@]+"${given[@]}"}
+    "--signal=B:USR1@$grace_seconds" ${options[@]+"${options[@]}"} launch/slurm.sh ${given[@]+"${given[@]}"}
 }
 
 # Sets $train. JAX gives each process the GPU of its number on the node; all GPUs must be visible to
@@ -74,7 +76,7 @@ job() {
     if wait "$child"; then status=0; else status=$?; fi
     [ -n "$interrupted" ] || break
   done
-  case "$again$status" in 1143 | 1137) act scontrol requeue "$SLURM_JOB_ID" ;; esac
+  case "$again$status" in 175 | 176 | 1134 | 1137 | 1139 | 1143) act scontrol requeue "$SLURM_JOB_ID" ;; esac
   exit "$status"
 }
 
@@ -84,10 +86,10 @@ for argument in "$@"; do
   [ -n "$before" ] && [ "$argument" = --dry_run ] || given+=("$argument")
 done
 parse "nodes gpus_per_node cpus_per_process processes_per_node time partition account \
-compilation_cache env" "" "$@"
+compilation_cache grace_seconds env" "" "$@"
 need nodes gpus_per_node cpus_per_process
 processes_per_node=${processes_per_node:-$gpus_per_node}
-need_numbers 1 nodes gpus_per_node cpus_per_process
+need_numbers 1 nodes gpus_per_node cpus_per_process grace_seconds
 [ "$processes_per_node" = 1 ] || [ "$processes_per_node" = "$gpus_per_node" ] \
   || fail "--processes_per_node must be 1 or --gpus_per_node ($gpus_per_node);" \
     "got '$processes_per_node'."

@@ -12,7 +12,8 @@
 # delete  deletes the slice
 # run     creates, sets up, starts; deletes and recreates a preempted slice; deletes the slice when
 #         the run is done. After a failure it keeps the slice, which costs until delete. Started
-#         again, it continues with the slice that exists
+#         again, it continues with the slice that exists. It starts what was stopped: end it (Ctrl-C)
+#         before stop and delete. All its set-ups copy the commit that was the last when it began
 #
 # --project=ID             the Google Cloud project
 # --zone=ZONE              the zone of the slice, such as us-east5-a
@@ -25,23 +26,28 @@
 # --service_account=EMAIL  account of the workers; default the project's
 # --network=NAME           network of the workers; default the project's
 # --env=NAME=VALUE         sets a variable for launch/train.py; may be given several times
+# --extra=NAME             installs an extra of pyproject.toml too, wandb for example
+# --worker=N               whose output tail follows; 0
+# --lost_minutes=N         run deletes and recreates a slice whose workers do not all answer; 30
 # --delete_on_failure      run deletes the slice also after a failed run or set-up
 # --poll_seconds=N         how often run looks at the slice; 60
 # --dry_run                prints every command and runs none
 # --help                   prints this
 #
-# Put no secret into --env: it can be read on the workers.
+# Put no secret into --env: all users of the workers can read it. The run gets the variables in the
+# file /shared/secrets.env, lines of NAME=VALUE, if there is one.
 set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname "$0")/common.sh"
 cd "$(dirname "$0")/.."
 
 project='' zone='' name='' accelerator_type='' runtime_version='' nfs='' poll_seconds=60
-spot='' reserved='' delete_on_failure='' service_account='' network=''
-archive=/tmp/dapo_jax.tar.gz
+spot='' reserved='' delete_on_failure='' service_account='' network='' extra='' worker=0
+lost_minutes=30 archive=/tmp/dapo_jax.tar.gz commit=HEAD
 
+# --quiet: where there is no key for ssh yet, one is made without a question.
 workers() { # WORKER COMMAND
-  act gcloud compute tpus tpu-vm ssh "$name" "--project=$project" "--zone=$zone" \
+  act gcloud compute tpus tpu-vm ssh "$name" "--project=$project" "--zone=$zone" --quiet \
     "--worker=$1" "--command=$2"
 }
 
@@ -62,8 +68,14 @@ slice_state() {
     "--filter=name~/$name\$" "--format=value(state.state)"
 }
 
+request_error() {
+  act gcloud compute tpus queued-resources describe "$name" "--project=$project" "--zone=$zone" \
+    "--format=value(state.failedData.error.message)"
+}
+
 # The first set-up records the installed versions and later ones install those: a slice recreated in
-# the middle of a run must not bring others.
+# the middle of a run must not bring others. umask: a user's number may differ between the workers,
+# and file servers compare numbers.
 setup() {
   local apt="sudo apt-get -q -o DPkg::Lock::Timeout=600" mount="mountpoint -q /shared"
   local logs="/shared/logs/$name" versions="/shared/logs/$name/versions.txt"
@@ -71,27 +83,29 @@ setup() {
     mount="sudo mkdir -p /shared && ($mount || sudo mount -t nfs $(printf %q "$nfs") /shared)\
  && sudo chmod 1777 /shared"
   fi
-  act git archive --format=tar.gz --prefix=dapo_jax/ "--output=$archive" HEAD \
+  act git archive --format=tar.gz --prefix=dapo_jax/ "--output=$archive" "$commit" \
     && act gcloud compute tpus tpu-vm scp "$archive" "$name:" "--project=$project" \
-      "--zone=$zone" --worker=all \
-    && workers all "tar -xzf ${archive##*/} && $apt update\
+      "--zone=$zone" --quiet --worker=all \
+    && workers all "rm -rf dapo_jax && tar -xzf ${archive##*/} && $apt update\
  && $apt install -y nfs-common python3-venv" \
     && workers all "$mount" \
     && workers all "cd dapo_jax && python3 -m venv .uv && .uv/bin/pip install -q uv\
- && mkdir -p $logs && if [ -f $versions ]\
+ && umask 0 && mkdir -p $logs && if [ -f $versions ]\
 ; then .uv/bin/uv venv -q --clear && .uv/bin/uv pip sync -q $versions\
-; else .uv/bin/uv sync -q --no-dev --extra gcs --extra tpu\
+; else .uv/bin/uv sync -q --no-dev --extra gcs --extra tpu${extra:+ --extra $extra}\
  && .uv/bin/uv pip freeze > $versions.\$(hostname) && mv $versions.\$(hostname) $versions; fi"
 }
 
-# A systemd unit outlives the connection, passes on the SIGTERM of a shutdown, and waits for the
-# checkpoint. libtpu maps the chips into locked memory, so its limit is lifted. The output goes to
-# the shared directory, which outlives the slice.
+# A systemd unit outlives the connection, passes on the SIGTERM of a shutdown, and waits for the end
+# of a step and the checkpoint; the network and /shared are there until then. libtpu maps the chips
+# into locked memory, so its limit is lifted. The output goes to the shared directory, which outlives
+# the slice.
 start() {
   local logs="/shared/logs/$name" command variable options
   options="--unit=dapo --uid=\$(id -u) --working-directory=\$HOME/dapo_jax --remain-after-exit"
-  for variable in KillMode=mixed TimeoutStopSec=600 SuccessExitStatus=143 LimitMEMLOCK=infinity \
-    LimitNOFILE=1048576 "StandardOutput=append:$logs/\$(hostname).log" \
+  for variable in KillMode=mixed TimeoutStopSec=3600 SuccessExitStatus=143 LimitMEMLOCK=infinity \
+    LimitNOFILE=1048576 UMask=0000 EnvironmentFile=-/shared/secrets.env \
+    RequiresMountsFor=/shared After=network-online.target "StandardOutput=append:$logs/\$(hostname).log" \
     "StandardError=append:$logs/\$(hostname).log"; do
     options+=" --property=$variable"
   done
@@ -99,16 +113,17 @@ start() {
     options+=" --setenv=$(printf %q "$variable")"
   done
   command=$(printf ' %q' .venv/bin/python launch/train.py "${rest[@]}")
-  workers all "mkdir -p $logs && (sudo systemctl reset-failed dapo 2>/dev/null || true)\
+  workers all "umask 0 && mkdir -p $logs && (sudo systemctl reset-failed dapo 2>/dev/null || true)\
  && sudo systemd-run $options \$HOME/dapo_jax/launch/restart.sh --$command"
 }
 
-unit_states() { # a line per worker: status ACTIVE SUB EXIT
+unit_states() { # a line per worker: status ACTIVE SUB EXIT HOST
   local show="systemctl show dapo --value --property"
-  workers all "echo status \$($show=ActiveState) \$($show=SubState) \$($show=ExecMainStatus)"
+  workers all "echo status \$($show=ActiveState) \$($show=SubState) \$($show=ExecMainStatus)\
+ \$(hostname)"
 }
 
-tail_log() { workers 0 "tail -n 100 -F /shared/logs/$name/\$(hostname).log"; }
+tail_log() { workers "$worker" "tail -n 100 -F /shared/logs/$name/\$(hostname).log"; }
 
 stop() { workers all "sudo systemctl stop dapo 2>/dev/null || true"; }
 
@@ -132,8 +147,13 @@ try() {
 
 begin() { stop && setup && start; }
 
+discard() {
+  seen='' silent_since=''
+  try delete
+}
+
 # Looks at the slice once and acts. Returns 1 while there is more to do; at the end $ended is the
-# status of the run.
+# status of the run, and $failed_host a worker where it failed.
 advance() {
   local state states failed
   if ! state=$(slice_state); then
@@ -142,21 +162,40 @@ advance() {
   fi
   case "$state" in
     '')
+      if [ -n "$seen" ]; then
+        note "the slice $name was deleted from elsewhere: the run is not started again."
+        exit 1
+      fi
       note "there is no slice $name: it is requested."
       try create
       ;;
     SUSPENDED | FAILED)
+      if [ "$state" = FAILED ]; then
+        failed_requests=$((failed_requests + 1))
+        note "the request failed, $failed_requests times in a row: $(request_error || true)"
+        if [ "$failed_requests" -ge 5 ]; then
+          ended=1
+          return
+        fi
+      fi
       note "the slice is $state: it is deleted and requested again."
-      try delete
+      discard
       ;;
     ACTIVE)
+      failed_requests=0 seen=1
       if ! states=$(unit_states | grep -o 'status .*'); then
         note "not all workers answer."
-        return 1
+        silent_since=${silent_since:-$SECONDS}
+        [ $((SECONDS - silent_since)) -ge $((60 * lost_minutes)) ] || return 1
+        note "so it was for $lost_minutes minutes: the slice is deleted and requested again."
+        discard
+        [ -n "$ended" ]
+        return
       fi
-      failed=$(awk '$2 == "failed" { print $4; exit }' <<<"$states")
+      silent_since=''
+      failed=$(awk '$2 == "failed" { print $4, $5; exit }' <<<"$states")
       if [ -n "$failed" ]; then
-        ended=$failed
+        ended=${failed%% *} failed_host=${failed#* }
       elif grep -q '^status inactive' <<<"$states"; then
         # A new slice, or a worker that was restarted and has forgotten its unit.
         note "the run is started."
@@ -173,15 +212,20 @@ advance() {
 }
 
 run() {
-  ended='' failures=0
+  ended='' failures=0 failed_requests=0 seen='' silent_since='' failed_host=''
   if [ -n "$dry_run" ]; then
     note "the commands of an uninterrupted run; the states are read every $poll_seconds s."
     slice_state && create && slice_state && unit_states && begin
     unit_states && stop && delete
     return
   fi
+  commit=$(git rev-parse HEAD)
   until advance; do sleep "$poll_seconds"; done
   note "the run has ended with status $ended; its output is in /shared/logs/$name."
+  if [ -n "$failed_host" ]; then
+    note "the last lines of $failed_host:"
+    workers "$worker" "tail -n 30 /shared/logs/$name/$failed_host.log" >&2 || true
+  fi
   stop || note "not all workers answer; what is left of the run ends with the slice."
   if [ "$ended" = 0 ] || [ -n "$delete_on_failure" ]; then
     delete
@@ -199,11 +243,15 @@ case "$command" in
   *) fail "a command is needed: create, setup, start, status, tail, stop, delete or run." ;;
 esac
 parse "project zone name accelerator_type runtime_version nfs service_account network poll_seconds \
-env" \
+lost_minutes worker extra env" \
   "spot reserved delete_on_failure" "$@"
-need_numbers 0 poll_seconds
+need_numbers 0 poll_seconds lost_minutes worker
 need project zone
 need_name "$name"
+if [ -z "$dry_run" ]; then # two launches at once must not share the file
+  archive=$(mktemp -d)/dapo_jax.tar.gz
+  trap 'rm -rf "${archive%/*}"' EXIT
+fi
 [ -z "$spot" ] || [ -z "$reserved" ] || fail "--spot and --reserved exclude each other."
 case "$command" in create | run) need accelerator_type runtime_version ;; esac
 case "$command" in setup | run) need nfs ;; esac

@@ -5,14 +5,14 @@
 #   launch/xpk.sh COMMAND FLAGS [-- FLAGS OF launch/train.py]
 #
 # create    makes the cluster with one slice, and storage for /shared
-# setup     builds the image of the last state of this directory and pushes it
+# setup     builds the image of the last commit and pushes it
 # manifest  prints the filled JobSet
 # start     applies it
 # status    prints the JobSet and its pods
 # tail      follows the output of the first process
 # stop      deletes the JobSet: everything is saved, then the pods end
 # delete    deletes the cluster; the storage is left
-# run       creates, sets up, starts, waits for the end and deletes. The JobSet and, in each pod,
+# run       sets up, creates, starts, waits for the end and deletes. The JobSet and, in each pod,
 #           launch/restart.sh restart the run meanwhile
 #
 # --project=ID         the Google Cloud project
@@ -27,6 +27,8 @@
 # --storage=NAME       of the storage in the cluster, mounted as /shared in every pod
 # --storage_gb=N       the size of that storage in GB
 # --storage_tier=TIER  of Filestore; ZONAL
+# --attach             uses the storage of an earlier cluster, which is left when that is deleted
+# --extra=NAME         the image has an extra of pyproject.toml too, wandb for example
 # --spot               takes a slice that may be preempted
 # --on_demand          takes one at the full price
 # --reservation=NAME   takes it from that reservation
@@ -35,7 +37,8 @@
 # --dry_run            prints every command and runs none
 # --help               prints this
 #
-# Put no secret into --env: it can be read in the cluster.
+# Put no secret into --env: it can be read in the cluster. The run gets the variables of the
+# Kubernetes secret that has the JobSet's name, if there is one.
 set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname "$0")/common.sh"
@@ -43,7 +46,7 @@ cd "$(dirname "$0")/.."
 
 project='' zone='' cluster='' name='' tpu_type='' accelerator='' topology='' chips_per_host=4
 image='' storage='' storage_gb='' storage_tier=ZONAL max_restarts=100
-spot='' on_demand='' reservation=''
+spot='' on_demand='' reservation='' attach='' extra=''
 
 create() {
   local capacity=--spot place=("--cluster=$cluster" "--project=$project" "--zone=$zone")
@@ -51,13 +54,24 @@ create() {
   [ -z "$reservation" ] || capacity="--reservation=$reservation"
   act xpk cluster create "${place[@]}" "--tpu-type=$tpu_type" --num-slices=1 "$capacity" \
     --enable-gcpfilestore-csi-driver
-  act xpk storage create "$storage" "${place[@]}" --type=gcpfilestore "--size=$storage_gb" \
-    "--tier=$storage_tier" --vol=shared --access-mode=ReadWriteMany --mount-point=/shared \
-    --readonly=false --auto-mount=false
+  place+=(--type=gcpfilestore --vol=shared --access-mode=ReadWriteMany --mount-point=/shared
+    --readonly=false --auto-mount=false)
+  if [ -n "$attach" ]; then
+    act xpk storage attach "$storage" "${place[@]}"
+  else
+    act xpk storage create "$storage" "${place[@]}" "--size=$storage_gb" "--tier=$storage_tier"
+  fi
 }
 
+# Of a commit, not of the directory: the image has nothing that is not in the repository.
 setup() {
-  act docker build --platform=linux/amd64 --build-arg=ACCELERATOR=tpu "--tag=$image" .
+  local build=(docker build --platform=linux/amd64 --build-arg=ACCELERATOR=tpu)
+  build+=(${extra:+"--build-arg=EXTRA=$extra"} "--tag=$image" -)
+  if [ -n "$dry_run" ]; then
+    echo "git archive HEAD | $(quote "${build[@]}")"
+  else
+    git archive HEAD | "${build[@]}"
+  fi
   act docker push "$image"
 }
 
@@ -121,19 +135,22 @@ tail_log() {
 
 stop() {
   credentials
-  act kubectl delete "jobset/$name" --ignore-not-found
+  # In the foreground: it waits for the pods, which save.
+  act kubectl delete "jobset/$name" --ignore-not-found --cascade=foreground
 }
 
-delete() { act xpk cluster delete "--cluster=$cluster" "--project=$project" "--zone=$zone"; }
+delete() {
+  act xpk cluster delete "--cluster=$cluster" "--project=$project" "--zone=$zone" --quiet
+}
 
 # The JobSet restarts by itself: wait for its end. kubectl takes a negative time limit as a week. Each
 # step on a line of its own: bash ignores failures within a list with &&.
 run() {
-  local end=(kubectl get "jobset/$name" "--output=jsonpath={.status.terminalState}") state=''
+  local end=(kubectl get "jobset/$name" "--output=jsonpath={.status.terminalState}") state='' found
+  setup
   trap 'echo "xpk.sh: a step failed. The cluster, if it is there, costs until: launch/xpk.sh delete" \
     "--project=$project --zone=$zone --cluster=$cluster" >&2' EXIT
   create
-  setup
   start
   if [ -n "$dry_run" ]; then
     act kubectl wait "jobset/$name" "--for=jsonpath={.status.terminalState}" --timeout=-1s
@@ -141,9 +158,16 @@ run() {
   else
     until [ -n "$state" ]; do
       kubectl wait "jobset/$name" "--for=jsonpath={.status.terminalState}" --timeout=-1s || true
-      state=$("${end[@]}") || sleep 60
+      if found=$(kubectl get "jobset/$name" --ignore-not-found --output=name) && [ -z "$found" ]; then
+        state=deleted
+      else
+        state=$("${end[@]}") || sleep 60
+      fi
     done
     echo "xpk.sh: the run has ended: $state." >&2
+    # With the JobSet its logs go.
+    [ "$state" = Completed ] || kubectl logs "--selector=jobset.sigs.k8s.io/jobset-name=$name" \
+      --prefix --tail=30 --max-log-requests=1000 >&2 || true
   fi
   stop || true # the cluster goes with it
   delete
@@ -163,7 +187,7 @@ for argument in "$@"; do
   [ -n "$before" ] && [ "$argument" = --dry_run ] || given+=("$argument")
 done
 parse "project zone cluster name tpu_type accelerator topology chips_per_host image storage storage_gb \
-storage_tier reservation max_restarts env" "spot on_demand" "$@"
+storage_tier reservation max_restarts extra env" "spot on_demand attach" "$@"
 need_numbers 1 chips_per_host storage_gb
 need_numbers 0 max_restarts
 case "$command" in setup | manifest) ;; *) need project zone cluster ;; esac

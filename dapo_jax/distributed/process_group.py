@@ -30,6 +30,8 @@ from dapo_jax.types import StopRequested, UserError, causes, error_line
 T = TypeVar("T")
 # Exit status of a fault that is not the run's: launch/restart.sh starts the run again.
 EXIT_RESTART = 75
+# The same, of a start that waited for other processes. It is not counted as one without progress.
+EXIT_WAITED = 76
 # JAX aborts all processes where one, killed or frozen, has given no heartbeat for so long.
 DEAD_SECONDS = 30
 FAILURE_POLL_SECONDS = 2.0
@@ -313,7 +315,7 @@ def start(
         lambda: end(
             f"not all processes were there within {timeout_seconds} s. The coordinator, process 0, "
             f"was looked for{place}; --coordinator_timeout=SECONDS gives more time",
-            EXIT_RESTART,
+            EXIT_WAITED,
         ),
     )
     late.daemon = True

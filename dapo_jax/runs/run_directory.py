@@ -361,9 +361,14 @@ def _frozen_config(config: Config) -> dict[str, Any]:
 
 
 def _git_commit() -> str | None:
-    """Returns the commit of the checkout; None outside one or without git."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    """Returns the commit of the code; None where neither its archive nor git says it."""
+    package = Path(__file__).parents[1]
+    command = ["git", "-C", str(package), "rev-parse", "HEAD"]
     try:
+        # `git archive`, which makes what pods get, writes the commit there (.gitattributes).
+        commit = (package / "COMMIT").read_text().strip()
+        if not commit.startswith("$"):
+            return commit
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.distributed import (
-    EXIT_RESTART,
+    EXIT_WAITED,
     ProcessGroup,
     StopSignals,
     preemption,
@@ -192,7 +192,7 @@ def test_a_coordinator_that_never_comes_is_not_awaited(home):
     ended = subprocess.run(
         [sys.executable, "-c", program], env=environment(home), capture_output=True, text=True
     )
-    assert ended.returncode == EXIT_RESTART
+    assert ended.returncode == EXIT_WAITED
     assert "not all processes were there within 2 s" in ended.stderr
     assert "127.0.0.1:9" in ended.stderr
 

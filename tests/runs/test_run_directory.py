@@ -11,6 +11,7 @@ from dapo_jax.config import Config
 from dapo_jax.runs import run_directory, trackers
 from dapo_jax.runs.run_directory import RunDirectory, check_same, frozen, read_config
 from dapo_jax.types import Attempt, Attempts, Problem, RunError, UserError, Verdict
+from tests.conftest import ROOT
 from tests.support.helpers import make_group, tiny_config
 
 COSINE = {"optimizer__final_rate_share": 0.1}
@@ -70,6 +71,28 @@ def test_the_frozen_config_is_complete_and_gives_the_same_config_again(tmp_path)
     assert frozen["objective"]["advantage_args"] == {"normalise_std": True, "std_ddof": 1}
     assert frozen["optimizer"]["eps"] == 1e-8 and frozen["critic"] is None
     assert Config.from_dict(frozen) == config
+
+
+def test_the_commit_is_named_where_there_is_no_git(tmp_path, monkeypatch):
+    """In what `git archive` makes, which pods and images get; in a checkout by git itself."""
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    package = tmp_path / "dapo_jax"
+    package.mkdir()
+    for name in (".gitattributes", "dapo_jax/COMMIT"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    monkeypatch.setattr(run_directory, "__file__", str(package / "runs" / "run_directory.py"))
+    assert run_directory._git_commit() is None
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "a"]):
+        subprocess.run([*git, *command], check=True)
+    commit = run_directory._git_commit()
+    assert re.fullmatch("[0-9a-f]{40}", commit)
+    archive = subprocess.run([*git, "archive", "HEAD"], check=True, capture_output=True).stdout
+    (tmp_path / "pod").mkdir()
+    subprocess.run(["tar", "-xC", str(tmp_path / "pod")], input=archive, check=True)
+    package = tmp_path / "pod" / "dapo_jax"
+    monkeypatch.setattr(run_directory, "__file__", str(package / "runs" / "run_directory.py"))
+    monkeypatch.setattr(run_directory.subprocess, "run", None)  # no git is asked
+    assert run_directory._git_commit() == commit
 
 
 def test_more_steps_are_another_schedule_where_the_rate_decays(tmp_path):

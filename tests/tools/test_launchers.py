@@ -136,6 +136,7 @@ def test_a_wrong_command_is_refused(tmp_path, line, message):
     [
         ((0,), 0, 1),
         ((75, 134, 137, 139, 143, 0), 0, 6),
+        ((75, *[76] * 20, 75, 0), 0, 23),
         ((130,), 130, 1),
         ((127,), 127, 1),
         ((75, 2), 2, 2),
@@ -155,6 +156,14 @@ def test_starts_without_a_new_step_come_to_an_end(tmp_path):
     assert status == 1, "a failure, or what runs this would start it again"
     assert len(calls(tmp_path)) == 5
     assert re.search(r"status 75 after \d+ s: gives up after 5 starts in a row without a new", err)
+
+
+def test_waiting_for_other_processes_comes_to_an_end_too(tmp_path):
+    program = statuses(tmp_path, *[76] * 5, 75, *[76] * 20)
+    line = f"launch/restart.sh --most_waits=7 --pause_seconds=0 -- {program}"
+    status, _, err = call(line)
+    assert status == 1 and len(calls(tmp_path)) == 5 + 1 + 7
+    assert "gives up, the other processes were not there for 7 starts" in err
 
 
 def test_a_step_counts_once(tmp_path):
@@ -184,7 +193,8 @@ def started(line, tmp_path, **variables):
 
 
 @pytest.mark.parametrize(
-    "sent, handled, status", [("TERM", 143, 143), ("TERM", 0, 0), ("INT", 130, 130)]
+    "sent, handled, status",
+    [("TERM", 143, 143), ("TERM", 0, 0), ("INT", 130, 130), ("HUP", 129, 129)],
 )
 def test_signals_go_on_to_the_command_and_nothing_starts_again(tmp_path, sent, handled, status):
     program = stand_in(tmp_path, "train", SLEEPER.format(handled, sent))
@@ -219,7 +229,7 @@ def cloud(tmp_path, *looks):
       *"echo status"*) printf 'status %s\\n' "${{look#*/}}" "${{look#*/}}"; sed -i.old 1d {looks} ;;
     esac"""
     stand_in(tmp_path, "gcloud", script)
-    stand_in(tmp_path, "git", "")
+    stand_in(tmp_path, "git", 'case "$1" in rev-parse) echo c0ffee ;; esac')
 
 
 def done_by(tmp_path):
@@ -254,6 +264,16 @@ NONE, FRESH, RUNS = "", "ACTIVE/inactive dead 0", "ACTIVE/active running 0"
         ),
         ([RUNS, "ACTIVE/failed failed 2"], 2, ["stop"]),
         ([FRESH, RUNS, "ACTIVE/failed failed 1"], 1, [*BEGUN, "stop"]),
+        # Deleted by the user, in another terminal: not bought again.
+        ([RUNS, "DELETING", NONE], 1, []),
+        # A request that cannot be met.
+        ([NONE, *["FAILED", NONE] * 4, "FAILED"], 1, ["create", *["delete", "create"] * 4, "stop"]),
+        # Not in a row.
+        (
+            [*["FAILED"] * 4, RUNS, *["FAILED"] * 4, "ACTIVE/active exited 0"],
+            0,
+            [*["delete"] * 8, "stop", "delete"],
+        ),
     ],
 )
 def test_a_slice_is_asked_for_again_and_kept_after_a_failure(tmp_path, looks, status, done):
@@ -263,10 +283,48 @@ def test_a_slice_is_asked_for_again_and_kept_after_a_failure(tmp_path, looks, st
     assert done_by(tmp_path) == done
 
 
+@pytest.mark.parametrize(
+    "minutes, done", [(0, ["delete", "create", *BEGUN]), (30, BEGUN)], ids=["soon", "not yet"]
+)
+def test_a_slice_with_a_lost_worker_is_deleted_and_requested_again(tmp_path, minutes, done):
+    """A look without a slash: the worker does not answer."""
+    cloud(tmp_path, RUNS, "ACTIVE/", *([NONE] if minutes == 0 else []), FRESH, RUNS)
+    gcloud = (tmp_path / "gcloud").read_text()
+    silent = f'[ "$(head -n 1 "{tmp_path}/looks")" != ACTIVE/ ] || {{ sed -i.old 1d "{tmp_path}/looks"; exit 1; }}'
+    (tmp_path / "gcloud").write_text(
+        gcloud.replace('*"echo status"*)', f'*"echo status"*) {silent};')
+    )
+    with open(tmp_path / "looks", "a") as looks:
+        looks.write("ACTIVE/active exited 0\n")
+    flags = f"{PLACE} {SLICE} {NFS} --poll_seconds=0 --lost_minutes={minutes}"
+    assert call(f"launch/tpu_vm.sh run {flags} {TRAIN}", path=tmp_path)[0] == 0
+    assert done_by(tmp_path) == [*done, "stop", "delete"]
+
+
+def test_every_set_up_of_a_run_has_the_commit_of_its_start(tmp_path):
+    """Though HEAD has moved; and no two launches write the same file."""
+    cloud(tmp_path, FRESH, "SUSPENDED", NONE, FRESH, "ACTIVE/failed failed 3 a-host")
+    heads = 'case "$1" in rev-parse) echo c$RANDOM ;; esac'
+    stand_in(tmp_path, "git", heads)
+    flags = f"{PLACE} {SLICE} {NFS} --poll_seconds=0"
+    for status in (3, 1):
+        assert call(f"launch/tpu_vm.sh run {flags} {TRAIN}", path=tmp_path)[0] == status
+        cloud(tmp_path, *[FRESH] * 9)
+        stand_in(tmp_path, "git", f"{heads}\n[ $1 != archive ]")
+    archives = [line.split() for line in calls(tmp_path) if line.startswith("git archive")]
+    assert len(archives) == 2 + 5
+    files, commits = ({words[i] for words in archives[:2]} for i in (-2, -1))
+    assert len(commits) == 1 and re.fullmatch(r"c\d+", commits.pop())
+    assert len(files) == 1 and files.isdisjoint(words[-2] for words in archives[2:])
+    assert not Path(files.pop().removeprefix("--output=")).parent.exists()
+    log = "tail -n 30 /shared/logs/qwen32b/a-host.log"
+    assert [line for line in calls(tmp_path) if log in line], "the end of the failed worker's log"
+
+
 @pytest.mark.parametrize("flag, deleted", [("", []), ("--delete_on_failure", ["delete"])])
 def test_a_slice_that_cannot_be_set_up_is_deleted_if_asked(tmp_path, flag, deleted):
     cloud(tmp_path, *[FRESH] * 9)
-    stand_in(tmp_path, "git", "exit 1")
+    stand_in(tmp_path, "git", "[ $1 != archive ]")
     flags = f"{PLACE} {SLICE} {NFS} --poll_seconds=0 {flag}"
     status, _, err = call(f"launch/tpu_vm.sh run {flags} {TRAIN}", path=tmp_path)
     assert status == 1 and "begin failed, 5 times in a row" in err
@@ -274,42 +332,87 @@ def test_a_slice_that_cannot_be_set_up_is_deleted_if_asked(tmp_path, flag, delet
     assert done_by(tmp_path) == [*["stop", "setup"] * 5, "stop", *deleted]
 
 
-@pytest.mark.parametrize("sent, again", [("USR1", True), ("TERM", False)])
-def test_a_job_asks_for_more_time(tmp_path, sent, again):
-    """srun itself kills its tasks where it gets SIGTERM."""
-    stand_in(tmp_path, "task", f"echo $$ > {tmp_path}/pid\n{SLEEPER.format(143, 'TERM')}")
+@pytest.mark.parametrize(
+    "sent, status, again",
+    [
+        *[("USR1", status, True) for status in (143, 75, 76, 134, 137, 139)],
+        ("USR1", 1, False),
+        ("USR1", 0, False),
+        ("TERM", 143, False),
+    ],
+)
+def test_a_job_asks_for_more_time(tmp_path, sent, status, again):
+    """Where its processes were stopped or would have started again; srun itself kills its tasks
+    where it gets SIGTERM."""
+    stand_in(tmp_path, "task", f"echo $$ > {tmp_path}/pid\n{SLEEPER.format(status, 'TERM')}")
     stand_in(tmp_path, "srun", "task &\ntrap 'kill -KILL $!; exit 137' TERM\nwait $!")
     term = f'kill -TERM "$(cat {tmp_path}/pid)"'
     stand_in(tmp_path, "scancel", term)
     stand_in(tmp_path, "scontrol", "")
     process = started(f"launch/slurm.sh {GPUS} {TRAIN}", tmp_path, SLURM_JOB_ID="7")
     process.send_signal(getattr(signal, f"SIG{sent}"))
-    if not again:  # Slurm signals the tasks, too
+    if sent == "TERM":  # Slurm signals the tasks, too
         subprocess.run(term, shell=True, check=True)
     process.communicate(timeout=30)
-    assert process.returncode == 143
-    asked = ["scancel --signal=TERM 7", "scontrol requeue 7"]
-    assert [call for call in calls(tmp_path) if call.startswith("sc")] == asked * again
+    assert process.returncode == status
+    asked = ["scancel --signal=TERM 7"] * (sent == "USR1") + ["scontrol requeue 7"] * again
+    assert [call for call in calls(tmp_path) if call.startswith("sc")] == asked
 
 
 @pytest.mark.parametrize("failed", ["docker build", "xpk cluster create", "kubectl apply"])
 def test_a_step_that_fails_ends_the_launch_on_a_cluster(tmp_path, failed):
-    """And says that the cluster costs."""
+    """And says that the cluster costs, once there may be one."""
     for name in ("gcloud", "xpk", "docker", "kubectl"):
-        ends = f'case "{name} $*" in "{failed}"*) exit 3 ;; esac'
+        ends = f'case "{name} $*" in "{failed}"*) exit 3 ;; "docker build"*) cat >/dev/null ;; esac'
         stand_in(tmp_path, name, ends)
     status, _, err = call(XPK_RUN, path=tmp_path)
-    assert status == 3 and "costs until: launch/xpk.sh delete --project=" in err
+    assert status == 3
+    is_there = failed != "docker build"
+    assert ("costs until: launch/xpk.sh delete --project=" in err) == is_there
     assert calls(tmp_path)[-1].startswith(failed)
+    assert any(line.startswith("xpk cluster create") for line in calls(tmp_path)) == is_there
 
 
-def test_a_cluster_is_deleted_though_its_run_is_not(tmp_path):
-    for name in ("gcloud", "xpk", "docker"):
+@pytest.mark.parametrize(
+    "get, status, logs",
+    [
+        ("echo -n Completed", 0, False),
+        ("echo -n Failed", 1, True),
+        # Deleted from elsewhere: with --ignore-not-found nothing is no failure.
+        ('[[ "$*" == *--ignore-not-found* ]]', 1, True),
+    ],
+    ids=["completed", "failed", "deleted"],
+)
+def test_a_cluster_is_deleted_though_its_run_is_not(tmp_path, get, status, logs):
+    for name in ("gcloud", "xpk"):
         stand_in(tmp_path, name, "")
-    ends = 'case "$1" in apply) cat ;; delete) exit 3 ;; get) echo -n Completed ;; esac'
+    stand_in(tmp_path, "docker", '[ "$1" != build ] || cat >/dev/null')
+    ends = f'case "$1" in apply) cat ;; delete) exit 3 ;; get) {get} ;; esac'
     stand_in(tmp_path, "kubectl", ends)
-    status, _, _ = call(XPK_RUN, path=tmp_path)
-    assert status == 0 and calls(tmp_path)[-1].startswith("xpk cluster delete")
+    assert call(XPK_RUN, path=tmp_path)[0] == status
+    done = calls(tmp_path)
+    assert done[-1].startswith("xpk cluster delete") and done[-1].endswith(" --quiet")
+    words = [" ".join(line.split()[:2]) for line in done]
+    assert ("kubectl logs" in words) == logs
+    assert not logs or words.index("kubectl logs") < words.index("kubectl delete")
+
+
+def test_the_storage_of_an_earlier_cluster_is_used_again(tmp_path):
+    stand_in(tmp_path, "xpk", '[[ "$*" != "storage create"* ]]')  # there is one of this name
+    line = DRY_RUNS["xpk"][0]
+    assert call(line, path=tmp_path)[0] != 0
+    assert call(f"{line} --attach", path=tmp_path)[0] == 0
+    assert "--size" not in calls(tmp_path)[-1]
+    assert calls(tmp_path)[-1].startswith("xpk storage attach shared --cluster=dapo")
+
+
+def test_the_image_is_made_of_the_commit(tmp_path):
+    stand_in(tmp_path, "docker", f'[ "$1" != build ] || tar -tf - > "{tmp_path}/files"')
+    assert call(f"launch/xpk.sh setup {IMAGE} --extra=wandb", path=tmp_path)[0] == 0
+    assert "--build-arg=EXTRA=wandb" in calls(tmp_path)[0]
+    files = (tmp_path / "files").read_text().split()
+    assert "launch/train.py" in files and "dapo_jax/COMMIT" in files
+    assert not [file for file in files if file.startswith((".git/", ".venv/"))]
 
 
 # The files themselves.
@@ -364,10 +467,13 @@ def test_the_manifest_starts_again_what_restart_does(manifest):
     assert disrupted["action"] == "Count" and failed["action"] == "FailJob"
     assert failed["onExitCodes"]["containerName"] == container["name"]
     codes = failed["onExitCodes"]["values"]
+    assert failed["onExitCodes"]["operator"] == "NotIn"
     assert codes == sorted(codes), "as Kubernetes requires"
     again = re.search(r"^    (75.*)\) ;;", (ROOT / "launch" / "restart.sh").read_text(), re.M)
-    assert again and not set(map(int, again[1].split(" | "))) & set(codes)
-    assert {1, 2, 130} <= set(codes)
+    # 128 and 255 are the kubelet's: of a container that did not start, or whose end it did not see.
+    assert again and {*map(int, again[1].split(" | ")), 128, 255} == set(codes)
+    assert container["imagePullPolicy"] == "Always"
+    assert container["envFrom"] == [{"secretRef": {"name": "qwen32b", "optional": True}}]
     assert manifest["spec"]["failurePolicy"]["rules"][0]["onJobFailureReasons"] == [
         "PodFailurePolicy"
     ]
