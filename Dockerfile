@@ -2,12 +2,8 @@
 #
 #   docker build --platform=linux/amd64 --build-arg=ACCELERATOR=tpu --tag=IMAGE .
 #
-# ACCELERATOR is an extra of pyproject.toml, tpu or cuda; EXTRA may be another, such as wandb. On a
-# machine with a GPU, with runs and the hub's files outside the container:
-#
-#   docker run --gpus=all --shm-size=8g --stop-timeout=3600 --env=JAX_PLATFORMS=cuda \
-#     --volume="$PWD/runs:/dapo_jax/runs" --volume="$HOME/.cache:/root/.cache" \
-#     IMAGE --config=configs/qwen0_5b_gsm8k.py
+# ACCELERATOR is an extra of pyproject.toml, tpu or cuda; EXTRA may be another, such as wandb.
+# docs/pods.md has the commands of a run.
 FROM python:3.12-slim
 
 ARG ACCELERATOR=tpu

@@ -17,7 +17,8 @@ WIDTH = 120
 HEAD = """# Recipes
 
 Made by `python docs/recipes.py` from the configs; a test compares. Each recipe is given by the
-fields in which it differs from DAPO on the same task. The configs say where a value comes from.
+fields in which it differs from DAPO on the same task. Where `reward.overlong_buffer_tokens` is 0,
+`reward.overlong_penalty` is 0 too. The configs say where a value comes from.
 """
 TINY = """
 ## On the tiny task
@@ -37,7 +38,7 @@ SINCE = """
 ## Recipes since DAPO
 
 `python launch/train.py --config=configs/recipes.py:RECIPE`, differences from
-`configs/qwen32b_dapo.py` in method and sizes, and stages by their first step;
+`configs/qwen32b_dapo.py` in model, method and sizes, and stages by their first step;
 `configs/tiny.py:RECIPE` is the method alone on the tiny task. Their own problems, prompts and
 scorers are left out, and what this project does otherwise stands in `configs/recipes.py`. Not yet
 run at these sizes.
@@ -46,14 +47,14 @@ QWEN = """
 ## Other Qwen models
 
 `python launch/train.py --config=configs/RECIPE.py`, differences from `configs/qwen32b_dapo.py` in
-method and sizes. Models, meshes, data, checkpoints and rows are left out.
+model, method and sizes. Meshes, data, checkpoints and rows are left out.
 """
 LEFT_OUT = (
     "model.", "mesh.", "data.", "checkpoint.", "log.", "pretrain.", "train.row", "reward.workers",
     "rollout.page_tokens", "rollout.cache_gib", "rollout.slots",
     "rollout.prefill_prompts", "rollout.decode_steps",
 )  # fmt: skip
-METHOD = ("model.head_dtype", "data.pass_rate_band")  # all the same
+METHOD = ("model.path", "model.head_dtype", "data.pass_rate_band")  # all the same
 
 
 def fields_of(place: str) -> dict[str, Any]:

@@ -4,7 +4,8 @@
     python launch/transform_data.py --input=FILE.jsonl --output=DIR \\
         --endpoint=http://localhost:8000/v1 --endpoint_model=NAME
 
-DIR/problems.jsonl is a data source: --config.data.train.mine.path=DIR/problems.jsonl.
+DIR/problems.jsonl is a data source: --config.data.train.mine.path=DIR/problems.jsonl
+--config.data.train.mine.weight=1.
 DIR/rows.jsonl has every record with its original, all replies and why it was dropped,
 DIR/report.json the counts. After a stop the same command resumes.
 

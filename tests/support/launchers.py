@@ -14,7 +14,7 @@ NFS = "--nfs=10.0.0.2:/shared"
 NODES = "--accelerator=tpu-v5p-slice --topology=4x4x4 --storage=shared"
 IMAGE = "--image=REGISTRY/dapo_jax:1"
 CAPACITY = "--tpu_type=v5p-128 --storage_gb=4096 --spot"
-GPUS = "--nodes=4 --gpus_per_node=8 --cpus_per_process=12"
+GPUS = "--nodes=8 --gpus_per_node=8 --cpus_per_process=12"
 
 # What docs/pods.md shows. Each file of goldens has commands and what their dry runs print.
 DRY_RUNS = {

@@ -219,8 +219,8 @@ def test_a_signal_between_two_starts_ends_it(tmp_path):
 
 
 def cloud(tmp_path, *looks):
-    """gcloud, whose looks at the slice and, after a slash, at the run on two workers are these. With
-    nothing after the slash a worker does not answer."""
+    """gcloud, whose looks at the slice and, after a slash, at the run on two workers are these.
+    With nothing after the slash a worker does not answer."""
     (tmp_path / "looks").write_text("".join(f"{look}\n" for look in looks))
     looks = f'"{tmp_path}/looks"'
     script = f"""

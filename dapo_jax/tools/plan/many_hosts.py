@@ -27,7 +27,7 @@ EVAL_PROMPTS = 30  # AIME 2024
 CHIP = "v5p"
 BEST = "best"  # of --split
 COLUMNS = (
-    "hosts|step|informative rate|rollout|longest wait|idle, mean|prompts begun|given back|"
+    "hosts|step|informative rate|rollout|longest wait|idle, mean|prompts started|returned|"
     "slots busy|tokens lost|cache of a device"
 ).split("|")
 
