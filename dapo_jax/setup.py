@@ -9,7 +9,7 @@ import numpy as np
 
 from dapo_jax.config import Config
 from dapo_jax.data.dataset import check_scorers, load, rubrics
-from dapo_jax.data.stream import ProblemStream
+from dapo_jax.data.stream import ProblemStream, digest_of
 from dapo_jax.data.tokenizer import load_tokenizer, stop_tokens
 from dapo_jax.distributed.process_group import ALONE, ProcessGroup
 from dapo_jax.distributed.replica import Replica
@@ -27,7 +27,7 @@ from dapo_jax.rollout.engine import make_engine, run_engine_config
 from dapo_jax.rollout.engine_config import EngineConfig
 from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.training import Learner, LearnerState, Schedule, base_model
-from dapo_jax.types import RunError
+from dapo_jax.types import RunError, UserError
 from dapo_jax.utils.progress import Progress
 from dapo_jax.utils.telemetry import Telemetry
 
@@ -44,6 +44,8 @@ class HostState(NamedTuple):
     schedule: Schedule  # of the next step
     seconds: float  # worked until the last save, over all starts of the run
     base_seconds: float  # to make or read the base model
+    heldout: str  # SHA-256 of the held-out problems
+    base: str | None = None  # fingerprint of the base model, where a resumed run reads it again
 
     def to_json(self) -> dict[str, Any]:
         values = self._asdict() | {"sampling": state_to_json(self.sampling)}
@@ -52,6 +54,12 @@ class HostState(NamedTuple):
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "HostState":
+        """Raises UserError for values that another version of the code has saved."""
+        if values.keys() != {*cls._fields, *Schedule._fields} - {"schedule"}:
+            raise UserError(
+                "the newest checkpoint was saved by another version of this code. Use that version "
+                "(config.json has the commit), or choose another --workdir."
+            )
         schedule = Schedule(*(values[name] for name in Schedule._fields))
         others = {name: x for name, x in values.items() if name not in Schedule._fields}
         others["sampling"] = state_from_json(values["sampling"])
@@ -101,7 +109,9 @@ class RunComponents:
                 self.measured |= found
         weights = {name: source.weight or 0.0 for name, source in train.items()}
         self.stream = ProblemStream(problems, config.seed, weights)
-        process_group.check_equal({"SHA-256 of the training problems": self.stream.digest})
+        self.heldout_digest = digest_of(self.heldout).hexdigest()
+        digests = {"training": self.stream.digest, "held-out": self.heldout_digest}
+        process_group.check_equal({f"SHA-256 of the {n} problems": x for n, x in digests.items()})
         self.key = jax.random.key(config.seed)
         self.train_sampling = SamplingParams.of(config.rollout)
         self.eval_sampling = SamplingParams.of(config.evaluation)
@@ -136,6 +146,7 @@ class RunComponents:
         check_batch_shapes(config, self.mesh.shape)
         self._training_kernel(config)
         run_engine_config(config, self.mesh, (), max_prompt_tokens=config.data.max_prompt_tokens)
+        EndOfThinking.of(config.rollout, self.tokenizer)
 
     def load_base(
         self, config: Config, workdir: Path, check_stop: Callable[[], None]
@@ -165,7 +176,7 @@ class RunComponents:
         cancels = bool(r.stop_strings) or r.end_repetition is not None
         self.engine.warm_up(loaded, modes, cancels=cancels, say=self.say)
 
-    def first_host_state(self, accuracy: float, base_seconds: float) -> HostState:
+    def first_host_state(self, accuracy: float, base_seconds: float, base: str | None) -> HostState:
         """Returns the host state of a new run whose base model has this accuracy."""
         return HostState(
             data=self.stream.get_state(),
@@ -175,6 +186,8 @@ class RunComponents:
             schedule=Schedule.first(self.config.objective),
             seconds=0.0,
             base_seconds=base_seconds,
+            heldout=self.heldout_digest,
+            base=base,
         )
 
     def collector(

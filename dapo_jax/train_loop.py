@@ -29,7 +29,7 @@ from dapo_jax.rollout.dynamic_sampling import (
     take_kept,
 )
 from dapo_jax.rollout.pass_rates import pass_rate_of
-from dapo_jax.runs import run_directory
+from dapo_jax.runs import integrity, run_directory
 from dapo_jax.runs.checkpoint import Checkpoints
 from dapo_jax.runs.run_directory import RunDirectory
 from dapo_jax.setup import GREEDY, HostState, RunComponents, RunState, reward_pool
@@ -162,11 +162,15 @@ class TrainLoop:
             check_stop = telemetry.watchdog.moving(self.signals.check_together)
             first = self.config.at(1)
             base, base_seconds = run.load_base(first, self.directory.path, check_stop)
+        found = integrity.fingerprint(base) if run.learner.needs_base else None
+        if restored is not None and found is not None:
+            place = self.checkpoints.directory
+            run_directory.check_base(found, restored.host.base, self.config.model.path, place)
         learner = run.learner.start(base, None if restored is None else restored.learner)
         telemetry.phase("compiling the programs of the rollout")
         run.warm_up(learner.policy.all_params)
         if restored is None:
-            return self._evaluate_base(learner, base_seconds)
+            return self._evaluate_base(learner, base_seconds, found)
         return restored._replace(learner=learner)
 
     def _make_stage(self, step: int) -> Stage:
@@ -238,13 +242,20 @@ class TrainLoop:
         run_directory.check_not_past(step, self.config, place)
         host = HostState.from_json(values)
         self.stage.components.stream.set_state(host.data)
+        if host.heldout != self.stage.components.heldout_digest:
+            raise UserError(
+                f"config.data.heldout: the problems are not those on which the run in {place} was "
+                "evaluated so far. Restore their files, or choose another --workdir."
+            )
         self.directory.rewind(step)
         self.begun -= host.seconds
         self.saved_step = self.telemetry.progress.first_step = step
         self.telemetry.say(f"resuming after step {step} of {self.config.train.num_steps}")
         return RunState(step, learner, host)
 
-    def _evaluate_base(self, learner: LearnerState, base_seconds: float) -> RunState:
+    def _evaluate_base(
+        self, learner: LearnerState, base_seconds: float, base: str | None
+    ) -> RunState:
         """Evaluates the base model: step 0 of a new run."""
         self.directory.rewind(-1)
         begun = time.monotonic()
@@ -252,7 +263,7 @@ class TrainLoop:
         numbers["perf/compilations"] = self.compilations.count
         numbers["time/step"] = time.monotonic() - begun
         accuracy = numbers[self.accuracy_name]
-        host = self.stage.components.first_host_state(accuracy, base_seconds)
+        host = self.stage.components.first_host_state(accuracy, base_seconds, base)
         if measured := host.sampling.pass_rates:
             self.directory.save_pass_rates(0, [[id, *visit] for id, (visit,) in measured.items()])
         return self._complete(RunState(0, learner, host), numbers)

@@ -236,6 +236,19 @@ def _check_sampling(config: "Config") -> None:
     most, batch = dynamic.max_prompts, config.train.prompts_per_step
     wanted = f"at least config.train.prompts_per_step ({batch}) with {switch}, to fill a batch"
     require(most >= batch or not enabled, "dynamic_sampling.max_prompts", most, wanted)
+    if not enabled:
+        require_unset(
+            "dynamic_sampling.exhausted", dynamic.exhausted, f"{switch} is False", "train"
+        )
+    # A worker may score two responses until their limits, and the one it was killed at once more.
+    limit, silent = rollout.watchdog_limit_seconds, 3 * config.reward.timeout_seconds + 2
+    wanted = f"0, or above {silent:g}: so long no verdict may come where a scorer hangs"
+    wanted += " (three times config.reward.timeout_seconds)"
+    require(limit == 0 or limit > silent, "rollout.watchdog_limit_seconds", limit, wanted)
+    evaluation = config.evaluation
+    ok = evaluation.temperature > 0 or evaluation.num_samples == 1
+    wanted = "1 with config.evaluation.temperature 0: all samples would be the same"
+    require(ok, "evaluation.num_samples", evaluation.num_samples, wanted)
 
 
 def _check_data(config: "Config") -> None:

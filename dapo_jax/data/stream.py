@@ -32,10 +32,9 @@ class ProblemStream:
     ):
         assert problems and seed >= 0, f"{len(problems)} problems, seed {seed}"
         by_source: dict[str, list[Problem]] = {}
-        content = hashlib.sha256()
+        content = digest_of(problems)
         for problem in problems:
             by_source.setdefault(problem.source, []).append(problem)
-            content.update(json.dumps(problem).encode())
         weights = dict.fromkeys(by_source, 1.0) if weights is None else weights
         shares = [weights[source] for source in by_source]
         content.update(json.dumps(shares).encode())
@@ -93,6 +92,14 @@ class ProblemStream:
                     "files, or start a new run."
                 )
         self._places.set_state(dict(state["grain"]))
+
+
+def digest_of(problems: Sequence[Problem]) -> Any:
+    """Returns the SHA-256 object of these problems."""
+    content = hashlib.sha256()
+    for problem in problems:
+        content.update(json.dumps(problem).encode())
+    return content
 
 
 def _endless(source: int, num_problems: int, seed: int) -> grain.MapDataset:

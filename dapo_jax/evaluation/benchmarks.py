@@ -100,7 +100,8 @@ def run(
     lines = [_line(group, benchmark.rubric) + "\n" for group in groups]
     write_atomically(file, "".join(lines))  # in the order of the problems
     collector.telemetry.phase(f"reward workers: which answers to {benchmark.name} are equal")
-    figures = statistics(groups, votes(groups, {benchmark.name: benchmark.rubric}, pool))
+    rubrics, moved = {benchmark.name: benchmark.rubric}, collector.telemetry.moved
+    figures = statistics(groups, votes(groups, rubrics, pool, moved))
     figures = {"problems": len(groups), "samples": num_samples} | figures
     results = directory / "results.json"
     every = json.loads(results.read_text()) if results.exists() else {}

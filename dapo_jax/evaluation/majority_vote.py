@@ -1,6 +1,6 @@
 """Equal answers to a problem, for the majority vote of cons@k."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.scorers import EQUIVALENCES, SCORERS
@@ -17,13 +17,19 @@ def equivalences(rubrics: Mapping[str, Rubric]) -> set[str]:
 
 
 def votes(
-    groups: Sequence[Attempts], rubrics: Mapping[str, Rubric], pool: RewardPool
+    groups: Sequence[Attempts],
+    rubrics: Mapping[str, Rubric],
+    pool: RewardPool,
+    moved: Callable[[], None] = lambda: None,
 ) -> list[list[str | None]] | None:
     """Returns the answer that each response of each group votes for, equal answers as one text.
 
     Answers with equal texts are equal. Different texts may be equal too with math_verify: correct
     answers equal the reference and so each other, and wrong ones are compared in pairs where they
     can decide the vote. Returns None if a scorer does not report the answers that it reads.
+
+    Args:
+        moved: called as comparisons arrive.
     """
     verdicts = [verdict for group in groups for verdict in group.verdicts]
     if any(verdict.correct and verdict.extracted is None for verdict in verdicts):
@@ -42,13 +48,14 @@ def votes(
         wrong = [v.extracted for v in group.verdicts if not v.correct and v.extracted is not None]
         same[q] |= dict.fromkeys(right, right[0] if right else None)
         texts = list(dict.fromkeys(wrong))
-        if len(wrong) < len(right):  # even all equal they lose
+        # Without a right answer the credit is 0 whichever wins. Fewer wrong ones lose anyway.
+        if not right or len(wrong) < len(right):
             continue
         for i, ours in enumerate(texts):
             for theirs in texts[:i]:
                 pairs.append((q, ours, theirs))
                 tasks.append(Task((scorer,), ours, theirs))
-    for (q, ours, theirs), scored in zip(pairs, pool.score(tasks)):
+    for (q, ours, theirs), scored in zip(pairs, pool.score(tasks, moved)):
         if not isinstance(scored.scores, str) and scored.scores[0].correct:
             old, new = same[q][ours], same[q][theirs]
             same[q] = {text: new if vote == old else vote for text, vote in same[q].items()}

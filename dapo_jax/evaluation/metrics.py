@@ -1,6 +1,7 @@
 """Evaluation metrics: k scored samples of every problem, and the figures reported of them."""
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,8 +9,6 @@ import numpy as np
 
 from dapo_jax.evaluation import estimators
 from dapo_jax.evaluation.majority_vote import votes
-from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.rewards.types import Rubric
 from dapo_jax.rollout.collector import RolloutCollector
 from dapo_jax.types import Attempt, Attempts, Group, Problem
 from dapo_jax.utils.bootstrap import bootstrap_interval
@@ -25,13 +24,15 @@ def evaluate(
     Several sources also have metrics `eval/<source>/...` each. The processes of the run generate a
     share each, and all return the same.
     """
-    rubrics, pool = collector.rubrics, collector.pool
+    compare = functools.partial(
+        votes, rubrics=collector.rubrics, pool=collector.pool, moved=collector.telemetry.moved
+    )
     groups = [attempts_of(group) for group in collector.collect(problems, key)]
-    metrics = _metrics(groups, rubrics, pool, "eval")
+    metrics = _metrics(groups, compare(groups), "eval")
     sources = dict.fromkeys(problem.source for problem in problems)
     for source in sources if len(sources) > 1 else ():
         of_source = [group for group in groups if group.problem.source == source]
-        metrics |= _metrics(of_source, rubrics, pool, f"eval/{source}")
+        metrics |= _metrics(of_source, compare(of_source), f"eval/{source}")
     return metrics, groups
 
 
@@ -47,10 +48,10 @@ def attempts_of(group: Group) -> Attempts:
 
 
 def _metrics(
-    groups: Sequence[Attempts], rubrics: Mapping[str, Rubric], pool: RewardPool, prefix: str
+    groups: Sequence[Attempts], answers_QK: Sequence[Sequence[str | None]] | None, prefix: str
 ) -> dict[str, float]:
     n = len(groups[0].attempts)
-    figures = statistics(groups, votes(groups, rubrics, pool), ks=[n])
+    figures = statistics(groups, answers_QK, ks=[n])
     low, high = figures[f"avg@{n}"]["interval"]
     wanted = (f"avg@{n}", f"pass@{n}", f"cons@{n}")
     return {

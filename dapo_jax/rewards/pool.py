@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import pebble
@@ -39,6 +39,7 @@ ALARM_EVERY_SECONDS = 0.1  # repeatedly: a scorer may swallow the first alarm
 CHUNKS_PER_WORKER, MAX_CHUNK = 4, 64
 POLL_SECONDS = 0.5  # between checks that the awaited pool is alive
 LOCK_SECONDS = 15.0
+TERM_SECONDS = 0.05  # workers ignore SIGTERM; pebble kills them this long after it
 LOST = "pool lost"  # the end of a chunk whose pool has given up
 MAX_LOSSES = 2  # pools that gave up while a worker may have had a response: then it is given up
 MAX_REPLACED = 3  # pools in a row that scored nothing
@@ -126,6 +127,7 @@ class RewardPool:
         self.fruitless: int | None = None  # pools since the last score; None: no score ever
 
     def _start_pool(self) -> None:
+        pebble.CONSTS.term_timeout = TERM_SECONDS
         for name in ONE_THREAD:  # read by workers as they import; this process has imported
             os.environ.setdefault(name, "1")
         # spawn: a fork of a process in which JAX runs threads can deadlock.
@@ -145,13 +147,15 @@ class RewardPool:
         self.pool.stop()
         self.pool.join()
 
-    def score(self, tasks: Sequence[Task]) -> list[Scored]:
+    def score(
+        self, tasks: Sequence[Task], moved: Callable[[], None] = lambda: None
+    ) -> list[Scored]:
         """Scores each response, in order.
 
         Raises:
             RunError: no worker can be started.
         """
-        return self.collect(self.submit(tasks))
+        return self.collect(self.submit(tasks), moved)
 
     def submit(self, tasks: Sequence[Task]) -> Pending:
         """Hands responses to the workers and does not wait. See `score`."""
@@ -161,9 +165,12 @@ class RewardPool:
         parts = [list(indices[start : start + size]) for start in indices[::size]]
         return Pending(tasks, {}, [self._schedule(tasks, part, 0) for part in parts])
 
-    def collect(self, pending: Pending) -> list[Scored]:
+    def collect(self, pending: Pending, moved: Callable[[], None] = lambda: None) -> list[Scored]:
         """Waits for the responses of a `submit` and returns their scores, in order. See `score`."""
+        there = 0
         while not self.ready(pending):
+            if there < (there := len(pending.scored)):
+                moved()
             # With a time limit: a pool that gives up forgets the chunks that no worker has.
             concurrent.futures.wait([pending.chunks[0].future], POLL_SECONDS)
         return [pending.scored[i] for i in range(len(pending.tasks))]
@@ -258,8 +265,11 @@ def _start_worker(names: Sequence[str], first_wanted: Any) -> None:
     # A worker that is killed as it takes a response leaves the pipe locked. The others wait twice
     # this long for it and end; then the pool is replaced.
     pebble.CONSTS.channel_lock_timeout = LOCK_SECONDS
-    # Ctrl-C reaches the whole process group; the parent ends its workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C, SIGTERM from a scheduler and a closed terminal reach every process. The run may score
+    # more responses before it stops; it ends its workers itself.
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     if sys.platform == "linux":
         pr_set_pdeathsig = 1  # workers die with a killed parent
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

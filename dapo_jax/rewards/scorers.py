@@ -13,6 +13,7 @@ import sys
 import types
 import zlib
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,7 +96,8 @@ def last_number(response: str, answer: str) -> Score:
     if not found:
         return Score(False, None)
     extracted = found[-1].replace(",", "")
-    return Score(float(extracted) == float(answer.replace(",", "")), extracted)
+    # Exact: as floats, long numbers that differ are equal.
+    return Score(Decimal(extracted) == Decimal(answer.replace(",", "")), extracted)
 
 
 def answer_format(response: str, answer: str) -> Score:

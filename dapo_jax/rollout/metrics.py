@@ -9,6 +9,8 @@ from dapo_jax.rollout.dynamic_sampling import Batch
 from dapo_jax.rollout.scheduler import RolloutStats
 from dapo_jax.types import Attempts, Group, Response, RunError
 
+MOST_EXTRA = 1e30  # of a scorer's own numbers
+MOST_SEARCHED = 512  # responses of a step that are searched for reflection
 MAX_FAULTS = 0.05  # share of a step's responses without a verdict that needs no warning
 
 
@@ -41,7 +43,7 @@ def sampling_metrics(
             "length/max": float(lengths.max()),
             "length/truncated_share": _share_ended(responses, "length"),
             "rollout/invalid": sum(response.invalid for response in responses),
-            "reflection/share": float(np.mean([bool(find_reflection(r.text)) for r in responses])),
+            "reflection/share": _reflection_share(responses),
         }
         if ends_repetition:
             metrics["rollout/ended_repetition"] = _share_ended(responses, "repetition")
@@ -89,6 +91,13 @@ def carry_metrics(batch: Batch, step: int) -> dict[str, float]:
     }
 
 
+def _reflection_share(responses: Sequence[Response]) -> float:
+    """Returns the share of responses with reflection, of some of them: the search in a long text
+    takes 10 ms, in which the devices wait."""
+    some = responses[:: -(-len(responses) // MOST_SEARCHED)]
+    return float(np.mean([find_reflection(response.text) is not None for response in some]))
+
+
 def _share_ended(responses: Sequence[Response], reason: str) -> float:
     return float(np.mean([response.finish_reason == reason for response in responses]))
 
@@ -107,11 +116,12 @@ def _accuracy_by_source(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _scorer_extras(groups: Sequence[Group]) -> dict[str, float]:
-    """Returns means of the scorers' extra numbers, over the responses that have them."""
+    """Returns means of the scorers' extra numbers below MOST_EXTRA, over the responses with one."""
     found: dict[str, list[float]] = {}
     for verdict in (verdict for group in groups for verdict in group.verdicts):
         for name, value in (verdict.extra or {}).items():
-            if isinstance(value, (int, float)):
+            # The scorer's numbers are of any size: their mean must not end the run.
+            if isinstance(value, (int, float)) and abs(value) < MOST_EXTRA:
                 found.setdefault(name, []).append(float(value))
     return {f"scorer/{name}": float(np.mean(values)) for name, values in sorted(found.items())}
 

@@ -17,7 +17,13 @@ class Mode(NamedTuple):
 
     greedy: bool = False  # some temperature is 0
     tempered: bool = False  # some temperature is neither 0 nor 1
-    excludes_tokens: bool = False  # some top_k, top_p or min_p excludes tokens
+    top_k: bool = False  # some top_k excludes tokens
+    top_p: bool = False
+    min_p: bool = False
+
+    @property
+    def excludes_tokens(self) -> bool:
+        return self.top_k or self.top_p or self.min_p
 
 
 class SamplingParams(NamedTuple):
@@ -44,8 +50,11 @@ class SamplingParams(NamedTuple):
     def mode(self) -> Mode:
         """The features that a sampler needs for these numbers."""
         greedy = bool(self.temperature_X == 0)
-        excludes_tokens = not greedy and self[1:] != SamplingParams()[1:]
-        return Mode(greedy, not greedy and bool(self.temperature_X != 1), excludes_tokens)
+        if greedy:
+            return Mode(greedy=True)
+        tempered = bool(self.temperature_X != 1)
+        top_p, top_k, min_p = (a != b for a, b in zip(self[1:], SamplingParams()[1:]))
+        return Mode(False, tempered, bool(top_k), bool(top_p), bool(min_p))
 
     def check(self, prefix: str = "") -> None:
         """Raises UserError, with names after this prefix, if a number is outside its range."""
@@ -71,7 +80,7 @@ class Sampled(NamedTuple):
     finite_B: jax.Array  # bool: whether the logits are finite
 
 
-def exclude_tokens(logits_BV: jax.Array, params: SamplingParams) -> jax.Array:
+def exclude_tokens(logits_BV: jax.Array, params: SamplingParams, mode: Mode) -> jax.Array:
     """Sets the logits of excluded tokens to -inf: by top-k, then the nucleus, then min-p.
 
     top-k keeps the k most probable tokens. The nucleus (arXiv:1904.09751, section 3.1) is the
@@ -95,15 +104,20 @@ def exclude_tokens(logits_BV: jax.Array, params: SamplingParams) -> jax.Array:
         return jax.lax.fori_loop(0, 32, refine, jnp.zeros_like(order_BV[:, :1]))
 
     top_k_B1 = column(params.top_k_X)
-    one_BV = jnp.ones(logits_BV.shape, jnp.int32)
-    kept_BV = order_BV >= threshold(lambda count: count >= top_k_B1, one_BV)
-    kept_BV = kept_BV | (top_k_B1 <= 0)
+    kept_BV = jnp.ones(logits_BV.shape, bool)
+    if mode.top_k:
+        one_BV = jnp.ones(logits_BV.shape, jnp.int32)
+        kept_BV = order_BV >= threshold(lambda count: count >= top_k_B1, one_BV)
+        kept_BV = kept_BV | (top_k_B1 <= 0)
     probs_BV = jax.nn.softmax(jnp.where(kept_BV, logits_BV, -jnp.inf), axis=-1)
-    top_p_B1 = column(params.top_p_X)
-    nucleus_BV = order_BV >= threshold(lambda share: share >= top_p_B1, probs_BV)
-    kept_BV = kept_BV & (nucleus_BV | (top_p_B1 >= 1))
-    least_B1 = column(params.min_p_X) * jnp.max(probs_BV, axis=-1, keepdims=True)
-    return jnp.where(kept_BV & (probs_BV >= least_B1), logits_BV, -jnp.inf)
+    if mode.top_p:
+        top_p_B1 = column(params.top_p_X)
+        nucleus_BV = order_BV >= threshold(lambda share: share >= top_p_B1, probs_BV)
+        kept_BV = kept_BV & (nucleus_BV | (top_p_B1 >= 1))
+    if mode.min_p:
+        least_B1 = column(params.min_p_X) * jnp.max(probs_BV, axis=-1, keepdims=True)
+        kept_BV = kept_BV & (probs_BV >= least_B1)
+    return jnp.where(kept_BV, logits_BV, -jnp.inf)
 
 
 def _sortable(x: jax.Array) -> jax.Array:
@@ -136,7 +150,7 @@ def sample(
     if mode.tempered:
         shaped_BV = logits_BV / jnp.where(temperature_B > 0, temperature_B, 1.0)[:, None]
     if mode.excludes_tokens:
-        shaped_BV = exclude_tokens(shaped_BV, params)
+        shaped_BV = exclude_tokens(shaped_BV, params, mode)
 
     def uniform(key_2: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(key_2), position)

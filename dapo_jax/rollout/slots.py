@@ -245,7 +245,7 @@ def _refill(state: DecodeState, page_tokens: int) -> DecodeState:
     started_E = jnp.zeros(E, jnp.int32).at[request_B].add(comes_B.astype(jnp.int32))
     return state._replace(
         pool=pool,
-        clock=state.clock + len(rank_B),
+        clock=state.clock + jnp.sum(comes_B.astype(jnp.int32)),
         requests=e._replace(waiting_E=e.waiting_E - started_E, started_E=e.started_E + started_E),
         active_B=state.active_B | comes_B,
         **slots,

@@ -332,8 +332,8 @@ def find_step(directory: epath.PathLike, step: int | None) -> int:
 
 def restore_part(
     directory: epath.PathLike, step: int | None, fields: Sequence[str], like: Any
-) -> tuple[int, Any]:
-    """Returns (step, part of the arrays) of a checkpoint; reads nothing else and changes nothing.
+) -> tuple[int, Any, Any]:
+    """Returns (step, part of the arrays, host state) of a checkpoint; changes nothing.
 
     Args:
         step: None: the newest.
@@ -345,7 +345,7 @@ def restore_part(
     """
     step, directory = find_step(directory, step), place(directory)
     try:
-        return step, _read(directory, step, like, fields)[0]
+        return step, *_read(directory, step, like, fields)
     except Damaged as error:
         steps = sorted(ocp.utils.checkpoint_steps(directory))
         if step not in steps:

@@ -401,6 +401,20 @@ def check_not_past(step: int, config: Config, where: Any) -> None:
         )
 
 
+def check_base(found: str, saved: str | None, model_path: str | None, where: Any) -> None:
+    """Raises UserError unless the base model, by its fingerprint, is that of the run in `where`.
+
+    A checkpoint has no base: adapters, or the reference of a KL, are completed with what is at
+    `config.model.path` now.
+    """
+    if found != saved:
+        raise UserError(
+            f"config.model.path ({model_path}) holds other weights than when the run in {where} "
+            "was started; its adapters or its KL belong to those. Bring them back (of a repository "
+            "on the hub, that revision), or start a new run in another --workdir."
+        )
+
+
 def _steps(path: Path) -> list[int]:
     """Returns the steps in metrics.jsonl, which is written before a checkpoint is."""
     file = path / "metrics.jsonl"

@@ -300,14 +300,14 @@ def load_params(
         shapes = with_shardings(decoder.param_shapes(config.model), shardings)
         place = run_directory.checkpoints(workdir, run)
         trained, frozen = lora.split(shapes)
-        step, trained = restore_part(place, step, ("policy", "params"), trained)
+        step, trained, host = restore_part(place, step, ("policy", "params"), trained)
         label = f"{workdir.name}, step {step}"
         if frozen is None:
             return label, trained
-        _, frozen = lora.split(
-            base(dataclasses.replace(config, seed=run["seed"]), workdir / "base")
-        )
-        return label, lora.join(trained, frozen)
+        found = base(dataclasses.replace(config, seed=run["seed"]), workdir / "base")
+        fingerprint = integrity.fingerprint(found)
+        run_directory.check_base(fingerprint, host["base"], config.model.path, workdir)
+        return label, lora.join(trained, lora.split(found)[1])
     return f"base model {config.model.path or ''}".strip(), base(config, None)
 
 

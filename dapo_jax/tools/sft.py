@@ -33,7 +33,7 @@ from dapo_jax.models.sharding import (
     to_host,
     with_shardings,
 )
-from dapo_jax.runs import run_directory
+from dapo_jax.runs import integrity, run_directory
 from dapo_jax.runs.checkpoint import Checkpoints
 from dapo_jax.runs.run_directory import RunDirectory
 from dapo_jax.tools.export import write_directory
@@ -225,6 +225,7 @@ class FineTuning:
         if self.examples.heldout:
             self.heldout = self._packed(self.examples.heldout)
         self.identity = data.fingerprint([*self.examples.train, *self.examples.heldout])
+        self.base: str | None = None  # its fingerprint, where a resumed run reads it again
         self.saved_step = 0  # the base model is not saved
         self.save_seconds = 0.0  # that the loop waited for the last save
 
@@ -281,13 +282,19 @@ class FineTuning:
             self.begun -= host.seconds
             self.saved_step = progress.first_step = step
             if config.model.lora_rank:
-                state = state._replace(frozen=lora.split(self._base())[1])
+                base = self._base()
+                self.base = integrity.fingerprint(base)
+                run_directory.check_base(self.base, values["base"], config.model.path, place)
+                state = state._replace(frozen=lora.split(base)[1])
             progress.say(f"resuming after step {step} of {config.train.num_steps}")
             return step, state, host
         directory.check_never_saved(self.checkpoints.directory)
         progress.doing("loading the base model")
         make = jax.jit(new_state, out_shardings=self.state_at, donate_argnums=0)
-        state = make(self._base())
+        base = self._base()
+        if config.model.lora_rank:
+            self.base = integrity.fingerprint(base)
+        state = make(base)
         directory.rewind(-1)
         start = time.monotonic()
         numbers = self._evaluate(state)
@@ -384,7 +391,7 @@ class FineTuning:
         self.progress.doing(f"step {step}: saving")
         values = host._replace(seconds=start - self.begun)._asdict()
         config = run_directory.frozen(cast(Any, self.config))
-        record = {"host": values, "data": self.identity, "config": config}
+        record = {"host": values, "data": self.identity, "base": self.base, "config": config}
         self.checkpoints.save(step, state.saved, record, accuracy=None)
         self.saved_step, self.save_seconds = step, time.monotonic() - start
 

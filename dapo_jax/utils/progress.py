@@ -1,5 +1,6 @@
 """Progress of a run: on the terminal, and the newest step for launch/restart.sh."""
 
+import contextlib
 import errno
 import os
 import select
@@ -94,7 +95,8 @@ class Progress:
         started the run, the number of the step is written to the file that it reads."""
         step = metrics["step"]
         if file := os.environ.get("DAPO_PROGRESS"):
-            Path(file).write_text(f"{step}\n")
+            with contextlib.suppress(OSError):  # restart.sh then sees no progress
+                Path(file).write_text(f"{step}\n")
         if step:  # step 0 is the evaluation of the base model
             self.seconds += metrics["time/step"]
         left = self.seconds / max(1, step - self.first_step) * (self.num_steps - step)

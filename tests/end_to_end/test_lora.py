@@ -1,15 +1,18 @@
 """Whole runs that train adapters: what samples is what trains, and they resume and are exported."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
 import pytest
 
 from dapo_jax.data.tokenizer import load_tokenizer
-from dapo_jax.models import lora, pretrained
+from dapo_jax.models import decoder, lora, pretrained
 from dapo_jax.models.sharding import make_mesh
+from dapo_jax.tools.export import write_directory
 from dapo_jax.training import base_model
+from dapo_jax.types import UserError
 from tests.end_to_end.test_runs import CARRY, RUN, WITHOUT_FILTER, stopped_in
 from tests.models.test_hf_weights import config_of
 from tests.support.helpers import tiny_config
@@ -61,6 +64,32 @@ def test_on_several_devices_too(trained, tmp_path, home):
         for line in rollouts_of(workdir)["step_000001.jsonl"].splitlines()
     ]
     assert responses(tmp_path / "run") == responses(trained)
+
+
+@pytest.mark.slow
+def test_another_base_is_refused(tmp_path, home, capsys):
+    """A checkpoint has adapters alone; the repository or directory of the base may have changed."""
+    c, base, workdir = tiny_config().model, tmp_path / "base", tmp_path / "run"
+
+    def write(seed):
+        shutil.rmtree(base, ignore_errors=True)
+        base.mkdir()
+        params = decoder.init_params(c, jax.random.key(seed))
+        write_directory(c, params, load_tokenizer(c), base, "float32", {})
+
+    write(1)
+    settings = LORA | KL | {"pretrain": None, "model__path": str(base)}
+    settings |= {"model__stop_token_ids": (1,)}
+    run_here(workdir, home, **settings | {"train__num_steps": 1})
+    write(2)
+    with pytest.raises(UserError, match=r"config\.model\.path .* holds other weights than when"):
+        run_here(workdir, home, **settings)
+    command = ["export.py", f"--workdir={workdir}"]
+    assert exporting([*command, f"--output={tmp_path / 'out'}"]) == 2
+    assert "holds other weights than when" in capsys.readouterr().err
+    write(1)
+    assert "resuming after step 1" in run_here(workdir, home, **settings)[1]
+    assert exporting([*command, f"--output={tmp_path / 'out'}"]) == 0
 
 
 @pytest.mark.slow

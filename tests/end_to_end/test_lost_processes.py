@@ -49,6 +49,7 @@ def test_a_process_that_hangs_ends_all(home, tmp_path):
     program.write_text(HANGS)
     workdir = tmp_path / "run"
     settings = RUN | {"train__num_steps": 1000, "rollout__watchdog_limit_seconds": 30.0}
+    settings["reward__timeout_seconds"] = 5.0
     started = begin(workdir, home, 3, program=program, **settings)
     (code, _, err), (code_of_hung, _, err_of_hung) = finish_all(started)
     assert time.time() - program.with_suffix(".begun").stat().st_mtime < 60

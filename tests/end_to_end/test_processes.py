@@ -298,7 +298,7 @@ def test_processes_with_other_configs_are_refused():
     assert said == {0: wanted, 1: wanted}
 
 
-def test_processes_compare_their_training_problems(tmp_path):
+def test_processes_compare_their_problems(tmp_path):
     """They may have read other files of one name."""
     seen = []
 
@@ -306,12 +306,18 @@ def test_processes_compare_their_training_problems(tmp_path):
         def check_equal(self, values):
             seen.append(values)
 
-    for number in (20, 21):
-        config = tiny_config(data__train__sums__num_problems=number)
+    for side, number in (("train", 20), ("train", 21), ("heldout", 5)):
+        config = tiny_config(**{"data__train__sums__num_problems": 20})
+        config = tiny_config(
+            **{"data__train__sums__num_problems": 20}
+            | {f"data__{side}__sums__num_problems": number}
+        )
         RunComponents(config, tmp_path, Progress(0, quiet=True), Listening())
-    one, other = seen
-    assert one.keys() == other.keys() == {"SHA-256 of the training problems"}
-    assert one != other
+    training, heldout = (f"SHA-256 of the {x} problems" for x in ("training", "held-out"))
+    assert [values.keys() for values in seen] == [{training, heldout}] * 3
+    first, train, held = seen
+    assert train[training] != first[training] == held[training]
+    assert held[heldout] != first[heldout] == train[heldout]
 
 
 def test_the_end_of_the_terminal_stops_the_run_and_nohup_ignores_it():

@@ -332,17 +332,31 @@ def test_a_run_of_more_steps_resumes_before_a_damaged_checkpoint(finished, tmp_p
     assert not (workdir / "profile" / "step_000006").exists()
 
 
+LOST_VERDICTS = f"""
+import runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
+if __name__ == "__main__":
+    from dapo_jax.rewards.pool import RewardPool
+    ready = RewardPool.ready
+    lost = lambda pending: any(x.endswith(":even") for t in pending.tasks for x in t.scorers)
+    RewardPool.ready = lambda self, pending: not lost(pending) and ready(self, pending)
+    runpy.run_path({str(ROOT / "launch" / "train.py")!r}, run_name="__main__")
+"""
+
+
 @pytest.mark.slow
 def test_a_run_in_which_nothing_moves_ends_and_can_be_started_again(tmp_path, home):
     """The limit holds within a step, and not while the base is evaluated before."""
     settings = RUN | {
         "pretrain__num_steps": 2,
-        "reward__scorer": f"{ROOT / 'tests' / 'support' / 'scorers.py'}:hanging",
-        "reward__timeout_seconds": 100.0,
+        "reward__scorer": f"{ROOT / 'tests' / 'support' / 'scorers.py'}:even",
+        "reward__timeout_seconds": 0.3,
         "data__heldout__sums__scorer": "exact_match",
         "rollout__watchdog_limit_seconds": 3.0,
     }
-    code, _, err = finish(start(tmp_path / "run", home, **settings))
+    program = tmp_path / "hangs.py"
+    program.write_text(LOST_VERDICTS)
+    code, _, err = finish(start(tmp_path / "run", home, program=program, **settings))
     assert code == EXIT_RESTART, err
     assert "waiting for reward workers" in err and "resumes from the last checkpoint" in err
     assert len(metrics_of(tmp_path / "run")) == 1

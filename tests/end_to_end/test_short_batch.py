@@ -99,7 +99,9 @@ def test_a_checkpoint_has_the_accuracy_of_its_own_evaluation_or_none():
             config=config, saved_step=-1, begun=0.0, telemetry=watched, checkpoints=checkpoints
         )
         loop._is_evaluated = functools.partial(TrainLoop._is_evaluated, loop)
-        host = HostState({}, DynamicSamplingState(), 0.1, 0.5, Schedule(step, 0.0, 0.0), 0.0, 0.0)
+        host = HostState(
+            {}, DynamicSamplingState(), 0.1, 0.5, Schedule(step, 0.0, 0.0), 0.0, 0.0, ""
+        )
         learner = types.SimpleNamespace(saved=None)
         state = types.SimpleNamespace(step=step, learner=learner, host=host)
         for _ in range(2):  # a step that is saved is not saved again

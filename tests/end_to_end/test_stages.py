@@ -162,6 +162,15 @@ def test_a_stage_that_cannot_begin_ends_the_run_at_its_start(tmp_path, home):
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+def test_a_stage_whose_phrase_the_tokenizer_lacks_ends_the_run_at_its_start(tmp_path, home):
+    stages = ((2, {"rollout.end_of_thinking": (4, "</think>")}),)
+    with pytest.raises(
+        UserError, match="config.stages: the stage from step 2 on: .*end_of_thinking"
+    ):
+        run_here(tmp_path / "run", home, **RUN | {"stages": stages})
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 def test_the_step_before_a_stage_is_saved(tmp_path, home, monkeypatch):
     """Whatever happens while the stage's programs are compiled."""
     make = TrainLoop._make_stage

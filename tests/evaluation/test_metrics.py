@@ -7,6 +7,7 @@ import numpy as np
 from dapo_jax.evaluation.metrics import evaluate
 from dapo_jax.rewards.types import Rubric
 from dapo_jax.types import Group, Problem, Response, Verdict
+from dapo_jax.utils.telemetry import SILENT
 from tests.evaluation.test_votes import StubPool
 
 RESPONSE = Response(np.zeros(3, np.int32), np.zeros(3, np.float32), "stop", "")
@@ -21,7 +22,10 @@ def group(id, source, *right, last=RESPONSE):
 def metrics(groups):
     rubric = Rubric((("math_dapo", 1.0),), 1.0, -1.0)
     collector = SimpleNamespace(
-        rubrics=dict.fromkeys("ab", rubric), pool=StubPool(None), collect=lambda *_: groups
+        rubrics=dict.fromkeys("ab", rubric),
+        pool=StubPool(None),
+        collect=lambda *_: groups,
+        telemetry=SILENT,
     )
     return evaluate(collector, [group.problem for group in groups], None)[0]
 

@@ -23,7 +23,7 @@ class StubPool(RewardPool):
     def __init__(self, equal):
         self.equal, self.asked = equal, []
 
-    def score(self, tasks):
+    def score(self, tasks, moved=lambda: None):
         for task in tasks:
             assert task.scorers == ("dapo_jax.rewards.scorers:equivalent_by_math_verify",)
         self.asked += [(task.text, task.answer) for task in tasks]
@@ -168,17 +168,33 @@ def test_votes_are_those_of_a_plain_clustering(seed):
     assert compared > 80 and joined > 20
 
 
+def test_wrong_answers_alone_are_not_compared():
+    """The usual case of a base model: no vote of theirs is worth anything."""
+    pool = StubPool(lambda ours, theirs: True)
+    groups = [group_of([(str(i), False) for i in range(32)])]
+    found = votes(groups, RUBRICS, pool)
+    assert pool.asked == [] and credit(groups, found) == [0.0]
+
+
+def test_comparisons_that_arrive_are_movement():
+    moved = []
+    groups = [group_of([("7", True), *((f"\\sqrt{{{i}}}", False) for i in range(6))])]
+    with RewardPool(equivalences(RUBRICS), workers=1, timeout_seconds=60.0) as pool:
+        votes(groups, RUBRICS, pool, lambda: moved.append(1))
+    assert len(moved) > 1
+
+
 def test_groups_do_not_mix():
     """Several groups in one call, of several sources, are what each is alone."""
     equal = lambda ours, theirs: {ours, theirs} == {"1", "one"}
     groups = [
-        group_of([("1", False), ("one", False), ("2", False)]),
+        group_of([("1", False), ("one", False), ("2", False), ("7", True)]),
         group_of([("1", False), ("one", False)], "by text"),
         group_of([("2", False), ("1", True), ("3", False), ("one", True)]),
-        group_of([("one", False), ("3", False), ("1", False)]),
+        group_of([("one", False), ("3", False), ("1", False), ("7", True)]),
     ]
     together = votes(groups, RUBRICS, StubPool(equal))
     assert together is not None
     for group, found in zip(groups, together):
         assert [found] == votes([group], RUBRICS, StubPool(equal))
-    assert [len(set(answers)) for answers in together] == [2, 2, 3, 2]
+    assert [len(set(answers)) for answers in together] == [3, 2, 3, 3]

@@ -41,6 +41,31 @@ def one_worker():
         yield pool
 
 
+def test_a_signal_to_every_process_costs_no_response():
+    """Slurm's SIGTERM before a time limit, SIGHUP of a closed terminal: the run stops by itself."""
+    program = """if True:
+        import os, signal, sys
+        from dapo_jax.rewards.pool import RewardPool
+        from dapo_jax.rewards.types import Task
+        if __name__ == "__main__":
+            name = "tests.support.scorers:slow"
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, lambda *_: None)
+            with RewardPool([name], workers=2, timeout_seconds=60.0) as pool:
+                pool.score([Task((name,), "7", "7")] * 2)
+                for number in (signal.SIGTERM, signal.SIGHUP):
+                    pending = [pool.submit([Task((name,), "7", "7")]) for _ in range(6)]
+                    os.killpg(0, number)
+                    print([pool.collect(p)[0].scores[0] for p in pending])
+    """
+    run = [sys.executable, "-c", program]
+    done = subprocess.run(
+        run, cwd=ROOT, capture_output=True, text=True, timeout=120, start_new_session=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Score(") == 12 and "worker died" not in done.stdout
+
+
 def test_faults_cost_themselves_only():
     texts = ["7", "hang", "8", "die", "raise", "7", "eat", "exit", *["7"] * 40]
     with RewardPool([TREACHEROUS], workers=2, timeout_seconds=0.5) as pool:

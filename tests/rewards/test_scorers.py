@@ -72,6 +72,8 @@ def test_last_boxed(text, content):
         ("gsm8k", "9", "9", False, None),
         ("last_number", "4 + 5 = 9 eggs.", "9", True, "9"),
         ("last_number", "It is 9, not 8", "9", False, "8"),
+        ("last_number", "9007199254740992", "9007199254740993", False, "9007199254740992"),
+        ("last_number", "9" * 400, "1" * 320, False, "9" * 400),
         ("last_number", "$1,234.50.", "1234.5", True, "1234.50"),
         ("last_number", "9 - 12 = -3", "-3", True, "-3"),
         ("last_number", "12-3", "3", True, "3"),

@@ -1,6 +1,7 @@
 """Rollouts: what a sample is, what it depends on, and JetStream's contract."""
 
 import functools
+import re
 from dataclasses import replace
 
 import jax
@@ -11,7 +12,9 @@ import pytest
 from dapo_jax.models import decoder, log_probs
 from dapo_jax.models.attention import xla
 from dapo_jax.models.sharding import copied_bytes, initial_params
+from dapo_jax.rollout import slots
 from dapo_jax.rollout.sampling import SamplingParams, _invert, exclude_tokens, sample
+from dapo_jax.rollout.slots import NewRequests, Prefix
 from dapo_jax.types import Problem, UserError
 from dapo_jax.utils.compilations import CompilationCounter
 from tests.support.engines import (
@@ -517,7 +520,7 @@ def test_sampling_frequencies_and_log_probs():
         np.testing.assert_allclose(np.exp(sampled.model_log_prob_B), model_probs, rtol=1e-5)
 
 
-invert, truncated = jax.jit(_invert), jax.jit(exclude_tokens)
+invert, truncated = jax.jit(_invert), jax.jit(exclude_tokens, static_argnums=2)
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.75, 0.9, 0.999, 1.0])
@@ -525,14 +528,47 @@ invert, truncated = jax.jit(_invert), jax.jit(exclude_tokens)
 def test_truncation(top_k, top_p, min_p):
     """Written from the definitions: top-k, of the rest the nucleus, of that min-p."""
     logits = np.random.default_rng(0).standard_normal((50, 11)).astype(np.float32) * 2
-    params = SamplingParams(1.0, top_p, top_k, min_p).full(50)
-    kept = np.isfinite(truncated(jnp.asarray(logits), params))
+    params = SamplingParams(1.0, top_p, top_k, min_p)
+    kept = np.isfinite(truncated(jnp.asarray(logits), params.full(50), params.mode))
     for row, keep in zip(logits.astype(np.float64), kept, strict=True):
         order = np.argsort(-row)[: top_k or None]
         p = np.exp(row[order]) / np.exp(row[order]).sum()
         n = len(p) if top_p == 1 else int(np.searchsorted(np.cumsum(p), top_p)) + 1
         expected = {v for v, x in zip(order[:n], p[:n]) if x >= min_p * p[0]}
         assert set(np.flatnonzero(keep)) == expected
+
+
+@pytest.mark.parametrize(
+    "params, passes",
+    [((1.0, 1.0, 0, 0.1), 0), ((0.6, 0.7), 1), ((0.6, 1.0, 20), 1), ((0.6, 0.95, 20), 2)],
+)
+def test_only_what_is_asked_for_is_searched(params, passes):
+    """Each search goes 32 times through the vocabulary."""
+    params = SamplingParams(*params)
+    assert params.mode.excludes_tokens
+    logits = jax.ShapeDtypeStruct((4, 300), jnp.float32)
+    traced = str(jax.make_jaxpr(lambda x: exclude_tokens(x, params, params.mode))(logits))
+    assert len(re.findall(r"\b(?:scan|while)\[", traced)) == passes
+
+
+def test_samples_that_wait_for_pages_do_not_move_the_clock():
+    """It orders requests and sequences in 30 bits; a long evaluation makes millions of steps."""
+    c = make_engine(slots=8, prefill=2, page_tokens=4, samples=4, num_pages=12).config
+    new = jax.tree.map(lambda x: jnp.asarray(x[0]), NewRequests.none(c, 2, SamplingParams()))
+    new = new._replace(
+        request_P=jnp.arange(2, dtype=jnp.int32), num_samples_P=jnp.full(2, 4, jnp.int32)
+    )
+    pages = tuple(jnp.zeros(x.shape, x.dtype) for x in c.pool_layout.pool(c.model, 4))
+    hidden = jnp.zeros((2, c.model.hidden_size))
+    prefix = Prefix(pages, hidden, jnp.full(2, 5, jnp.int32), jnp.zeros((2, 2), jnp.uint32))
+    state = slots.refill(slots.insert(slots.empty(c), prefix, new, 4), 4)
+    working, waiting = int(state.active_B.sum()), int(state.requests.waiting_E.sum())
+    assert 0 < working < 8 and waiting == 8 - working
+    serials = state.serial_B[state.active_B].tolist()
+    assert len(set(serials)) == working and max(serials) < state.clock
+    for _ in range(3):
+        later = slots.refill(state, 4)
+        assert later.clock == state.clock and int(later.requests.waiting_E.sum()) == waiting
 
 
 def test_a_token_without_probability_is_never_sampled():

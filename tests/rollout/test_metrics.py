@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from dapo_jax.rollout import metrics
 from dapo_jax.rollout.dynamic_sampling import Batch
 from dapo_jax.rollout.metrics import RolloutStats, rollout_metrics, sampling_metrics
 from tests.support.helpers import make_group
@@ -42,6 +43,12 @@ def test_accuracy_by_source_and_the_means_of_scorers_own_numbers():
         "scorer/format": 1.0,
         "scorer/steps": 4.0,
     }
+    # A scorer reads numbers of any size from a response.
+    verdicts = tuple(v._replace(extra={"steps": x}) for v, x in zip(hard.verdicts, (10**400, 3)))
+    huge = sampling_metrics(Batch([], [hard._replace(verdicts=verdicts)]))
+    assert huge["scorer/steps"] == 3.0
+    verdicts = tuple(v._replace(extra={"steps": -1.7e308}) for v in hard.verdicts)
+    assert "scorer/steps" not in sampling_metrics(Batch([], [hard._replace(verdicts=verdicts)]))
     alone = sampling_metrics(Batch([easy], [easy]))
     assert not any(name.startswith(("accuracy/sampled/", "scorer/")) for name in alone)
 
@@ -49,6 +56,19 @@ def test_accuracy_by_source_and_the_means_of_scorers_own_numbers():
 def with_texts(group, *texts):
     responses = zip(group.responses, texts, strict=True)
     return group._replace(responses=tuple(r._replace(text=text) for r, text in responses))
+
+
+def test_reflection_is_looked_for_in_some_responses(monkeypatch):
+    """Of all groups alike; a search takes milliseconds."""
+    monkeypatch.setattr(metrics, "MOST_SEARCHED", 8)
+    searched = []
+    monkeypatch.setattr(metrics, "find_reflection", searched.append)
+    groups = [with_texts(make_group([True, False]), f"{i}", f"{i}") for i in range(10)]
+    assert sampling_metrics(Batch([], groups))["reflection/share"] == 0.0
+    assert len(searched) == 7 and len(set(searched)) == 7
+    searched.clear()
+    sampling_metrics(Batch([], groups[:4]))
+    assert len(searched) == 8
 
 
 def test_metrics_of_what_was_sampled_and_kept():

@@ -73,14 +73,14 @@ def test_checkpoints_are_restored_and_the_oldest_deleted(bucket):
         found = checkpoints.restore(shapes())
     assert found is not None and (found[0], found[2]) == (3, {"step": 3})
     jax.tree.map(np.testing.assert_array_equal, found[1], arrays(3))
-    assert restore_part(bucket / "run", 1, ("n",), shapes().n) == (1, 1)
+    assert restore_part(bucket / "run", 1, ("n",), shapes().n)[:2] == (1, 1)
     with pytest.raises(UserError, match="has no checkpoint 0; it has 1, 2, 3"):
         restore_part(bucket / "run", 0, ("n",), shapes().n)
     with pytest.raises(UserError, match="elsewhere: there are no checkpoints"):
         restore_part(bucket / "elsewhere", None, ("n",), shapes().n)
     (mark,) = (file for file in (bucket / "run/3").iterdir() if "commit_success" in file.name)
     mark.unlink()
-    assert restore_part(bucket / "run", None, ("n",), shapes().n) == (2, 2)
+    assert restore_part(bucket / "run", None, ("n",), shapes().n)[:2] == (2, 2)
     with opened(bucket / "run") as checkpoints:
         found = checkpoints.restore(shapes())
     assert found is not None and found[0] == 2

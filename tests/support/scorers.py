@@ -53,6 +53,12 @@ def unhurried(response: str, answer: str) -> bool:
     return response.startswith(answer)
 
 
+def slow(response: str, answer: str) -> bool:
+    """A scorer that takes a third of a second."""
+    time.sleep(0.3)
+    return response == answer
+
+
 def hanging(response: str, answer: str) -> bool:
     """A scorer that takes longer than anybody waits for it."""
     time.sleep(60)

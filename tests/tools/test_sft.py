@@ -310,5 +310,14 @@ def test_adapters_are_tuned_resumed_and_merged(finished, tmp_path, home, place, 
     assert metrics_of(tmp_path / "stopped") == steps
     before, after = metrics_of(finished[0])[-1]["loss/heldout"], steps[-1]["loss/heldout"]
     assert steps[0]["loss/heldout"] == pytest.approx(before, rel=1e-6) and after < before - 0.003
+    base = tmp_path / "base"  # another one, of the same name
+    shutil.copytree(finished[0] / "model", base)
+    with monkeypatch.context() as patch:
+        patch.setattr(sft.FineTuning, "_one_step", signalled)
+        fine_tune_here(tmp_path / "moved", home, load(base, more))
+    shutil.rmtree(base)
+    shutil.copytree(tmp_path / "whole" / "model", base)
+    with pytest.raises(UserError, match="holds other weights than when"):
+        fine_tune_here(tmp_path / "moved", home, load(base, more))
     fine_tune_here(tmp_path / "third", home, load(tmp_path / "whole", {"train.num_steps": 1}))
     assert metrics_of(tmp_path / "third")[0]["loss/heldout"] == pytest.approx(after, rel=1e-4)

@@ -15,7 +15,7 @@ from dapo_jax.training import metrics
 from dapo_jax.training.batch import TokenColumns, make_samples
 from dapo_jax.training.learner import Learner, _Updates
 from dapo_jax.training.schedule import Schedule
-from dapo_jax.types import RunError
+from dapo_jax.types import RunError, UserError
 from dapo_jax.utils.compilations import CompilationCounter
 from dapo_jax.utils.random_streams import named_generator
 from tests.support.helpers import (
@@ -108,8 +108,14 @@ def test_every_forward_pass_and_update_is_reported():
 def test_the_host_state_survives_json():
     from dapo_jax.rollout.dynamic_sampling import DynamicSamplingState
 
-    host = HostState({"a": 1}, DynamicSamplingState(), 0.1, 0.2, Schedule(5, 0.3, 0.4), 4.0, 6.0)
-    assert HostState.from_json(host.to_json()) == host
+    host = HostState(
+        {"a": 1}, DynamicSamplingState(), 0.1, 0.2, Schedule(5, 0.3, 0.4), 4.0, 6.0, "a"
+    )
+    values = host.to_json()
+    assert HostState.from_json(values) == host
+    for others in (values | {"new": 1}, {k: x for k, x in values.items() if k != "heldout"}):
+        with pytest.raises(UserError, match="another version of this code"):
+            HostState.from_json(others)
 
 
 def test_an_update_without_a_trained_token_moves_nothing():

@@ -64,6 +64,15 @@ def test_the_run_continues_when_its_terminal_is_closed():
         assert process.wait(60) == 5
 
 
+def test_a_progress_file_that_cannot_be_written_ends_nothing(tmp_path, monkeypatch):
+    """It lies in a job's temporary directory, which may be full or gone."""
+    progress = Progress(10, io.StringIO())
+    for file in (tmp_path / "progress", tmp_path / "gone" / "progress"):
+        monkeypatch.setenv("DAPO_PROGRESS", str(file))
+        progress.step({"step": 3, "time/step": 1.0})
+    assert (tmp_path / "progress").read_text() == "3\n"
+
+
 def test_the_time_left_does_not_count_the_evaluation_of_the_base_model():
     out = io.StringIO()
     progress = Progress(10, out)

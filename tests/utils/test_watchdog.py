@@ -75,6 +75,24 @@ def test_it_gives_up_only_where_it_is_limited():
     assert len(given_up) == 1
 
 
+def test_it_gives_up_though_its_lines_are_not_read():
+    """Standard output stands still, or is a file on a full disk."""
+    over, now = threading.Event(), [0.0]
+
+    def full(line):
+        raise OSError(28, "No space left on device")
+
+    for say in (lambda line: over.wait(), full):
+        given_up, now[0] = [], 0.0
+        watch = Watchdog(10.0, say, lambda: now[0], most=35.0, give_up=given_up.append)
+        watch.limited = True
+        watch.moved("the device")
+        for now[0] in (11.0, 36.0):
+            watch.look()
+        assert len(given_up) == 1
+    over.set()
+
+
 def test_a_process_that_hangs_ends_with_the_status_that_starts_it_again():
     program = """if True:
         import os
