@@ -8,7 +8,7 @@ from dapo_jax.types import UserError
 from dapo_jax.utils import hf_hub
 
 SUFFIXES = (".jsonl", ".parquet")
-HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(/.*)?")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w.-]+)?(/.*)?")
 
 
 class Dataset(NamedTuple):

@@ -23,6 +23,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import socket
 import subprocess
@@ -40,14 +41,11 @@ from dapo_jax.runs import trackers
 from dapo_jax.types import Attempts, Group, Problem, RunError, UserError
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy")
-# Fields that may differ when a run is resumed: they do not change what is computed.
-MAY_CHANGE = (
-    "train.num_steps",
-    "checkpoint.every_steps",
-    "checkpoint.keep_",
-    "log.",
-    "reward.workers",
-    "rollout.watchdog_",
+# Fields that may differ when a run is resumed: they do not change what is computed. What is read
+# from places is compared itself: the base model where it is needed again, and the problems' tokens.
+MAY_CHANGE = re.compile(
+    r"train\.num_steps|checkpoint\.(every_steps|keep_\w+)|log\..*|reward\.workers"
+    r"|rollout\.watchdog_\w+|model\.(path|tokenizer)|data\.(train|heldout)\.[^.]+\.path"
 )
 LOCK_SECONDS = 120.0  # that a start waits for the process that trains in the directory
 HELDOUT_PROBLEMS = 8  # with a response in each file of heldout/
@@ -410,8 +408,8 @@ def check_base(found: str, saved: str | None, model_path: str | None, where: Any
     if found != saved:
         raise UserError(
             f"config.model.path ({model_path}) holds other weights than when the run in {where} "
-            "was started; its adapters or its KL belong to those. Bring them back (of a repository "
-            "on the hub, that revision), or start a new run in another --workdir."
+            "was started; its adapters or its KL belong to those. Give the place that has them (on "
+            "the hub owner/name@revision), or start a new run in another --workdir."
         )
 
 
@@ -454,7 +452,7 @@ def check_same(old: dict[str, Any], config: Config, where: Any, step: int) -> No
     differing = [
         f"config.{name}: {old.get(name)!r} there, {new.get(name)!r} now"
         for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name) and not name.startswith(MAY_CHANGE)
+        if old.get(name) != new.get(name) and not MAY_CHANGE.fullmatch(name)
     ]
     ends = [values.get("train.num_steps") for values in (old, new)]
     begun = [new, *(changes for _, changes in new["stages"])]

@@ -93,7 +93,7 @@ def _clean(values: Any) -> Any:
 def _front_matter(config: Config, library: str) -> str:
     lines = [f"library_name: {library}", "pipeline_tag: text-generation"]
     if config.model.path and hf_hub.is_repository(config.model.path):
-        lines.append(f"base_model: {config.model.path}")
+        lines.append(f"base_model: {config.model.path.partition('@')[0]}")
     lines += ["tags:", *(f"- {tag}" for tag in TAGS)]
     if datasets := _datasets(config):
         lines += ["datasets:", *(f"- {dataset}" for dataset in datasets)]
@@ -105,13 +105,14 @@ def _datasets(config: Config) -> list[str]:
     paths = [source.path for source in config.data.train.values() if not source.all_levels]
     named = [DATASETS[path].path if path in DATASETS else path for path in paths]
     on_hub = (p for p in named if HUB_ID.fullmatch(p) and not p.endswith(SUFFIXES))
-    return sorted({"/".join(p.split("/")[:2]) for p in on_hub if not Path(p).exists()})
+    names = ("/".join(p.split("/")[:2]) for p in on_hub if not Path(p).exists())
+    return sorted({name.partition("@")[0] for name in names})
 
 
 def _base(config: Config) -> str:
     if path := config.model.path:
         if hf_hub.is_repository(path):
-            return f"Base model: [{path}](https://huggingface.co/{path})."
+            return f"Base model: [{path}](https://huggingface.co/{path.partition('@')[0]})."
         return f"Base model: the directory `{without_paths(path)}`."
     if config.pretrain is None:
         return "Base model: random parameters."

@@ -21,16 +21,19 @@ def snapshot(
     Downloads show their progress and resume where they were stopped.
 
     Args:
+        repository: owner/name, or owner/name@revision: a commit, tag or branch of it.
         patterns: names of the files that are needed.
 
     Raises:
         Exception: any error of the client or of its HTTP and transfer libraries.
     """
     download, files = huggingface_hub.snapshot_download, list(patterns)
-    fetch = functools.partial(download, repository, repo_type=repo_type, allow_patterns=files)
+    name, revision = _parts(repository)
+    which = {"repo_type": repo_type, "revision": revision}
+    fetch = functools.partial(download, name, allow_patterns=files, **which)
     limit = huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT
     try:  # a request with a time limit first: those of snapshot_download have none
-        huggingface_hub.HfApi().repo_info(repository, repo_type=repo_type, timeout=limit)
+        huggingface_hub.HfApi().repo_info(name, timeout=limit, **which)
     except Exception:
         with contextlib.suppress(LocalEntryNotFoundError):
             return Path(fetch(local_files_only=True))
@@ -44,8 +47,14 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(lines[:2])}".rstrip(".")
 
 
+def _parts(repository: str) -> tuple[str, str | None]:
+    name, _, revision = repository.partition("@")
+    return name, revision or None
+
+
 def is_repository(path: str) -> bool:
-    """Returns whether `path` is the id of a repository, and no directory of this machine."""
+    """Returns whether `path` is an owner/name on the hub, which a revision may follow (see
+    `snapshot`), and no directory of this machine."""
     looks_so = path.count("/") == 1 and not path.startswith((".", "/", "~"))
     return looks_so and not Path(path).is_dir()
 
@@ -69,16 +78,19 @@ def model_directory(path: str, patterns: Sequence[str], field: str = "config.mod
     if not is_repository(path):
         raise UserError(
             f"{field}: there is no directory {place.absolute()}. Give a directory in "
-            "Hugging Face format or the id of a repository on the hub (owner/name)."
+            "Hugging Face format or the id of a repository on the hub (owner/name, or "
+            "owner/name@revision)."
         )
     try:
         return _model_snapshot(path, tuple(patterns))
     except Exception as error:
+        name, revision = _parts(path)
+        command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
         raise UserError(
             f"{field}: there is no directory {place.absolute()}, and {path} could not be "
             f"fetched from the hub ({reason(error)}). Check its name and the network, and set "
             "HF_TOKEN if it is gated or private. Without a network give a directory, made "
-            f"elsewhere by: hf download {path} --local-dir DIRECTORY"
+            f"elsewhere by: {command} --local-dir DIRECTORY"
         ) from error
 
 

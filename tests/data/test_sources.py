@@ -149,7 +149,7 @@ def ask(url, home, *calls, **env):
     for (path, _), answer in zip(calls, answers):
         if isinstance(answer, list):
             full = DATASETS[path].path if path in DATASETS else path
-            owner, name = full.split("/")[:2]
+            owner, name = full.replace("@v1.0", "").split("/")[:2]
             below = Path(str(root).format(f"{owner}--{name}"))
             assert all(Path(file).read_text() for file in answer), "there, and readable"
             answer = names_of(map(Path, answer), below)
@@ -181,6 +181,7 @@ def test_the_hub_is_asked_once_and_then_the_cache(tmp_path):
         ("gsm8k", "test"): ["main/test-0.parquet"],
         ("own/part/data/deep", None): ["data/deep/er.jsonl"],
         ("own/part/train.jsonl", None): ["train.jsonl"],
+        ("own/part@v1.0/data/deep", None): ["data/deep/er.jsonl"],
     }
     calls, wanted = list(answers), list(answers.values())
     with Hub({"own/data": FILES, "own/part": FILES, "openai/gsm8k": GSM8K}) as hub:
@@ -194,6 +195,7 @@ def test_the_hub_is_asked_once_and_then_the_cache(tmp_path):
             "own/part:data/deep/er.jsonl",
             "own/part:train.jsonl",
         ]
+        assert "GET /api/datasets/own/part/revision/v1.0" in hub.asked
         hub.asked.clear()
         found, _ = ask(hub.url, tmp_path, *calls, ("own/none", None), HF_HUB_OFFLINE="1")
         assert found[:-1] == wanted and not hub.asked, "offline is offline"

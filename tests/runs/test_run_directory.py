@@ -16,6 +16,10 @@ from tests.support.helpers import make_group, tiny_config
 
 COSINE = {"optimizer__final_rate_share": 0.1}
 MAY_CHANGE = {
+    "model.path",
+    "model.tokenizer",
+    "data.train.sums.path",
+    "data.heldout.sums.path",
     "train.num_steps",
     "checkpoint.every_steps",
     "checkpoint.keep_newest",
