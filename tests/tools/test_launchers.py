@@ -182,8 +182,9 @@ SLEEPER = 'trap \'exit {}\' {}\ntouch "$(dirname "$0")/ready"\nwhile :; do sleep
 def started(line, tmp_path, **variables):
     """A command in a process of its own, once its stand-in has come to `ready`."""
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin"} | variables
-    # What runs in the background of a shell ignores SIGINT, and so would all that it starts.
-    command = ["env", "--default-signal=INT", "bash", *line.split()]
+    # What runs in the background of a shell ignores SIGINT, what nohup runs SIGHUP, and so would
+    # all that they start.
+    command = ["env", "--default-signal=INT,HUP", "bash", *line.split()]
     process = subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 30
     while not (tmp_path / "ready").exists():
