@@ -103,9 +103,9 @@ def exclude_tokens(logits_BV: jax.Array, params: SamplingParams, mode: Mode) -> 
 
         return jax.lax.fori_loop(0, 32, refine, jnp.zeros_like(order_BV[:, :1]))
 
-    top_k_B1 = column(params.top_k_X)
     kept_BV = jnp.ones(logits_BV.shape, bool)
     if mode.top_k:
+        top_k_B1 = column(params.top_k_X)
         one_BV = jnp.ones(logits_BV.shape, jnp.int32)
         kept_BV = order_BV >= threshold(lambda count: count >= top_k_B1, one_BV)
         kept_BV = kept_BV | (top_k_B1 <= 0)

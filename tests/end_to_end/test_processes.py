@@ -307,7 +307,6 @@ def test_processes_compare_their_problems(tmp_path):
             seen.append(values)
 
     for side, number in (("train", 20), ("train", 21), ("heldout", 5)):
-        config = tiny_config(**{"data__train__sums__num_problems": 20})
         config = tiny_config(
             **{"data__train__sums__num_problems": 20}
             | {f"data__{side}__sums__num_problems": number}
