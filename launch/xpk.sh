@@ -7,7 +7,7 @@
 # create    makes the cluster with one slice, and storage for /shared
 # setup     builds the image of the last commit and pushes it
 # manifest  prints the filled JobSet
-# start     applies it
+# start     applies it; a JobSet of this name that has ended is replaced
 # status    prints the JobSet and its pods
 # tail      follows the output of the first process
 # stop      deletes the JobSet: everything is saved, then the pods end
@@ -113,10 +113,18 @@ credentials() {
 }
 
 start() {
+  local earlier=(kubectl get "jobset/$name" --ignore-not-found) ended
+  earlier+=("--output=jsonpath={.status.terminalState}")
   credentials
   if [ -n "$dry_run" ]; then
+    act "${earlier[@]}"
     echo "$(quote launch/xpk.sh manifest ${given[@]+"${given[@]}"}) | kubectl apply --filename=-"
   else
+    ended=$("${earlier[@]}")
+    if [ -n "$ended" ]; then # kubectl apply would leave it as it is
+      echo "xpk.sh: the JobSet $name of an earlier start has ended ($ended), and is replaced." >&2
+      stop
+    fi
     manifest | kubectl apply --filename=-
   fi
 }

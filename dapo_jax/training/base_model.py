@@ -109,11 +109,13 @@ def load_or_make(
     cache = user_cache.directory("base") / fingerprint(config)
     directory = directory or cache
     copies = directory != cache and process_group.is_primary  # from and to the cache
-    if found := copies and cache.is_dir() and not directory.is_dir():
+    if copied := copies and cache.is_dir() and not directory.is_dir():
         _copy(cache, directory)
-    replaceable = any(process_group.all_gather(found)) or directory == cache
+    # As the primary sees it: the file system of another host may show the directory later.
+    copied, exists = process_group.all_gather((copied, directory.is_dir()))[0]
+    replaceable = copied or directory == cache
     try:
-        restored = _restore(config, mesh, directory)
+        restored = _restore(config, mesh, directory) if exists else None
     except UserError as error:
         if not replaceable:
             raise
@@ -166,13 +168,11 @@ def _fit(
     return pretrain.make_base(config, mesh, tokenizer, report)
 
 
-def _restore(config: Config, mesh: Mesh, place: Path) -> tuple[decoder.Params, float] | None:
-    """Returns the parameters and seconds that are kept in a place, if any."""
-    if not place.is_dir():
-        return None
+def _restore(config: Config, mesh: Mesh, directory: Path) -> tuple[decoder.Params, float] | None:
+    """Returns the parameters and seconds that are kept in a directory, if any."""
     at = sharding.param_shardings(config.model, config.mesh, mesh)
     like = sharding.with_shardings(decoder.param_shapes(config.model), at)
-    with Checkpoints(place, keep_newest=1, keep_best=0) as checkpoints:
+    with Checkpoints(directory, keep_newest=1, keep_best=0) as checkpoints:
         restored = checkpoints.restore(like)
     return None if restored is None else (restored[1], restored[2]["seconds"])
 

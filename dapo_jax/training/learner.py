@@ -4,6 +4,7 @@
 which is then cut into mini-batches, one optimiser step each.
 """
 
+import collections
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -57,7 +58,6 @@ class MiniBatch(NamedTuple):
     responses: slice
     tokens: slice
     packed: packing.Packed
-    on_device: train_step.MicroBatches | None  # None: no forward pass comes before the update
 
 
 class _Updates(NamedTuple):
@@ -318,6 +318,14 @@ class Learner:
         """
         policy, value_model = state
         results, critic_results, kept, empty = [], [], 0, 0
+        in_flight: collections.deque[tuple[int, Any]] = collections.deque()
+
+        def wait(most: int) -> None:
+            while len(in_flight) > most:
+                number, computed = in_flight.popleft()
+                jax.block_until_ready(computed)
+                self.doing(f"step {step}: {number + 1} of {len(mini_batches)} updates made")
+
         for number, batch in enumerate(mini_batches):
             random = named_generator("clip-cov", self.config.seed, step, number)
             rows, denominator = self._finish(policy, samples, batch, columns, random)
@@ -326,17 +334,23 @@ class Learner:
             if not tokens:
                 empty += 1
                 continue
+            wait(most=1)  # one is computed while the next one's rows are sent, as in `forward`
             on_mesh, n = self._micro_batches(rows)
+            computed: list[Any] = []
+            in_flight.append((number, computed))
             if critic_rate is not None:
                 value_model, result = self.update_critic(
                     value_model, on_mesh, n, denominator, np.float32(critic_rate)
                 )
                 critic_results.append(result)
+                computed.append(result)
             if rate is not None:
                 policy, result = self.update(
                     policy, on_mesh, n, denominator, np.float32(rate), entropy_coefficient
                 )
                 results.append(result)
+                computed.append(result)
+        wait(most=0)
         updates = _Updates(results, critic_results, kept, empty)
         return LearnerState(policy, value_model), updates
 
@@ -373,8 +387,7 @@ class Learner:
                 shards=parts_of(BATCH_AXES, self.mesh.shape),
                 share_prompts=self.config.train.share_prompts,
             )
-            on_device = self._micro_batches(packed.rows) if self.needs_forward_pass else None
-            mini_batches.append(MiniBatch(responses, tokens, packed, on_device))
+            mini_batches.append(MiniBatch(responses, tokens, packed))
         return mini_batches
 
     def _forward_pass(
@@ -385,15 +398,21 @@ class Learner:
         log-probs."""
 
         def forward(program: Callable[..., jax.Array], params: Any) -> np.ndarray:
-            # All programs are dispatched before the first result is awaited.
-            results = [program(params, *_on_device(batch)) for batch in mini_batches]
-            parts = []
-            for batch, result in zip(mini_batches, results):
-                parts.append(take_columns(batch.packed, to_host(result)))
-                self.doing(
-                    f"log-probs of {len(parts)} of {len(mini_batches)} mini-batches computed"
-                )
-            return np.concatenate([np.zeros(0, np.float32), *parts])
+            # One mini-batch is computed while the next one's rows are sent. More would hold memory
+            # of the devices.
+            parts, waiting = [np.zeros(0, np.float32)], collections.deque()
+            for number, batch in enumerate([*mini_batches, None]):
+                if batch is not None:
+                    waiting.append(
+                        (batch, program(params, *self._micro_batches(batch.packed.rows)))
+                    )
+                if number > 0:
+                    computed, result = waiting.popleft()
+                    parts.append(take_columns(computed.packed, to_host(result)))
+                    self.doing(
+                        f"log-probs of {number} of {len(mini_batches)} mini-batches computed"
+                    )
+            return np.concatenate(parts)
 
         numbers: dict[str, float] = {}
         old_M, recomputed_M = samples.log_prob_M, None
@@ -476,7 +495,7 @@ class Learner:
         lengths_R = samples.lengths_R[batch.responses]
         current_M = None
         if self.needs_current:
-            current = self.log_probs(policy.all_params, *_on_device(batch))
+            current = self.log_probs(policy.all_params, *self._micro_batches(batch.packed.rows))
             current_M = take_columns(batch.packed, to_host(current))
             self.doing("updating; the log-probs of each mini-batch are computed first")
         mine = with_corrections(
@@ -506,9 +525,8 @@ class Learner:
 
     def _check_skipped(self, results: Sequence[Any], step: int) -> None:
         in_a_row = 0
-        for number, result in enumerate(results, 1):
-            in_a_row = max(in_a_row, int(result.skipped))  # waits for this update
-            self.doing(f"step {step}: {number} of {len(results)} updates made")
+        for result in results:
+            in_a_row = max(in_a_row, int(result.skipped))
         if in_a_row >= MAX_NONFINITE_UPDATES:
             raise RunError(
                 f"The gradient was not finite in {in_a_row} updates in a row, at step {step} "
@@ -524,8 +542,3 @@ class Learner:
 def _mean(x_n: np.ndarray) -> float:
     """Returns the mean in float64; 0 of no values."""
     return float(x_n.mean(dtype=np.float64)) if len(x_n) else 0.0
-
-
-def _on_device(batch: MiniBatch) -> train_step.MicroBatches:
-    assert batch.on_device is not None
-    return batch.on_device

@@ -371,11 +371,24 @@ def test_a_step_that_fails_ends_the_launch_on_a_cluster(tmp_path, failed):
     assert any(line.startswith("xpk cluster create") for line in calls(tmp_path)) == is_there
 
 
+@pytest.mark.parametrize("ended", ["Failed", ""])
+def test_a_jobset_that_has_ended_is_replaced(tmp_path, ended):
+    """kubectl apply would print "unchanged" and start nothing."""
+    stand_in(tmp_path, "gcloud", "")
+    answers = f'case "$1" in apply) cat ;; get) echo -n {ended} ;; esac'
+    stand_in(tmp_path, "kubectl", answers)
+    line = f"launch/xpk.sh start {CLUSTER} {NODES} {IMAGE} {TRAIN}"
+    status, _, err = call(line, path=tmp_path)
+    done = [line.split()[1] for line in calls(tmp_path) if line.startswith("kubectl")]
+    assert status == 0 and done == ["get", *["delete"] * bool(ended), "apply"]
+    assert ("has ended (Failed), and is replaced" in err) == bool(ended)
+
+
 @pytest.mark.parametrize(
     "get, status, logs",
     [
-        ("echo -n Completed", 0, False),
-        ("echo -n Failed", 1, True),
+        ('[[ "$*" == *--ignore-not-found*terminalState* ]] || echo -n Completed', 0, False),
+        ('[[ "$*" == *--ignore-not-found*terminalState* ]] || echo -n Failed', 1, True),
         # Deleted from elsewhere: with --ignore-not-found nothing is no failure.
         ('[[ "$*" == *--ignore-not-found* ]]', 1, True),
     ],

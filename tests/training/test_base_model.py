@@ -1,12 +1,19 @@
 """A base model that was made before is taken where nothing that it depends on differs."""
 
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
 import pytest
 
 from dapo_jax.data import arithmetic
 from dapo_jax.data.tokenizer import arithmetic_tokenizer
+from dapo_jax.distributed import ProcessGroup
+from dapo_jax.runs.checkpoint import Checkpoints
 from dapo_jax.training import base_model, pretrain
 from dapo_jax.training.base_model import fingerprint
-from tests.support.helpers import segments_of, tiny_config
+from tests.support.helpers import make_mesh, make_params, segments_of, tiny_config
 from tests.test_layers import ours
 
 # Packages and modules that the fit imports, and that do not change what it computes.
@@ -56,3 +63,20 @@ def test_other_versions_make_another_base_model(monkeypatch):
 )
 def test_what_a_base_model_depends_on(change, same):
     assert (fingerprint(tiny_config(**change)) == fingerprint(tiny_config())) == same
+
+
+def test_the_primary_says_whether_there_is_a_base_to_reuse(tmp_path, monkeypatch):
+    """And not a host whose file system does not show it yet: it would make one by itself."""
+    config = tiny_config()
+    mesh, params, place = make_mesh(config, 1), make_params(config), tmp_path / "base"
+    with Checkpoints(place, keep_newest=1, keep_best=0) as checkpoints:
+        checkpoints.save(0, params, {"seconds": 9.0}, accuracy=None)
+        checkpoints.wait()
+    second = ProcessGroup(index=1, count=2)
+    monkeypatch.setattr(second, "all_gather", lambda mine: [(False, True), mine])
+    monkeypatch.setattr(Path, "is_dir", lambda path: path != place and os.path.isdir(path))
+    found, seconds = base_model.load_or_make(
+        config, mesh, None, place, say=print, check_stop=lambda: None, process_group=second
+    )
+    assert seconds == 9.0
+    jax.tree.map(np.testing.assert_array_equal, found, params)

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import gc
 import math
+import weakref
 
 import jax
 import numpy as np
@@ -12,6 +14,7 @@ from dapo_jax.algorithms.kl import reward_kl
 from dapo_jax.config import CorrectionConfig
 from dapo_jax.setup import HostState
 from dapo_jax.training import metrics
+from dapo_jax.training import step as train_step
 from dapo_jax.training.batch import TokenColumns, make_samples
 from dapo_jax.training.learner import Learner, _Updates
 from dapo_jax.training.schedule import Schedule
@@ -103,6 +106,25 @@ def test_every_forward_pass_and_update_is_reported():
         *(f"log-probs of {i} of 2 mini-batches computed" for i in (1, 2)),
         *(f"{i} of 2 updates made" for i in (1, 2)),
     ]
+
+
+def test_the_devices_hold_the_rows_of_two_mini_batches_at_most(monkeypatch):
+    """And not those of the whole batch, which no plan counts."""
+    learner, state = make_learner(
+        rollout__log_prob_source="recompute", objective__kl_coefficient=0.1
+    )
+    place, placed, held = train_step.micro_batches_on, [], []
+
+    def watched(*args, **kwargs):
+        gc.collect()
+        held.append(sum(rows() is not None for rows in placed))
+        on_mesh, n = place(*args, **kwargs)
+        placed.append(weakref.ref(on_mesh.tokens_BT))
+        return on_mesh, n
+
+    monkeypatch.setattr(train_step, "micro_batches_on", watched)
+    train_on(learner, state, make_groups() * 3)
+    assert len(placed) == 3 * 6 and max(held) <= 1
 
 
 def test_the_host_state_survives_json():
