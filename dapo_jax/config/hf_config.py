@@ -5,6 +5,7 @@ nearly right model gives nearly right numbers. One warning names the unknown key
 ignored.
 """
 
+import contextlib
 import functools
 import json
 import sys
@@ -97,8 +98,8 @@ def read(path: str) -> dict[str, Any]:
 
 
 def base_path(path: str) -> str:
-    """Returns the directory or hub id of the base model where `path` holds adapters of peft, else
-    `path`.
+    """Returns the directory or hub id (with its revision) of the base model where `path` holds
+    adapters of peft, else `path`.
 
     Raises:
         UserError: they name no base model.
@@ -110,7 +111,10 @@ def base_path(path: str) -> str:
             f"config.model.path ({path}): {ADAPTER} has base_model_name_or_path = {base!r}; it "
             "must be the directory or hub id of the base model."
         )
-    return base if isinstance(base, str) else path
+    if not isinstance(base, str):
+        return path
+    revision = values.get("revision")
+    return f"{base}@{revision}" if revision and hf_hub.is_repository(base) else base
 
 
 def adapter_fields(path: str) -> dict[str, Any]:
@@ -323,9 +327,7 @@ def to_hf(config: ModelConfig, *, eos: list[int], bos: int | None, dtype: str) -
             f"config.model: no known family has qkv_bias {config.qkv_bias}, qk_norm "
             f"{config.qk_norm} and sliding_window {config.sliding_window}; it cannot be exported."
         )
-    s, longest = config.rope_scaling, 131_072
-    if s is not None:
-        longest = int(s.get("original_max_position_embeddings", 32_768) * s["factor"])
+    s = config.rope_scaling
     values: dict[str, Any] = {
         "architectures": [FAMILIES[name]["class"]],
         "model_type": name,
@@ -335,7 +337,7 @@ def to_hf(config: ModelConfig, *, eos: list[int], bos: int | None, dtype: str) -
         "hidden_act": "silu",
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "max_position_embeddings": longest,
+        "max_position_embeddings": _positions(config),
         "rope_theta": config.rope_theta,
         "rope_scaling": None if s is None else {k: v for k, v in s.items() if v is not None},
         "tie_word_embeddings": config.tie_embeddings,
@@ -353,3 +355,13 @@ def to_hf(config: ModelConfig, *, eos: list[int], bos: int | None, dtype: str) -
             values["layer_types"] = [kinds[i in sliding] for i in range(config.num_layers)]
             values |= {"use_sliding_window": True, "max_window_layers": min(sliding)}
     return values
+
+
+def _positions(config: ModelConfig) -> int:
+    """Returns max_position_embeddings: the checkpoint's or, where that cannot be read, a guess."""
+    with contextlib.suppress(UserError):
+        if config.path is not None and (found := read(config.path).get("max_position_embeddings")):
+            return int(found)
+    if (s := config.rope_scaling) is None:
+        return 131_072
+    return int(s.get("original_max_position_embeddings", 32_768) * s["factor"])

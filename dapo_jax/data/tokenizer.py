@@ -1,5 +1,6 @@
 """Tokenizers: `transformers` fast tokenizers, loaded, or built for generated arithmetic."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -49,7 +50,8 @@ def text_stream(tokenizer: Any) -> Callable[[int], str]:
 
 
 def load_tokenizer(config: ModelConfig, save_to: Path | None = None) -> Any:
-    """Returns the tokenizer of the config, checked against the model's vocabulary.
+    """Returns the tokenizer of the config, checked against the model's vocabulary. Adapters of peft
+    that come without one have that of their base model.
 
     Args:
         save_to: directory for a copy in Hugging Face format.
@@ -57,13 +59,15 @@ def load_tokenizer(config: ModelConfig, save_to: Path | None = None) -> Any:
     Raises:
         UserError: it cannot be loaded, has no end-of-sequence token, or more tokens than the model.
     """
-    place = config.tokenizer or (config.path and hf_config.base_path(config.path))
+    place = config.tokenizer or config.path
     if place is None:
         tokenizer = arithmetic_tokenizer()
     else:
         field = "config.model.tokenizer" if config.tokenizer else "config.model.path"
         # Given a repository's id, transformers would ask the hub many times, each with a time-out.
         directory = hf_hub.model_directory(place, FILES, field)
+        if not any(directory.glob("tokenizer*")):
+            directory = hf_hub.model_directory(hf_config.base_path(place), FILES, field)
         # AutoTokenizer splits words as Qwen does in every directory of a qwen2 model, whatever
         # tokenizer.json has.
         is_fast = (directory / "tokenizer.json").is_file()
@@ -86,5 +90,21 @@ def load_tokenizer(config: ModelConfig, save_to: Path | None = None) -> Any:
             f"vocabulary ({len(tokenizer)}). Set it to {len(tokenizer)} or more."
         )
     if save_to is not None:
-        tokenizer.save_pretrained(str(save_to))
+        save_tokenizer(tokenizer, save_to)
     return tokenizer
+
+
+def save_tokenizer(tokenizer: Any, directory: Path) -> None:
+    """Writes a tokenizer in Hugging Face format, for every version of transformers.
+
+    Version 5 names a class that version 4 does not have, and lists special tokens under a key that
+    is a mapping in version 4. Both versions read the names of version 4.
+    """
+    tokenizer.save_pretrained(str(directory))
+    file = directory / "tokenizer_config.json"
+    values = json.loads(file.read_text())
+    if values.get("tokenizer_class") == "TokenizersBackend":
+        values["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(values.get("extra_special_tokens"), list):
+        values["additional_special_tokens"] = values.pop("extra_special_tokens")
+    file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n")

@@ -23,12 +23,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 from dapo_jax.config import ModelConfig, hf_config
-from dapo_jax.models import decoder, int8
+from dapo_jax.models import decoder, int8, lora
 from dapo_jax.types import UserError
 from dapo_jax.utils import hf_hub
 from dapo_jax.utils.progress import duration
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 REPORT_EVERY_SECONDS = 10.0
 MAX_SHARD_BYTES = 5 * 2**30
 READ_BYTES = 4 * 2**20
@@ -60,7 +61,7 @@ def tensors(c: ModelConfig) -> dict[str, Tensor]:
         return Tensor(f"model.layers.{{i}}.{name}", (size,), (0,), (0,))
 
     found = {
-        "embed": Tensor("model.embed_tokens.weight", (V, D), (0, 1), (0, 1)),
+        "embed": Tensor(EMBEDDING, (V, D), (0, 1), (0, 1)),
         "final_norm": Tensor("model.norm.weight", (D,), (0,), (0,)),
         "layers.attention_norm": vector("input_layernorm.weight", D),
         "layers.mlp_norm": vector("post_attention_layernorm.weight", D),
@@ -79,7 +80,7 @@ def tensors(c: ModelConfig) -> dict[str, Tensor]:
         for name in ("q", "k"):
             found[f"layers.{name}_norm"] = vector(f"self_attn.{name}_norm.weight", H)
     if not c.tie_embeddings:
-        found["unembed"] = Tensor("lm_head.weight", (V, D), (0, 1), (0, 1))
+        found["unembed"] = Tensor(HEAD, (V, D), (0, 1), (0, 1))
     return found
 
 
@@ -109,7 +110,7 @@ def check_tensors(c: ModelConfig, found: Mapping[str, tuple[int, ...]], place: A
     """Raises UserError as `check_shapes`, for the checkpoint of a whole model."""
     ignored = {name for name in found if name.endswith(COMPUTED)}
     # A tied checkpoint may hold its one matrix under both names.
-    ignored |= {"lm_head.weight"} if c.tie_embeddings else set()
+    ignored |= {HEAD} if c.tie_embeddings else set()
     check_shapes(expected_shapes(c), found, place, ignored)
 
 
@@ -158,20 +159,27 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
 
 
-def _stored_tensors(directory: Path) -> dict[str, Stored]:
-    """Returns every tensor of a checkpoint by its name, from the index and the files' headers."""
+def _index(directory: Path) -> dict[str, str] | None:
+    """Returns the file of each tensor by its name; None where there is no index."""
     index = directory / INDEX
     if not index.exists():
+        return None
+    try:
+        return dict(json.loads(index.read_text())["weight_map"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"config.model.path: {index} cannot be read: {error}.") from error
+
+
+def _stored_tensors(directory: Path) -> dict[str, Stored]:
+    """Returns every tensor of a checkpoint by its name, from the index and the files' headers."""
+    file_of = _index(directory)
+    if file_of is None:
         if (directory / SINGLE).exists():
             return header(directory / SINGLE)
         raise UserError(
             f"config.model.path: {directory} has neither {INDEX} nor {SINGLE}: there are no "
             "weights in it (only safetensors are read)."
         )
-    try:
-        file_of = dict(json.loads(index.read_text())["weight_map"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(f"config.model.path: {index} cannot be read: {error}.") from error
     headers = {file: header(directory / file) for file in dict.fromkeys(file_of.values())}
     for name, file in file_of.items():
         if name not in headers[file]:
@@ -258,14 +266,33 @@ def load(
     """
     assert c.path is not None
     hf_config.check(c)
-    directory = hf_hub.model_directory(c.path, ["*.json", "*.safetensors"])
+    # A repository may hold the same weights in other formats, too.
+    shards = set((_index(hf_hub.model_directory(c.path, [INDEX])) or {}).values())
+    directory = hf_hub.model_directory(c.path, [INDEX, *sorted(shards or {SINGLE})])
     stored, begun = _stored_tensors(directory), time.monotonic()
     check_tensors(c, {name: tensor.shape for name, tensor in stored.items()}, directory)
+    if c.tie_embeddings and HEAD in stored:
+        _check_tied(stored, directory)
     shapes = decoder.param_shapes(c)
     params = read_arrays(tensors(c), stored, shapes, shardings, say=say, check_stop=check_stop)
     num_bytes = sum(map(_num_bytes, stored.values()))
     say(f"{c.path}: {num_bytes / 1e9:.1f} GB in {duration(time.monotonic() - begun)}")
     return params
+
+
+def _check_tied(stored: Mapping[str, Stored], place: Any) -> None:
+    """Raises UserError unless the unembedding of a tied model is its embedding."""
+    shape = stored[EMBEDDING].shape
+    same, rows = stored[HEAD].shape == shape, max(1, READ_BYTES // (4 * shape[1]))
+    for first in range(0, shape[0], rows):
+        index = slice(first, first + rows), slice(None)
+        read = lambda name, index=index: _read(name, stored[name], index)
+        same = same and np.array_equal(read(EMBEDDING), read(HEAD))
+    if not same:
+        raise UserError(
+            f"config.model.path: {place} holds a {HEAD} that differs from {EMBEDDING}, and its "
+            "config.json has tie_word_embeddings true. Set that to false there."
+        )
 
 
 def read_arrays(
@@ -372,7 +399,8 @@ def _stacking(
 
 
 def save(c: ModelConfig, params: decoder.Params, directory: Path, dtype: str) -> None:
-    """Writes the parameters as safetensors, in shards of at most 5 GB with their index.
+    """Writes the parameters as safetensors, in shards of at most 5 GB with their index. Adapters
+    are merged layer by layer, so that the device holds no second copy of the model.
 
     Args:
         dtype: of the tensors in the files: "float32" or "bfloat16".
@@ -389,29 +417,44 @@ def save(c: ModelConfig, params: decoder.Params, directory: Path, dtype: str) ->
     num = len(shards)
     names = [f"model-{n:05d}-of-{num:05d}.safetensors" for n in range(1, num + 1)]
     names = names if num > 1 else [SINGLE]
+
+    def plain(ours: str, layer: int | None) -> jax.Array:
+        name = ours.removeprefix("layers.")
+        if layer is None or not c.lora_rank or name not in int8.INPUT_AXES:
+            return array_of(params, ours, layer)
+        parts = {n: x for n, x in params["layers"].items() if n == name or n.startswith(f"{name}_")}
+        return lora.merged(c, {n: x[layer : layer + 1] for n, x in parts.items()}, name)[0]
+
     for file, shard in zip(names, shards):
-        write_arrays(params, shard, directory / file, dtype)
+        write_arrays(plain, shard, directory / file, dtype)
     if num > 1:
         weight_map = {t.name: file for file, shard in zip(names, shards) for _, _, t in shard}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
+def array_of(params: decoder.Params, ours: str, layer: int | None) -> jax.Array:
+    """Returns one of our arrays, or a layer of it; see `each_tensor`."""
+    if layer is None:
+        return params[ours]
+    return params["layers"][ours.removeprefix("layers.")][layer]
+
+
 def write_arrays(
-    params: decoder.Params, shard: Iterable[tuple[str, int | None, Tensor]], file: Path, dtype: str
+    array: Callable[[str, int | None], jax.Array],
+    shard: Iterable[tuple[str, int | None, Tensor]],
+    file: Path,
+    dtype: str,
 ) -> None:
     """Writes arrays into one file of safetensors.
 
     Args:
+        array: returns an array by our name and layer.
         shard: (our name, layer, tensor) of each array, see `each_tensor`.
     """
     values = {}
     for ours, layer, tensor in shard:
-        if layer is None:
-            value = np.asarray(jax.device_get(params[ours]))
-        else:
-            stack = params["layers"][ours.removeprefix("layers.")]
-            value = np.asarray(jax.device_get(stack[layer]))
+        value = np.asarray(jax.device_get(array(ours, layer)))
         value = value.reshape([tensor.shape[axis] for axis in tensor.order])
         value = value.transpose(np.argsort(tensor.order)).astype(jnp.dtype(dtype))
         values[tensor.name] = np.ascontiguousarray(value)

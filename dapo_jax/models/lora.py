@@ -82,16 +82,15 @@ def attached(
     return join(jax.jit(make, out_shardings=trained_at)(data), frozen)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def merged(c: ModelConfig, params: decoder.Params) -> decoder.Params:
-    """Returns the plain parameters, float32, W + (alpha / rank) A B, of the same function."""
-    trained, frozen = split(params)
-    if frozen is None:
-        return params
-    plain = frozen | {"layers": int8.plain_layers(frozen["layers"])}
-    plain = jax.tree.map(lambda x: x.astype(jnp.float32), plain)
-    for name in int8.INPUT_AXES:
-        a, b = (trained["layers"][f"{name}_lora_{part}"] for part in "ab")
-        product = jax.vmap(lambda a, b: jnp.tensordot(a, b, 1))(a, b)
-        plain["layers"][name] += (c.lora_alpha / c.lora_rank) * product
-    return plain
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def merged(c: ModelConfig, layers: decoder.Params, name: str) -> jax.Array:
+    """Returns a matrix of stacked layers with its adapter in it, float32: W + (alpha / rank) A B.
+
+    Args:
+        layers: the matrix of this name, its adapter and, of int8, its scales.
+    """
+    own = {n: layers[n] for n in (name, int8.scale_name(name)) if n in layers}
+    a, b = (layers[f"{name}_lora_{part}"] for part in "ab")
+    product = jax.vmap(lambda a, b: jnp.tensordot(a, b, 1))(a, b)
+    w = int8.plain_layers(own)[name].astype(jnp.float32)
+    return w + (c.lora_alpha / c.lora_rank) * product

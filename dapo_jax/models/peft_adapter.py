@@ -4,6 +4,7 @@ peft (https://github.com/huggingface/peft) computes x W + (alpha / r) (x A^T) B^
 B [out, r]. `config.model.path` may be such a directory, or a repository on the hub.
 """
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,17 @@ def save(c: ModelConfig, params: decoder.Params, directory: Path, dtype: str) ->
         dtype: of the tensors: "float32" or "bfloat16".
     """
     sources = hf_weights.each_tensor(tensors(c), c.num_layers)
-    hf_weights.write_arrays(params, sources, directory / WEIGHTS, dtype)
+    array = functools.partial(hf_weights.array_of, params)
+    hf_weights.write_arrays(array, sources, directory / WEIGHTS, dtype)
     linear = [tensor.name for ours, tensor in hf_weights.tensors(c).items() if _is_adapted(ours)]
+    base, revision = None if c.path is None else hf_config.base_path(c.path), None
+    if base is not None and hf_hub.is_repository(base):
+        base, _, revision = base.partition("@")
     values: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None if c.path is None else hf_config.base_path(c.path),
+        "base_model_name_or_path": base,
+        "revision": revision or None,
         "r": c.lora_rank,
         "lora_alpha": c.lora_alpha,
         "target_modules": [name.split(".")[-2] for name in linear],

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from dapo_jax.config import Config, ModelConfig, hf_config
-from dapo_jax.data.tokenizer import load_tokenizer, stop_tokens
-from dapo_jax.models import decoder, hf_weights, lora, peft_adapter
+from dapo_jax.data.tokenizer import load_tokenizer, save_tokenizer, stop_tokens
+from dapo_jax.models import decoder, hf_weights, peft_adapter
 from dapo_jax.models.sharding import fitting, make_mesh
 from dapo_jax.runs import run_directory
 from dapo_jax.tools import model_card
@@ -61,7 +61,7 @@ def export(
     # Nothing can be saved half done: signals end the process as usual.
     label, params = load_params(config, workdir, step, mesh, tokenizer, progress, lambda: None)
     if adapter:
-        tokenizer.save_pretrained(str(output))
+        save_tokenizer(tokenizer, output)
         peft_adapter.save(config.model, params, output, dtype)
     else:
         write_directory(config.model, params, tokenizer, output, dtype, _sampling(config))
@@ -86,8 +86,8 @@ def write_directory(
     """
     eos = list(stop_tokens(model, tokenizer))
     values = hf_config.to_hf(model, eos=eos, bos=tokenizer.bos_token_id, dtype=dtype)
-    hf_weights.save(model, lora.merged(model, params), output, dtype)
-    tokenizer.save_pretrained(str(output))
+    hf_weights.save(model, params, output, dtype)
+    save_tokenizer(tokenizer, output)
     _write(output / "config.json", values)
     ends = {key: values[key] for key in ("bos_token_id", "eos_token_id")}
     _write(output / "generation_config.json", ends | sampling)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dapo_jax.data.tokenizer import arithmetic_tokenizer, load_tokenizer
+from dapo_jax.data.tokenizer import arithmetic_tokenizer, load_tokenizer, save_tokenizer
 from dapo_jax.types import UserError
 from tests.support.helpers import tiny_config
 
@@ -25,6 +25,20 @@ def test_a_prompt_has_the_same_tokens_in_the_directory_of_every_family(tmp_path,
     assert found.decode(tokens) == PROMPT
     assert (found.eos_token_id, found.pad_token_id) == (ours.eos_token_id, ours.pad_token_id)
     assert found.chat_template == ours.chat_template
+
+
+def test_what_is_saved_is_read_by_transformers_4_too(tmp_path):
+    """4.57.1 refuses the class TokenizersBackend, and a list as extra_special_tokens."""
+    ours = arithmetic_tokenizer()
+    ours.add_special_tokens({"extra_special_tokens": ["<a>", "<b>"]})
+    save_tokenizer(ours, tmp_path)
+    values = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert values["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert values["additional_special_tokens"] == ["<a>", "<b>"]
+    assert "extra_special_tokens" not in values
+    found = load_tokenizer(tiny_config(model__tokenizer=str(tmp_path), pretrain=None).model)
+    assert found.all_special_tokens == ours.all_special_tokens
+    assert found("<b>" + PROMPT).input_ids == ours("<b>" + PROMPT).input_ids
 
 
 def test_a_damaged_file_is_reported(tmp_path):

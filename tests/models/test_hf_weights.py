@@ -74,6 +74,17 @@ def test_what_is_written_is_what_was_read(tmp_path, family, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, load(config_of(out)), params)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_what_is_written_has_the_positions_of_the_checkpoint(tmp_path, family):
+    """Engines take max_position_embeddings as the longest text."""
+    checkpoint(tmp_path / "in", family)
+    config = config_of(tmp_path / "in").model
+    written = lambda: hf_config.to_hf(config, eos=[2], bos=1, dtype="float32")
+    assert written()["max_position_embeddings"] == BASE["max_position_embeddings"]
+    shutil.rmtree(tmp_path / "in")
+    assert written()["max_position_embeddings"] == {"qwen2": 131_072, "llama": 8 * 32}[family]
+
+
 @pytest.mark.parametrize("family", ["qwen2-untied", "qwen3"])
 def test_eight_devices_hold_the_same_numbers(tmp_path, family):
     checkpoint(tmp_path / "in", family)
@@ -157,10 +168,21 @@ def test_every_tensor_is_used_and_every_parameter_filled(tmp_path, change, messa
         load(config_of(tmp_path / "in"))
 
 
+def test_a_tied_head_that_is_another_matrix_is_an_error(tmp_path):
+    """transformers 5 does not tie such a model, whatever its config says."""
+    tensors = checkpoint(tmp_path / "in", "qwen2")
+    head = tensors["model.embed_tokens.weight"].copy()
+    head[-1, -1] += 1
+    changed(tmp_path / "in", lambda tensors: tensors.update({"lm_head.weight": head}))
+    message = r"a lm_head\.weight that differs .* has tie_word_embeddings true\. Set that to false"
+    with pytest.raises(UserError, match=message):
+        load(config_of(tmp_path / "in"))
+
+
 def test_a_tied_head_and_old_buffers_are_no_surplus(tmp_path):
-    checkpoint(tmp_path / "in", "qwen2")
+    tensors = checkpoint(tmp_path / "in", "qwen2")
     extra = {
-        "lm_head.weight": np.zeros((37, 24), np.float32),
+        "lm_head.weight": tensors["model.embed_tokens.weight"],
         "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(3, np.float32),
     }
     changed(tmp_path / "in", lambda tensors: tensors.update(extra))

@@ -4,8 +4,10 @@ transformers computes norms and softmax in float32 whatever the parameters are: 
 largest entry.
 """
 
+import dataclasses
 import functools
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -14,9 +16,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from dapo_jax.config import hf_config
 from dapo_jax.config.checks import check_training
 from dapo_jax.config.cli import load_config
-from dapo_jax.models import decoder, int8, lora, peft_adapter, pretrained
+from dapo_jax.data.tokenizer import arithmetic_tokenizer, load_tokenizer
+from dapo_jax.models import decoder, hf_weights, int8, lora, peft_adapter, pretrained
 from dapo_jax.models.log_probs import row_statistics
 from dapo_jax.models.sharding import AXES, param_shardings
 from dapo_jax.rollout import memory_budget
@@ -91,12 +95,26 @@ def test_logits_and_gradients_are_those_of_peft(tmp_path, name):
     assert checked == len(case.grads) == len(case.tensors)
 
 
-def test_merged_the_model_is_the_same(tmp_path):
+def plain_of(c, params, place):
+    """The parameters that are read from what is written of a model with adapters."""
+    hf_weights.save(c, params, place, "float32")
+    config = checkpoints.config_of(place)
+    return config.model, checkpoints.load(config)
+
+
+def test_merged_the_model_is_the_same(tmp_path, monkeypatch):
+    """One layer at a time: a device has no place for a second copy of the model."""
     case = Case(tmp_path, "qwen2-tied")
     config, params = case.load()
-    plain = lora.merged(config.model, params)
-    c = lora.base_of(config.model)
-    assert jax.tree.structure(plain) == jax.tree.structure(decoder.param_shapes(c))
+    shapes, merged = [], lora.merged
+
+    def watched(c, layers, name):
+        shapes.append({len(x) for x in layers.values()})
+        return merged(c, layers, name)
+
+    monkeypatch.setattr(lora, "merged", watched)
+    c, plain = plain_of(config.model, params, tmp_path / "base")
+    assert shapes == [{1}] * 7 * c.num_layers
     found = np.asarray(logits_of(c, plain, case.base.tokens_T))[::5]
     np.testing.assert_allclose(found, case.logits, rtol=0, atol=1e-4)
 
@@ -139,6 +157,22 @@ def test_files_are_those_of_peft(tmp_path):
         assert y.sharding.is_equivalent_to(where, y.ndim)
 
 
+@pytest.mark.parametrize("revision", ["v1.0", None])
+def test_the_revision_of_a_base_on_the_hub_has_its_own_key(tmp_path, monkeypatch, revision):
+    """peft asks the hub for base_model_name_or_path at `revision`."""
+    case = Case(tmp_path, "llama")
+    config, params = case.load()
+    path = "owner/name" + (f"@{revision}" if revision else "")
+    (tmp_path / "out").mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(hf_config, "base_path", lambda path: path)  # asks no hub
+        c = dataclasses.replace(config.model, path=path)
+        peft_adapter.save(c, params, tmp_path / "out", "float32")
+    values = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (values["base_model_name_or_path"], values["revision"]) == ("owner/name", revision)
+    assert hf_config.base_path(str(tmp_path / "out")) == path
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -155,6 +189,18 @@ def test_files_are_those_of_peft(tmp_path):
 def test_other_adapters_are_refused(tmp_path, change, message):
     with pytest.raises(UserError, match=message):
         Case(tmp_path, "llama", **change).load()
+
+
+def test_the_tokenizer_is_that_of_the_adapters_or_without_one_of_the_base(tmp_path):
+    case = Case(tmp_path, "llama")
+    own = arithmetic_tokenizer()
+    own.save_pretrained(str(tmp_path / "base"))
+    model = load_config("configs/tiny_dapo.py", {}, model=str(case.place)).model
+    both = model, dataclasses.replace(model, tokenizer=None)
+    assert [load_tokenizer(c).eos_token for c in both] == ["<eos>", "<eos>"]
+    own.add_special_tokens({"eos_token": "<unk>"})
+    own.save_pretrained(str(case.place))
+    assert [load_tokenizer(c).eos_token for c in both] == ["<unk>", "<unk>"]
 
 
 def test_tensors_that_are_missing_or_not_known_are_named(tmp_path):
@@ -241,12 +287,9 @@ def test_an_int8_base_is_read_from_files_layer_by_layer(tmp_path):
     params = lora.join(jax.tree.map(drawn, lora.split(params)[0]), lora.split(params)[1])
     params = jax.device_put(jax.device_get(params), jax.devices()[0])
     ours = logits_of(c, params, case.base.tokens_T)
-    merged = lora.merged(c, params)
-    theirs = logits_of(
-        replace_model(config, lora_rank=0, lora_alpha=32.0, param_dtype="float32"),
-        merged,
-        case.base.tokens_T,
-    )
+    (tmp_path / "out").mkdir()
+    shutil.copy(tmp_path / "base" / "config.json", tmp_path / "out")
+    theirs = logits_of(*plain_of(c, params, tmp_path / "out"), case.base.tokens_T)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
     off = lora.join(lora.switched_off(lora.split(params)[0]), lora.split(params)[1])
     rounded = np.asarray(logits_of(c, off, case.base.tokens_T))[case.base.positions_X]

@@ -309,6 +309,7 @@ def test_a_model_of_the_hub_is_fetched_once(place, tmp_path):
     files = {file.name: file.read_bytes() for file in place.iterdir()}
     files |= {"generation_config.json": b'{"eos_token_id": [126, 125]}', "README.md": b"about"}
     files |= {"pytorch_model.bin": b"not ours", "original/consolidated.pth": b"nor this"}
+    files |= {"consolidated.safetensors": b"twice", "checkpoint-1/model.safetensors": b"older"}
 
     def ask(url, model):
         environment = hub_environment(url, tmp_path)
