@@ -13,7 +13,8 @@ it does not, 2 where the command is wrong. docs/plan.md explains the figures.
 --prompt_tokens    the same of prompts
 --profile          check.json of launch/check.py on such a chip: the estimate takes the shares of
                    its rates that were measured there; also with --simulate_hosts
---step             a rollout step, whose stage is planned where the config has stages; default 1
+--step             a rollout step, whose stage is planned where the config has stages; default 1.
+                   The price of a simulation is that of the steps of this stage
 --search           tries meshes (fsdp x context x tensor) and remat policies; --program defaults to
                    train
 --json             one object: fits, hbm_bytes, programs and more
@@ -41,6 +42,7 @@ config's mesh, the price of the run. Nothing is compiled.
 --heldout_prompts      prompts of an evaluation, for the price of the run, default 30
 """
 
+import dataclasses
 import json
 import sys
 from collections.abc import Iterable
@@ -63,17 +65,19 @@ def refuse(flags: Any, names: Iterable[str], reason: str) -> None:
         raise UserError(f"{reason} {', '.join(given)} out.")
 
 
-def simulate(config: Any, flags: Any) -> tuple[dict[str, Any], str]:
-    """Returns (the result of a simulation, its text)."""
+def simulate(config: Any, flags: Any, num_steps: int) -> tuple[dict[str, Any], str]:
+    """Returns (the result of a simulation, its text). `num_steps` are those of the stage."""
     from dapo_jax.tools.plan import many_hosts
 
     refuse(flags, COMPILED, "nothing is compiled with --simulate_hosts: leave")
     given = many_hosts.Flags(**{name: getattr(flags, name) for name in many_hosts.Flags._fields})
-    found = many_hosts.simulate(config, given, say)
+    # The price is that of the steps of one stage.
+    train = dataclasses.replace(config.train, num_steps=num_steps)
+    found = many_hosts.simulate(dataclasses.replace(config, train=train), given, say)
     return found, many_hosts.describe(found)
 
 
-def compiled(config: Any, flags: Any) -> tuple[dict[str, Any], str]:
+def compiled(config: Any, flags: Any, num_steps: int) -> tuple[dict[str, Any], str]:
     """Returns (a plan or a search, its text)."""
     import dapo_jax
     from dapo_jax.tools.plan import report, search
@@ -118,9 +122,12 @@ def main(argv: list[str]) -> int:
             raise UserError(
                 f"--step must be from 1 to config.train.num_steps ({last}); got {step}."
             )
+        firsts = [1, *(first for first, _ in config.stages if first <= last), last + 1]
+        begun = max(first for first in firsts if first <= step)
+        following = min(first for first in firsts if first > step)
         config = config.at(step)
         kind = compiled if flags.simulate_hosts is None else simulate
-        found, text = kind(config, flags)
+        found, text = kind(config, flags, following - begun)
         print(json.dumps(found) if flags.json else text)
     except Exception as error:
         return fail(error)

@@ -110,6 +110,11 @@ def check(config: "Config") -> None:
     _check_pretrain(config)
     check_mesh(config.mesh)
     check_seed(config.seed)
+    o, steps = config.optimizer, config.train.num_steps
+    steps -= 0 if config.critic is None else config.critic.head_start_steps
+    wanted = f"below {steps}, the policy's steps, for a rate that falls to final_rate_share"
+    ok = o.final_rate_share is None or o.warmup_steps < steps
+    require(ok, "optimizer.warmup_steps", o.warmup_steps, wanted)
     small, large = config.train.prompts_per_update, config.train.prompts_per_step
     check_divides("train.prompts_per_update", small, "train.prompts_per_step", large)
 
@@ -140,7 +145,7 @@ def check_stages(config: "Config") -> None:
             )
         before = first
         for name in changes:
-            section, _, field = name.partition(".")
+            section, _, field = str(name).partition(".")
             if section not in STAGED or name in NOT_STAGED or not field:
                 raise UserError(
                     f"{what} cannot change {name!r}. A stage changes fields, such as "
@@ -343,6 +348,9 @@ def check_mesh(mesh: "MeshConfig") -> None:
     sizes = {axis: getattr(mesh, axis) for axis in (*split, "context")}
     if sum(size == -1 for size in sizes.values()) > 1:
         raise UserError(f"config.mesh: at most one axis may be -1; got {sizes}.")
+    given, known = [logical for logical, _ in mesh.rules], dict(type(mesh).rules)
+    ok = len(set(given)) == len(given) and set(given) <= known.keys()
+    require(ok, "mesh.rules", mesh.rules, f"rules for {', '.join(known)}, one for each")
     for logical, axis in mesh.rules:
         if axis is not None and axis not in split:
             raise UserError(

@@ -156,6 +156,11 @@ def _check_advantage(config: "Config") -> None:
         require(r.incorrect >= 0, "reward.incorrect", r.incorrect, f"0 or more {why}")
         require(r.overlong_penalty == 0, "reward.overlong_penalty", r.overlong_penalty, f"0 {why}")
         require(kl == 0, "objective.reward_kl_coefficient", kl, f"0 {why}")
+    if o.advantage == "gpg":
+        why = "for objective.advantage 'gpg', which counts the rewards that are not 0"
+        require(r.incorrect == 0, "reward.incorrect", r.incorrect, f"0 {why}")
+        require(r.overlong_penalty == 0, "reward.overlong_penalty", r.overlong_penalty, f"0 {why}")
+        require(kl == 0, "objective.reward_kl_coefficient", kl, f"0 {why}")
     if o.advantage == "grpo-process" and not o.advantage_args["outcome_as_step"]:
         why = (
             "0 for objective.advantage 'grpo-process', which reads the rewards of steps alone; or "

@@ -493,6 +493,9 @@ class Config:
                     changes = {f"{method}_args": {}} | changes
             for name, value in changes.items():
                 section, _, field = name.partition(".")
+                group, _, argument = field.partition(".")
+                if argument and isinstance(held := values[section].get(group), Mapping):
+                    field, value = group, {**held, argument: value}
                 values[section][field] = value
         return Config.from_dict(values)
 

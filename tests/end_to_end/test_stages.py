@@ -12,6 +12,7 @@ from dapo_jax.rollout.engine_config import make_engine_config
 from dapo_jax.train_loop import TrainLoop
 from dapo_jax.training.schedule import Schedule
 from dapo_jax.types import RunError, UserError
+from tests.algorithms.test_policy_losses import configured
 from tests.end_to_end.test_runs import CARRY
 from tests.support.helpers import tiny_config
 from tests.support.runs import metrics_of, params_at, rollouts_of, run_here
@@ -62,6 +63,17 @@ def test_a_stage_sets_the_coefficients_that_it_names():
     assert schedule.in_stage({"objective.reward_kl_coefficient": 0.1}) == Schedule(7, 0.1, 0.3)
 
 
+def test_a_stage_changes_one_argument_of_a_method():
+    stages = (
+        (2, {"objective.loss_args.tau_positive": 2.0}),
+        (3, {"objective.loss": "dro", "objective.loss_args.dro_beta": 0.5}),
+    )
+    args = {"tau_positive": 1.0, "tau_negative": 1.5}
+    config = tiny_config(**configured("sapo") | {"objective__loss_args": args}, stages=stages)
+    found = [dict(config.at(step).objective.loss_args) for step in (1, 2, 3)]
+    assert found == [args, args | {"tau_positive": 2.0}, {"dro_beta": 0.5}]
+
+
 def test_a_stage_of_another_method_begins_with_its_own_arguments():
     changes = {"objective.advantage": "opo", "objective.loss": "gspo"}
     changes["objective.clip_dual"] = None
@@ -81,6 +93,7 @@ def test_a_stage_of_another_method_begins_with_its_own_arguments():
         (((2, {"model.lora_rank": 8}),), "cannot change 'model.lora_rank'"),
         (((2, {"temperature": 0.5}),), "cannot change 'temperature'"),
         (((2, {"rollout": 0.5}),), "cannot change 'rollout'. A stage changes fields, such as"),
+        (((2, {3: 0.5}),), "cannot change 3. A stage changes fields, such as"),
         (((2, {"rollout.heat": 0.5}),), "from step 2 on: config.rollout.heat is not a field"),
         (((2, {"rollout.temperature": -1.0}),), "from step 2 on: config.rollout.temperature must"),
         (

@@ -176,6 +176,31 @@ def test_a_kernel_runs_again_unless_remat_keeps_what_it_gives(remat, attention, 
     )
 
 
+@pytest.mark.parametrize(
+    "changes, kernel",
+    [
+        ({"model__head_dim": 16, "model__compute_dtype": "bfloat16"}, "cudnn"),
+        ({"model__head_dim": 16, "model__compute_dtype": "float32"}, "xla"),
+        ({"model__head_dim": 8, "model__compute_dtype": "bfloat16"}, "xla"),
+        (
+            {
+                "model__head_dim": 16,
+                "model__compute_dtype": "bfloat16",
+                "model__sliding_window": (16, (0,)),
+            },
+            "xla",
+        ),
+        (
+            {"model__head_dim": 16, "model__compute_dtype": "bfloat16", "mesh__context": 2},
+            "xla",
+        ),
+    ],
+)
+def test_what_the_kernel_does_not_take_is_planned_with_xlas_attention(changes, kernel):
+    """On a GPU from Hopper on, as docs/update.md says."""
+    assert estimate.kernel(tiny_config(**changes), "gpu") == kernel
+
+
 def test_each_pass_that_scores_the_batch_is_counted():
     """Besides the recomputed log-probs, the default."""
     passes = lambda **changes: estimate.scoring_passes(tiny_config(**changes))
@@ -245,6 +270,14 @@ def test_float32_takes_six_products_of_bfloat16():
     )
     assert parts["bound"] == exact["bound"] == "compute" and parts["flops"] == exact["flops"]
     assert exact["seconds"] == pytest.approx(6 * parts["seconds"])
+
+
+def test_the_assumptions_say_that_decoding_lasts_as_long_as_the_longest_response():
+    """More slots than responses, all of them short."""
+    config = tiny_config(rollout__slots=1024, rollout__decode_steps=4)
+    found = estimate.step(config, ONE, chips.named("v5e"), response_tokens=3, prompt_tokens=2)
+    assert found["parts"]["decode"]["calls"] * 4 == config.rollout.max_response_tokens == 32
+    assert "as long as config.rollout.max_response_tokens" in found["assumptions"]
 
 
 def test_a_recompute_pass_is_in_the_step():

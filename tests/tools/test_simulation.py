@@ -222,6 +222,45 @@ def test_the_price_of_a_run(capsys):
     assert found["price"] is None, "the mesh is of four"
 
 
+def test_an_evaluation_may_have_more_prompts_than_a_step_tries(capsys):
+    flags = ["--simulate_hosts=1", "--compare_hosts=1", "--simulate_steps=1"]
+    flags += ["--length_distribution=uniform:20", "--config.dynamic_sampling.max_prompts=32"]
+    seconds = [
+        simulated(capsys, *flags, f"--heldout_prompts={n}")["price"]["evaluation_seconds"]
+        for n in (32, 64)
+    ]
+    assert seconds[1] > 1.5 * seconds[0]
+
+
+def test_a_short_batch_has_a_shorter_update(capsys):
+    """Without refill a quarter of the prompts is left; the update of all is as that of a batch that
+    a refill has filled."""
+    flags = ["--simulate_hosts=1", "--compare_hosts=1", "--simulate_steps=4", "--accept=0.25"]
+    flags += ["--length_distribution=uniform:20", "--config.train.prompts_per_step=64"]
+    flags += ["--config.train.prompts_per_update=64", "--config.train.rows_per_micro_batch=1"]
+
+    def update(*more):
+        found = simulated(capsys, *flags, *more)
+        parts = found["price"]["parts"]
+        return parts.get("train", 0.0), found["whole_steps"]["steps"][-1][2]
+
+    full = update("--config.dynamic_sampling.max_prompts=1000")
+    short = update("--config.dynamic_sampling.max_prompts=64")
+    assert all(0.1 < s / f < 0.5 for s, f in zip(short, full)), (short, full)
+    skipped = "--config.dynamic_sampling.exhausted=skip"
+    assert update("--config.dynamic_sampling.max_prompts=64", skipped) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("step, num", [(1, 40), (40, 40), (41, 30), (71, 20), (90, 20)])
+def test_the_price_is_that_of_the_steps_of_a_stage(capsys, step, num):
+    stages = "((41, {'rollout.temperature': 0.9}), (71, {'rollout.temperature': 1.0}), (99, {}))"
+    flags = ["--simulate_hosts=1", "--compare_hosts=1", "--simulate_steps=1"]
+    flags += ["--config.train.num_steps=90", f"--config.stages={stages}"]
+    cost = simulated(capsys, *flags, f"--step={step}")["price"]
+    assert cost["num_steps"] == num
+    assert cost["hours"] == pytest.approx(num * cost["step_seconds"] / 3600)
+
+
 def test_the_table(capsys):
     """Without a distribution the mean length is a quarter of the longest, 72 tokens."""
     arguments = ["--simulate_hosts=1", "--compare_hosts=1", "--simulate_steps=1"]

@@ -88,25 +88,9 @@ def choose(
             f"{platform!r}. Set it to 'auto'."
         )
     window, sliding = config.sliding_window or (None, ())
-    on_gpu = kernel in ("cudnn", "flash")
-    reasons = {  # why the kernel does not take the model
-        "knows a token by one segment, which config.train.share_prompts needs two of": (
-            kernel != "xla" and share_prompts
-        ),
-        unaligned: kernel != "xla" and unaligned,
-        f"needs whole rows; got config.mesh.context {context}": on_gpu and context > 1,
-        "does not take config.model.sliding_window": on_gpu and sliding,
-        f"takes config.model.compute_dtype 'bfloat16' only; got {config.compute_dtype!r}": (
-            on_gpu and config.compute_dtype != "bfloat16"
-        ),
-        f"takes a config.model.head_dim from 16 to 256; got {config.head_dim}": (
-            on_gpu and not 16 <= config.head_dim <= 256
-        ),
-        f"takes a multiple of 8 as config.model.head_dim; got {config.head_dim}": (
-            kernel == "cudnn" and config.head_dim % 8 != 0
-        ),
-    }
-    refused = next((f"{reason}" for reason, holds in reasons.items() if holds), None)
+    refused = refusal(
+        config, kernel, context=context, unaligned=unaligned, share_prompts=share_prompts
+    )
     if refused is not None and wanted != "auto":
         raise UserError(
             f"config.model.attention {wanted!r} {refused}. Set it to 'auto' or 'xla', which "
@@ -117,6 +101,41 @@ def choose(
         return Choice("xla", platform, window, every_layer, layout, f"{kernel} {refused}")
     blocks = config.kernel_blocks
     return Choice(kernel, platform, window, every_layer, layout, blocks=blocks)
+
+
+def refusal(
+    config: ModelConfig,
+    kernel: str,
+    *,
+    context: int,
+    unaligned: str | None,
+    share_prompts: bool,
+) -> str | None:
+    """Returns why a kernel does not take the model; None: it does.
+
+    Args:
+        context: devices that the tokens of a row lie over.
+        unaligned: why heads and keys lie differently; None: they do not.
+    """
+    on_gpu = kernel in ("cudnn", "flash")
+    reasons: dict[Any, Any] = {
+        "knows a token by one segment, which config.train.share_prompts needs two of": (
+            kernel != "xla" and share_prompts
+        ),
+        unaligned: kernel != "xla" and unaligned,
+        f"needs whole rows; got config.mesh.context {context}": on_gpu and context > 1,
+        "does not take config.model.sliding_window": on_gpu and config.sliding_window,
+        f"takes config.model.compute_dtype 'bfloat16' only; got {config.compute_dtype!r}": (
+            on_gpu and config.compute_dtype != "bfloat16"
+        ),
+        f"takes a config.model.head_dim from 16 to 256; got {config.head_dim}": (
+            on_gpu and not 16 <= config.head_dim <= 256
+        ),
+        f"takes a multiple of 8 as config.model.head_dim; got {config.head_dim}": (
+            kernel == "cudnn" and config.head_dim % 8 != 0
+        ),
+    }
+    return next((f"{reason}" for reason, holds in reasons.items() if holds), None)
 
 
 def _of_device(device: Any) -> tuple[str, ...]:

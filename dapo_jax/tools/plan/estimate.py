@@ -151,10 +151,15 @@ def product_passes(c: ModelConfig) -> float:
 
 def kernel(config: Config, platform: str) -> str:
     """Returns the attention program of the update, see `kernels.Choice`."""
-    c = config.model
-    chosen = kernels.KERNELS.get(platform, "xla")
-    chosen = chosen if c.attention == "auto" else c.attention
-    return "xla" if config.train.share_prompts else chosen
+    c, share_prompts = config.model, config.train.share_prompts
+    if c.attention != "auto":
+        return "xla" if share_prompts else c.attention
+    chosen, rules = kernels.KERNELS.get(platform, "xla"), dict(config.mesh.rules)
+    unaligned = None if rules.get("heads") == rules.get("kv_heads") else "heads and kv_heads"
+    refused = kernels.refusal(
+        c, chosen, context=config.mesh.context, unaligned=unaligned, share_prompts=share_prompts
+    )
+    return chosen if refused is None else "xla"
 
 
 def keys_per_query(config: Config, platform: str, sequence_tokens: float) -> float:
@@ -393,17 +398,22 @@ def step(
     *,
     response_tokens: int,
     prompt_tokens: int,
+    trained_prompts: int | None = None,
 ) -> dict[str, Any]:
     """Returns an RL step of these mean lengths: batch arithmetic, and calls, costs and seconds of
     each program. `assumptions` lists what they rest on.
 
     Responses to prompts that dynamic sampling leaves out are not included: the simulator has them.
+
+    Args:
+        trained_prompts: of a short batch; None: of a full one.
     """
     t, r, chip = config.train, config.rollout, with_dtype(chip, config.model)
-    responses = t.prompts_per_step * r.group_size
-    tokens = t.prompts_per_step * group_tokens(config, prompt_tokens, response_tokens)
-    updates = t.prompts_per_step // t.prompts_per_update
-    rows = math.ceil(tokens / updates / (t.row_tokens * ROW_FILL))
+    batch = t.prompts_per_step if trained_prompts is None else trained_prompts
+    responses = batch * r.group_size
+    tokens = batch * group_tokens(config, prompt_tokens, response_tokens)
+    updates = math.ceil(batch / t.prompts_per_update)
+    rows = math.ceil(tokens / max(1, updates) / (t.row_tokens * ROW_FILL))
     micro = min(math.ceil(rows / t.rows_per_micro_batch), max_micro_batches(config))
     replica = rollout_shape(sizes, config.mesh.rollout_tensor)
     devices = replica["tensor"]
@@ -459,7 +469,8 @@ def step(
         "assumptions": (
             f"{chip.products_share:.0%} of the peak in products, {chip.memory_share:.0%} of the "
             f"rate of memory, {LINK_SHARE:.0%} of that of links; rows {ROW_FILL:.0%} full; "
-            f"{SLOTS_BUSY:.0%} of the slots busy; no time for rewards, the host, evaluation, "
+            f"{SLOTS_BUSY:.0%} of the slots busy; one response as long as "
+            "config.rollout.max_response_tokens; no time for rewards, the host, evaluation, "
             "checkpoints and prompts that dynamic sampling leaves out (see --simulate_hosts)"
             + (f"; a float32 product is {FLOAT32_PRODUCTS} of bfloat16" if is_float32 else "")
         ),

@@ -283,6 +283,7 @@ def _updates(setting: Setting, flags: Flags, rollouts: list[Rollout], hosts: int
             share=hosts / _replicas(config)[0],
             response_tokens=one.response_tokens,
             prompt_tokens=setting.prompt_tokens,
+            trained_prompts=simulation.trained_prompts(config, one),
         )
         for one in rollouts
     ]

@@ -36,11 +36,12 @@ def price(
         eval_prompts: prompts of one evaluation.
     """
     config = setting.config
+    counted = rollouts[1:] or rollouts
+    trained = sum(simulation.trained_prompts(config, one) for one in counted) / len(counted)
     lengths_of_step = dict(response_tokens=response_tokens, prompt_tokens=setting.prompt_tokens)
-    step = estimate.step(config, sizes, chip, **lengths_of_step)
+    step = estimate.step(config, sizes, chip, **lengths_of_step, trained_prompts=round(trained))
     if step["seconds"] is None:
         return None
-    counted = rollouts[1:] or rollouts
     simulated = ("prefill", "decode")
     parts = {"rollout": sum(one.seconds for one in counted) / len(counted)}
     parts |= {k: part["seconds"] for k, part in step["parts"].items() if k not in simulated}
@@ -80,9 +81,12 @@ def _evaluation_seconds(setting: Setting, lengths: Lengths, hosts: int, prompts:
     config, num = setting.config, setting.config.evaluation.num_samples
     samples = max(2, num)  # a group of one sample is never informative
     prompts = math.ceil(prompts * num / samples)
+    # The limit on the prompts that a training step tries is none on those of an evaluation.
+    most = max(prompts, config.dynamic_sampling.max_prompts)
     changed = dataclasses.replace(
         config,
         rollout=dataclasses.replace(config.rollout, group_size=samples, max_staleness=0),
+        dynamic_sampling=dataclasses.replace(config.dynamic_sampling, max_prompts=most),
         train=dataclasses.replace(
             config.train, prompts_per_step=prompts, prompts_per_update=prompts
         ),

@@ -88,6 +88,12 @@ class Rollout(NamedTuple):
     staleness: int  # rollout steps since the batch's oldest token was sampled
 
 
+def trained_prompts(config: Config, one: Rollout) -> int:
+    """Returns the prompts that a step trains on: none of a short batch that is skipped."""
+    is_short = len(one.batch) < config.train.prompts_per_step
+    return 0 if is_short and config.dynamic_sampling.exhausted != "train" else len(one.batch)
+
+
 class OneWorkQueue(WorkQueue):
     """The work queue of all hosts; notes that there is a new report."""
 

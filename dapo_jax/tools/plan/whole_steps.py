@@ -80,6 +80,7 @@ def update_seconds(
     share: float,
     response_tokens: float,
     prompt_tokens: int,
+    trained_prompts: int | None = None,
 ) -> float:
     """Returns the estimated seconds of a step's updates and of the log-probs before them.
 
@@ -87,12 +88,14 @@ def update_seconds(
         sizes: sizes of the mesh's axes.
         share: of its devices that train: the data axis is smaller, then fsdp.
         response_tokens, prompt_tokens: mean lengths.
+        trained_prompts: of a short batch; None: of a full one.
     """
     shards = sizes["data"] * sizes["fsdp"] * share
     fsdp = min(sizes["fsdp"], shards)
     scaled: Any = {**sizes, "data": shards / fsdp, "fsdp": fsdp}
     lengths = dict(response_tokens=round(response_tokens), prompt_tokens=prompt_tokens)
-    parts = estimate.step(config, scaled, chip, **lengths)["parts"]
+    found = estimate.step(config, scaled, chip, **lengths, trained_prompts=trained_prompts)
+    parts = found["parts"]
     return sum(parts[name]["seconds"] for name in estimate.BATCHED if name in parts)
 
 
