@@ -65,6 +65,13 @@ def refuse(flags: Any, names: Iterable[str], reason: str) -> None:
         raise UserError(f"{reason} {', '.join(given)} out.")
 
 
+def steps_of_stage(config: Any, step: int) -> int:
+    """Returns the number of rollout steps of the stage that `step` is in."""
+    last = config.train.num_steps
+    firsts = [1, *(first for first, _ in config.stages if first <= last), last + 1]
+    return min(x for x in firsts if x > step) - max(x for x in firsts if x <= step)
+
+
 def simulate(config: Any, flags: Any, num_steps: int) -> tuple[dict[str, Any], str]:
     """Returns (the result of a simulation, its text). `num_steps` are those of the stage."""
     from dapo_jax.tools.plan import many_hosts
@@ -77,7 +84,7 @@ def simulate(config: Any, flags: Any, num_steps: int) -> tuple[dict[str, Any], s
     return found, many_hosts.describe(found)
 
 
-def compiled(config: Any, flags: Any, num_steps: int) -> tuple[dict[str, Any], str]:
+def compiled(config: Any, flags: Any) -> tuple[dict[str, Any], str]:
     """Returns (a plan or a search, its text)."""
     import dapo_jax
     from dapo_jax.tools.plan import report, search
@@ -122,12 +129,11 @@ def main(argv: list[str]) -> int:
             raise UserError(
                 f"--step must be from 1 to config.train.num_steps ({last}); got {step}."
             )
-        firsts = [1, *(first for first, _ in config.stages if first <= last), last + 1]
-        begun = max(first for first in firsts if first <= step)
-        following = min(first for first in firsts if first > step)
-        config = config.at(step)
-        kind = compiled if flags.simulate_hosts is None else simulate
-        found, text = kind(config, flags, following - begun)
+        planned = config.at(step)
+        if flags.simulate_hosts is None:
+            found, text = compiled(planned, flags)
+        else:
+            found, text = simulate(planned, flags, steps_of_stage(config, step))
         print(json.dumps(found) if flags.json else text)
     except Exception as error:
         return fail(error)
