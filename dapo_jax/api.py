@@ -130,6 +130,7 @@ def evaluate(
     """
     from dapo_jax.tools.evaluate import evaluate_model, request
 
+    _check_list("benchmarks", benchmarks)
     given = dict(workdir=workdir, output=output, step=step, benchmarks=",".join(benchmarks))
     given |= dict(num_samples=num_samples, num_problems=num_problems, temperature=temperature)
     given |= dict(top_p=top_p, top_k=None, min_p=None, seed=seed, scorer=scorer)
@@ -151,7 +152,7 @@ def report(workdir: str | Path, compare: Sequence[str | Path] = (), *, paper: bo
     from dapo_jax.runs.report.page import write_report
     from dapo_jax.runs.report.paper_curves import load_paper
 
-    others = [_place(other) for other in compare]
+    others = _places(compare)
     return write_report(_place(workdir), others=others, paper=load_paper() if paper else ())
 
 
@@ -166,7 +167,7 @@ def diagnose(
     from dapo_jax.runs.report.diagnosis import in_words
     from dapo_jax.runs.report.paper_curves import load_paper
 
-    runs = load_runs([_place(workdir), *map(_place, compare)])
+    runs = load_runs([_place(workdir), *_places(compare)])
     return [line for run in runs for line in in_words(run, load_paper() if paper else ())]
 
 
@@ -186,7 +187,7 @@ def fit_curves(
     from dapo_jax.runs.report import scaling
     from dapo_jax.runs.report.data import by_method, load_runs
 
-    methods = by_method(load_runs([_place(workdir), *map(_place, compare)]))
+    methods = by_method(load_runs([_place(workdir), *_places(compare)]))
     fits = [scaling.fit_method(method, compute) for method in methods]
     (_place(workdir) / "fit.png").write_bytes(scaling.plot(fits))
     return [line for fit in fits for line in scaling.in_words(fit)]
@@ -222,6 +223,8 @@ def generate(
     """
     from dapo_jax.tools.generate import Request, samples
 
+    _check_list("prompts", prompts)
+    _check_list("stop", stop)
     request = Request(
         model=str(model),
         num_samples=num_samples,
@@ -338,6 +341,19 @@ def plan(
     if profile is not None:
         target = target._replace(chip=chips.with_profile(target.chip, profile))
     return find(config, target, known[program], say, **lengths)
+
+
+def _check_list(name: str, values: Any) -> None:
+    """Raises UserError for one text in place of a list, which would be read letter by letter."""
+    from dapo_jax.types import UserError
+
+    if isinstance(values, str | Path):
+        raise UserError(f"{name} must be a list; got {values!r}. Write {name}=[...].")
+
+
+def _places(paths: Sequence[str | Path]) -> list[Path]:
+    _check_list("compare", paths)
+    return [_place(path) for path in paths]
 
 
 def _place(path: str | Path) -> Path:

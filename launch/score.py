@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit status: 0 done, 2 the user's mistake, 1 a failure."""
+    """Returns the exit status: 0 done, 2 the user's mistake, 1 a failure, 130 stopped."""
     sys.path.insert(0, str(ROOT))
     from dapo_jax.config.cli import fail, parse_flags
 
@@ -40,6 +40,9 @@ def main(argv: list[str]) -> int:
                 say=lambda line: print(line, file=sys.stderr),
             )
         )
+    except KeyboardInterrupt:
+        print("stopped: --output is not complete; the same command begins again", file=sys.stderr)
+        return 130
     except Exception as error:
         return fail(error)
     return 0

@@ -5,6 +5,7 @@ import inspect
 import os
 import re
 import runpy
+import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from dapo_jax.distributed.process_group import EXIT_RESTART
 from dapo_jax.types import RunError, UserError
 from dapo_jax.utils import fields, hf_hub
 from dapo_jax.utils.fields import Text
+from dapo_jax.utils.progress import drop_unread_output
 
 ROOT = Path(__file__).resolve().parents[2]
 AnyConfig = TypeVar("AnyConfig", Config, SftConfig)
@@ -305,6 +307,8 @@ def fail(error: Exception) -> int:
         The exit status: 2 for the user's mistakes, EXIT_RESTART for faults of devices and storage
         that a new start may not meet, 1 otherwise.
     """
+    if isinstance(error, BrokenPipeError) and drop_unread_output():  # `| head`, say
+        return 128 + signal.SIGPIPE
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         full = "disk" if error.errno == errno.ENOSPC else "quota"
         error = RunError(

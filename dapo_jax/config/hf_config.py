@@ -241,6 +241,11 @@ def model_fields(values: Mapping[str, Any], path: str) -> dict[str, Any]:
         )
 
     family = FAMILIES.get(values.get("model_type", ""))
+    if family is None and "config" in values:
+        raise UserError(
+            f"config.model.path ({path}) is the directory of a run, not a model. Export a "
+            f"checkpoint: python launch/export.py --workdir={path} --output=HFDIR"
+        )
     if family is None:
         raise refuse("model_type", f"known are {', '.join(FAMILIES)}")
     for key, value in values.items():

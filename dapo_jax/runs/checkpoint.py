@@ -323,10 +323,11 @@ def find_step(directory: epath.PathLike, step: int | None) -> int:
     if not directory.is_dir():
         raise UserError(f"{directory}: there are no checkpoints.")
     steps = sorted(ocp.utils.checkpoint_steps(directory))
-    if not steps or (step is not None and step not in steps):
-        wanted = "" if step is None else step
-        there = ", ".join(map(str, steps)) or "none"
-        raise UserError(f"{directory} has no checkpoint {wanted}; it has {there}.")
+    if not steps:
+        raise UserError(f"{directory} has no checkpoint yet: the run has saved none.")
+    if step is not None and step not in steps:
+        there = ", ".join(map(str, steps))
+        raise UserError(f"{directory} has no checkpoint {step}; it has {there}.")
     return steps[-1] if step is None else step
 
 

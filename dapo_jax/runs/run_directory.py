@@ -63,6 +63,11 @@ def read_config(file: Path, kind: Any = Config) -> dict[str, Any]:
     """
     config = json.loads(file.read_text())["config"]
     missing = [field.name for field in dataclasses.fields(kind) if field.name not in config]
+    if "rollout" in missing and "train" in config:
+        raise ValueError(
+            "its config is that of launch/sft.py. Such a run has its model in Hugging Face format, "
+            "in model/, and --model takes its directory"
+        )
     if missing:
         raise ValueError(f"its config has no {missing[0]}")
     return config

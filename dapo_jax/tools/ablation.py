@@ -255,14 +255,13 @@ def markdown_tables(figures: dict[str, dict[str, list[float]]]) -> str:
     ]
     for row, values in figures.items():
         accuracy = values["accuracy"]
-        low, high = bootstrap_interval(accuracy)
-        cells = [row, f"{100 * fmean(accuracy):.1f} ({100 * low:.1f} to {100 * high:.1f})"]
+        cells = [row, _percent(accuracy, bootstrap_interval(accuracy), ".1f")]
         other = before.get(row) if row in PAPER else "dapo"
         if other in figures:
             theirs = figures[other]["accuracy"]
-            low, high = paired_bootstrap_interval(accuracy, theirs)
-            difference = 100 * (fmean(accuracy) - fmean(theirs))
-            cells += [f"{difference:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})", other]
+            pairs = [a - b for a, b in zip(accuracy, theirs, strict=True)]
+            interval = paired_bootstrap_interval(accuracy, theirs)
+            cells += [_percent(pairs, interval, "+.1f"), other]
         else:
             cells += ["", ""]
         lines.append(f"| {' | '.join(cells)} | {PAPER.get(row, '')} |")
@@ -272,6 +271,12 @@ def markdown_tables(figures: dict[str, dict[str, list[float]]]) -> str:
         cells = [f"{c.scale * fmean(values[c.name]):.{c.digits}f}" for c in COLUMNS[1:]]
         lines.append(f"| {row} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _percent(values: Sequence[float], interval: tuple[float, float], form: str) -> str:
+    """Returns the mean over seeds with its interval, in percent; one seed has no interval."""
+    mean, low, high = (format(100 * x, form) for x in (fmean(values), *interval))
+    return mean if len(values) == 1 else f"{mean} ({low} to {high})"
 
 
 def _figure(methods: dict[str, Method]) -> bytes:

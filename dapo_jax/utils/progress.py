@@ -117,9 +117,14 @@ def _printable(text: str, out: TextIO) -> str:
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
-def drop_unread_output() -> None:
+def drop_unread_output() -> bool:
     """Sends standard output and errors to nowhere if they go to a pipe that no process reads: the
-    run continues without them, and Python's own flush at the end has no error."""
+    run continues without them, and Python's own flush at the end has no error.
+
+    Returns:
+        Whether one of them did.
+    """
+    found = False
     for stream in (sys.stdout, sys.stderr):
         poll = select.poll()
         try:
@@ -130,6 +135,8 @@ def drop_unread_output() -> None:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream.fileno())
             os.close(nowhere)
+            found = True
+    return found
 
 
 def _cell(metrics: dict[str, Any], column: Column) -> str:

@@ -332,6 +332,23 @@ def test_the_exit_status_says_whether_to_start_again(error, status, capsys):
     assert str(error.args[-1])[:20] in capsys.readouterr().err
 
 
+def test_output_that_no_process_reads_is_no_failure():
+    code = """
+        import sys
+        from dapo_jax.config.cli import fail
+        try:
+            print("a line", flush=True)
+        except Exception as error:
+            sys.exit(fail(error))
+    """
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 SHARE, OLD_SHARE = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 

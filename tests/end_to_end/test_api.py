@@ -80,6 +80,25 @@ def test_mistakes_are_named():
         dapo_jax.plan(dapo_jax.load_config(TINY), "local", program="none")
 
 
+@pytest.mark.parametrize(
+    "call, name",
+    [
+        (lambda: dapo_jax.generate("none", "Add: a=1\n"), "prompts"),
+        (lambda: dapo_jax.generate("none", ["Add: a=1\n"], stop="\n\n"), "stop"),
+        (lambda: dapo_jax.report("none", "other"), "compare"),
+        (lambda: dapo_jax.diagnose("none", "other"), "compare"),
+        (lambda: dapo_jax.fit_curves("none", "other"), "compare"),
+        (
+            lambda: dapo_jax.evaluate(dapo_jax.load_config(TINY), "none", benchmarks="gsm8k"),
+            "benchmarks",
+        ),
+    ],
+)
+def test_one_text_is_no_list(call, name):
+    with pytest.raises(UserError, match=f"^{name} must be a list; got '"):
+        call()
+
+
 def test_the_import_is_cheap():
     """Also for the processes that score."""
     code = "import dapo_jax, sys; print({'jax', 'numpy', 'absl'} & set(sys.modules))"

@@ -310,6 +310,8 @@ def test_an_exported_checkpoint_is_read_again(finished, tmp_path, capsys):
     assert exporting(arguments) == 2 and "is not empty" in capsys.readouterr().err
     arguments = ["program", f"--workdir={tmp_path}", f"--output={tmp_path / 'x'}"]
     assert exporting(arguments) == 2 and "holds no run" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text('{"config": {"seed": 0, "train": {}}}')
+    assert exporting(arguments) == 2 and "--model takes its directory" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -230,6 +230,7 @@ def test_a_damaged_checkpoint_is_an_error_that_names_the_file(tmp_path, damage, 
     "change, message",
     [
         ({"model_type": "gpt2"}, "model_type = 'gpt2'; known are qwen2, qwen3, llama, mistral"),
+        ({"model_type": None, "config": {}}, "is the directory of a run.*launch/export.py"),
         (
             {"hidden_act": "gelu"},
             "hidden_act = 'gelu'; the decoder here supports 'silu' or 'swish' only",

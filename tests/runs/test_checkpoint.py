@@ -220,6 +220,11 @@ def test_a_directory_that_cannot_be_made(tmp_path):
         opened(tmp_path / "file" / "checkpoints")
 
 
+def test_a_run_that_has_saved_nothing(tmp_path):
+    with pytest.raises(UserError, match="has no checkpoint yet: the run has saved none"):
+        checkpoint.find_step(tmp_path, None)
+
+
 def test_a_half_written_checkpoint_does_not_count(tmp_path):
     write(tmp_path, [1])
     (tmp_path / "2.orbax-checkpoint-tmp").mkdir()

@@ -356,7 +356,7 @@ def test_a_directory_that_may_not_be_written_to(tmp_path, monkeypatch, without_p
         ("metrics.jsonl", "", "no step is done yet"),
         ("config.json", "{}", "config.json is not as launch/train.py writes it"),
         ("config.json", "{", "config.json is not as"),
-        ("config.json", '{"config": {}}', "is a run of launch/sft.py, which has no page"),
+        ("config.json", '{"config": {}}', r"^\S+ is a run of launch/sft.py, which has no page"),
         ("metrics.jsonl", "{]}\n", "metrics.jsonl is not as"),
     ],
 )

@@ -52,6 +52,15 @@ def test_the_table_has_means_and_paired_intervals(tmp_path):
     assert (tmp_path / "table.png").stat().st_size > 10_000
 
 
+def test_one_seed_has_no_interval():
+    figures = {
+        row: {column.name: [value] for column in ablation.COLUMNS}
+        for row, value in (("grpo", 0.85), ("dapo", 0.9))
+    }
+    text = ablation.markdown_tables(figures)
+    assert "| grpo | 85.0 |  |  | 30 |" in text and "| dapo | 90.0 | +5.0 | grpo | 50 |" in text
+
+
 WAITING = """
 import pathlib, signal, sys, time
 place = pathlib.Path(next(a for a in sys.argv if a.startswith("--workdir=")).split("=")[1])

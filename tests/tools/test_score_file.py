@@ -62,6 +62,15 @@ def test_a_hanging_scorer_costs_its_limit(tmp_path):
     assert all(1.0 <= row["seconds"] < 3.5 for row in out[1:4])
 
 
+def test_ctrl_c_says_that_the_output_is_not_complete(tmp_path, monkeypatch, capsys):
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dapo_jax.tools.score_file.score_file", stopped)
+    assert main(["program", "--scorer=boxed", "--input=in", "--output=out"]) == 130
+    assert "--output is not complete" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

@@ -179,6 +179,8 @@ def _load_run(name: str, directory: Path) -> Run:
         _count_tokens(steps, frozen["config"])
         file = directory / "summary.json"
         summary = json.loads(file.read_text()) if file.exists() else None
+    except UserError:  # a ValueError, too
+        raise
     except OSError as error:
         raise UserError(
             f"{directory} holds no run: {error.filename} cannot be read ({error.strerror}). "
