@@ -1,6 +1,7 @@
 """Replies of an OpenAI-compatible endpoint to a file of prompts; the key is never stored."""
 
 import http.client
+import itertools
 import json
 import os
 import time
@@ -8,11 +9,11 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dapo_jax.tools.prompt_file import done_before
+from dapo_jax.tools.prompt_file import done_in_any_order
 from dapo_jax.types import UserError
 from dapo_jax.utils.progress import duration
 
@@ -21,6 +22,7 @@ TIMEOUT_SECONDS = 600.0  # of one request
 RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)  # waits after an error that may pass
 REPORT_EVERY_SECONDS = 10.0
 MAY_PASS = (408, 409, 429, 500, 502, 503, 504)  # HTTP statuses
+OF_THE_PROMPT = (400, 413, 422)  # HTTP statuses: its content or length, where others are answered
 
 
 class Endpoint(NamedTuple):
@@ -53,6 +55,10 @@ class Endpoint(NamedTuple):
             raise UserError(f"--concurrency must be above 0; got {self.concurrency}.")
 
 
+class Refused(Exception):
+    """The endpoint does not answer this prompt, however often it is asked."""
+
+
 def ask_file(
     endpoint: Endpoint,
     lines: Sequence[Mapping[str, Any]],
@@ -61,45 +67,66 @@ def ask_file(
     num_samples: int,
     say: Callable[[str], None],
 ) -> None:
-    """Writes replies to every prompt, a line of `target` for each, in order.
+    """Writes replies to every prompt, a line of `target` for each, in the order of arrival.
 
-    Each line is the given one with "samples" and the settings in "sampled_with". After a stop the
-    same call resumes; replies that were not yet in order are asked for again.
+    Each line is the given one with "samples" and the settings in "sampled_with". Where the endpoint
+    refuses a prompt, such as for its content or length, there are no samples, and "refused" is its
+    reason. After a stop the same call resumes.
 
     Args:
-        lines: objects with "prompt", a text.
+        lines: objects with "prompt", a text, and the same other names. No two are equal.
 
     Raises:
-        UserError: the endpoint refuses or stays out of reach; what is written stays.
+        UserError: the endpoint refuses all prompts or stays out of reach; what is written stays.
     """
     settings = endpoint._asdict() | {"num_samples": num_samples}
     del settings["concurrency"]  # replies do not depend on it
     lines = [{**line, "sampled_with": settings} for line in lines]
-    done = done_before(target, lines)
+    done = done_in_any_order(target, lines)
+    left = [number for number in range(len(lines)) if number not in done]
+    num_before, waiting, failure = len(done), iter(left), None
     start = reported = time.monotonic()
-    pool = ThreadPoolExecutor(endpoint.concurrency)
-    try:
-        answers = pool.map(lambda line: ask(endpoint, line["prompt"], num_samples), lines[done:])
-        with target.open("a", encoding="utf-8") as out:
-            for number, (line, texts) in enumerate(zip(lines[done:], answers), 1):
-                out.write(
-                    json.dumps({**line, "samples": [{"text": text} for text in texts]}) + "\n"
-                )
+    under_way: dict[Future[list[str]], int] = {}
+    with ThreadPoolExecutor(endpoint.concurrency) as pool, target.open("a") as out:
+        while True:
+            for number in itertools.islice(waiting, endpoint.concurrency - len(under_way)):
+                prompt = lines[number]["prompt"]
+                under_way[pool.submit(ask, endpoint, prompt, num_samples)] = number
+            if not under_way:
+                break
+            for answer in wait(under_way, return_when=FIRST_COMPLETED).done:
+                number = under_way.pop(answer)
+                reply: dict[str, Any] = {"samples": []}
+                try:
+                    reply["samples"] = [{"text": text} for text in answer.result()]
+                except Refused as error:
+                    reply["refused"] = str(error)
+                    if not done:  # none was answered yet: the fault may be in every request
+                        failure = failure or _failure(endpoint.url, str(error))
+                except UserError as error:
+                    failure = failure or error
+                if failure is not None:  # no more begin; replies under way are still written
+                    waiting = iter(())
+                    if not reply["samples"]:
+                        continue
+                out.write(json.dumps(lines[number] | reply) + "\n")
                 out.flush()
-                now, left = time.monotonic(), len(lines) - done - number
-                if now - reported > REPORT_EVERY_SECONDS or not left:
+                done.add(number)
+                now, num_left = time.monotonic(), len(lines) - len(done)
+                if now - reported > REPORT_EVERY_SECONDS or not num_left:
                     reported = now
-                    time_left = duration((now - start) * left / number)
-                    say(f"{done + number} of {len(lines)} prompts answered, about {time_left} left")
-    finally:
-        pool.shutdown(cancel_futures=True)  # waits for requests under way
+                    time_left = duration((now - start) * num_left / (len(done) - num_before))
+                    say(f"{len(done)} of {len(lines)} prompts answered, about {time_left} left")
+    if failure is not None:
+        raise failure
 
 
 def ask(endpoint: Endpoint, prompt: str, num_samples: int) -> list[str]:
     """Returns so many replies to a prompt.
 
     Raises:
-        UserError: see `many`.
+        Refused: the endpoint does not take this prompt.
+        UserError: it is out of reach or answers in another form.
     """
     texts: list[str] = []
     while len(texts) < num_samples:  # an endpoint may give one reply, however many are asked for
@@ -139,16 +166,24 @@ def _post(url: str, body: dict[str, Any]) -> Any:
     request = urllib.request.Request(
         url.rstrip("/") + "/chat/completions", json.dumps(body).encode(), headers
     )
-    for wait in (*RETRY_SECONDS, None):
+    for seconds in (*RETRY_SECONDS, None):
+        status = None
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
                 return json.loads(answer.read())
         except urllib.error.HTTPError as error:
-            what, passes = f"HTTP {error.code}: {_body(error)}", error.code in MAY_PASS
+            status, what = error.code, f"HTTP {error.code}: {_body(error)}"
+            passes = status in MAY_PASS
         except (OSError, http.client.HTTPException, ValueError) as error:
             what, passes = f"{type(error).__name__}: {error}", True
-        if wait is None or not passes:
-            raise UserError(
-                f"--endpoint={url}: {what}. What was answered is kept; the same command resumes."
-            )
-        time.sleep(wait)
+        if status in OF_THE_PROMPT:
+            raise Refused(what)
+        if seconds is None or not passes:
+            raise _failure(url, what)
+        time.sleep(seconds)
+
+
+def _failure(url: str, what: str) -> UserError:
+    return UserError(
+        f"--endpoint={url}: {what}. What was answered is kept; the same command resumes."
+    )

@@ -1,5 +1,6 @@
 """Files of prompts and of their samples, a JSON object a line; a stopped file is resumed."""
 
+import functools
 import itertools
 import json
 from collections.abc import Sequence
@@ -56,6 +57,40 @@ def done_before(target: Path, lines: Sequence[dict[str, Any]]) -> int:
     Raises:
         UserError: the file cannot be written, or holds something else. It is left as it is.
     """
+    found, partial = _content(target)
+    if not _is_begun(found, partial, lines):
+        raise _other_results(target)
+    _cut_off(target, partial)
+    return len(found)
+
+
+def done_in_any_order(target: Path, lines: Sequence[dict[str, Any]]) -> set[int]:
+    """Returns the numbers of the lines that the file holds with their samples, in any order, and
+    cuts off a partial one.
+
+    Args:
+        lines: with the same names in each; no two are equal.
+
+    Raises:
+        UserError: see `done_before`.
+    """
+    found, partial = _content(target)
+    as_text = functools.partial(json.dumps, sort_keys=True)
+    left = {as_text(line): number for number, line in enumerate(lines)}
+    for text in found:
+        try:
+            line = json.loads(text)
+            del left[as_text({name: line[name] for name in line if name in lines[0]})]
+        except (ValueError, LookupError, TypeError) as error:
+            raise _other_results(target) from error
+    if partial and not any(_begins(partial, lines[number]) for number in left.values()):
+        raise _other_results(target)
+    _cut_off(target, partial)
+    return set(range(len(lines))) - set(left.values())
+
+
+def _content(target: Path) -> tuple[list[bytes], bytes]:
+    """Returns the whole lines of the file, which is made if there is none, and a partial one."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.touch()
@@ -63,14 +98,19 @@ def done_before(target: Path, lines: Sequence[dict[str, Any]]) -> int:
     except OSError as error:
         raise UserError(f"--output={target} cannot be written: {error.strerror}.") from error
     *found, partial = content.split(b"\n")
-    if not _is_begun(found, partial, lines):
-        raise UserError(
-            f"--output={target} holds other results than this command's; name another file."
-        )
+    return found, partial
+
+
+def _other_results(target: Path) -> UserError:
+    return UserError(
+        f"--output={target} holds other results than this command's; name another file."
+    )
+
+
+def _cut_off(target: Path, partial: bytes) -> None:
     if partial:
         with target.open("r+b") as file:
-            file.truncate(len(content) - len(partial))
-    return len(found)
+            file.truncate(target.stat().st_size - len(partial))
 
 
 def _is_begun(found: Sequence[bytes], partial: bytes, lines: Sequence[dict[str, Any]]) -> bool:
@@ -82,7 +122,10 @@ def _is_begun(found: Sequence[bytes], partial: bytes, lines: Sequence[dict[str, 
             return False
     except (ValueError, AttributeError):
         return False
-    if not partial:
-        return True
-    next_line = json.dumps(lines[len(found)])[:-1].encode()  # without the brace that closes it
-    return partial[: len(next_line)] == next_line[: len(partial)]
+    return not partial or _begins(partial, lines[len(found)])
+
+
+def _begins(partial: bytes, line: dict[str, Any]) -> bool:
+    """Returns whether a partial line of the file is the beginning of this one with its samples."""
+    text = json.dumps(line)[:-1].encode()  # without the brace that closes it
+    return partial[: len(text)] == text[: len(partial)]

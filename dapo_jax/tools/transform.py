@@ -66,6 +66,7 @@ INTEGER = re.compile(
 # found before ours.
 SHADOWING = {key.partition(".")[0] for key in (*PROMPT_KEYS, *ANSWER_KEYS)}
 INTEGER_ALREADY, KEPT = "kept: the answer is an integer", "kept: transformed"
+REFUSED = "the endpoint refused the prompt"
 FORM = re.compile(r"Form:\**\s*(.+)")
 REWRITTEN = re.compile(r"Rewritten problem:\**\s*(.+)", re.DOTALL)
 
@@ -114,7 +115,11 @@ def transform(settings: Settings, replies: Replies) -> dict[str, Any] | None:
     found = _replies(replies, place / "rewrite.jsonl", prompts, 1)
     if found is None:
         return None
-    for row, (text,) in zip(open_rows, found, strict=True):
+    for row, texts in zip(open_rows, found, strict=True):
+        if not texts:
+            row["reason"] = REFUSED
+            continue
+        (text,) = texts
         row["rewriting"] = text
         row["form"], row["rewritten"] = parse_rewriting(text)
         if not row["rewritten"]:
@@ -129,7 +134,7 @@ def transform(settings: Settings, replies: Replies) -> dict[str, Any] | None:
     for row, texts in zip(open_rows, found, strict=True):
         row["solutions"] = texts
         row["integers"] = [parse_integer(text) for text in texts]
-        row |= vote(row["integers"], settings.min_agreement)
+        row |= vote(row["integers"], settings.min_agreement) if texts else {"reason": REFUSED}
     return _write(place, rows)
 
 
@@ -222,7 +227,8 @@ def _with_text(prompt: Prompt, text: str) -> Any:
 def _replies(
     replies: Replies, target: Path, prompts: Sequence[dict[str, Any]], num_samples: int
 ) -> list[list[str]] | None:
-    """Returns the texts of the replies to each prompt; None: stopped."""
+    """Returns the texts of the replies to each prompt, none to one that was refused; None:
+    stopped."""
     if not prompts:
         return []
     source = target.with_name(f"{target.stem}_prompts.jsonl")
@@ -231,7 +237,8 @@ def _replies(
     if not replies(source, target, num_samples):
         return None
     lines = [json.loads(line) for line in target.read_text().splitlines()]
-    return [[sample["text"] for sample in line["samples"]] for line in lines]
+    samples = {line["index"]: line["samples"] for line in lines}
+    return [[sample["text"] for sample in samples[prompt["index"]]] for prompt in prompts]
 
 
 def _write(place: Path, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

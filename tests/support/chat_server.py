@@ -15,6 +15,7 @@ class ChatServer(http.server.ThreadingHTTPServer):
         asked: prompts, in the order of the requests.
         keys: Authorization headers.
         failures: HTTP statuses of the next answers, before any reply.
+        refused: requests with this text get HTTP 400.
         seconds: how long a reply takes.
         most: choices of one answer at most.
     """
@@ -24,6 +25,7 @@ class ChatServer(http.server.ThreadingHTTPServer):
         self.asked: list[str] = []
         self.keys: set[str | None] = set()
         self.failures: list[int] = []
+        self.refused: str | None = None
         self.seconds, self.most = 0.0, 3
         self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
 
@@ -53,6 +55,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.server.keys.add(self.headers["Authorization"])
         if self.server.failures:
             self._send(self.server.failures.pop(0), {"error": "not now"})
+            return
+        if self.server.refused is not None and self.server.refused in message["content"]:
+            self._send(400, {"error": "content filter"})
             return
         time.sleep(self.server.seconds)
         number = min(body["n"], self.server.most)

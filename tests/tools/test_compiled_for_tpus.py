@@ -71,6 +71,8 @@ def test_the_update_compiles_with_the_versions_that_a_pod_installs(name):
     found = json.loads(done.stdout)
     numbers = found["programs"]["train"]
     assert found["fits"] and not numbers["refused"] and numbers["temp_bytes"] > 0
+    said = done.stderr.splitlines()
+    assert len(said) == 1 and said[0].startswith("compiling train"), "none of libtpu's own errors"
 
 
 @pytest.fixture(scope="module")

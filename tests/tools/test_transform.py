@@ -5,12 +5,14 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 from dapo_jax.data.records import Columns, read_records
 from dapo_jax.tools import chat_endpoint, transform
+from dapo_jax.types import UserError
 from tests.conftest import ROOT
 from tests.support.chat_server import ChatServer
 from tests.support.runs import call_main, environment, load_launcher
@@ -166,6 +168,57 @@ def test_an_error_that_passes_is_tried_again_and_another_stops(server, tmp_path,
     assert call(capsys, *flags(server, source, tmp_path / "b"), "--concurrency=1")[0] == 0
     assert len(server.asked) - before == 2 * 4, "four of six problems were left to solve"
     assert before > asked and (tmp_path / "b" / "rows.jsonl").read_text() == whole
+
+
+def test_a_prompt_that_is_refused_is_dropped_and_named(server, tmp_path, capsys):
+    source, output = write_problems(tmp_path / "in.jsonl", 20), tmp_path / "out"
+    assert call(capsys, *flags(server, source, tmp_path / "all"))[0] == 0
+    asked, server.refused = len(server.asked), "Problem number 2."
+    status, out, err = call(capsys, *flags(server, source, output))
+    assert status == 0 and "1 the endpoint refused the prompt" in out, err
+    rows, others = lines_of(output / "rows.jsonl"), lines_of(tmp_path / "all" / "rows.jsonl")
+    assert rows[2].pop("reason") == "the endpoint refused the prompt"
+    assert rows[:2] + rows[3:] == others[:2] + others[3:] and others[2]["reason"].startswith("kept")
+    replies = lines_of(output / "rewrite.jsonl")
+    (refused,) = [line["refused"] for line in replies if not line["samples"]]
+    assert refused == 'HTTP 400: {"error": "content filter"}'
+    assert len(server.asked) - asked == asked - 2, "its solutions are not asked for"
+    # The fault may be in every request.
+    server.refused = ""
+    status, _, err = call(capsys, *flags(server, source, tmp_path / "none"))
+    assert status == 2 and "HTTP 400" in err
+    assert not (tmp_path / "none" / "rewrite.jsonl").read_text()
+
+
+def test_replies_are_kept_as_they_come(tmp_path, monkeypatch):
+    """Though the first prompt has none."""
+    endpoint = chat_endpoint.Endpoint("http://localhost/v1", "name", 0.0, 9, 0, concurrency=3)
+    lines = [{"index": i, "prompt": f"prompt {i}"} for i in range(6)]
+    asked, others, target = [], threading.Event(), tmp_path / "replies.jsonl"
+
+    def ask(_, prompt, num_samples):
+        asked.append(prompt)
+        if prompt == "prompt 0" and not others.is_set():
+            assert others.wait(60)
+            raise UserError("out of reach")
+        if len(asked) == 6:
+            others.set()
+        return [f"reply to {prompt}"] * num_samples
+
+    monkeypatch.setattr(chat_endpoint, "ask", ask)
+    ask_all = lambda: chat_endpoint.ask_file(endpoint, lines, target, num_samples=2, say=print)
+    with pytest.raises(UserError, match="out of reach"):
+        ask_all()
+    assert sorted(line["index"] for line in lines_of(target)) == [1, 2, 3, 4, 5]
+    with target.open("a") as file:
+        file.write('{"index": 0, "prom')  # killed here
+    del asked[:]
+    ask_all()
+    assert asked == ["prompt 0"]
+    assert sorted(line["index"] for line in lines_of(target)) == list(range(6))
+    lines[2]["prompt"] = "another"
+    with pytest.raises(UserError, match="holds other results"):
+        ask_all()
 
 
 @pytest.mark.slow

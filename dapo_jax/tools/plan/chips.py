@@ -129,6 +129,9 @@ def _devices(topology: str) -> Any:
         raise UserError(f"--topology={topology} is not known. {KNOWN}")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # or libtpu asks the cloud who it is
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # compiling opens no device
+    # Or libtpu prints errors about the host that it is not on. No program depends on these.
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     if not os.environ.get("JAX_PLATFORMS"):
         # Shapes are traced on CPU: libtpu searches minutes for a TPU that is missing.
         jax.config.update("jax_platforms", "cpu")
