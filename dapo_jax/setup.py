@@ -94,7 +94,13 @@ class RunComponents:
         problems = load(config, train, self.tokenizer, field="config.data.train", say=progress.say)
         field, say = "config.data.heldout", progress.say
         self.heldout = load(
-            config, heldout, self.tokenizer, field=field, say=say, warns_of_changed=True
+            config,
+            heldout,
+            self.tokenizer,
+            field=field,
+            say=say,
+            warns_of_changed=True,
+            training=problems,
         )
         self.train_rubrics, self.heldout_rubrics = rubrics(config, train), rubrics(config, heldout)
         # Pass rates that launch/evaluate.py measured before the run.

@@ -11,7 +11,8 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from dapo_jax.types import Problem, UserError
 from dapo_jax.utils import user_cache
 
 TOKENISE_BATCH = 1000
+_BETWEEN_DIGITS = re.compile(r" (?=\d)(?<=\d )")  # begins with its space: fast to search
 # By `path` of a source.
 GENERATORS = {
     "arithmetic": arithmetic.generate_problems,
@@ -92,6 +94,7 @@ def load(
     field: str,
     say: Callable[[str], None],
     warns_of_changed: bool = False,
+    training: Sequence[Problem] = (),
 ) -> list[Problem]:
     """Returns the problems of the sources, numbered from 0 across them.
 
@@ -100,6 +103,7 @@ def load(
         field: where they are, for messages: "config.data.train".
         say: prints a summary of each source.
         warns_of_changed: say how many prompts were changed, which launch/evaluate.py would keep.
+        training: problems of training; say how many of these are among them.
 
     Raises:
         UserError: a file or a field is wrong, or a source has no problems.
@@ -110,6 +114,7 @@ def load(
             "DAPO-Math-17k's"
         )
     problems: list[Problem] = []
+    trained = {_without_spacing(problem.prompt) for problem in training}
     for name, source in chosen.items():
         place = f"{field}.{name}"
         prepared = prepare(config, name, source, tokenizer, place)
@@ -128,6 +133,12 @@ def load(
                 most = config.data.max_prompt_tokens
                 more += f", or raise config.data.max_prompt_tokens ({most})"
             raise UserError(f"{place}: no problem is left. {prepared.describe()}. {more}.")
+        shared = sum(_without_spacing(problem.prompt) in trained for problem in prepared.problems)
+        if shared:
+            say(
+                f"  warning: {shared:,} of {counts['problems']:,} held-out problems of {name} are "
+                "training problems, too"
+            )
         first = len(problems)
         problems += [problem._replace(id=first + problem.id) for problem in prepared.problems]
     return problems
@@ -241,7 +252,8 @@ def _distinct(
     found: Iterator[Record | Unusable], limit: int | None
 ) -> tuple[list[_Entry], dict[str, int], str]:
     """Returns the distinct prompts in order, counts of the records, and the first reason of an
-    unusable record. Prompts that differ in white space only are one: `x+1` and `x + 1`.
+    unusable record. Prompts that differ in white space only are one, `x+1` and `x + 1`, unless it
+    separates numbers: `1 23` and `12 3`.
 
     Memory grows with the prompts and not with the records.
     """
@@ -268,8 +280,9 @@ def _distinct(
 
 def _without_spacing(prompt: Prompt) -> Prompt:
     if isinstance(prompt, str):
-        return "".join(prompt.split())
-    return tuple((role, "".join(content.split())) for role, content in prompt)
+        # Spaces between digits stay, as zero bytes.
+        return _BETWEEN_DIGITS.sub("\0", " ".join(prompt.split())).replace(" ", "")
+    return tuple((role, str(_without_spacing(content))) for role, content in prompt)
 
 
 def _fingerprint(data: DataConfig, source: SourceConfig, tokenizer: Any, files: list[Path]) -> str:

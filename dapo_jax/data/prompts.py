@@ -58,7 +58,15 @@ def render(
                 "to the tokenizer_config.json of config.model.tokenizer where there is none."
             )
         return messages[0][1]
-    return _chat_text(tokenizer, _with_system(messages, system_prompt))
+    text = _chat_text(tokenizer, _with_system(messages, system_prompt))
+    role, content = messages[-1]
+    if role == "user" and content.strip() not in text:
+        raise UserError(
+            f"the chat template of config.model.tokenizer leaves out the prompt {content[:40]!r}, "
+            "as one that reads lists of parts does with a text. Set config.data.chat to False, or "
+            "change the template."
+        )
+    return text
 
 
 def render_turns(
@@ -144,7 +152,7 @@ def _chat_text(tokenizer: Any, messages: Sequence[Message], *, generation: bool 
         return tokenizer.apply_chat_template(
             values, tokenize=False, add_generation_prompt=generation, chat_template=template
         )
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise UserError(
             f"the chat template of config.model.tokenizer does not take the prompt "
             f"{messages[-1][1][:40]!r}: {error}. Set config.data.chat to False, or change the "

@@ -89,15 +89,23 @@ def gsm8k(response: str, answer: str) -> Score:
 def last_number(response: str, answer: str) -> Score:
     """Compares the last number of the response with the reference, as numbers: `9.0` is `9`.
 
-    Commas before three digits, a full stop after the last digit and a minus between digits are no
-    part of a number. For models that follow no format: any text with a number has an answer.
+    Commas before groups of three digits, a full stop after the last digit and a minus between
+    digits are no part of a number. For models that follow no format: any text with a number has an
+    answer. It is reported in one spelling, so that equal answers vote together.
     """
-    found = re.findall(_NUMBER, response)
+    found = re.findall(_NUMBER, response.replace(_UNICODE_MINUS, "-"))
     if not found:
         return Score(False, None)
-    extracted = found[-1].replace(",", "")
+    extracted = _spelling(found[-1])
+    return Score(extracted == _spelling(answer.replace(_UNICODE_MINUS, "-")), extracted)
+
+
+def _spelling(number: str) -> str:
+    """Returns the one spelling of a number: 1,234.50 is 1234.5 and .5 is 0.5."""
     # Exact: as floats, long numbers that differ are equal.
-    return Score(Decimal(extracted) == Decimal(answer.replace(",", "")), extracted)
+    value = Decimal(number.replace(",", ""))
+    text = f"{value or Decimal(0):f}"  # -0 is 0
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def answer_format(response: str, answer: str) -> Score:
@@ -120,7 +128,8 @@ def math_verify(response: str, answer: str) -> Score:
         golds = [parse(f"\\boxed{{{answer}}}", [latex]) or parse(answer, [latex, number])]
         if re.fullmatch(r"[-+]?[\d\s.,]+", answer.strip()):
             golds.append(parse(answer, [number]))
-    found = parse(response, [number, latex])
+    # The library knows no space after the command, which LaTeX allows.
+    found = parse(re.sub(r"\\boxed\s+\{", r"\\boxed{", response), [number, latex])
     extracted = str(found[-1]) if found else None  # the text of the expression
     return Score(any(gold and verify(gold, found) for gold in golds) if found else False, extracted)
 
@@ -160,7 +169,8 @@ def _to_closing_brace(text: str) -> str | None:
 
 
 # The last form is .5, which follows no letter, digit or full stop.
-_NUMBER = r"(?:(?<!\d)-)?(?:\d+(?:,\d{3})*(?:\.\d+)?|(?<![\w.])\.\d+)"
+_NUMBER = r"(?:(?<!\d)-)?(?:\d+(?:,\d{3}(?!\d))*(?:\.\d+)?|(?<![\w.])\.\d+)"
+_UNICODE_MINUS = "\u2212"
 _GSM8K_NUMBER = r"(-?)\$?(-?[0-9.,]*[0-9])"
 
 
@@ -308,5 +318,11 @@ def _import(place: str, name: str, field: str) -> types.ModuleType:
         raise UserError(f"{field}: there is no file {Path(place).absolute()}.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[unique] = module  # where dataclasses look for it
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (ImportError, SyntaxError) as error:
+        raise UserError(
+            f"{field}: {path} cannot be imported: {error}. Modules that it imports must be "
+            "installed or on PYTHONPATH; its own directory is not."
+        ) from error
     return module

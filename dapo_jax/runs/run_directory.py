@@ -454,8 +454,10 @@ def check_same(old: dict[str, Any], config: Config, where: Any, step: int) -> No
     old, new = (trackers.flatten(values) for values in (old, frozen(config)))
     for values in (old, new):
         values["stages"] = [stage for stage in values.get("stages", ()) if stage[0] <= step]
+    # Another version of the code has other fields.
+    shown = lambda values, name: repr(values[name]) if name in values else "no such field"
     differing = [
-        f"config.{name}: {old.get(name)!r} there, {new.get(name)!r} now"
+        f"config.{name}: {shown(old, name)} there, {shown(new, name)} now"
         for name in sorted(old.keys() | new.keys())
         if old.get(name) != new.get(name) and not MAY_CHANGE.fullmatch(name)
     ]

@@ -90,6 +90,13 @@ def test_prompts_that_differ_in_white_space_only_are_one_problem(tmp_path):
     assert len(found.problems) == 2 and found.counts["repeated"] == 1
 
 
+def test_white_space_between_numbers_separates_them(tmp_path):
+    rows = [row("Sort 1 23", "1 23"), row("Sort 12 3", "3 12"), row("Sort  1\n23 ", "1 23")]
+    found = prepare_rows(tmp_path, [*rows, row("Sort 123", "123")])
+    assert [problem.prompt for problem in found.problems] == ["Sort 1 23", "Sort 12 3", "Sort 123"]
+    assert found.counts["repeated"] == 1 and found.counts["conflicting"] == 0
+
+
 def test_a_template_with_a_date_makes_the_same_prompts_every_day(tmp_path):
     dated = "Today is {{ strftime_now('%d %b %Y') }}.\n" + CHAT_TEMPLATE
     tokenizer = character_tokenizer(chat_template=dated)
@@ -113,6 +120,22 @@ def test_held_out_problems_that_the_run_does_not_evaluate_whole_are_reported(
     assert f"warning: 1 held-out problems of aime are {done} in this run's eval" in said[1]
     load(*arguments, field=FIELD, say=said.append)
     assert len(said) == 3, "of training problems the summary says it"
+
+
+def test_held_out_problems_that_are_trained_on_are_counted(tmp_path):
+    """As where one file without splits is both."""
+    config, said = tiny_config(), []
+    chosen = {
+        name: SourceConfig(**source_dict(str(write_rows(tmp_path / f"{name}.jsonl", rows))))
+        for name, rows in (("a", [row("x + 1"), row("y"), row("z")]), ("b", [row("x+1"), row("w")]))
+    }
+    arguments = (config, chosen, character_tokenizer())
+    training = load(config, {"a": chosen["a"]}, character_tokenizer(), field=FIELD, say=said.append)
+    load(*arguments, field=FIELD, say=said.append, training=training)
+    warnings = [line for line in said if "warning" in line]
+    assert len(warnings) == 2
+    assert "3 of 3 held-out problems of a are training problems" in warnings[0]
+    assert "1 of 2 held-out problems of b are training problems" in warnings[1]
 
 
 def test_more_prompts_than_are_tokenised_at_once(tmp_path, monkeypatch):
@@ -234,6 +257,24 @@ def test_what_does_not_fit_the_chat_template_is_reported(tmp_path):
     tool = [row([{"role": "tool", "content": "6 * 7"}])]
     with pytest.raises(UserError, match=r"does not take the prompt '6 \* 7': no tools here\. Set"):
         prepare_rows(tmp_path, tool, chat=True, tokenizer=character_tokenizer(CHAT_TEMPLATE))
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        ("{{ 1 + messages[0].content }}", "does not take the prompt 'Add': unsupported operand"),
+        ("{{ tools | length }}", "does not take the prompt 'Add': object of type 'NoneType'"),
+        # As templates of models for images: a message is a list of parts.
+        (
+            "{% for part in messages[0].content %}{{ part.text }}{% endfor %}:",
+            "leaves out the prompt 'Add'",
+        ),
+    ],
+)
+def test_a_template_that_fails_or_drops_the_prompt_is_reported(tmp_path, template, message):
+    tokenizer = character_tokenizer(chat_template=template)
+    with pytest.raises(UserError, match=f"the chat template of config.model.tokenizer {message}"):
+        prepare_rows(tmp_path, [row("Add")], tokenizer=tokenizer, chat=True)
 
 
 def test_an_overlong_prompt_is_an_error_left_out_or_cut(tmp_path):

@@ -104,6 +104,15 @@ def test_wrong_scorers_are_reported(name, message):
         scorers.load_scorer(name)
 
 
+@pytest.mark.parametrize("line", ["import helpers_next_to_it", "def f(text, answer) return 1"])
+def test_a_scorers_file_that_cannot_be_imported_is_reported(tmp_path, line):
+    file = tmp_path / "mine.py"
+    file.write_text(f"{line}\n")
+    (tmp_path / "helpers_next_to_it.py").touch()
+    with pytest.raises(UserError, match=r"^config\.reward\.scorer: .*mine\.py cannot be imported"):
+        scorers.load_scorer(f"{file}:f")
+
+
 @pytest.mark.parametrize("kind", ["train", "heldout"])
 def test_the_field_of_a_wrong_scorer_is_named(kind):
     config = tiny_config(**{f"data__{kind}__sums__scorer": "math_dapo + 0.1 * no_such"})

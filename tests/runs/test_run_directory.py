@@ -131,6 +131,17 @@ def test_a_run_resumes_with_every_field_but_these_as_it_was():
             check_same(old, config, "there", 1)
 
 
+def test_fields_of_another_version_of_the_code_are_named(tmp_path):
+    config = tiny_config()
+    old = frozen(config)
+    old["rollout"]["gone"] = 3
+    del old["rollout"]["min_p"]
+    with pytest.raises(UserError) as raised:
+        check_same(old, config, "there", 1)
+    assert "config.rollout.gone: 3 there, no such field now" in str(raised.value)
+    assert "config.rollout.min_p: no such field there, 0.0 now" in str(raised.value)
+
+
 @pytest.mark.parametrize("text", ['{"config": null}', '{"config": []}', "[]", '{"config": {}}'])
 def test_a_file_that_is_no_config_is_named(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
