@@ -1,5 +1,6 @@
 """Signals to stop, remembered until the run can: it saves, then stops."""
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable
@@ -51,7 +52,8 @@ class StopSignals:
         self.sent_at = now
         self.received = self.received or number
         name = signal.Signals(number).name
-        self.progress.say(f"{name}: saving, then stopping (again to stop at once)")
+        with contextlib.suppress(RuntimeError):  # it came while a line was being printed
+            self.progress.say(f"{name}: saving, then stopping (again to stop at once)")
 
     def check(self) -> None:
         """Raises StopRequested if a signal has come. One process may raise before another: see

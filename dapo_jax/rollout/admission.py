@@ -53,6 +53,12 @@ class Request(NamedTuple):
         resumed = () if self.partial is None else tuple(self.partial.tokens.tolist())
         return self.problem.prompt_tokens + resumed
 
+    @property
+    def num_tokens(self) -> int:
+        """The length of `tokens`, which takes long to put together."""
+        resumed = 0 if self.partial is None else len(self.partial.tokens)
+        return len(self.problem.prompt_tokens) + resumed
+
 
 def requests_of(
     number: int,
@@ -103,10 +109,13 @@ class RequestTable:
         self.order = np.zeros((R, E), np.int64)  # of arrival
         self.unfinished = np.zeros((R, E, G), bool)  # responses that have not ended
         self.count = np.zeros((R, E, G), np.int32)  # tokens
-        self.tokens = np.zeros((R, E, G, T), np.int32)
-        self.log_probs = np.zeros((R, E, G, T), np.float32)
-        self.model_log_probs = np.zeros((R, E, G, T), np.float32)
-        self.calls = np.zeros((R, E, G, T), np.int32) if keep_calls else None
+        # In memory the first samples of all requests come first, and so on: memory of samples that
+        # requests of one sample do not have is never touched. NumPy asks for pages of 2 MiB.
+        of_tokens = lambda dtype: np.zeros((R, G, E, T), dtype).swapaxes(1, 2)
+        self.tokens = of_tokens(np.int32)
+        self.log_probs = of_tokens(np.float32)
+        self.model_log_probs = of_tokens(np.float32)
+        self.calls = of_tokens(np.int32) if keep_calls else None
         self.repetition = None
         if end_repetition is not None:
             # The log-probs are of the remaining tokens alone where the sampler leaves some out: all
@@ -298,7 +307,7 @@ class Admission:
             state = self._hand_over(params, state, batch)
 
     def _pages(self, request: Request) -> int:
-        return -(-len(request.tokens) // self.engine.config.page_tokens)
+        return -(-request.num_tokens // self.engine.config.page_tokens)
 
     def _padded_pages(self, request: Request) -> int:
         return next(n for n in self.engine.prompt_pages if n >= self._pages(request))

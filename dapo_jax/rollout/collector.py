@@ -5,6 +5,7 @@ while others are still being generated. A caller that has enough closes the iter
 the work in flight.
 """
 
+import contextlib
 import functools
 import time
 from collections import defaultdict
@@ -22,7 +23,7 @@ from dapo_jax.rollout.admission import GenerationSettings
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.prompt_queue import NO_PROMPT, Outcome, PromptQueue
 from dapo_jax.rollout.scheduler import GenerationLoop, RolloutStats
-from dapo_jax.types import Detokenize, Group, Problem
+from dapo_jax.types import Detokenize, Group, Problem, StopRequested
 from dapo_jax.utils.telemetry import SILENT, Telemetry
 
 IDLE_SECONDS = 0.002  # between two polls with nothing to generate
@@ -140,6 +141,10 @@ class RolloutCollector:
                     named = ((numbers[f.prompt], f.sample, f.response) for f in finished)
                     scoring.submit([(n, prompts.problem(n), s, r) for n, s, r in named])
                     groups = list(scoring.completed())
+                else:
+                    # A signal to this process is reported: the leader stops all in the same call.
+                    with contextlib.suppress(StopRequested):
+                        self.telemetry.check_stop()
                 for number, group in groups:
                     prompts.report(number, group, calls[number])
                 before = progress

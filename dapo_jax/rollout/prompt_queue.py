@@ -187,7 +187,8 @@ class PromptQueue:
         for groups, unfinished in self.group.all_gather_objects((mine, begun)):
             self.groups |= groups
             self.unfinished |= unfinished
-        self.num_returned = self.work_queue.claimed - num_tried
+        # A process that has not seen the last claim claims one more, which is no prompt.
+        self.num_returned = min(self.work_queue.claimed, self.max_prompts) - num_tried
         if self.group.is_primary:
             self.work_queue.reset()
         last = max([num_tried - 1, *self.unfinished])

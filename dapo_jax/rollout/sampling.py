@@ -148,7 +148,9 @@ def sample(
     temperature_B = jnp.broadcast_to(jnp.asarray(params.temperature_X, jnp.float32), (B,))
     shaped_BV = logits_BV
     if mode.tempered:
-        shaped_BV = logits_BV / jnp.where(temperature_B > 0, temperature_B, 1.0)[:, None]
+        # Less the highest first: a low temperature makes logits so large that rounding decides.
+        below_BV = logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True)
+        shaped_BV = below_BV / jnp.where(temperature_B > 0, temperature_B, 1.0)[:, None]
     if mode.excludes_tokens:
         shaped_BV = exclude_tokens(shaped_BV, params, mode)
 
@@ -181,20 +183,23 @@ def _invert(logits_BV: jax.Array, uniform_B: jax.Array) -> tuple[jax.Array, jax.
     weights_BXC = jnp.pad(weights_BV, ((0, 0), (0, -V % CHUNK))).reshape(B, -1, CHUNK)
     sums_BX = jnp.sum(weights_BXC, axis=-1)
 
-    def first_above(cumulative_BX: jax.Array, at_B: jax.Array) -> jax.Array:
-        # Below the total, despite rounding, or a token of weight 0 could be taken. Above 0, or a
-        # random number of 0 would take the first token, however improbable.
-        total_B = cumulative_BX[:, -1]
+    def first_above(cumulative_BX: jax.Array, weights_BX: jax.Array, at_B: jax.Array) -> jax.Array:
+        # XLA adds up in blocks, and rounding can raise the sum where the weight is 0.
+        cumulative_BX = jnp.where(weights_BX > 0, cumulative_BX, 0)
+        # Below the total, despite rounding, or none could be above. Above 0, or a random number of
+        # 0 would take the first token, however improbable.
+        total_B = jnp.max(cumulative_BX, axis=-1)
         below_B = jnp.clip(at_B, total_B * 2.0**-24, total_B * (1 - 2.0**-23))
         return jnp.argmax(cumulative_BX > below_B[:, None], axis=-1)
 
     until_BX = jnp.cumsum(sums_BX, axis=-1)
     total_B = until_BX[:, -1]
     at_B = uniform_B * total_B
-    chunk_B = first_above(until_BX, at_B)
+    chunk_B = first_above(until_BX, sums_BX, at_B)
     before_B = jnp.take_along_axis(until_BX - sums_BX, chunk_B[:, None], axis=-1)[:, 0]
     inside_BC = jnp.take_along_axis(weights_BXC, chunk_B[:, None, None], axis=1)[:, 0]
-    token_B = chunk_B * CHUNK + first_above(jnp.cumsum(inside_BC, axis=-1), at_B - before_B)
+    cumulative_BC = jnp.cumsum(inside_BC, axis=-1)
+    token_B = chunk_B * CHUNK + first_above(cumulative_BC, inside_BC, at_B - before_B)
     return token_B.astype(jnp.int32), highest_B1[:, 0] + jnp.log(total_B)
 
 

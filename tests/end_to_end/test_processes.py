@@ -383,6 +383,27 @@ def test_the_signal_sent_to_all_processes_does_not_end_one_that_stops_already(ca
     assert capsys.readouterr().out.count("saving, then stopping") == 2
 
 
+def test_a_signal_stops_a_run_whose_line_waits_for_its_reader():
+    """As on a terminal that Ctrl-S has halted: Python's files refuse a line within a line."""
+    (reader, writer), main = os.pipe(), threading.get_ident()
+
+    def end_and_read():
+        time.sleep(0.2)
+        signal.pthread_kill(main, signal.SIGTERM)
+        time.sleep(0.2)
+        while os.read(reader, 2**16):
+            pass
+        os.close(reader)
+
+    with os.fdopen(writer, "w") as out, StopSignals(Progress(1, out)) as signals:
+        other = threading.Thread(target=end_and_read)
+        other.start()
+        signals.progress.say("x" * 2**18)  # more than a pipe holds
+        with pytest.raises(StopRequested):
+            signals.check()
+    other.join()
+
+
 @pytest.mark.parametrize(
     "number, seconds, ends",
     [

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.models import log_probs
+from dapo_jax.rollout.admission import Request, RequestTable
 from dapo_jax.rollout.carry import (
     CarriedGroup,
     by_visit,
@@ -159,6 +160,26 @@ def test_slots_devices_and_preemption_do_not_matter(resumed, policies, problems,
         for a, b in zip(ours, theirs, strict=True):
             assert a.tokens.tolist() == b.tokens.tolist() and a.finish_reason == b.finish_reason
             assert str(a.versions) == str(b.versions)
+
+
+def test_requests_are_put_together_once(monkeypatch, engine, policies, problems, partial):
+    """The tokens of a long response are copied where it is prefilled, not where its pages are
+    counted: a batch is chosen among hundreds."""
+    read, tokens = [], Request.tokens.fget
+    count = lambda request: read.append(request) or tokens(request)
+    monkeypatch.setattr(Request, "tokens", property(count))
+    loop = make_loop(engine, policies[1], problems, **step_6(partial))
+    for _ in loop.run():
+        pass
+    assert 0 < len(read) == loop.admission.arrivals
+
+
+def test_requests_of_one_sample_lie_together_in_memory(engine):
+    """NumPy asks for pages of 2 MiB: far apart, 64 KiB of a resumed response take one each."""
+    table = RequestTable(engine.config, keep_calls=True)
+    assert table.calls is not None and table.tokens.shape[2] == 4
+    for array in (table.tokens, table.log_probs, table.model_log_probs, table.calls):
+        assert array[0, :, 0].flags.c_contiguous
 
 
 def test_a_response_is_resumed_more_than_once(engine, policies, problems, partial):

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from dapo_jax.distributed import ProcessGroup, Replica, work_queue
+from dapo_jax.distributed import ProcessGroup, Replica, StopSignals, work_queue
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.types import Rubric, Task
 from dapo_jax.rollout import collector, metrics
@@ -28,6 +28,7 @@ from dapo_jax.rollout.dynamic_sampling import (
 )
 from dapo_jax.rollout.scheduler import RolloutStats
 from dapo_jax.types import StopRequested
+from dapo_jax.utils.progress import Progress
 from dapo_jax.utils.telemetry import SILENT, Telemetry
 from dapo_jax.utils.watchdog import Watchdog
 from tests.rollout import test_dynamic_sampling as dynamic_sampling
@@ -313,3 +314,19 @@ def test_all_of_a_replica_resolve_the_same_outcomes_in_the_same_iterations(engin
         found.append([(output.outcomes, output.idle) for output in outputs])
         assert prompts.full and prompts.num_kept == 4
     assert found[0] == found[1] and sum(len(outcomes) for outcomes, _ in found[0]) >= 4
+
+
+def test_a_signal_to_a_process_that_does_not_lead_is_reported(engine, policies, pool):
+    """It goes on until the leader, which reads the report, stops both in the same call."""
+    store, key = Store(), jax.random.key(1)
+    for i in range(2):  # as above
+        group = ProcessGroup(i, 2, store)
+        prompts = open_queue(CONFIG, DynamicSamplingState(), Data(0), step=1, group=group)
+        signals = StopSignals(Progress(0, quiet=True), group)
+        signals.received = signal.SIGTERM if i else None
+        telemetry = Telemetry(stop=signals.check)
+        rollouts = make_collector(engine, pool, replica=Replica(group, 2), telemetry=telemetry)
+        with engine.weights(policies[0]):
+            list(rollouts.run(prompts, key, step=1))
+        assert prompts.full
+    assert ProcessGroup(0, 2, store).stop_requested() == signal.SIGTERM

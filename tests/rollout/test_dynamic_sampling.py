@@ -122,6 +122,23 @@ def test_switched_off_every_group_is_kept(limits):
         assert position == 6 and batch.num_returned == 0
 
 
+def test_a_claim_beyond_the_last_prompt_is_no_prompt_returned(monkeypatch):
+    """The second process asks before it has seen that the first has claimed all six."""
+    monkeypatch.setattr(work_queue, "POLL_SECONDS", 0.0)
+    config, state, store = make_config(6, enabled=False), DynamicSamplingState(), Store()
+    first, second = (
+        open_queue(config, state, Data(), step=1, group=ProcessGroup(i, 2, store)) for i in range(2)
+    )
+    for number in range(6):
+        assert first.claim() == number
+        first.report(number, make_group([True, False], id=number))
+    monkeypatch.setattr(second.work_queue, "poll", lambda: None)
+    assert second.claim() == NO_PROMPT
+    taken = take_kept((outcome for outcome in first.resolved()), 6)
+    monkeypatch.setattr(first.group, "all_gather_objects", lambda mine: [mine, ({}, {})])
+    assert commit(config, state, first, taken, 1)[0].num_returned == 0
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("informative_share", [0.1, 0.25, 0.8])
 def test_the_end_of_a_first_batch_is_not_claimed_prompt_by_prompt(

@@ -520,6 +520,19 @@ def test_sampling_frequencies_and_log_probs():
         np.testing.assert_allclose(np.exp(sampled.model_log_prob_B), model_probs, rtol=1e-5)
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-8, 1e-20, 1.2e-38])
+def test_a_temperature_near_zero_samples_the_most_probable_token(temperature):
+    rows = np.random.default_rng(0).standard_normal((64, 1000)) * 3 + 20
+    rows[:, 7] = 40.0
+    params = SamplingParams(temperature)
+    params.check()
+    keys = jnp.arange(128, dtype=jnp.uint32).reshape(64, 2)
+    logits, first = jnp.asarray(rows, jnp.float32), jnp.zeros(64, jnp.int32)
+    sampled = jax.jit(sample, static_argnums=4)(logits, keys, first, params, params.mode)
+    assert sampled.token_B.tolist() == [7] * 64
+    assert sampled.log_prob_B.tolist() == [0.0] * 64
+
+
 invert, truncated = jax.jit(_invert), jax.jit(exclude_tokens, static_argnums=2)
 
 
@@ -581,6 +594,19 @@ def test_a_token_without_probability_is_never_sampled():
         tokens, lse = invert(jnp.asarray(logits), jnp.full(6, uniform, jnp.float32))
         assert np.isfinite(logits[np.arange(6), np.asarray(tokens)]).all(), uniform
     np.testing.assert_allclose(lse, np.log(np.exp(logits).sum(1)), rtol=1e-5, atol=1e-6)
+
+
+def test_an_excluded_token_is_never_sampled_where_sums_round():
+    """50 of 152k tokens are left. Sums of such a row rise by rounding where no token is."""
+    rng, V = np.random.default_rng(0), 151_936
+    logits = np.full(V, -np.inf)
+    logits[rng.choice(V, 50, replace=False)] = rng.standard_normal(50) * 2
+    until = np.cumsum(np.exp(logits[np.isfinite(logits)]))
+    near = np.round(until[:-1, None] / until[-1] * 2**23) + np.arange(-3, 4)
+    row_1V = jnp.asarray(logits, jnp.float32)[None]
+    one = lambda uniform: invert(row_1V, uniform[None])[0][0]
+    tokens = jax.lax.map(one, jnp.asarray(near.ravel() / 2**23, jnp.float32))
+    assert np.isfinite(logits[np.asarray(tokens)]).all()
 
 
 @pytest.mark.parametrize(
