@@ -15,6 +15,13 @@ fail() {
   exit 2
 }
 
+# The hosts get the last commit. A dry run calls no program.
+warn_of_changes() {
+  if [ -z "$dry_run" ] && [ -n "$(git status --porcelain)" ]; then
+    echo "warning: changes that are not committed do not run (git status lists them)." >&2
+  fi
+}
+
 # The comment at the head of the script is its help.
 usage() { awk 'NR > 1 && !/^#/ { exit } NR > 1 && !/^#SBATCH/ { sub(/^# ?/, ""); print }' "$0"; }
 

@@ -83,6 +83,7 @@ setup() {
     mount="sudo mkdir -p /shared && ($mount || sudo mount -t nfs $(printf %q "$nfs") /shared)\
  && sudo chmod 1777 /shared"
   fi
+  warn_of_changes
   act git archive --format=tar.gz --prefix=dapo_jax/ "--output=$archive" "$commit" \
     && act gcloud compute tpus tpu-vm scp "$archive" "$name:" "--project=$project" \
       "--zone=$zone" --quiet --worker=all \

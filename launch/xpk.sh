@@ -65,6 +65,7 @@ create() {
 
 # Of a commit, not of the directory: the image has nothing that is not in the repository.
 setup() {
+  warn_of_changes
   local build=(docker build --platform=linux/amd64 --build-arg=ACCELERATOR=tpu)
   build+=(${extra:+"--build-arg=EXTRA=$extra"} "--tag=$image" -)
   if [ -n "$dry_run" ]; then

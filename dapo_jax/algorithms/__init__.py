@@ -1,7 +1,7 @@
 """The objective: pure functions of arrays, as in the papers that they name."""
 
 from dapo_jax.algorithms.advantages import ADVANTAGES, Advantages, Outcomes, estimate
-from dapo_jax.algorithms.aggregation import Aggregation, aggregate
+from dapo_jax.algorithms.aggregation import AGGREGATIONS, Aggregation, aggregate
 from dapo_jax.algorithms.covariance import select_clip_cov, select_kl_cov
 from dapo_jax.algorithms.importance_correction import Correction, correct, mismatch
 from dapo_jax.algorithms.kl import adapted_kl_coefficient, kl_estimate, reward_kl
@@ -11,6 +11,7 @@ from dapo_jax.algorithms.surrogate import Surrogate, clamp
 
 __all__ = [
     "ADVANTAGES",
+    "AGGREGATIONS",
     "COVARIANCE_LOSSES",
     "LOSSES",
     "Advantages",

@@ -7,6 +7,7 @@ Deviation: DAPO's eq. 8 averages over the tokens of each group first ("token-mea
 default "token-mean" is over the mini-batch, as verl's current version.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,28 @@ from jaxtyping import Int
 class Aggregation(NamedTuple):
     numerator_R: np.ndarray  # float64, w of every trained token of a response
     denominator: float  # W, at least 1e-8
+
+
+class Counts(NamedTuple):
+    """Trained tokens of a mini-batch, float64; a response without any counts nowhere."""
+
+    tokens_R: np.ndarray  # n_i of each response
+    group_tokens_R: np.ndarray  # trained tokens of the prompt of each response
+    there_R: np.ndarray  # 1 where n_i > 0, else 0
+    num_prompts: float  # Q, with a trained token
+    num_responses: float  # R, with a trained token
+    max_response_tokens: int  # L
+
+
+# By the name in `config.objective.aggregation`: (w of each response's tokens, W).
+AGGREGATIONS: dict[str, Callable[[Counts], tuple[np.ndarray, float]]] = {
+    "token-mean": lambda c: (c.there_R, float(c.tokens_R.sum())),
+    "token-mean-per-group": lambda c: (_over(c.there_R, c.group_tokens_R), c.num_prompts),
+    "token-sum": lambda c: (c.there_R, 1.0),
+    "seq-mean-token-mean": lambda c: (_over(c.there_R, c.tokens_R), c.num_responses),
+    "seq-mean-token-sum": lambda c: (c.there_R, c.num_responses),
+    "seq-mean-token-sum-norm": lambda c: (c.there_R, c.num_responses * c.max_response_tokens),
+}
 
 
 def aggregate(
@@ -41,27 +64,25 @@ def aggregate(
     Args:
         lengths_R: n_i, trained tokens of each response of the mini-batch.
         groups_R: prompt of each response.
-        aggregation: one of the names.
+        aggregation: a name in AGGREGATIONS.
         max_response_tokens: the constant divisor of the last.
     """
     n_R = lengths_R.astype(np.float64)
-    there_R = n_R > 0
-    ones_R = there_R.astype(np.float64)
-    R = float(there_R.sum())
-    if aggregation == "token-mean":
-        numerator_R, denominator = ones_R, n_R.sum()
-    elif aggregation == "token-sum":
-        numerator_R, denominator = ones_R, 1.0
-    elif aggregation == "seq-mean-token-sum":
-        numerator_R, denominator = ones_R, R
-    elif aggregation == "seq-mean-token-sum-norm":
-        numerator_R, denominator = ones_R, R * max_response_tokens
-    elif aggregation == "seq-mean-token-mean":
-        numerator_R, denominator = ones_R / np.maximum(n_R, 1.0), R
-    else:
-        _, group_R = np.unique(groups_R, return_inverse=True)
-        tokens_Q = np.bincount(group_R, weights=n_R)
-        numerator_R = ones_R / np.maximum(tokens_Q[group_R], 1.0)
-        denominator = float((tokens_Q > 0).sum())
+    there_R = (n_R > 0).astype(np.float64)
+    _, group_R = np.unique(groups_R, return_inverse=True)
+    tokens_Q = np.bincount(group_R, weights=n_R)
+    counts = Counts(
+        tokens_R=n_R,
+        group_tokens_R=tokens_Q[group_R],
+        there_R=there_R,
+        num_prompts=float((tokens_Q > 0).sum()),
+        num_responses=float(there_R.sum()),
+        max_response_tokens=max_response_tokens,
+    )
+    numerator_R, denominator = AGGREGATIONS[aggregation](counts)
     # Nothing to train on: every w is 0, and the loss is 0 rather than 0 / 0.
-    return Aggregation(numerator_R, max(float(denominator), 1e-8))
+    return Aggregation(numerator_R, max(denominator, 1e-8))
+
+
+def _over(there_R: np.ndarray, tokens_R: np.ndarray) -> np.ndarray:
+    return there_R / np.maximum(tokens_R, 1.0)

@@ -19,9 +19,11 @@ def with_arguments(objective: "ObjectiveConfig") -> "ObjectiveConfig":
         UserError: there is no such method, or it does not take these arguments.
     """
     from dapo_jax.algorithms.advantages import ADVANTAGES
+    from dapo_jax.algorithms.aggregation import AGGREGATIONS
     from dapo_jax.algorithms.losses import LOSSES  # here: reading a config.json takes no JAX
 
-    for name, methods in (("loss", LOSSES), ("advantage", ADVANTAGES)):
+    every = (("loss", LOSSES), ("aggregation", AGGREGATIONS), ("advantage", ADVANTAGES))
+    for name, methods in every:
         chosen = getattr(objective, name)
         require(chosen in methods, f"objective.{name}", chosen, f"one of {', '.join(methods)}")
     loss, advantage = LOSSES[objective.loss], ADVANTAGES[objective.advantage]
@@ -31,14 +33,15 @@ def with_arguments(objective: "ObjectiveConfig") -> "ObjectiveConfig":
             require_unset(f"objective.{name}", value, when)
         elif value is None and name != "clip_dual":
             raise UserError(f"config.objective.{name} is needed when config.{when}.")
-    loss_args = fields.bind(loss.arguments, objective.loss_args, "config.objective.loss_args")
+    place, kind = "config.objective.loss_args", f"the loss {objective.loss!r}"
+    loss_args = fields.bind(loss.arguments, objective.loss_args, place, kind)
     if "cov_low" in loss_args and not loss_args["cov_low"] < loss_args["cov_high"]:
         raise UserError(
             f"config.objective.loss_args.cov_low ({loss_args['cov_low']}) must be below cov_high "
             f"({loss_args['cov_high']})."
         )
-    place = "config.objective.advantage_args"
-    advantage_args = fields.bind(advantage.arguments, objective.advantage_args, place)
+    place, kind = "config.objective.advantage_args", f"the advantage {objective.advantage!r}"
+    advantage_args = fields.bind(advantage.arguments, objective.advantage_args, place, kind)
     return dataclasses.replace(objective, loss_args=loss_args, advantage_args=advantage_args)
 
 

@@ -278,14 +278,6 @@ class DynamicSamplingConfig:
     exhausted: Literal["train", "skip", "stop"] = "train"
 
 
-Aggregation = Literal[
-    "token-mean",
-    "token-mean-per-group",
-    "token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-]
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
 
 
@@ -301,7 +293,7 @@ class ObjectiveConfig:
     clip_dual: Annotated[float, fields.Range(lambda x: x > 1, "above 1")] | None = None
     # Other arguments of the loss.
     loss_args: FrozenDict[Any] = dataclasses.field(default_factory=FrozenDict)
-    aggregation: Aggregation = "token-mean"
+    aggregation: str = "token-mean"  # a name in algorithms.aggregation.AGGREGATIONS
     advantage: str = "grpo"
     advantage_args: FrozenDict[Any] = dataclasses.field(default_factory=FrozenDict)
     overlong_filter: bool = False  # mask truncated responses in the loss

@@ -210,9 +210,10 @@ def _column(
         value = _find(row, name)
         if value is not ABSENT:
             return name, value
-    wanted = repr(key) if key is not None else f"any of {', '.join(map(repr, candidates))}"
+    none_of = f"none of {', '.join(map(repr, candidates))}"
     raise UserError(
-        f"{where} has no {wanted}; it has {', '.join(map(repr, row)) or 'nothing'}. "
+        f"{where} has {none_of if key is None else f'no {key!r}'}; "
+        f"it has {', '.join(map(repr, row)) or 'nothing'}. "
         f"Name the column in {field}."
     )
 

@@ -218,7 +218,8 @@ def write_table(rows: Sequence[str], seeds: Sequence[int], workdir: Path) -> Pat
     """Writes table.csv (a line for each run), table.md and table.png from finished runs.
 
     Intervals are 95 %, percentile bootstrap over seeds; of a difference, over pairs of one seed.
-    Rows of the paper's order are compared with the row before, the others with DAPO.
+    Rows of the paper's order are compared with the row before. Others are compared with the row
+    `dapo`, or with the first row where there is none.
 
     Returns:
         Path of table.md.
@@ -249,6 +250,8 @@ def markdown_tables(figures: dict[str, dict[str, list[float]]]) -> str:
         figures: by row and by column of table.csv, a value for each seed.
     """
     before = {b: a for a, b in itertools.pairwise(row for row in PAPER if row in figures)}
+    first = next(iter(figures))
+    reference = "dapo" if "dapo" in figures else first
     lines = [
         "| row | held-out avg@k, % | difference | compared with | paper |",
         "|---|---|---|---|---|",
@@ -256,8 +259,8 @@ def markdown_tables(figures: dict[str, dict[str, list[float]]]) -> str:
     for row, values in figures.items():
         accuracy = values["accuracy"]
         cells = [row, _percent(accuracy, bootstrap_interval(accuracy), ".1f")]
-        other = before.get(row) if row in PAPER else "dapo"
-        if other in figures:
+        other = before.get(row) if row in PAPER else reference
+        if other is not None and other != row:
             theirs = figures[other]["accuracy"]
             pairs = [a - b for a, b in zip(accuracy, theirs, strict=True)]
             interval = paired_bootstrap_interval(accuracy, theirs)

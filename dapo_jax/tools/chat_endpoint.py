@@ -22,6 +22,7 @@ TIMEOUT_SECONDS = 600.0  # of one request
 RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)  # waits after an error that may pass
 REPORT_EVERY_SECONDS = 10.0
 MAY_PASS = (408, 409, 429, 500, 502, 503, 504)  # HTTP statuses
+MOST_REFUSED = 8  # prompts without a reply to any: the fault is in every request
 OF_THE_PROMPT = (400, 413, 422)  # HTTP statuses: its content or length, where others are answered
 
 
@@ -83,40 +84,44 @@ def ask_file(
     del settings["concurrency"]  # replies do not depend on it
     lines = [{**line, "sampled_with": settings} for line in lines]
     done = done_in_any_order(target, lines)
-    left = [number for number in range(len(lines)) if number not in done]
-    num_before, waiting, failure = len(done), iter(left), None
+    waiting = iter([number for number in range(len(lines)) if number not in done])
+    num_before, is_answered, failure = len(done), bool(done), None
     start = reported = time.monotonic()
     under_way: dict[Future[list[str]], int] = {}
+    ready: list[tuple[int, dict[str, Any]]] = []  # refused ones wait until one is answered
     with ThreadPoolExecutor(endpoint.concurrency) as pool, target.open("a") as out:
         while True:
-            for number in itertools.islice(waiting, endpoint.concurrency - len(under_way)):
-                prompt = lines[number]["prompt"]
-                under_way[pool.submit(ask, endpoint, prompt, num_samples)] = number
+            if failure is None:
+                for number in itertools.islice(waiting, endpoint.concurrency - len(under_way)):
+                    prompt = lines[number]["prompt"]
+                    under_way[pool.submit(ask, endpoint, prompt, num_samples)] = number
             if not under_way:
                 break
             for answer in wait(under_way, return_when=FIRST_COMPLETED).done:
-                number = under_way.pop(answer)
-                reply: dict[str, Any] = {"samples": []}
+                number, reply = under_way.pop(answer), dict[str, Any](samples=[])
                 try:
                     reply["samples"] = [{"text": text} for text in answer.result()]
+                    is_answered = True
                 except Refused as error:
                     reply["refused"] = str(error)
-                    if not done:  # none was answered yet: the fault may be in every request
-                        failure = failure or _failure(endpoint.url, str(error))
                 except UserError as error:
                     failure = failure or error
-                if failure is not None:  # no more begin; replies under way are still written
-                    waiting = iter(())
-                    if not reply["samples"]:
-                        continue
+                    continue
+                ready.append((number, reply))
+            if not is_answered:
+                if len(ready) >= MOST_REFUSED or len(ready) == len(lines):
+                    failure = failure or _failure(endpoint.url, ready[0][1]["refused"])
+                continue
+            for number, reply in ready:
                 out.write(json.dumps(lines[number] | reply) + "\n")
-                out.flush()
                 done.add(number)
-                now, num_left = time.monotonic(), len(lines) - len(done)
-                if now - reported > REPORT_EVERY_SECONDS or not num_left:
-                    reported = now
-                    time_left = duration((now - start) * num_left / (len(done) - num_before))
-                    say(f"{len(done)} of {len(lines)} prompts answered, about {time_left} left")
+            out.flush()
+            ready.clear()
+            now, num_left = time.monotonic(), len(lines) - len(done)
+            if now - reported > REPORT_EVERY_SECONDS or not num_left:
+                reported = now
+                time_left = duration((now - start) * num_left / max(1, len(done) - num_before))
+                say(f"{len(done)} of {len(lines)} prompts answered, about {time_left} left")
     if failure is not None:
         raise failure
 

@@ -86,13 +86,18 @@ def converted(cls: type, values: Any, path: str) -> dict[str, Any]:
     return {name: convert(hints[name], value, f"{path}.{name}") for name, value in values.items()}
 
 
-def bind(arguments: Mapping[str, Argument], values: Mapping[str, Any], path: str) -> FrozenDict:
+def bind(
+    arguments: Mapping[str, Argument], values: Mapping[str, Any], path: str, method: str
+) -> FrozenDict:
     """Returns every argument of a method, the given values checked and defaults elsewhere.
+
+    Args:
+        method: the method in words, for messages.
 
     Raises:
         UserError: an argument is unknown, missing without a default, or not in its range.
     """
-    _check_known(values, arguments, path)
+    _check_known(values, arguments, path, f" of {method}")
     bound = {name: values.get(name, argument.default) for name, argument in arguments.items()}
     _check_given([name for name, value in bound.items() if value is dataclasses.MISSING], path)
     checked = lambda name: convert(arguments[name].type, bound[name], f"{path}.{name}")
@@ -156,11 +161,13 @@ def _check_given(missing: list[str], path: str) -> None:
         raise UserError(f"{path}.{missing[0]} is missing and has no default: add it.")
 
 
-def _check_known(values: Mapping[str, Any], known: Mapping[str, Any], path: str) -> None:
+def _check_known(
+    values: Mapping[str, Any], known: Mapping[str, Any], path: str, of: str = ""
+) -> None:
     unknown = [name for name in values if name not in known]
     if unknown:
         raise UserError(
-            f"{path}.{unknown[0]} is not a field. {path} has: {', '.join(known) or 'none'}. "
+            f"{path}.{unknown[0]} is not a field{of}. {path} has: {', '.join(known) or 'none'}. "
             "Remove it, or correct its name."
         )
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from dapo_jax.algorithms.aggregation import aggregate
+from dapo_jax.algorithms.aggregation import AGGREGATIONS, aggregate
 
 MEANS = ["token-mean", "token-mean-per-group", "seq-mean-token-mean"]
 SUMS = ["token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
@@ -41,6 +41,12 @@ def test_weights(aggregation):
     np.testing.assert_allclose(weights[there], by_hand, rtol=1e-12)
     assert not got.numerator_R[5:].any(), "a response without tokens counts nowhere"
     assert aggregation in SUMS or math.isclose((weights * LENGTHS).sum(), 1)
+
+
+def test_an_unknown_aggregation_is_no_other_one():
+    assert set(AGGREGATIONS) == {*MEANS, *SUMS}
+    with pytest.raises(KeyError):
+        aggregate(LENGTHS, GROUPS, aggregation="nonsense", max_response_tokens=64)
 
 
 @pytest.mark.parametrize("aggregation", MEANS + SUMS)

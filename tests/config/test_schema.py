@@ -154,7 +154,7 @@ def changed(*changes):
         ("objective.entropy_adaptation", (3.5, 0.005), r"over 32 tokens .* more than 3\.466"),
         ("objective.entropy_adaptation", (0.2, 0.0), "must be greater than 0; got 0"),
         ("objective.clip_dual", 0.5, "must be above 1; got 0.5"),
-        ("objective.aggregation", "mean", "must be one of 'token-mean'.* got 'mean'"),
+        ("objective.aggregation", "mean", "must be one of token-mean, .* got 'mean'"),
         ("objective.advantage_args", {"normalise_std": 1}, r"must be bool; got 1 \(int\)"),
         ("objective.overlong_in_baseline", False, "not read when .*overlong_filter is False"),
         ("objective.kl_estimator", "k1", "not read when .*reward_kl_coefficient are 0"),

@@ -96,8 +96,8 @@ def test_a_tokenizer_without_a_chat_template_gets_the_prompts_of_a_dapo_run(tmp_
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"prompt": "a"}, "has no any of 'response', 'completion'.*Name the column in .*response_"),
-        ({"response": "a"}, "has no any of 'prompt'.*it has 'response'.*prompt_key"),
+        ({"prompt": "a"}, "has none of 'response', 'completion'.*Name the column in .*response_"),
+        ({"response": "a"}, "has none of 'prompt'.*it has 'response'.*prompt_key"),
         ({"prompt": "a", "response": 3}, "line 1: 'response' must be text, not a number"),
         ({"prompt": "a", "response": " \n"}, "line 1: a response is empty. Correct it, or set"),
         ({"prompt": "", "response": "a"}, "line 1: the prompt is empty.*unusable_examples to 'd"),

@@ -222,7 +222,7 @@ def test_a_box_that_is_asked_for_must_be_there(tmp_path):
         ("[" + line() + "]", "a JSON object, not a list"),
         ("3", "a JSON object, not a number (3)"),
         ('"a"', 'a JSON object, not a text ("a")'),
-        ('{"input": "a", "answer": "b"}', "any of 'prompt', 'problem', 'question'; it has 'input'"),
+        ('{"input": "a", "answer": "b"}', "has none of 'prompt', 'problem', 'question'; it "),
         ('{"question": "a"}', "'ground_truth', 'solution'; it has 'question'"),
         ("{}", "it has nothing"),
         (line(3), "'question' must be text or a list of messages, not a number (3)"),
@@ -274,7 +274,7 @@ def test_a_key_that_is_not_there(tmp_path, keys, wanted):
         ({"prompt": "a", "answer": None}, "'answer' must be text, not null"),
         ({"prompt": None, "answer": "b"}, "'prompt' must be text or a"),
         ({"prompt": "a", "answer": b"b"}, "'answer' must be text, not bytes"),
-        ({"prompt": "a", "score": 1}, r"has no any of .*it has 'prompt', 'score'"),
+        ({"prompt": "a", "score": 1}, r"has none of .*it has 'prompt', 'score'"),
     ],
 )
 def test_a_faulty_row_of_parquet_is_named(tmp_path, row, wanted):

@@ -69,6 +69,19 @@ def test_a_run_from_config_to_text(tmp_path, home, monkeypatch, standard_promoti
     assert verdicts[1]["id"] == 7
 
 
+@pytest.mark.slow
+def test_the_loop_of_the_guide_runs(tmp_path, home, monkeypatch, capsys, standard_promotion):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    section = (ROOT / "docs" / "api.md").read_text().split("## A loop of your own\n")[1]
+    lines = section.split("\n## ")[0].splitlines()
+    code = "\n".join(line[4:] for line in lines if line.startswith("    "))
+    load = dapo_jax.load_config
+    monkeypatch.setattr(dapo_jax, "load_config", lambda file: load(file, SMALL))
+    exec(code, {"__name__": "__main__"})
+    assert [line[0] for line in capsys.readouterr().out.splitlines()[-2:]] == ["1", "2"]
+
+
 def test_mistakes_are_named():
     with pytest.raises(UserError, match=r"config.train.steps is not a field"):
         dapo_jax.load_config(TINY, {"train.steps": 1})

@@ -242,7 +242,7 @@ REWARD_KL = advantage("grpo-process") | {
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (advantage("rloo", std_ddof=1), r"advantage_args\.std_ddof is not a field.* has: none"),
+        (advantage("rloo", std_ddof=1), r"std_ddof is not a field of the advantage 'rloo'.* none"),
         (advantage("grpo", gamma=0.9), r"gamma is not a field.* has: normalise_"),
         (advantage("grpo", std_ddof=2), r"std_ddof must be one of 0, 1; got 2"),
         (advantage("nosuch"), r"objective\.advantage must be one of grpo, rloo"),

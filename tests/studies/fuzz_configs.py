@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from tests import conftest  # eight virtual devices
 
@@ -27,8 +27,8 @@ from tests import conftest  # eight virtual devices
 import jax
 
 from dapo_jax.algorithms.advantages import ADVANTAGES
+from dapo_jax.algorithms.aggregation import AGGREGATIONS
 from dapo_jax.config import Config
-from dapo_jax.config.schema import Aggregation
 from dapo_jax.train_loop import train
 from dapo_jax.types import UserError
 from tests.algorithms.test_policy_losses import SETTINGS, configured
@@ -63,7 +63,7 @@ def learned(rng: random.Random) -> dict[str, Any]:
     read = ADVANTAGES[advantage].arguments
     chosen = configured(loss) | {
         "objective__advantage": advantage,
-        "objective__aggregation": rng.choice(get_args(Aggregation)),
+        "objective__aggregation": rng.choice([*AGGREGATIONS]),
         "objective__overlong_filter": rng.random() < 0.3,
         "objective__top_entropy_share": rng.choice([1.0, 1.0, 0.2]),
         "objective__entropy_coefficient": rng.choice([0.0, 0.0, 0.01]),

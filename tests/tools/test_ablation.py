@@ -52,6 +52,15 @@ def test_the_table_has_means_and_paired_intervals(tmp_path):
     assert (tmp_path / "table.png").stat().st_size > 10_000
 
 
+def test_rows_without_dapo_are_compared_with_the_first():
+    figures = {
+        row: {column.name: [value] for column in ablation.COLUMNS}
+        for row, value in (("sync", 0.8), ("carry", 0.9))
+    }
+    text = ablation.markdown_tables(figures)
+    assert "| sync | 80.0 |  |  |  |" in text and "| carry | 90.0 | +10.0 | sync |  |" in text
+
+
 def test_one_seed_has_no_interval():
     figures = {
         row: {column.name: [value] for column in ablation.COLUMNS}

@@ -299,6 +299,15 @@ def test_a_slice_with_a_lost_worker_is_deleted_and_requested_again(tmp_path, min
     assert done_by(tmp_path) == [*done, "stop", "delete"]
 
 
+@pytest.mark.parametrize("changed", [True, False])
+def test_a_set_up_warns_of_changes_that_are_not_committed(tmp_path, changed):
+    cloud(tmp_path, FRESH)
+    stand_in(tmp_path, "git", f'case "$1" in status) echo "{" M a.py" * changed}" ;; esac')
+    flags = f"{PLACE} {SLICE} {NFS}"
+    _, _, errors = call(f"launch/tpu_vm.sh setup {flags}", path=tmp_path)
+    assert ("changes that are not committed do not run" in errors) == changed
+
+
 def test_every_set_up_of_a_run_has_the_commit_of_its_start(tmp_path):
     """Though HEAD has moved; and no two launches write the same file."""
     cloud(tmp_path, FRESH, "SUSPENDED", NONE, FRESH, "ACTIVE/failed failed 3 a-host")

@@ -123,15 +123,12 @@ def _method_name(runs: Sequence[Run]) -> str:
 
 
 def load_runs(directories: Sequence[Path]) -> list[Run]:
-    """Returns the runs of the directories, in the order given.
+    """Returns the runs of the directories, in the order given; one that is given twice counts once.
 
     Raises:
-        UserError: a directory is given twice, holds no run, or no step of its run is done.
+        UserError: a directory holds no run, or no step of its run is done.
     """
-    places = [directory.expanduser().resolve() for directory in directories]
-    for place in places:
-        if places.count(place) > 1:
-            raise UserError(f"{place} is given twice; leave one out.")
+    places = [*dict.fromkeys(directory.expanduser().resolve() for directory in directories)]
     return [_load_run(name, place) for name, place in zip(_names(places), places)]
 
 
