@@ -228,6 +228,7 @@ def dropped(groups):
 NO_PUNISHMENT = {"reward__overlong_buffer_tokens": 0, "reward__overlong_penalty": 0.0}
 METHOD_FIELDS = {
     "maxrl": {"reward__incorrect": 0.0},
+    "gpg": {"reward__incorrect": 0.0},
     "gdpo": {"objective__advantage_args": {"component_weights": (1.0, 1.0)}},
     "gae": METHODS["ppo"]
     | {"objective__reward_kl_coefficient": 0.0, "objective__kl_estimator": "k3"},
@@ -239,7 +240,7 @@ METHOD_FIELDS = {
 def test_advantages_are_those_of_the_responses_without_given_tokens(name):
     fields = {"objective__advantage": name} | METHOD_FIELDS.get(name, {})
     config, groups = tiny_config(**NO_PUNISHMENT, **fields), given_groups()
-    if name == "maxrl":
+    if name in ("maxrl", "gpg"):
         verdicts = lambda g: tuple(v._replace(reward=float(v.correct)) for v in g.verdicts)
         groups = [g._replace(verdicts=verdicts(g)) for g in groups]
     both = []
