@@ -58,9 +58,11 @@ def render(
                 "to the tokenizer_config.json of config.model.tokenizer where there is none."
             )
         return messages[0][1]
-    text = _chat_text(tokenizer, _with_system(messages, system_prompt))
-    role, content = messages[-1]
-    if role == "user" and content.strip() not in text:
+    messages = _with_system(messages, system_prompt)
+    text, (role, content) = _chat_text(tokenizer, messages), messages[-1]
+    # A template may change a prompt, such as by taking /no_think out of it.
+    left_out = lambda: text == _chat_text(tokenizer, (*messages[:-1], (role, "?" * len(content))))
+    if role == "user" and content.strip() not in text and left_out():
         raise UserError(
             f"the chat template of config.model.tokenizer leaves out the prompt {content[:40]!r}, "
             "as one that reads lists of parts does with a text. Set config.data.chat to False, or "

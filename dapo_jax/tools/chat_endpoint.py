@@ -22,7 +22,7 @@ TIMEOUT_SECONDS = 600.0  # of one request
 RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)  # waits after an error that may pass
 REPORT_EVERY_SECONDS = 10.0
 MAY_PASS = (408, 409, 429, 500, 502, 503, 504)  # HTTP statuses
-MOST_REFUSED = 8  # prompts without a reply to any: the fault is in every request
+MOST_REFUSED = 32  # prompts in a row: the fault is in every request, such as the account's
 OF_THE_PROMPT = (400, 413, 422)  # HTTP statuses: its content or length, where others are answered
 
 
@@ -85,43 +85,47 @@ def ask_file(
     lines = [{**line, "sampled_with": settings} for line in lines]
     done = done_in_any_order(target, lines)
     waiting = iter([number for number in range(len(lines)) if number not in done])
-    num_before, is_answered, failure = len(done), bool(done), None
+    num_before, latest, failure = len(done), -1, None
     start = reported = time.monotonic()
     under_way: dict[Future[list[str]], int] = {}
-    ready: list[tuple[int, dict[str, Any]]] = []  # refused ones wait until one is answered
+    # Refused ones, each until a later prompt is answered.
+    refused: list[tuple[int, dict[str, Any]]] = []
+    as_text = lambda number, reply: json.dumps(lines[number] | reply) + "\n"
     with ThreadPoolExecutor(endpoint.concurrency) as pool, target.open("a") as out:
         while True:
-            if failure is None:
+            if failure is None and len(refused) < MOST_REFUSED:
                 for number in itertools.islice(waiting, endpoint.concurrency - len(under_way)):
                     prompt = lines[number]["prompt"]
                     under_way[pool.submit(ask, endpoint, prompt, num_samples)] = number
             if not under_way:
                 break
+            ready: list[tuple[int, dict[str, Any]]] = []
             for answer in wait(under_way, return_when=FIRST_COMPLETED).done:
                 number, reply = under_way.pop(answer), dict[str, Any](samples=[])
                 try:
                     reply["samples"] = [{"text": text} for text in answer.result()]
-                    is_answered = True
+                    ready.append((number, reply))
+                    latest = max(latest, number)
                 except Refused as error:
-                    reply["refused"] = str(error)
+                    refused.append((number, reply | {"refused": str(error)}))
                 except UserError as error:
                     failure = failure or error
-                    continue
-                ready.append((number, reply))
-            if not is_answered:
-                if len(ready) >= MOST_REFUSED or len(ready) == len(lines):
-                    failure = failure or _failure(endpoint.url, ready[0][1]["refused"])
+            ready += [each for each in refused if each[0] < latest]
+            refused = [each for each in refused if each[0] > latest]
+            if not ready:
                 continue
-            for number, reply in ready:
-                out.write(json.dumps(lines[number] | reply) + "\n")
-                done.add(number)
+            out.writelines(as_text(*each) for each in ready)
             out.flush()
-            ready.clear()
+            done |= {number for number, _ in ready}
             now, num_left = time.monotonic(), len(lines) - len(done)
             if now - reported > REPORT_EVERY_SECONDS or not num_left:
                 reported = now
                 time_left = duration((now - start) * num_left / max(1, len(done) - num_before))
                 say(f"{len(done)} of {len(lines)} prompts answered, about {time_left} left")
+        if refused and (not done or len(refused) >= MOST_REFUSED):
+            failure = failure or _failure(endpoint.url, refused[0][1]["refused"])
+        elif failure is None:
+            out.writelines(as_text(*each) for each in refused)
     if failure is not None:
         raise failure
 

@@ -277,6 +277,14 @@ def test_a_template_that_fails_or_drops_the_prompt_is_reported(tmp_path, templat
         prepare_rows(tmp_path, [row("Add")], tokenizer=tokenizer, chat=True)
 
 
+def test_a_template_may_change_a_prompt(tmp_path):
+    """As that of Nemotron Nano, which takes the switch for thinking out of a user's text."""
+    template = "{{ messages[0].content.replace('/no_think', '').strip() }}:"
+    tokenizer = character_tokenizer(chat_template=template)
+    found = prepare_rows(tmp_path, [row("Add /no_think")], tokenizer=tokenizer, chat=True)
+    assert [p.prompt for p in found.problems] == ["Add:"]
+
+
 def test_an_overlong_prompt_is_an_error_left_out_or_cut(tmp_path):
     rows = [row("a"), row("a"), row("123456"), row("b")]
     message = (

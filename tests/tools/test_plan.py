@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 
 import jax
@@ -13,7 +14,7 @@ from dapo_jax.models.sharding import AXES, make_mesh
 from dapo_jax.rollout import memory_budget
 from dapo_jax.tools.plan import chips, compiled, estimate, plan, programs, report, search
 from dapo_jax.training import packing
-from dapo_jax.types import RunError
+from dapo_jax.types import RunError, UserError
 from tests.support.helpers import replace_model, tiny_config
 from tests.support.runs import load_launcher
 
@@ -346,3 +347,19 @@ def test_gsm8k_fits_one_accelerator(form, gib):
     assert config.model.compute_dtype == ("float32" if form else "bfloat16")
     text = config.data.prompt_template.format(prompt="1 + 1?")
     assert text.startswith("1 + 1?") and text.endswith(r"\boxed{}.")
+
+
+def test_a_plan_leaves_the_environment_as_it_was(monkeypatch):
+    """JAX in a child process would take the host for one of GKE."""
+    monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
+    seen = {}
+
+    def topology(**_):
+        seen.update(os.environ)
+        raise RuntimeError("no such shape")
+
+    monkeypatch.setattr(chips.topologies, "get_topology_desc", topology)
+    before = dict(os.environ)
+    with pytest.raises(UserError, match="no such shape"):
+        chips.target("v5e:2x4")
+    assert seen["TPU_WORKER_HOSTNAMES"] == "localhost" and dict(os.environ) == before

@@ -190,6 +190,28 @@ def test_a_prompt_that_is_refused_is_dropped_and_named(server, tmp_path, capsys)
     assert not (tmp_path / "none" / "rewrite.jsonl").read_text()
 
 
+def test_a_fault_of_all_requests_refuses_no_prompt(tmp_path, monkeypatch):
+    """Such as an account without money, in the middle of the file."""
+    endpoint = chat_endpoint.Endpoint("http://localhost/v1", "name", 0.0, 9, 0, concurrency=3)
+    lines = [{"index": i, "prompt": f"prompt {i}"} for i in range(60)]
+    target, refused = tmp_path / "replies.jsonl", {f"prompt {i}" for i in range(10, 60)}
+
+    def ask(_, prompt, num_samples):
+        if prompt in refused:
+            raise chat_endpoint.Refused("HTTP 400: billing_hard_limit_reached")
+        return ["reply"] * num_samples
+
+    monkeypatch.setattr(chat_endpoint, "ask", ask)
+    ask_all = lambda: chat_endpoint.ask_file(endpoint, lines, target, num_samples=1, say=print)
+    with pytest.raises(UserError, match="billing_hard_limit_reached"):
+        ask_all()
+    assert all(line["samples"] for line in lines_of(target))
+    refused.clear()
+    ask_all()
+    found = lines_of(target)
+    assert len(found) == 60 and all(line["samples"] for line in found)
+
+
 def test_replies_are_kept_as_they_come(tmp_path, monkeypatch):
     """Though the first prompt has none."""
     endpoint = chat_endpoint.Endpoint("http://localhost/v1", "name", 0.0, 9, 0, concurrency=3)

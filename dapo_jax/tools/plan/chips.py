@@ -5,11 +5,12 @@ from others of its slice (half of Google's bidirectional bandwidth). Memory is w
 program have, which is less than the maker states. docs/plan.md has the sources of the shares.
 """
 
+import contextlib
 import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,11 +128,7 @@ def _devices(topology: str) -> Any:
     shape = re.fullmatch(r"(v4|v5e|v5p|v6e):(\d+(?:x\d+){1,2})", topology)
     if shape is None:
         raise UserError(f"--topology={topology} is not known. {KNOWN}")
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # or libtpu asks the cloud who it is
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # compiling opens no device
-    # Or libtpu prints errors about the host that it is not on. No program depends on these.
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+
     if not os.environ.get("JAX_PLATFORMS"):
         # Shapes are traced on CPU: libtpu searches minutes for a TPU that is missing.
         jax.config.update("jax_platforms", "cpu")
@@ -141,9 +138,10 @@ def _devices(topology: str) -> Any:
     if chips == 1:  # libtpu 0.0.42 assumes four chips to a host
         options["chips_per_host_bounds"] = (1, 1, 1)
     try:
-        devices = topologies.get_topology_desc(
-            platform="tpu", topology_name=topology, **options
-        ).devices
+        with _environment():
+            devices = topologies.get_topology_desc(
+                platform="tpu", topology_name=topology, **options
+            ).devices
     except Exception as error:  # libtpu's own, of several kinds
         raise UserError(
             f"--topology={topology} cannot be compiled for: {error_line(error)}. It needs "
@@ -151,6 +149,25 @@ def _devices(topology: str) -> Any:
         ) from error
     assert len(devices) == chips, "a device is a chip"
     return devices
+
+
+@contextlib.contextmanager
+def _environment() -> Iterator[None]:
+    """Variables for libtpu. A program that starts later must not take them for its own host's."""
+    wanted = {
+        "TPU_SKIP_MDS_QUERY": "1",  # or libtpu asks the cloud who it is
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # compiling opens no device
+        # Or libtpu prints errors about the host that it is not on. No program depends on these.
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    }
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
 
 
 def _local_bytes(devices: Sequence[Any]) -> int | None:
