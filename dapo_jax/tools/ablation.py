@@ -250,8 +250,7 @@ def markdown_tables(figures: dict[str, dict[str, list[float]]]) -> str:
         figures: by row and by column of table.csv, a value for each seed.
     """
     before = {b: a for a, b in itertools.pairwise(row for row in PAPER if row in figures)}
-    first = next(iter(figures))
-    reference = "dapo" if "dapo" in figures else first
+    reference = "dapo" if "dapo" in figures else next(iter(figures), None)
     lines = [
         "| row | held-out avg@k, % | difference | compared with | paper |",
         "|---|---|---|---|---|",

@@ -52,21 +52,20 @@ def test_the_table_has_means_and_paired_intervals(tmp_path):
     assert (tmp_path / "table.png").stat().st_size > 10_000
 
 
+def tables_of_one_seed(**accuracies):
+    names = [column.name for column in ablation.COLUMNS]
+    return ablation.markdown_tables(
+        {row: {key: [value] for key in names} for row, value in accuracies.items()}
+    )
+
+
 def test_rows_without_dapo_are_compared_with_the_first():
-    figures = {
-        row: {column.name: [value] for column in ablation.COLUMNS}
-        for row, value in (("sync", 0.8), ("carry", 0.9))
-    }
-    text = ablation.markdown_tables(figures)
+    text = tables_of_one_seed(sync=0.8, carry=0.9)
     assert "| sync | 80.0 |  |  |  |" in text and "| carry | 90.0 | +10.0 | sync |  |" in text
 
 
 def test_one_seed_has_no_interval():
-    figures = {
-        row: {column.name: [value] for column in ablation.COLUMNS}
-        for row, value in (("grpo", 0.85), ("dapo", 0.9))
-    }
-    text = ablation.markdown_tables(figures)
+    text = tables_of_one_seed(grpo=0.85, dapo=0.9)
     assert "| grpo | 85.0 |  |  | 30 |" in text and "| dapo | 90.0 | +5.0 | grpo | 50 |" in text
 
 
