@@ -4,11 +4,16 @@
 
 dry_run='' # set by --dry_run
 rest=()    # what follows --
+# What stands for a $ in the arguments of a command: Kubernetes replaces $(NAME), systemd ${NAME}.
+# shellcheck disable=SC2034 # read by the launchers
+dollar='$$'
 # Variables of launch/train.py: caches of compiled programs, and of the hub's weights and data, that
 # all hosts share. Each --env adds one.
 # shellcheck disable=SC2034 # read by the launchers
 shared_env=(JAX_COMPILATION_CACHE_DIR=/shared/jax_cache HF_HOME=/shared/huggingface)
 env=()
+# The launchers change directory before they print their help.
+self=$(cd "$(dirname "$0")" && pwd)/${0##*/}
 
 fail() {
   echo "error: $*" >&2
@@ -23,7 +28,7 @@ warn_of_changes() {
 }
 
 # The comment at the head of the script is its help.
-usage() { awk 'NR > 1 && !/^#/ { exit } NR > 1 && !/^#SBATCH/ { sub(/^# ?/, ""); print }' "$0"; }
+usage() { awk 'NR > 1 && !/^#/ { exit } NR > 1 && !/^#SBATCH/ { sub(/^# ?/, ""); print }' "$self"; }
 
 # parse "names that take a value" "names of switches" ARGUMENT...
 # Sets the variable of each flag's name; a given switch becomes 1. Local names end in _, so that they

@@ -10,7 +10,8 @@
 # submits itself with sbatch. The job runs launch/train.py on all nodes with srun, each process in
 # launch/restart.sh. The checkout, its .venv and --workdir must be on a file system that all nodes
 # see. Before the time limit everything is saved and the job is requeued, as after a failed node or a
-# preemption. After scancel it ends.
+# preemption. After scancel it ends. Inside a job, as in the shell of salloc, it submits nothing and
+# trains in that job.
 #
 # --nodes=N                  nodes of the job
 # --gpus_per_node=N          GPUs of a node

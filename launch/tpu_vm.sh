@@ -98,14 +98,15 @@ setup() {
 }
 
 # A systemd unit outlives the connection, passes on the SIGTERM of a shutdown, and waits for the end
-# of a step and the checkpoint; the network and /shared are there until then. libtpu maps the chips
-# into locked memory, so its limit is lifted. The output goes to the shared directory, which outlives
-# the slice.
+# of a step and the checkpoint; the network and /shared are there until then. Where Linux kills a
+# process for lack of memory, restart.sh is to go on, which OOMPolicy=stop, the default, would end.
+# libtpu maps the chips into locked memory, so its limit is lifted. The output goes to the shared
+# directory, which outlives the slice.
 start() {
-  local logs="/shared/logs/$name" command variable options
+  local logs="/shared/logs/$name" command='' argument variable options
   options="--unit=dapo --uid=\$(id -u) --working-directory=\$HOME/dapo_jax --remain-after-exit"
-  for variable in KillMode=mixed TimeoutStopSec=3600 SuccessExitStatus=143 LimitMEMLOCK=infinity \
-    LimitNOFILE=1048576 UMask=0000 EnvironmentFile=-/shared/secrets.env \
+  for variable in KillMode=mixed TimeoutStopSec=3600 SuccessExitStatus=143 OOMPolicy=continue \
+    LimitMEMLOCK=infinity LimitNOFILE=1048576 UMask=0000 EnvironmentFile=-/shared/secrets.env \
     RequiresMountsFor=/shared After=network-online.target "StandardOutput=append:$logs/\$(hostname).log" \
     "StandardError=append:$logs/\$(hostname).log"; do
     options+=" --property=$variable"
@@ -113,7 +114,9 @@ start() {
   for variable in "${shared_env[@]}" ${env[@]+"${env[@]}"}; do
     options+=" --setenv=$(printf %q "$variable")"
   done
-  command=$(printf ' %q' .venv/bin/python launch/train.py "${rest[@]}")
+  for argument in .venv/bin/python launch/train.py "${rest[@]}"; do
+    command+=" $(printf %q "${argument//\$/$dollar}")"
+  done
   workers all "umask 0 && mkdir -p $logs && (sudo systemctl reset-failed dapo 2>/dev/null || true)\
  && sudo systemd-run $options \$HOME/dapo_jax/launch/restart.sh --$command"
 }
@@ -158,9 +161,11 @@ discard() {
 advance() {
   local state states failed
   if ! state=$(slice_state); then
+    [ -n "$looked" ] || fail "the slices of --project=$project --zone=$zone cannot be listed."
     note "the state of the slice is not available."
     return 1
   fi
+  looked=1
   case "$state" in
     '')
       if [ -n "$seen" ]; then
@@ -213,7 +218,7 @@ advance() {
 }
 
 run() {
-  ended='' failures=0 failed_requests=0 seen='' silent_since='' failed_host=''
+  ended='' failures=0 failed_requests=0 looked='' seen='' silent_since='' failed_host=''
   if [ -n "$dry_run" ]; then
     note "the commands of an uninterrupted run; the states are read every $poll_seconds s."
     slice_state && create && slice_state && unit_states && begin

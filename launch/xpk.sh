@@ -79,7 +79,9 @@ setup() {
 json() { # prints the arguments as JSON strings, separated by commas
   local text line=''
   for text in "$@"; do
+    text=${text//'$'/$dollar}
     text=${text//\\/\\\\}
+    text=${text//$'\n'/\\n}
     text=${text//\"/\\\"}
     line+=", \"$text\""
   done

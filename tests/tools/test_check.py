@@ -2,7 +2,9 @@
 
 import functools
 import json
+import os
 import shlex
+import signal
 import textwrap
 
 import jax
@@ -77,6 +79,25 @@ def test_a_part_that_takes_too_long_is_stopped_and_not_lost(tmp_path):
     assert not store.findings and page.counts(store) == "2 not run"
 
 
+def test_a_check_that_is_stopped_stops_its_part_and_leaves_nothing(tmp_path):
+    body = """
+    import os, pathlib, signal, tempfile
+    pathlib.Path(output, "left").write_text(f"{os.getpid()} {tempfile.mkdtemp()}")
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(60)
+    """
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            runner.run(launcher(tmp_path, body), tmp_path, ["step"], 0.5, print)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    pid, place = (tmp_path / "left").read_text().split()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
+    assert not os.path.exists(place) and (tmp_path / "check.html").exists()
+
+
 def test_a_check_that_ends_its_process_is_wrong_and_the_others_are_run(tmp_path):
     Store(tmp_path).begin("step", ["one", "two", "three"], {"kind": "x"})
     body = f"""
@@ -103,6 +124,15 @@ def test_findings_of_another_machine_are_refused(tmp_path):
     (tmp_path / "check.json").write_text("{}")
     with pytest.raises(UserError, match="--output"):
         Store(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["update", "step", "resume"])
+def test_a_part_whose_models_do_not_fit_says_so(part, tmp_path, monkeypatch):
+    small = H100._replace(memory_bytes=12 * 2**30)
+    monkeypatch.setattr("dapo_jax.tools.check.machine.this_machine", lambda: small)
+    runner.run_here(tmp_path, part, {})
+    (found,) = Store(tmp_path).findings
+    assert found.part == part and found.verdict == "not run" and "memory" in found.reason
 
 
 @pytest.mark.parametrize(
@@ -279,6 +309,12 @@ def test_a_profile_without_measurements_names_the_parts(tmp_path):
     (tmp_path / "other.json").write_text("[]")
     with pytest.raises(UserError, match="--profile"):
         chips.with_profile(chips.named("H200"), tmp_path / "other.json")
+
+
+def test_a_profile_of_a_chip_without_stated_rates_says_so():
+    file = ROOT / "docs" / "accelerators" / "cpu" / "check.json"
+    with pytest.raises(UserError, match="'cpu', whose rates are not known.*NVIDIA H200"):
+        chips.with_profile(CPU.chip, file)
 
 
 def test_the_document_is_that_of_the_stored_checks(tmp_path):

@@ -76,6 +76,7 @@ def test_the_documentation_has_the_commands_that_are_tested():
 def test_help_names_every_flag(script):
     status, out, err = call(f"launch/{script.name} --help")
     assert status == 0 and err == "" and f"launch/{script.name}" in out
+    assert call(f"./{script.name} --help", cwd=script.parent) == (status, out, err)
     parsed = re.findall(r'^parse "([^"]*)" \\?\s*"([^"]*)"', script.read_text(), re.M)
     assert len(parsed) == 1
     for flag in " ".join(parsed[0]).replace("\\\n", "").split():
@@ -299,6 +300,22 @@ def test_a_slice_with_a_lost_worker_is_deleted_and_requested_again(tmp_path, min
     assert done_by(tmp_path) == [*done, "stop", "delete"]
 
 
+@pytest.mark.parametrize("failed, status", [(1, 2), (2, 0)], ids=["first", "later"])
+def test_a_run_ends_where_its_first_look_fails_and_goes_on_after_a_later_one(
+    tmp_path, failed, status
+):
+    """A wrong zone is no outage."""
+    cloud(tmp_path, RUNS, "ACTIVE/active exited 0")
+    gcloud, looks = tmp_path / "gcloud", tmp_path / "n"
+    fails = f'echo >> {looks}; [ "$(wc -l < {looks})" -ne {failed} ] || exit 1'
+    gcloud.write_text(f'{gcloud.read_text()}\ncase "$*" in *list*) {fails} ;; esac\n')
+    flags = f"{PLACE} {SLICE} {NFS} --poll_seconds=0"
+    found, _, err = call(f"launch/tpu_vm.sh run {flags} {TRAIN}", path=tmp_path)
+    assert found == status
+    assert ("--zone=us-east5-a cannot be listed" in err) == (failed == 1)
+    assert ("the state of the slice is not available" in err) == (failed == 2)
+
+
 @pytest.mark.parametrize("changed", [True, False])
 def test_a_set_up_warns_of_changes_that_are_not_committed(tmp_path, changed):
     cloud(tmp_path, FRESH)
@@ -501,16 +518,17 @@ def test_the_manifest_starts_again_what_restart_does(manifest):
     assert {"name": "LIBTPU_INIT_ARGS", "value": "--x=1"} in container["env"]
 
 
-VALUE = r"""a "b" 'c' \d & $e"""
+VALUE = r"""a "b" 'c' \d & $e ${f} $(g)""" + "\n\th"
 QUOTED = "'" + VALUE.replace("'", r"'\''") + "'"
+READ = VALUE.replace("$", "$$")  # Kubernetes and systemd read $$ as $
 
 
 def test_values_stay_as_they_are_in_the_manifest():
     line = MANIFEST.replace("--env=LIBTPU_INIT_ARGS=--x=1", f"--env=X={QUOTED}")
     _, out, _ = call(f"{line} --config.x={QUOTED}")
     spec = yaml.safe_load(out)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    assert spec["containers"][0]["env"][-1] == {"name": "X", "value": VALUE}
-    assert spec["containers"][0]["args"][-1] == f"--config.x={VALUE}"
+    assert spec["containers"][0]["env"][-1] == {"name": "X", "value": READ}
+    assert spec["containers"][0]["args"][-1] == f"--config.x={READ}"
 
 
 def test_values_stay_as_they_are_through_ssh(tmp_path):
@@ -521,7 +539,7 @@ def test_values_stay_as_they_are_through_ssh(tmp_path):
     stand_in(tmp_path, "mkdir", "")
     status, out, err = call(printed, path=tmp_path)
     assert status == 0, err
-    assert out.splitlines()[-1] == f"--config.x={VALUE}"
+    assert out.endswith(f"\n--config.x={READ}\n")
 
 
 def test_what_the_image_holds():

@@ -5,8 +5,11 @@ The first process opens no device.
 """
 
 import math
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -56,6 +59,8 @@ def run(
         UserError: `output` holds the check of another machine.
     """
     store, end = Store(output), time.monotonic() + 60 * minutes
+    # Or the part would go on without this process, and hold the devices.
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         for part in parts:
             seconds = end - time.monotonic()
@@ -67,6 +72,7 @@ def run(
             while _run_part(launcher, output, part, store, end, say):
                 say(f"  {part}: starts again after the check that ended it")
     finally:
+        signal.signal(signal.SIGTERM, before)
         page.write(store)
     return store
 
@@ -80,8 +86,13 @@ def _run_part(
     """
     command = [sys.executable, str(launcher), f"--output={output}", f"--parts={part}", "--here"]
     shown = {(f.part, f.name) for f in store.findings}
-    with (output / f"{part}.log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    with (
+        # A part that is killed leaves its temporary files, such as a checkpoint of gigabytes.
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place,
+        (output / f"{part}.log").open("w") as log,
+    ):
+        variables = os.environ | {"TMPDIR": place}
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=variables)
         try:
             while process.poll() is None and time.monotonic() < end:
                 time.sleep(0.2)
@@ -132,7 +143,8 @@ def run_here(output: Path, part: str, base: dict[str, Any]) -> None:
     from dapo_jax.tools.check.machine import this_machine
 
     store, machine = Store(output), this_machine()
-    checks = _checks(part, machine, store, base)
+    none_fits = Result("not run", "the memory is too small for the smallest of the models")
+    checks = _checks(part, machine, store, base) or {"models": lambda: none_fits}
     store.begin(part, checks, machine.identity())
     for name, check in checks.items():
         if store.find(part, name) is None:

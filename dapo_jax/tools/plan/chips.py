@@ -92,8 +92,12 @@ def with_profile(chip: Chip, file: str | Path) -> Chip:
         raise UserError(
             f"--profile={file} is no check.json of launch/check.py: {error}."
         ) from error
-    measured_on = CHIPS.get(kind)
-    if measured_on is None or measured_on.name != chip.name:
+    if kind not in CHIPS:
+        known = ", ".join(CHIPS)
+        raise UserError(
+            f"--profile={file} is of {kind!r}, whose rates are not known; those of {known} are."
+        )
+    if CHIPS[kind].name != chip.name:
         raise UserError(f"--profile={file} is of {kind!r}; the plan is for a {chip.name}.")
     shares = {}
     for name in ("products_share", "memory_share"):
