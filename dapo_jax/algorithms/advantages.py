@@ -341,7 +341,9 @@ def token_energy(
     Args:
         collision_M: the sum of the squares, see `log_probs.TokenStatistics`.
     """
-    return 1.0 - 2.0 * np.exp(log_prob_M.astype(np.float64)) + collision_M
+    energy_M = 1.0 - 2.0 * np.exp(log_prob_M.astype(np.float64)) + collision_M
+    # Of a sure token it is 0 to rounding; negative weights would put a baseline beyond all rewards.
+    return np.maximum(energy_M, 0.0)
 
 
 def optimal_token_baseline(

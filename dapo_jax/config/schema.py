@@ -187,7 +187,8 @@ class DataConfig:
 class PretrainConfig:
     """Supervised fit of the base model on generated arithmetic of mixed quality."""
 
-    num_steps: PositiveInt = 600
+    # The first step has a rate of 0.
+    num_steps: Annotated[int, fields.Range(lambda x: x > 1, "at least 2")] = 600
     rows_per_step: PositiveInt = 32  # packed rows, as long as the longest prompt and response
 
 

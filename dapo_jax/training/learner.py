@@ -251,7 +251,8 @@ class Learner:
         if kl is not None:
             numbers["reward/kl"] = kl
             numbers["reward/kl_coefficient"] = schedule.reward_kl_coefficient
-        # In the critic's head start the policy is not updated, so its entropy bonus does not adapt.
+        # In the critic's head start the policy is not updated, so neither its entropy bonus nor the
+        # KL in its reward adapts.
         entropy_old = None
         if self.adapts_entropy and policy_step > 0 and columns.mask_M.any():
             assert columns.entropy_M is not None
@@ -281,7 +282,7 @@ class Learner:
         has_mismatch = config.rollout.log_prob_source == "rollout"
         numbers |= metrics.update_metrics(updates.policy, has_mismatch=has_mismatch)
         numbers |= metrics.critic_metrics(updates.critic)
-        numbers["optimizer/learning_rate"] = rate if rate and updates.policy else 0.0
+        numbers["optimizer/learning_rate"] = rate if rate and numbers["optimizer/updates"] else 0.0
         numbers["optimizer/empty_updates"] = updates.empty
         if config.correction is not None:
             trained = max(1, int(columns.mask_M.sum()))
@@ -293,7 +294,7 @@ class Learner:
             config.objective,
             updated=any(not result.skipped for result in results),
             num_responses=len(samples.lengths_R),
-            kl=kl if columns.mask_M.any() else None,
+            kl=kl if policy_step > 0 and columns.mask_M.any() else None,
             entropy=entropy_old,
         )
         return state, schedule, numbers

@@ -85,9 +85,9 @@ def advantage_metrics(columns: TokenColumns) -> dict[str, float]:
 
 
 def explained_variance(value_M: np.ndarray, return_M: np.ndarray) -> float:
-    """Returns 1 - var(return - value) / var(return); 0 where returns do not vary."""
+    """Returns 1 - var(return - value) / var(return); 0 where returns vary by rounding alone."""
     variance = float(np.var(return_M, ddof=1)) if len(return_M) > 1 else 0.0
-    return 1.0 - float(np.var(return_M - value_M, ddof=1)) / variance if variance > 0 else 0.0
+    return 1.0 - float(np.var(return_M - value_M, ddof=1)) / variance if variance > 1e-12 else 0.0
 
 
 def critic_metrics(updates: Sequence[CriticMetrics]) -> dict[str, float]:

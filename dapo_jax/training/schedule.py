@@ -46,7 +46,7 @@ class Schedule(NamedTuple):
             updated: whether this step updated the policy or the critic.
             num_responses: that this step was trained on.
             kl: mean over the trained tokens of the KL in the reward, nats; None: the reward has
-                none.
+                none, or the policy was not updated.
             entropy: mean over the trained tokens before the first update, nats; None: it was not
                 measured, or the policy was not updated.
         """

@@ -381,6 +381,20 @@ def test_edges_stay_finite(name, settings, sizes, longest, scale):
         assert direct.shape == (R,) and np.isfinite(direct).all()
 
 
+def test_the_baseline_of_sure_tokens_is_between_the_rewards():
+    """Their energy is 1e-8; rounding in float32 put the two on either side of 0."""
+    collision = np.float32(0.99988997)
+    energy_M = advantage.token_energy(
+        np.full(2, -5.5029002e-05, np.float32),
+        np.array([collision, np.nextafter(collision, np.float32(0))]),
+    )
+    ones, group = np.ones(2, int), np.zeros(2, int)
+    for rewards in ([1.0, 0.0], [0.0, 1.0]):
+        of_tokens = np.array(rewards), group, ones, energy_M
+        advantage_M = advantage.optimal_token_baseline(*of_tokens, zero_tail=True)
+        assert (np.abs(advantage_M) <= 1).all()
+
+
 @each_case
 def test_what_is_given_is_not_written_to(name, settings):
     o = make_outcomes()

@@ -146,6 +146,7 @@ def changed(*changes):
         ("train.prompts_per_update", 5, r"\(5\) must divide config\.train\.prompts_per_step"),
         ("train.row_tokens", 50, r"\(50\) is shorter .* Set it to 56"),
         ("train.num_steps.x", 1, "must be int"),
+        ("pretrain", {"num_steps": 1}, r"num_steps must be at least 2; got 1"),
         ("optimizer.learning_rate", float("inf"), "must be finite; got inf"),
         ("optimizer", {"warmup_steps": 625, "final_rate_share": 0.1}, "warmup_steps must be below"),
         ("objective.clip_higher", 0.3, "is not a field"),

@@ -237,6 +237,7 @@ def test_too_many_updates_without_a_finite_gradient_end_the_run():
     assert said == ["  warning: non-finite gradient, 2 update(s) skipped at step 1"]
     assert numbers["optimizer/skipped_updates"] == 2 and numbers["optimizer/updates"] == 0
     assert "policy/loss" not in numbers and after.updated_steps == 0
+    assert numbers["optimizer/learning_rate"] == 0
     state = state._replace(policy=state.policy._replace(skipped=np.int32(1)))
     with pytest.raises(RunError, match="not finite in 3 updates in a row, at step 2"):
         learner.train_on(state, schedule, make_groups(), 2)
@@ -385,16 +386,18 @@ def test_the_entropy_bonus_counts_at_its_target_and_below(above):
     assert max(apart) > 1e-4
 
 
-def test_the_entropy_coefficient_waits_for_updates_of_the_policy():
-    """It stands still in the critic's head start and where no token is trained."""
+def test_the_coefficients_of_entropy_and_kl_wait_for_updates_of_the_policy():
+    """They stand still in the critic's head start and where no token is trained."""
     adapts = {"objective__entropy_adaptation": (3.4, 0.01), "objective__overlong_filter": True}
+    adapts["objective__reward_kl_coefficient"] = 0.1
+    adapts["objective__reward_kl_adaptation"] = (0.1, 100)
     learner, state = make_learner(**CRITIC, **adapts)
-    schedule, seen = Schedule(0, 0.0, entropy_coefficient=0.1), []
+    schedule, seen = Schedule(0, 0.1, entropy_coefficient=0.1), []
     for step, cut in enumerate([0, 0, 0, 4, 0], 1):
-        groups = make_groups(truncated=cut)
+        groups, before = make_groups(truncated=cut), schedule.reward_kl_coefficient
         state, schedule, numbers = learner.train_on(state, schedule, groups, step)
-        seen.append("policy/entropy_old" in numbers)
-    assert seen == [False, False, True, False, True]
+        seen.append(("policy/entropy_old" in numbers, schedule.reward_kl_coefficient != before))
+    assert seen == [(moved, moved) for moved in (False, False, True, False, True)]
     assert schedule.entropy_coefficient == pytest.approx(0.12) and schedule.updated_steps == 4
 
 

@@ -48,6 +48,12 @@ def test_the_probability_of_clipped_tokens_is_a_mean_over_them_alone():
     assert "policy/clip_low_prob" not in numbers and "policy/clip_dual_prob" not in numbers
 
 
+def test_returns_that_vary_by_rounding_have_no_variance_to_explain():
+    """Sums of rewards and values of a batch in which all responses have the reward 0.1."""
+    returns = np.array([0.1, np.nextafter(0.1, 1.0), 0.1])
+    assert metrics.explained_variance(np.array([0.0, 0.2, 0.1]), returns) == 0.0
+
+
 def with_faults(number, of):
     group = make_group([False] * of)
     failed = [v._replace(note="error: TypeError: None") for v in group.verdicts[:number]]
