@@ -138,7 +138,7 @@ def _distilled_7b() -> ConfigDict:
 def _ending_repetition() -> ConfigDict:
     """Returns DAPO on the 32B, which ends a response at 3,000 sure tokens in a row."""
     c = qwen32b_dapo.get_config()
-    c.rollout.end_repetition = ("confident", 3000)
+    c.rollout.end_repetition = 3000
     return c
 
 

@@ -26,7 +26,10 @@ class RunRecord(NamedTuple):
 
 
 def load_config(
-    file: str, overrides: Mapping[str, Any] | None = None, *, model: str | Path | None = None
+    file: str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    model: str | Path | None = None,
 ) -> "Config":
     """Returns the checked config of a file.
 
@@ -41,7 +44,7 @@ def load_config(
     """
     from dapo_jax.config.cli import load_config
 
-    return load_config(file, overrides or {}, model=None if model is None else str(model))
+    return load_config(str(file), overrides or {}, model=None if model is None else str(model))
 
 
 def train(config: "Config", workdir: str | Path) -> RunRecord:
@@ -53,23 +56,28 @@ def train(config: "Config", workdir: str | Path) -> RunRecord:
         KeyboardInterrupt: Ctrl-C, the notebook's stop button or SIGTERM stopped it, and it is
             saved. The same call resumes, on a CPU bit for bit.
     """
+    from dapo_jax.config import Config
     from dapo_jax.config.checks import check_training
     from dapo_jax.train_loop import train
 
+    _check_kind(config, Config, "load_config")
     check_training(config)
     _raise_if_stopped(train(config, _place(workdir)))
     return _record(_place(workdir))
 
 
 def load_sft_config(
-    file: str, overrides: Mapping[str, Any] | None = None, *, model: str | Path | None = None
+    file: str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    model: str | Path | None = None,
 ) -> "SftConfig":
     """Returns the checked config of a supervised run; arguments and errors as `load_config`."""
     from dapo_jax.config.cli import load_config
     from dapo_jax.config.sft import SftConfig
 
     model = None if model is None else str(model)
-    return load_config(file, overrides or {}, model=model, kind=SftConfig)
+    return load_config(str(file), overrides or {}, model=model, kind=SftConfig)
 
 
 def sft(config: "SftConfig", workdir: str | Path) -> RunRecord:
@@ -81,8 +89,10 @@ def sft(config: "SftConfig", workdir: str | Path) -> RunRecord:
         RunError: the run failed; what is saved is intact.
         KeyboardInterrupt: as `train`.
     """
+    from dapo_jax.config.sft import SftConfig
     from dapo_jax.tools.sft import fine_tune
 
+    _check_kind(config, SftConfig, "load_sft_config")
     _raise_if_stopped(fine_tune(config, _place(workdir)))
     return _record(_place(workdir))
 
@@ -341,6 +351,15 @@ def plan(
     if profile is not None:
         target = target._replace(chip=chips.with_profile(target.chip, profile))
     return find(config, target, known[program], say, **lengths)
+
+
+def _check_kind(config: Any, kind: type, maker: str) -> None:
+    """Raises UserError for the config of another program, or for no config."""
+    from dapo_jax.types import UserError
+
+    if not isinstance(config, kind):
+        given = type(config).__name__
+        raise UserError(f"config must come from dapo_jax.{maker}; got a {given}.")
 
 
 def _check_list(name: str, values: Any) -> None:

@@ -204,7 +204,7 @@ class RunComponents:
         pool: RewardPool,
         telemetry: Telemetry,
         *,
-        end_repetition: tuple[str, int] | None = None,
+        end_repetition: int | None = None,
     ) -> RolloutCollector:
         """Returns a collector of groups of `num_samples` responses."""
         settings = GenerationSettings(

@@ -455,9 +455,9 @@ class TrainLoop:
         if not groups or not config.objective.reads("baselines_R"):
             return groups, None
         self.telemetry.phase(f"step {step}: greedy baselines of {len(groups)} prompts")
-        rule = config.rollout.end_repetition  # as of the responses that it is a baseline of
+        ends = config.rollout.end_repetition  # as of the responses that it is a baseline of
         greedy = run.collector(
-            run.train_rubrics, 1, GREEDY, self.pool, self.telemetry, end_repetition=rule
+            run.train_rubrics, 1, GREEDY, self.pool, self.telemetry, end_repetition=ends
         )
         problems = [group.problem for group in groups]
         with run.engine.weights(learner.policy.all_params, self.telemetry):

@@ -215,13 +215,12 @@ def _check_sampling(config: "Config") -> None:
     wanted = f"at least config.rollout.page_tokens ({rollout.page_tokens})"
     require(keys >= rollout.page_tokens, "model.kernel_blocks['paged_kv']", keys, wanted)
     if rollout.end_repetition is not None:
-        rule, tokens = rollout.end_repetition
-        least, most = 4 if rule == "periodic" else 1, rollout.max_response_tokens
+        tokens, most = rollout.end_repetition, rollout.max_response_tokens
         wanted = (
-            f"from {least} ({rule}) to less than config.rollout.max_response_tokens ({most}), "
-            "where a response ends anyway, or the field None"
+            f"less than config.rollout.max_response_tokens ({most}), where a response ends anyway, "
+            "or None"
         )
-        require(least <= tokens < most, "rollout.end_repetition[1]", tokens, wanted)
+        require(tokens < most, "rollout.end_repetition", tokens, wanted)
     if rollout.end_of_thinking is not None:
         tokens, phrase = rollout.end_of_thinking
         wanted = "a phrase whose last word closes thinking, such as '</think>', or the field None"

@@ -309,8 +309,7 @@ def fail(error: Exception) -> int:
     """
     if isinstance(error, BrokenPipeError) and drop_unread_output():  # `| head`, say
         return 128 + signal.SIGPIPE
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        full = "disk" if error.errno == errno.ENOSPC else "quota"
+    if isinstance(error, OSError) and (full := _full(error)):
         error = RunError(
             f"the {full} is full ({error.filename or 'while writing to --workdir'}). "
             "Checkpoints saved before are intact: free some space and start the same command."
@@ -322,6 +321,15 @@ def fail(error: Exception) -> int:
         return EXIT_RESTART if error.restart else 1
     traceback.print_exception(error)
     return EXIT_RESTART if _is_transient(error) else 1
+
+
+def _full(error: OSError) -> str | None:
+    """Returns what is full if that is the error. shutil's error of a whole directory has the errors
+    of its files as text alone."""
+    for number, full in ((errno.ENOSPC, "disk"), (errno.EDQUOT, "quota")):
+        if error.errno == number or os.strerror(number) in str(error):
+            return full
+    return None
 
 
 def _is_transient(error: Exception) -> bool:

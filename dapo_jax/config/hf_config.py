@@ -135,7 +135,7 @@ def adapter_fields(path: str) -> dict[str, Any]:
             )
     if not values:
         return {}
-    return {"lora_rank": values.get("r"), "lora_alpha": float(values.get("lora_alpha", 8))}
+    return {"lora_rank": values.get("r"), "lora_alpha": values.get("lora_alpha", 8)}
 
 
 def _read_json(path: str, name: str) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def _read_json(path: str, name: str) -> dict[str, Any]:
     file = hf_hub.model_directory(path, [CONFIG, GENERATION, ADAPTER]) / name
     try:
         values = json.loads(file.read_text()) if name == CONFIG or file.exists() else {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"config.model.path ({path}): {file} cannot be read: {error}.") from error
     if not isinstance(values, dict):
         raise UserError(f"config.model.path ({path}): {file} must hold a JSON object.")
@@ -240,7 +240,7 @@ def model_fields(values: Mapping[str, Any], path: str) -> dict[str, Any]:
             f"config.model.path ({path}): config.json has {key} = {values.get(key)!r}; {why}."
         )
 
-    family = FAMILIES.get(values.get("model_type", ""))
+    family = FAMILIES.get(str(values.get("model_type")))
     if family is None and "config" in values:
         raise UserError(
             f"config.model.path ({path}) is the directory of a run, not a model. Export a "
@@ -261,8 +261,8 @@ def model_fields(values: Mapping[str, Any], path: str) -> dict[str, Any]:
     if unknown:
         _warn_unknown(path, tuple(sorted(unknown)))
     for key in SIZES.values():
-        if key not in values:
-            raise refuse(key, "it is needed")
+        if type(values.get(key)) not in (int, float) or values[key] <= 0:
+            raise refuse(key, "a number above 0 is needed")
     values = ABSENT[values["model_type"]] | dict(values)
     fields = {name: values[key] for name, key in SIZES.items()}
     heads = fields["num_heads"]
@@ -270,7 +270,6 @@ def model_fields(values: Mapping[str, Any], path: str) -> dict[str, Any]:
     fields["head_dim"] = values.get("head_dim") or fields["hidden_size"] // heads
     fields["tie_embeddings"] = bool(values.get("tie_word_embeddings", False))
     fields |= {"qkv_bias": family["qkv_bias"], "qk_norm": family["qk_norm"]}
-    fields["rms_norm_eps"] = float(fields["rms_norm_eps"])
     return fields | _rope(values, refuse) | _windows(values, refuse)
 
 
@@ -285,8 +284,11 @@ def _warn_unknown(path: str, keys: tuple[str, ...]) -> None:
 def _rope(values: Mapping[str, Any], refuse: Any) -> dict[str, Any]:
     """Returns rope_theta and rope_scaling, from the keys of transformers 4 or 5."""
     key = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
-    scaling = dict(values.get(key) or {})
-    theta = float(scaling.pop("rope_theta", None) or values.get("rope_theta") or 10_000.0)
+    given = values.get(key) or {}
+    if not isinstance(given, Mapping):
+        raise refuse(key, "it must be an object")
+    scaling = dict(given)
+    theta = scaling.pop("rope_theta", None) or values.get("rope_theta") or 10_000.0
     longest = values.get("max_position_embeddings") or 0
     found = rope_scaling.completed(scaling, lambda why: refuse(key, why), longest)
     return {"rope_theta": theta, "rope_scaling": found}
@@ -297,6 +299,8 @@ def _windows(values: Mapping[str, Any], refuse: Any) -> dict[str, Any]:
     num, window = values["num_hidden_layers"], values.get("sliding_window")
     types, family = values.get("layer_types"), values["model_type"]
     wanted = family == "mistral" or values.get("use_sliding_window", False)
+    if not isinstance(types, list | None):
+        raise refuse("layer_types", "it must be a list")
     if family != "llama" and "sliding_attention" in (types or ()) and not (wanted and window):
         raise refuse("layer_types", "without a window (sliding_window, use_sliding_window)")
     if window is None or family == "llama":

@@ -210,10 +210,9 @@ class RolloutConfig:
     cache_gib: Positive | None = None
     # Texts after which a response ends, in training and evaluation.
     stop_strings: Annotated[tuple[str, ...], fields.Range(all, "texts that are not empty")] = ()
-    # (rule, tokens): a training response ends, as truncated, once that many tokens in a row
-    # repeat. confident: each had a probability above 0.99 (MiniMax-M1: 3,000); periodic: they are
-    # one n-gram over and over, four times or more (docs/rollout.md). Not in evaluation.
-    end_repetition: tuple[Literal["confident", "periodic"], PositiveInt] | None = None
+    # A training response ends, as truncated, once that many tokens in a row each had a probability
+    # above 0.99 (MiniMax-M1: 3,000). Not in evaluation.
+    end_repetition: PositiveInt | None = None
     # (tokens N, phrase), or None: thinking that has not ended after N tokens is ended. A response
     # whose first N tokens do not have the phrase's last word, such as </think>, is cut there; the
     # phrase is appended, in no loss, and sampling continues. Also in evaluation: with its budget of

@@ -147,10 +147,10 @@ def _with_system(messages: tuple[Message, ...], text: str | None) -> tuple[Messa
 def _chat_text(tokenizer: Any, messages: Sequence[Message], *, generation: bool = True) -> str:
     """Returns messages in the chat template, with the generation prompt where asked for."""
     values = [{"role": role, "content": content} for role, content in messages]
-    template = tokenizer.get_chat_template()
-    if "strftime_now" in template:
-        template = FIXED_DATE + template
     try:
+        template = tokenizer.get_chat_template()
+        if "strftime_now" in template:
+            template = FIXED_DATE + template
         return tokenizer.apply_chat_template(
             values, tokenize=False, add_generation_prompt=generation, chat_template=template
         )

@@ -214,10 +214,6 @@ def header(file: Path) -> dict[str, Stored]:
     }
 
 
-def _num_bytes(stored: Stored) -> int:
-    return math.prod(stored.shape) * np.dtype(DTYPES[stored.dtype]).itemsize
-
-
 def _read(name: str, stored: Stored, index: tuple[slice, ...]) -> np.ndarray:
     """Reads a slice of a tensor of one or two axes, at most about READ_BYTES at a time.
 
@@ -275,7 +271,8 @@ def load(
         _check_tied(stored, directory)
     shapes = decoder.param_shapes(c)
     params = read_arrays(tensors(c), stored, shapes, shardings, say=say, check_stop=check_stop)
-    num_bytes = sum(map(_num_bytes, stored.values()))
+    # An old buffer that is not read may have another dtype.
+    num_bytes = sum(file.stat().st_size for file in {tensor.file for tensor in stored.values()})
     say(f"{c.path}: {num_bytes / 1e9:.1f} GB in {duration(time.monotonic() - begun)}")
     return params
 

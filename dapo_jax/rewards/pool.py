@@ -117,7 +117,10 @@ class RewardPool:
     def __init__(self, scorers: Iterable[str], *, workers: int, timeout_seconds: float):
         self.names = tuple(dict.fromkeys(scorers))
         # Loaded here too: a wrong name is the user's mistake, not a worker's.
-        self.reads_all = {name: load_scorer(name).reads_all for name in self.names}
+        loaded = {name: load_scorer(name) for name in self.names}
+        self.reads_all = {name: scorer.reads_all for name, scorer in loaded.items()}
+        # Workers come and go: one that begins later must not score by a file edited meanwhile.
+        self.sources = {name: scorer.source for name, scorer in loaded.items()}
         self.workers, self.timeout_seconds = workers, timeout_seconds
         self.context = multiprocessing.get_context("spawn")
         self.num_chunks = 0  # scheduled
@@ -135,7 +138,7 @@ class RewardPool:
             self.workers,
             max_tasks=CHUNKS_PER_LIFE,
             initializer=_start_worker,
-            initargs=(self.names, self.first_wanted),
+            initargs=(self.sources, self.first_wanted),
             context=self.context,
         )
         self.queue = collections.deque()
@@ -258,8 +261,8 @@ class _OutOfTime(BaseException):
     """Raised by the alarm; no Exception, which scorers may catch."""
 
 
-def _start_worker(names: Sequence[str], first_wanted: Any) -> None:
-    """Initialises a worker."""
+def _start_worker(sources: dict[str, bytes | None], first_wanted: Any) -> None:
+    """Initialises a worker with these scorers, and the sources of their files."""
     global _scorers, _first_wanted
     _first_wanted = first_wanted
     # A worker that is killed as it takes a response leaves the pipe locked. The others wait twice
@@ -279,8 +282,8 @@ def _start_worker(names: Sequence[str], first_wanted: Any) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if hasattr(signal, "setitimer"):
         signal.signal(signal.SIGALRM, _alarm)
-    _scorers = {name: load_scorer(name) for name in names}
-    warm_up(names)
+    _scorers = {name: load_scorer(name, source=source) for name, source in sources.items()}
+    warm_up(list(sources))
 
 
 def _alarm(*_: object) -> None:

@@ -13,7 +13,7 @@ import sys
 import types
 import zlib
 from collections.abc import Callable, Sequence
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,7 +97,11 @@ def last_number(response: str, answer: str) -> Score:
     if not found:
         return Score(False, None)
     extracted = _spelling(found[-1])
-    return Score(extracted == _spelling(answer.replace(_UNICODE_MINUS, "-")), extracted)
+    try:
+        reference = _spelling(answer.replace(_UNICODE_MINUS, "-"))
+    except InvalidOperation:
+        raise ValueError(f"last_number needs a number as the answer, not {answer!r:.60}") from None
+    return Score(extracted == reference, extracted)
 
 
 def _spelling(number: str) -> str:
@@ -191,11 +195,8 @@ _REMOVED = (
     "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}",
     "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
 )  # fmt: skip
+_WRAPPERS = (r"\\text\{(.*?)\}", r"\\textbf\{(.*?)\}", r"\\overline\{(.*?)\}", r"\\boxed\{(.*)\}")
 _REWRITTEN = (
-    (r"\\text\{(.*?)\}", r"\1"),
-    (r"\\textbf\{(.*?)\}", r"\1"),
-    (r"\\overline\{(.*?)\}", r"\1"),
-    (r"\\boxed\{(.*)\}", r"\1"),
     (r"frac([^{])(.)", r"frac{\1}{\2}"),  # \frac12
     (r"sqrt([^{])", r"sqrt{\1}"),
 )
@@ -207,6 +208,18 @@ def _formula(line: str) -> str:
     return f"${parts[1]}$" if len(parts) == 3 else line
 
 
+def _unwrapped(line: str) -> str:
+    """Returns a line without its wrappers, what they hold in their place.
+
+    None closes after the line's last brace. Searched for there, each opening would cost a search
+    to the end of the line.
+    """
+    for pattern in _WRAPPERS:
+        head, brace, tail = line.rpartition("}")
+        line = re.sub(pattern, r"\1", head + brace) + tail
+    return line
+
+
 def normalise_minerva(answer: str) -> str:
     """Returns an answer in the canonical form of the Minerva evaluation, see `math_dapo`."""
     answer = answer.split("=")[-1]
@@ -214,7 +227,7 @@ def normalise_minerva(answer: str) -> str:
         answer = answer.replace(old, new)
     for old in _REMOVED:
         answer = answer.replace(old, "")
-    answer = "\n".join(map(_formula, answer.split("\n")))
+    answer = "\n".join(_unwrapped(_formula(line)) for line in answer.split("\n"))
     for pattern, replacement in _REWRITTEN:
         answer = re.sub(pattern, replacement, answer)
     answer = answer.replace("$", "")
@@ -242,6 +255,7 @@ class LoadedScorer(NamedTuple):
 
     function: Callable[..., Any]
     reads_all: bool  # called with (texts, token ids, answers, metadata), not with (text, answer)
+    source: bytes | None = None  # of its file, where it is named by one
 
     def __call__(self, task: Task) -> Score:
         """Scores one response.
@@ -258,7 +272,9 @@ class LoadedScorer(NamedTuple):
         return as_score(found[0])
 
 
-def load_scorer(name: str, field: str = "config.reward.scorer") -> LoadedScorer:
+def load_scorer(
+    name: str, field: str = "config.reward.scorer", source: bytes | None = None
+) -> LoadedScorer:
     """Loads a scorer: a name in SCORERS, `module:function` or `path/to/file.py:function`.
 
     A function with two parameters without default is called with (text, answer) and returns a
@@ -267,6 +283,7 @@ def load_scorer(name: str, field: str = "config.reward.scorer") -> LoadedScorer:
 
     Args:
         field: where the name stands, for messages.
+        source: of the scorer's file, as it was before; None: as it is now.
 
     Raises:
         UserError: there is no such scorer, or it takes other arguments.
@@ -279,10 +296,17 @@ def load_scorer(name: str, field: str = "config.reward.scorer") -> LoadedScorer:
             f"{field}: {name!r} is not one of {', '.join(SCORERS)}, nor "
             "module:function, nor path/to/file.py:function."
         )
-    scorer = getattr(_import(place, name, field), function, None)
+    module, source = _import(place, name, field, source)
+    scorer = getattr(module, function, None)
     if not callable(scorer):
         raise UserError(f"{field}: {place} has no function {function!r}.")
-    parameters = inspect.signature(scorer).parameters.values()
+    try:
+        parameters = inspect.signature(scorer).parameters.values()
+    except ValueError as error:  # some functions in C
+        raise UserError(
+            f"{field}: {name!r} does not say its arguments ({error}). Call it from a function in "
+            "Python that takes (text, answer)."
+        ) from error
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     needed = [p.name for p in parameters if p.kind in positional and p.default is p.empty]
     if len(needed) not in (2, 4):
@@ -290,7 +314,7 @@ def load_scorer(name: str, field: str = "config.reward.scorer") -> LoadedScorer:
             f"{field}: {name!r} takes ({', '.join(needed)}); a scorer takes "
             "(text, answer) or (texts, token_ids, answers, metadata)."
         )
-    return LoadedScorer(scorer, len(needed) == 4)
+    return LoadedScorer(scorer, len(needed) == 4, source)
 
 
 def warm_up(names: Sequence[str]) -> None:
@@ -300,11 +324,16 @@ def warm_up(names: Sequence[str]) -> None:
         math_verify("\\boxed{1}", "1")
 
 
-def _import(place: str, name: str, field: str) -> types.ModuleType:
-    """Imports a module by name, or a file here or in the project's directory."""
+def _import(
+    place: str, name: str, field: str, source: bytes | None
+) -> tuple[types.ModuleType, bytes | None]:
+    """Imports a module by name, or a file here or in the project's directory; returns the file's
+    source too."""
     if not place.endswith(".py"):
         try:
-            return importlib.import_module(place)
+            if place.startswith("."):  # import_module's own error is a TypeError
+                raise ImportError("it is neither a module nor a file that ends in .py")
+            return importlib.import_module(place), None
         except ImportError as error:
             raise UserError(
                 f"{field}: {name!r} cannot be imported: {error}. Put the module on "
@@ -314,15 +343,16 @@ def _import(place: str, name: str, field: str) -> types.ModuleType:
     path = path if path.is_file() else Path(__file__).resolve().parents[2] / place
     unique = f"scorer_{path.stem}_{zlib.crc32(bytes(path)):08x}"
     spec = importlib.util.spec_from_file_location(unique, path)
-    if not path.is_file() or spec is None or spec.loader is None:
+    if spec is None or (source is None and not path.is_file()):
         raise UserError(f"{field}: there is no file {Path(place).absolute()}.")
+    source = path.read_bytes() if source is None else source
     module = importlib.util.module_from_spec(spec)
     sys.modules[unique] = module  # where dataclasses look for it
     try:
-        spec.loader.exec_module(module)
+        exec(compile(source, path, "exec"), module.__dict__)
     except (ImportError, SyntaxError) as error:
         raise UserError(
             f"{field}: {path} cannot be imported: {error}. Modules that it imports must be "
             "installed or on PYTHONPATH; its own directory is not."
         ) from error
-    return module
+    return module, source

@@ -148,6 +148,8 @@ def parse_scorers(text: str) -> tuple[tuple[str, float], ...]:
     Raises:
         ValueError: the text is not such a sum.
     """
+    if not isinstance(text, str):
+        raise ValueError("a scorer is named: built in, or 'path/to/file.py:function'")
     found = []
     for term in text.split(" + "):
         weight, times, name = term.rpartition("*")

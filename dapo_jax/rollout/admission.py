@@ -29,8 +29,8 @@ class GenerationSettings(NamedTuple):
     num_samples: int  # responses per problem
     sampling: SamplingParams | None = None  # None: the engine's own
     stop_strings: tuple[str, ...] = ()  # a response ends with the token that completes one
-    # A response ends with the token at which this rule of `repetition` holds first; None: none.
-    end_repetition: tuple[str, int] | None = None
+    # A response ends once it has this many confident tokens in a row, see `repetition`.
+    end_repetition: int | None = None
     limits_QG: np.ndarray | None = None  # most tokens of each response; None: the engine's own
     stream: bool = False  # report tokens as they are sampled
     # Thinking that has not ended by itself is ended; the engine's `num_pages` must not be None.
@@ -100,7 +100,7 @@ class RequestTable:
         step: int = 0,
         *,
         keep_calls: bool = False,
-        end_repetition: tuple[str, int] | None = None,
+        end_repetition: int | None = None,
         excludes_tokens: bool = False,
     ):
         self.step = step
@@ -121,7 +121,7 @@ class RequestTable:
             # The log-probs are of the remaining tokens alone where the sampler leaves some out: all
             # is certain where one remains.
             policy = self.model_log_probs if excludes_tokens else self.log_probs
-            self.repetition = RepetitionDetector(end_repetition, self.tokens, policy)
+            self.repetition = RepetitionDetector(end_repetition, policy)
 
     def request(self, r: int, e: int) -> Request:
         """Returns the request in a request slot that is taken."""

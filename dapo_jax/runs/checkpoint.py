@@ -9,6 +9,7 @@ when it holds orbax's commit file, as nothing is renamed there.
 import contextlib
 import functools
 import importlib.util
+import json
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -115,6 +116,7 @@ class Checkpoints:
         )
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            self._drop_damaged_accuracies()
             self.manager = self.open()
         except Exception as error:  # an OSError; of a bucket also errors of its libraries
             cause = error.strerror if isinstance(error, OSError) else None
@@ -122,6 +124,23 @@ class Checkpoints:
                 f"checkpoints cannot be kept in {self.directory}: {cause or error}. Choose "
                 "another --workdir or config.checkpoint.directory, or mend its permissions."
             ) from error
+
+    def _drop_damaged_accuracies(self) -> None:
+        """Deletes accuracies that cannot be read: orbax would open no checkpoint."""
+        primary = jax.process_index() == 0
+        for step in ocp.utils.checkpoint_steps(self.directory) if primary else ():
+            file = self.directory / str(step) / "metrics" / "metrics"
+            try:
+                float(json.loads(file.read_text())["accuracy"])
+            except FileNotFoundError:  # it was not evaluated
+                pass
+            except (ValueError, LookupError, TypeError) as error:
+                file.unlink()
+                self.say(
+                    f"warning: the accuracy of checkpoint {step} in {self.directory} cannot be "
+                    f"read ({error}); that checkpoint is not kept as the best"
+                )
+        self.all_gather(None)
 
     def __enter__(self) -> "Checkpoints":
         return self

@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.config import Config
+from dapo_jax.config.checks import STAGED
 from dapo_jax.distributed.process_group import ProcessGroup
 from dapo_jax.runs import trackers
 from dapo_jax.types import Attempts, Group, Problem, RunError, UserError
@@ -61,7 +62,10 @@ def read_config(file: Path, kind: Any = Config) -> dict[str, Any]:
     Raises:
         UNREADABLE: the file holds no complete config.
     """
-    config = json.loads(file.read_text())["config"]
+    values = json.loads(file.read_text())
+    if "config" not in values:
+        raise ValueError("its config.json is not that of a run")
+    config = values["config"]
     missing = [field.name for field in dataclasses.fields(kind) if field.name not in config]
     if "rollout" in missing and "train" in config:
         raise ValueError(
@@ -115,15 +119,18 @@ class RunDirectory:
         self._lock: int | None = _lock(path, say)
         try:
             file = path / "config.json"
-            if file.exists():
-                _check_resumes(file, config)
-            write_atomically(file, json.dumps(_frozen_config(config), indent=1))
+            if not (file.exists() and _check_resumes(file, config)):
+                self._write_config()
         except BaseException:
             self._unlock()
             raise
         self._metrics, self._pass_rates = path / "metrics.jsonl", path / "pass_rates.jsonl"
         self._trackers: list[trackers.Tracker] | None = None
         self._tables: dict[str, list[dict[str, Any]]] = {}  # of the step that is not logged yet
+
+    def _write_config(self) -> None:
+        text = json.dumps(_frozen_config(self._config), indent=1)
+        write_atomically(self.path / "config.json", text)
 
     def check_never_saved(self, checkpoints: Any) -> None:
         """Checks that a run may start from its base model: it is new, or was stopped before its
@@ -149,9 +156,10 @@ class RunDirectory:
 
     def rewind(self, step: int) -> None:
         """Deletes metrics and responses after `step`, which a resumed run repeats, and opens the
-        trackers."""
+        trackers. Nothing refuses the start any more: config.json gets its commit and versions."""
         if not self.writes:
             return
+        self._write_config()
         for file in (self._metrics, self._pass_rates):
             # What is no text stands for a line that was cut short.
             lines = file.read_text(errors="replace").splitlines() if file.exists() else []
@@ -377,7 +385,12 @@ def _git_commit() -> str | None:
         return None
 
 
-def _check_resumes(file: Path, config: Config) -> None:
+def _check_resumes(file: Path, config: Config) -> bool:
+    """Returns whether something ran in the directory.
+
+    Raises:
+        UserError: it did, with another config, or the file cannot be read.
+    """
     path = file.parent
     try:
         old = read_config(file, type(config))
@@ -388,11 +401,12 @@ def _check_resumes(file: Path, config: Config) -> None:
         ) from error
     steps, saved = _steps(path), saved_steps(path, old)
     if not (steps or saved or (path / "base").exists()):
-        return  # nothing ran, perhaps for a mistake in the config that is mended now
+        return False  # perhaps for a mistake in the config that is mended now
     # The run resumes from its last checkpoint and repeats later steps.
     last = max(saved or steps, default=0)
     check_same(old, config, path, last)
     check_not_past(last, config, path)
+    return True
 
 
 def check_not_past(step: int, config: Config, where: Any) -> None:
@@ -470,8 +484,15 @@ def check_same(old: dict[str, Any], config: Config, where: Any, step: int) -> No
             "config.optimizer.final_rate_share the learning rate of every step depends on it"
         )
     if differing:
+        later = ""
+        if isinstance(config, Config):  # launch/sft.py has no stages
+            later = (
+                f" To change a field of {', '.join(STAGED)} from step {step + 1} on, add a stage "
+                "to config.stages (docs/config.md)."
+            )
         raise UserError(
             f"{where} belongs to a run with another config:\n  "
             + "\n  ".join(differing)
             + "\nChoose another --workdir, or start with the config it was made with."
+            + later
         )

@@ -325,12 +325,13 @@ def run_id(directory: Path) -> str:
     It is the name of the directory, which may move or have namesakes, and what makes it unique.
     """
     file = directory / FILE
-    if not file.exists():
-        name = re.sub(r"[^A-Za-z0-9_.-]", "_", directory.name)[:80]
-        temporary = file.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"id": f"{name}-{secrets.token_hex(4)}"}) + "\n")
-        os.replace(temporary, file)
-    return json.loads(file.read_text())["id"]
+    with contextlib.suppress(FileNotFoundError, ValueError):  # a damaged file costs the id alone
+        return json.loads(file.read_text())["id"]
+    name = re.sub(r"[^A-Za-z0-9_.-]", "_", directory.name)[:80]
+    id, temporary = f"{name}-{secrets.token_hex(4)}", file.with_suffix(".tmp")
+    temporary.write_text(json.dumps({"id": id}) + "\n")
+    os.replace(temporary, file)
+    return id
 
 
 def flatten(values: Any, prefix: str = "") -> dict[str, Any]:

@@ -23,7 +23,7 @@ from dapo_jax.runs import run_directory
 from dapo_jax.runs.report.data import Method, Run, load_runs
 from dapo_jax.runs.report.plots import COLOURS, GREY, label_axis, new_figure, to_png
 from dapo_jax.types import RunError, StopRequested, UserError
-from dapo_jax.utils.bootstrap import bootstrap_interval, paired_bootstrap_interval
+from dapo_jax.utils.bootstrap import bootstrap_interval
 from dapo_jax.utils.progress import duration
 
 TRAIN = Path(__file__).resolve().parents[2] / "launch" / "train.py"
@@ -148,6 +148,12 @@ def run_all(
         RunError: a run failed; finished runs are kept, and the same call resumes.
         StopRequested: SIGTERM came; it was sent to the runs too.
     """
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--workdir={workdir} cannot be written to: {error.strerror}. Choose another directory."
+        ) from error
     every = [(row, seed) for seed in seeds for row in rows]
     jobs = [job for job in every if not is_done(workdir, *job)]
     print(
@@ -262,8 +268,8 @@ def markdown_tables(figures: dict[str, dict[str, list[float]]]) -> str:
         if other is not None and other != row:
             theirs = figures[other]["accuracy"]
             pairs = [a - b for a, b in zip(accuracy, theirs, strict=True)]
-            interval = paired_bootstrap_interval(accuracy, theirs)
-            cells += [_percent(pairs, interval, "+.1f"), other]
+            # Of pairs: what a seed does to both methods cancels.
+            cells += [_percent(pairs, bootstrap_interval(pairs), "+.1f"), other]
         else:
             cells += ["", ""]
         lines.append(f"| {' | '.join(cells)} | {PAPER.get(row, '')} |")

@@ -1,6 +1,7 @@
 """Generation with a Hugging Face model, for launch/generate.py."""
 
 import json
+import operator
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -132,6 +133,7 @@ def samples(
         UserError: a value of the request, the model or a prompt is wrong.
     """
     request.check()
+    prompts = [_plain(number, prompt) for number, prompt in enumerate(prompts, 1)]
     if not prompts:
         return [], None
     writer = _Writer(request, needs_text=any(isinstance(prompt, str) for prompt in prompts))
@@ -214,6 +216,11 @@ class _Writer:
             text = prompts.render(
                 self.tokenizer, prompt, template=None, chat=self.request.chat, system_prompt=None
             )
+            if text != text.encode(errors="replace").decode():
+                raise UserError(
+                    f"prompt {number + 1} ({text[:40]!r}) holds half of a surrogate pair, which no "
+                    "tokenizer takes. Give it as UTF-8."
+                )
             (tokens,) = prompts.encode(self.tokenizer, [text], chat=self.request.chat)
         else:
             text, tokens = "", tuple(prompt)
@@ -286,6 +293,19 @@ class _Writer:
         if self.tokenizer is None:
             return [""] * len(sequences)
         return self.tokenizer.batch_decode(sequences, skip_special_tokens=True)
+
+
+def _plain(number: int, prompt: Any) -> str | list[int]:
+    """Returns a prompt, its token ids as Python's integers; raises UserError for another kind."""
+    if isinstance(prompt, str):
+        return prompt
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError as error:
+        raise UserError(
+            f"prompt {number} must be a text or a list of token ids; got {prompt!r:.60}. For the "
+            "chat template give a text, with chat=True."
+        ) from error
 
 
 def _model(request: Request) -> ModelConfig:

@@ -9,6 +9,9 @@ from typing import Any
 
 from dapo_jax.types import UserError
 
+# Errors of a line that is no JSON, or has other kinds of values than a prompt.
+MALFORMED = ValueError, LookupError, TypeError, AttributeError, AssertionError, RecursionError
+
 
 def read_prompts(source: Path) -> list[dict[str, Any]]:
     """Returns the lines of the file, each with a usable prompt. They may be an earlier output:
@@ -29,7 +32,7 @@ def read_prompts(source: Path) -> list[dict[str, Any]]:
                 assert tokens and all(type(token) is int for token in tokens)
             else:
                 prompt_of(line)
-        except (ValueError, LookupError, TypeError, AssertionError, AttributeError) as error:
+        except MALFORMED as error:
             raise UserError(
                 f'--prompts={source}, line {number}: an object with "prompt", a text or a list of '
                 'messages with "role" and "content", or "prompt_token_ids" is wanted; got '

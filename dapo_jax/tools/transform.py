@@ -110,6 +110,12 @@ def transform(settings: Settings, replies: Replies) -> dict[str, Any] | None:
     settings.check()
     place = settings.output
     rows = list(_rows(settings))
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--output={place} cannot be written to: {error.strerror}. Choose another directory."
+        ) from error
     open_rows = [row for row in rows if row["reason"] is None]
     prompts = [{"index": r["index"], "prompt": rewrite_prompt(r)} for r in open_rows]
     found = _replies(replies, place / "rewrite.jsonl", prompts, 1)
@@ -232,7 +238,6 @@ def _replies(
     if not prompts:
         return []
     source = target.with_name(f"{target.stem}_prompts.jsonl")
-    source.parent.mkdir(parents=True, exist_ok=True)
     source.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     if not replies(source, target, num_samples):
         return None
@@ -264,7 +269,6 @@ def _write(place: Path, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     kind = lambda reason: "unusable" if reason.startswith("unusable") else reason
     reasons = collections.Counter(kind(row["reason"]) for row in rows)
     report = {"records": len(rows), "kept": len(problems), "reasons": dict(reasons.most_common())}
-    place.mkdir(parents=True, exist_ok=True)
     for name, lines in (("rows", rows), ("problems", problems)):
         part = place / f"{name}.jsonl.part"
         part.write_text("".join(json.dumps(line, default=str) + "\n" for line in lines))

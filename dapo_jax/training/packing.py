@@ -226,14 +226,8 @@ def most_rows(lengths: Sequence[int], row_tokens: int) -> int:
 
 def max_micro_batches(config: Config) -> int:
     """Returns the micro-batches that the longest possible mini-batch needs: the fixed shape of an
-    update.
-
-    k of the longest sequences fit in a row. First-fit opens a row only if none has room, so at most
-    one row has fewer than k sequences.
-    """
+    update."""
     t = config.train
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    sequences = t.prompts_per_update * config.rollout.group_size
-    k = min(t.row_tokens // longest, most_segments(t.row_tokens))
-    rows = -(-sequences // k)
-    return used_micro_batches(rows, t.rows_per_micro_batch)
+    lengths = [longest] * (t.prompts_per_update * config.rollout.group_size)
+    return used_micro_batches(most_rows(lengths, t.row_tokens), t.rows_per_micro_batch)

@@ -4,7 +4,7 @@ Modules that load a heavy library are imported by their names: `precision`, `com
 `profiling` (jax), `hf_hub` (huggingface_hub).
 """
 
-from dapo_jax.utils.bootstrap import bootstrap_interval, paired_bootstrap_interval
+from dapo_jax.utils.bootstrap import bootstrap_interval
 from dapo_jax.utils.progress import Progress, duration
 from dapo_jax.utils.random_streams import named_generator, named_seed
 from dapo_jax.utils.telemetry import SILENT, Telemetry
@@ -20,5 +20,4 @@ __all__ = [
     "duration",
     "named_generator",
     "named_seed",
-    "paired_bootstrap_interval",
 ]

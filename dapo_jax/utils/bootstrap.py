@@ -30,16 +30,3 @@ def bootstrap_interval(
     means = [generator.choice(values, (size, values.size)).mean(axis=1) for size in sizes]
     low, high = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
-
-
-def paired_bootstrap_interval(
-    a: ArrayLike, b: ArrayLike, *, level: float = 0.95, resamples: int = 10_000, seed: int = 0
-) -> tuple[float, float]:
-    """Returns the interval (low, high) of mean(a) - mean(b), where a[i] and b[i] share a seed.
-
-    Pairs are resampled, so what a seed does to both methods cancels. Arguments: see
-    `bootstrap_interval`.
-    """
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    assert a.shape == b.shape, f"pairs of shapes {a.shape} and {b.shape}"
-    return bootstrap_interval(a - b, level=level, resamples=resamples, seed=seed)

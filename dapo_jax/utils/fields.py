@@ -178,5 +178,6 @@ def _literal(text: Text) -> Any:
         return text.lower() == "true"
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    # {{0.9, 0.99}} is a set of a set; ten thousand minus signs are too deep.
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return str(text)

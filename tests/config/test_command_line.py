@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -48,6 +49,7 @@ ADDRESSES = ("garbage", ":9", "host:", "host:x")
         ("--config.train.nmu_steps=None", r"config\.train\.nmu_steps is not a field"),
         ("--config.train.num_steps=three", "num_steps must be int; got 'three'"),
         ("--config.train.num_steps=0", r"num_steps must be greater than 0; got 0"),
+        ("--config.optimizer.betas={{0.9,0.99}}", r"betas must be a tuple; got '\{\{0\.9"),
         ("--config.train.num_steps.x=1", "config.train.num_steps has no fields"),
         ("--config.model.path=here --config.pretrain=None", "there is no directory .*here"),
         ("--config.mesh.data=3 --dry_run", r"micro_batch \(16\) must be a multiple .* 18"),
@@ -164,6 +166,13 @@ def test_the_config_file_that_the_docs_show(capsys, tmp_path):
     [
         (None, r"config\.model\.path \(.*config\.json cannot be read: .*No such file"),
         ({"num_hidden_layers": 7}, r"config\.model\.num_layers is 2, and 7 in the config\.json of"),
+        ({"hidden_size": None}, "config.json has hidden_size = None; a number above 0 is needed"),
+        ({"num_attention_heads": 0}, "has num_attention_heads = 0; a number above 0"),
+        ({"rms_norm_eps": "small"}, "has rms_norm_eps = 'small'; a number above 0"),
+        ({"rope_scaling": "linear"}, "has rope_scaling = 'linear'; it must be an object"),
+        ({"rope_theta": ["1e6"]}, r"config\.model\.rope_theta must be float; got \['1e6'\]"),
+        ({"layer_types": 1}, "has layer_types = 1; it must be a list"),
+        ({"model_type": ["qwen2"]}, r"has model_type = \['qwen2'\]; known are qwen2"),
         ({"eos_token_id": [1, 5]}, r"stop_token_ids is \(\), and what .* is \(1, 5\)"),
         ({}, None),
     ],
@@ -218,6 +227,13 @@ def test_a_workdir_that_cannot_be(capsys, tmp_path, place):
     wanted = "cannot be read" if place == "broken" else "cannot be written to"
     assert status == 2 and wanted in err and str(tmp_path / place) in err
     assert (tmp_path / "broken" / "config.json").read_text() == "{"
+
+
+def test_a_model_is_no_run(capsys, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    flags = (f"--workdir={tmp_path}", f"--output={tmp_path / 'out'}")
+    status, _, err = call(capsys, *flags, main=load_launcher("export"))
+    assert status == 2 and "holds no run: its config.json is not that of a run" in err
 
 
 def test_an_evaluation_without_a_place_is_reported_before_a_model_is_made(capsys):
@@ -330,6 +346,19 @@ def test_grpo_is_dapo_without_its_techniques():
 def test_the_exit_status_says_whether_to_start_again(error, status, capsys):
     assert cli.fail(error) == status
     assert str(error.args[-1])[:20] in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_while_a_directory_is_copied_is_named(tmp_path, capsys):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "file").touch()
+
+    def full(source, target):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), target)
+
+    with pytest.raises(OSError) as copied:
+        shutil.copytree(tmp_path / "a", tmp_path / "b", copy_function=full)
+    assert cli.fail(copied.value) == 1
+    assert capsys.readouterr().err.startswith("error: the disk is full")
 
 
 def test_output_that_no_process_reads_is_no_failure():

@@ -264,6 +264,7 @@ def test_what_does_not_fit_the_chat_template_is_reported(tmp_path):
     [
         ("{{ 1 + messages[0].content }}", "does not take the prompt 'Add': unsupported operand"),
         ("{{ tools | length }}", "does not take the prompt 'Add': object of type 'NoneType'"),
+        ({"a": "{{ 1 }}", "b": "{{ 2 }}"}, "does not take the prompt 'Add': .* has multiple"),
         # As templates of models for images: a message is a list of parts.
         (
             "{% for part in messages[0].content %}{{ part.text }}{% endfor %}:",

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import pytest
@@ -82,6 +83,10 @@ def test_the_loop_of_the_guide_runs(tmp_path, home, monkeypatch, capsys, standar
     assert [line[0] for line in capsys.readouterr().out.splitlines()[-2:]] == ["1", "2"]
 
 
+def test_a_config_file_may_be_a_path():
+    assert dapo_jax.load_config(Path(TINY)) == dapo_jax.load_config(TINY)
+
+
 def test_mistakes_are_named():
     with pytest.raises(UserError, match=r"config.train.steps is not a field"):
         dapo_jax.load_config(TINY, {"train.steps": 1})
@@ -89,6 +94,12 @@ def test_mistakes_are_named():
         dapo_jax.load_config(TINY, {"train.num_steps": "3"})
     with pytest.raises(UserError, match="record 0: no \"answer\"; it has 'prediction'"):
         dapo_jax.score("exact_match", [{"prediction": "3"}])
+    with pytest.raises(UserError, match=r"a scorer is named: built in, or 'path/to/file\.py"):
+        dapo_jax.score(lambda text, answer: True, [])
+    with pytest.raises(UserError, match=r"from dapo_jax\.load_sft_config; got a Config"):
+        dapo_jax.sft(dapo_jax.load_config(TINY), "none")
+    with pytest.raises(UserError, match=r"from dapo_jax\.load_config; got a dict"):
+        dapo_jax.train({"seed": 1}, "none")
     with pytest.raises(UserError, match="--program must be one of train"):
         dapo_jax.plan(dapo_jax.load_config(TINY), "local", program="none")
 

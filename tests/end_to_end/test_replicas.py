@@ -184,13 +184,11 @@ def test_runs_of_two_replicas_that_carry_are_the_same(home, tmp_path):
     """Each replica, of two processes, numbers its decode calls; when verdicts arrive does not
     matter."""
     settings = RUN | {"mesh__rollout_tensor": 2, "rollout__max_staleness": 2, "train__num_steps": 2}
-    settings |= {"rollout__end_repetition": ("periodic", 4)}
     settings |= {"rollout__end_of_thinking": (12, "\nAnswer: ")}
     for name in ("first", "second"):
         run_all(tmp_path / name, home, 4, **settings)
     steps = metrics_of(tmp_path / "first")
     assert sum(step.get("carry/tokens_resumed", 0) for step in steps) > 0
-    assert sum(step.get("rollout/ended_repetition", 0) for step in steps) > 0
     assert sum(step.get("rollout/ended_thinking", 0) for step in steps) > 0
     assert steps == metrics_of(tmp_path / "second")
     assert rollouts_of(tmp_path / "first") == rollouts_of(tmp_path / "second")

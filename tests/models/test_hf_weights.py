@@ -184,6 +184,7 @@ def test_a_tied_head_and_old_buffers_are_no_surplus(tmp_path):
     extra = {
         "lm_head.weight": tensors["model.embed_tokens.weight"],
         "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(3, np.float32),
+        "model.layers.0.attn.bias": np.ones((1, 4), bool),
     }
     changed(tmp_path / "in", lambda tensors: tensors.update(extra))
     load(config_of(tmp_path / "in"))

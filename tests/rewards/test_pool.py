@@ -252,6 +252,15 @@ def test_several_scorers_share_one_limit(one_worker):
     assert scored[4].scores == (Score(True, reward=0.5),)
 
 
+def test_a_scorer_that_is_edited_meanwhile_scores_as_when_the_run_began(tmp_path):
+    """Workers end after a while, and those that replace them begin later."""
+    file = tmp_path / "mine.py"
+    file.write_text("def same(text, answer):\n    return text == answer\n")
+    with RewardPool([f"{file}:same"], workers=1, timeout_seconds=30.0) as pool:
+        file.write_text("def same(text, answer):\n    return False  # for the next run\n")
+        assert verdicts(pool, ["7"], ["7"], f"{file}:same")[0].correct
+
+
 def test_a_wrong_scorer_is_the_users_mistake():
     """It is known before a worker starts."""
     with pytest.raises(UserError, match=r"config\.reward\.scorer: 'no_such_scorer' is not one of"):

@@ -124,10 +124,17 @@ def test_of_a_line_with_a_formula_the_formula_remains(text, formula):
     assert scorers.normalise_minerva(text) == formula
 
 
-def test_a_long_answer_is_normalised_in_linear_time():
+def test_the_last_number_needs_a_number_to_compare_with():
+    with pytest.raises(ValueError, match="needs a number as the answer, not '1/2'"):
+        scorers.last_number("It is 2", "1/2")
+
+
+@pytest.mark.parametrize("part", ["x", "\\text{", "\\textbf{", "\\overline{", "\\boxed{"])
+def test_a_long_answer_is_normalised_in_linear_time(part):
+    """An answer that ends at no brace: `\\boxed ` reads to the end of the response."""
     start = time.perf_counter()
-    assert not scorers.boxed("\\boxed{" + "x" * 100_000 + "}", "1").correct
-    assert time.perf_counter() - start < 2.0  # minutes by the published expression
+    assert not scorers.boxed("\\boxed x" + part * 100_000, "1").correct
+    assert time.perf_counter() - start < 2.0  # minutes by the published expressions
 
 
 def test_math_verify_agrees_with_upstreams_own_expectations():

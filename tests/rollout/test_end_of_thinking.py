@@ -188,9 +188,8 @@ def test_what_ends_a_response_first(engine, params, problems, whole, expected):
     firsts = [ends_at(t) for row in expected for t in row]
     assert min(firsts) < N and max(firsts) > N + len(PHRASE)
     # A certain token never follows from a phrase that was given.
-    rule = ("confident", 1)
     responses, _ = generate(
-        engine, params, problems, detokenize=spell, end_of_thinking=END, end_repetition=rule
+        engine, params, problems, detokenize=spell, end_of_thinking=END, end_repetition=1
     )
     assert tokens_of(responses) == expected
 

@@ -136,6 +136,21 @@ def test_a_damaged_newest_falls_back_and_says_so(tmp_path, damage):
     assert_restores(tmp_path, 2)
 
 
+@pytest.mark.parametrize("damage", [flip_a_byte, cut_in_half])
+def test_a_damaged_accuracy_costs_its_rank_alone(tmp_path, damage):
+    with opened(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, make_arrays(step), {}, accuracy=0.5)
+    damage(tmp_path / "1" / "metrics" / "metrics")
+    said = []
+    assert_restores(tmp_path, 2, said.append)
+    assert len(said) == 1 and "the accuracy of checkpoint 1 in" in said[0]
+    with opened(tmp_path, keep_newest=1, keep_best=1) as checkpoints:  # the run resumes
+        checkpoints.save(3, make_arrays(3), {}, accuracy=0.1)
+        checkpoints.wait()
+        assert checkpoints.steps == [2, 3]
+
+
 def test_contents_are_compared_not_only_formats(tmp_path, monkeypatch):
     """Sums find numbers that changed in a file that still decodes."""
     write(tmp_path, [1])
@@ -454,7 +469,7 @@ def test_damage_is_a_failure_to_decode_and_nothing_else(text, damaged):
 def test_processes_that_see_different_checkpoints_start_again(tmp_path):
     """As through a file server's stale listing. `all_gather` gives those of a second process."""
     write(tmp_path, [1, 2])
-    with opened(tmp_path, all_gather=lambda steps: [steps, steps[:1]]) as checkpoints:
+    with opened(tmp_path, all_gather=lambda steps: [steps, steps and steps[:1]]) as checkpoints:
         message = r"see different checkpoints in .*; here \[1, 2\]"
         with pytest.raises(CheckpointError, match=message) as caught:
             checkpoints.restore(LIKE)

@@ -66,6 +66,19 @@ def test_a_directory_in_which_something_ran_keeps_its_config(tmp_path, left):
     assert files_of(path) == before
 
 
+def test_a_start_that_is_refused_later_leaves_the_commit_of_the_run(tmp_path, monkeypatch):
+    """By a checkpoint of another version of the code, say: the error sends the user to it."""
+    commit = lambda: json.loads((tmp_path / "config.json").read_text())["git_commit"]
+    monkeypatch.setattr(run_directory, "_git_commit", lambda: "of the run")
+    begun(tmp_path)
+    monkeypatch.setattr(run_directory, "_git_commit", lambda: "another")
+    directory = RunDirectory(tmp_path, tiny_config())
+    assert commit() == "of the run"
+    directory.rewind(3)  # the run resumes
+    directory.close()
+    assert commit() == "another"
+
+
 def test_the_frozen_config_is_complete_and_gives_the_same_config_again(tmp_path):
     """Method arguments that were left out among them."""
     config = tiny_config(objective__loss="dppo-tv", objective__clip_dual=None)
@@ -129,6 +142,14 @@ def test_a_run_resumes_with_every_field_but_these_as_it_was():
             continue
         with pytest.raises(UserError, match=re.escape(f"config.{name}: 'another' there, ")):
             check_same(old, config, "there", 1)
+
+
+def test_a_refused_change_is_accepted_in_the_stage_that_the_error_names(tmp_path):
+    begun(tmp_path)
+    slower = {"optimizer.learning_rate": 1e-9}
+    with pytest.raises(UserError, match="from step 4 on, add a stage"):
+        RunDirectory(tmp_path, tiny_config(optimizer__learning_rate=1e-9))
+    RunDirectory(tmp_path, tiny_config(stages=((4, slower),))).close()
 
 
 def test_fields_of_another_version_of_the_code_are_named(tmp_path):

@@ -290,6 +290,13 @@ def test_a_killed_run_leaves_nothing_behind_that_runs(tmp_path, fake):
     assert len(calls_of(path, "finish")) == 1
 
 
+def test_a_damaged_file_of_the_id_does_not_stop_the_run(tmp_path):
+    first = trackers.run_id(tmp_path)
+    (tmp_path / "trackers.json").write_text("")
+    second = trackers.run_id(tmp_path)
+    assert first != second == trackers.run_id(tmp_path)
+
+
 def test_a_tracker_that_is_not_installed_or_not_known_is_named_at_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     config = tiny_config(log__trackers=("tensorboard", "mlflow"))

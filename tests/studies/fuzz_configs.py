@@ -72,7 +72,7 @@ def learned(rng: random.Random) -> dict[str, Any]:
         "rollout__top_p": rng.choice([1.0, 1.0, 0.9]),
         "rollout__top_k": rng.choice([0, 0, 5]),
         "rollout__stop_strings": rng.choice([(), (), ("=",), ("\n",)]),
-        "rollout__end_repetition": rng.choice([None, None, ("periodic", 4), ("periodic", 12)]),
+        "rollout__end_repetition": rng.choice([None, None, 1, 3]),
         "rollout__end_of_thinking": rng.choice([None, None, (6, "\nAnswer: ")]),
         "rollout__group_size": rng.choice([2, 3, 4, 8]),
         "seed": rng.randrange(3),

@@ -173,6 +173,12 @@ def test_a_row_that_is_named_twice_is_refused(tmp_path, capsys):
     assert "--rows=dapo,grpo,dapo names a row twice" in capsys.readouterr().err
 
 
+def test_a_workdir_that_cannot_be_written_to_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="--workdir=.*file cannot be written to: File exists"):
+        ablation.run_all("configs/ablation.py", ["dapo"], [0], tmp_path / "file", 1)
+
+
 def test_the_rows_of_table_1_at_32b():
     found = {}
     for row in TABLE_1:

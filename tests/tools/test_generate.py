@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 
+import dapo_jax
 from dapo_jax.config import hf_config
 from dapo_jax.models import hf_weights
 from dapo_jax.rollout import scheduler
@@ -262,9 +263,23 @@ def test_a_wrong_command_is_refused(capsys, place, arguments, message):
 
 
 @pytest.mark.parametrize(
+    "prompt, message",
+    [
+        ("\ud83d", "holds half of a surrogate pair"),
+        ([{"role": "user", "content": "a"}], "must be a text or a list of token ids; got"),
+        (None, "prompt 1 must be a text or a list of token ids; got None"),
+    ],
+)
+def test_a_prompt_of_another_kind_is_named(place, prompt, message):
+    with pytest.raises(UserError, match=message):
+        dapo_jax.generate(place, [prompt])
+
+
+@pytest.mark.parametrize(
     "line",
     [
         "{",
+        "[" * 100_000,
         "3",
         "{}",
         '{"prompt": 3}',

@@ -107,6 +107,13 @@ def test_the_input_is_not_overwritten(server, tmp_path, capsys):
     assert source.read_bytes() == before and not server.asked
 
 
+def test_an_output_that_is_a_file_is_named(server, tmp_path, capsys):
+    source = write_problems(tmp_path / "problems.jsonl", 5)
+    (tmp_path / "out").touch()
+    status, _, err = call(capsys, *flags(server, source, tmp_path / "out"))
+    assert status == 2 and "out cannot be written to: File exists" in err and not server.asked
+
+
 def test_messages_keep_their_other_turns(server, tmp_path, capsys):
     """verl's schema: the last message is the problem."""
     source = tmp_path / "in.jsonl"

@@ -77,7 +77,7 @@ def test_responses_of_a_row_share_their_prompt(seed):
 @pytest.mark.parametrize("most_segments", [32, 2])
 @pytest.mark.parametrize("seed", range(20))
 def test_shared_prompts_need_no_more_rows_than_are_compiled_for(monkeypatch, seed, most_segments):
-    """`max_micro_batches` counts on rows with room for k of the longest sequences having k."""
+    """`most_rows` counts on rows with room for k of the longest sequences having k."""
     monkeypatch.setattr(packing, "most_segments", lambda row_tokens: most_segments)
     rng = np.random.default_rng(seed)
     row_tokens, longest = int(rng.integers(20, 90)), int(rng.integers(5, 20))

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-from dapo_jax.utils.bootstrap import bootstrap_interval, paired_bootstrap_interval
+from dapo_jax.utils.bootstrap import bootstrap_interval
 
 
 def test_bootstrap_interval_of_two_values_is_exact():
@@ -28,14 +28,3 @@ def test_bootstrap_interval_repeats_and_degenerates():
     assert bootstrap_interval(values_Q, seed=4) != bootstrap_interval(values_Q, seed=5)
     assert bootstrap_interval([0.25, 0.25, 0.25]) == (0.25, 0.25)
     assert bootstrap_interval([0.75]) == (0.75, 0.75)
-
-
-def test_the_paired_interval_is_that_of_the_differences():
-    """Seeds differ by more than the methods do, and pairs tell the methods apart."""
-    a, b = np.array([0.5, 0.7, 0.9]), np.array([0.5, 0.6, 0.7])
-    differences = [np.mean(resample) for resample in itertools.product(a - b, repeat=3)]
-    wanted = np.quantile(differences, [0.2, 0.8])
-    assert np.allclose(paired_bootstrap_interval(a, b, level=0.6), wanted)
-    assert np.allclose(paired_bootstrap_interval(b, a, level=0.6), -wanted[::-1])
-    assert np.allclose(paired_bootstrap_interval(b + 0.1, b), 0.1)
-    assert bootstrap_interval(b + 0.1)[0] < bootstrap_interval(b)[1]
