@@ -169,6 +169,7 @@ class TrainLoop:
         learner = run.learner.start(base, None if restored is None else restored.learner)
         telemetry.phase("compiling the programs of the rollout")
         run.warm_up(learner.policy.all_params)
+        self.directory.rewind(-1 if restored is None else restored.step)
         if restored is None:
             return self._evaluate_base(learner, base_seconds, found)
         return restored._replace(learner=learner)
@@ -247,7 +248,6 @@ class TrainLoop:
                 f"config.data.heldout: the problems are not those on which the run in {place} was "
                 "evaluated so far. Restore their files, or choose another --workdir."
             )
-        self.directory.rewind(step)
         self.begun -= host.seconds
         self.saved_step = self.telemetry.progress.first_step = step
         self.telemetry.say(f"resuming after step {step} of {self.config.train.num_steps}")
@@ -257,7 +257,6 @@ class TrainLoop:
         self, learner: LearnerState, base_seconds: float, base: str | None
     ) -> RunState:
         """Evaluates the base model: step 0 of a new run."""
-        self.directory.rewind(-1)
         begun = time.monotonic()
         numbers = {"step": 0} | self._evaluate(0, learner)
         numbers["perf/compilations"] = self.compilations.count

@@ -2,6 +2,9 @@
 # Sourced by the launchers: their flags, their errors, and commands that a dry run only prints.
 # Written for bash 3.2 too, which is what macOS has.
 
+# With it, cd goes elsewhere and prints where.
+unset CDPATH
+
 dry_run='' # set by --dry_run
 rest=()    # what follows --
 # What stands for a $ in the arguments of a command: Kubernetes replaces $(NAME), systemd ${NAME}.

@@ -96,7 +96,7 @@ def as_score(value: Any) -> Score:
 
 def _score(correct: Any, extracted: Any, steps: Any, reward: Any, extra: Any) -> Score:
     """Returns a score of plain Python values."""
-    if not isinstance(correct, (bool, np.bool_)) and correct not in (0, 1):
+    if correct not in (0, 1):
         raise TypeError(f"a scorer's correct is True or False (1 or 0), not {correct!r}")
     reward = None if reward is None else float(reward)
     for value in (reward, *(of_step for _, of_step in steps)):

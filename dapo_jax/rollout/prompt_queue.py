@@ -128,7 +128,7 @@ class PromptQueue:
         (kept + rate_weight rate) / (known + rate_weight)
         """
         kept, known = self.work_queue.num_kept, len(self.work_queue.outcomes)
-        return (kept + self.rate_weight * self.rate) / max(1.0, known + self.rate_weight)
+        return (kept + self.rate_weight * self.rate) / (known + self.rate_weight)
 
     def problem(self, number: int) -> Problem:
         """Returns the problem of a prompt."""

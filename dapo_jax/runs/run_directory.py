@@ -485,10 +485,11 @@ def check_same(old: dict[str, Any], config: Config, where: Any, step: int) -> No
         )
     if differing:
         later = ""
-        if isinstance(config, Config):  # launch/sft.py has no stages
+        # launch/sft.py has no stages, and a finished run no later step.
+        if isinstance(config, Config) and step < config.train.num_steps:
             later = (
-                f" To change a field of {', '.join(STAGED)} from step {step + 1} on, add a stage "
-                "to config.stages (docs/config.md)."
+                f" To change a field of {', '.join(STAGED)} from step {max(2, step + 1)} on, add a "
+                "stage to config.stages (docs/config.md)."
             )
         raise UserError(
             f"{where} belongs to a run with another config:\n  "

@@ -325,7 +325,8 @@ def run_id(directory: Path) -> str:
     It is the name of the directory, which may move or have namesakes, and what makes it unique.
     """
     file = directory / FILE
-    with contextlib.suppress(FileNotFoundError, ValueError):  # a damaged file costs the id alone
+    # A damaged file costs the id alone.
+    with contextlib.suppress(FileNotFoundError, ValueError, LookupError, TypeError):
         return json.loads(file.read_text())["id"]
     name = re.sub(r"[^A-Za-z0-9_.-]", "_", directory.name)[:80]
     id, temporary = f"{name}-{secrets.token_hex(4)}", file.with_suffix(".tmp")

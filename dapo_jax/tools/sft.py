@@ -278,7 +278,6 @@ class FineTuning:
                     "their files, or choose another --workdir."
                 )
             host = HostState(**values["host"])
-            directory.rewind(step)
             self.begun -= host.seconds
             self.saved_step = progress.first_step = step
             if config.model.lora_rank:
@@ -286,6 +285,7 @@ class FineTuning:
                 self.base = integrity.fingerprint(base)
                 run_directory.check_base(self.base, values["base"], config.model.path, place)
                 state = state._replace(frozen=lora.split(base)[1])
+            directory.rewind(step)
             progress.say(f"resuming after step {step} of {config.train.num_steps}")
             return step, state, host
         directory.check_never_saved(self.checkpoints.directory)

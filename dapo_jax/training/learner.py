@@ -337,20 +337,18 @@ class Learner:
                 continue
             wait(most=1)  # one is computed while the next one's rows are sent, as in `forward`
             on_mesh, n = self._micro_batches(rows)
-            computed: list[Any] = []
-            in_flight.append((number, computed))
+            result = critic_result = None
             if critic_rate is not None:
-                value_model, result = self.update_critic(
+                value_model, critic_result = self.update_critic(
                     value_model, on_mesh, n, denominator, np.float32(critic_rate)
                 )
-                critic_results.append(result)
-                computed.append(result)
+                critic_results.append(critic_result)
             if rate is not None:
                 policy, result = self.update(
                     policy, on_mesh, n, denominator, np.float32(rate), entropy_coefficient
                 )
                 results.append(result)
-                computed.append(result)
+            in_flight.append((number, (critic_result, result)))
         wait(most=0)
         updates = _Updates(results, critic_results, kept, empty)
         return LearnerState(policy, value_model), updates

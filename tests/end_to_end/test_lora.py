@@ -81,9 +81,11 @@ def test_another_base_is_refused(tmp_path, home, capsys):
     settings = LORA | KL | {"pretrain": None, "model__path": str(base)}
     settings |= {"model__stop_token_ids": (1,)}
     run_here(workdir, home, **settings | {"train__num_steps": 1})
+    left = [(workdir / name).read_bytes() for name in ("config.json", "summary.json")]
     write(2)
     with pytest.raises(UserError, match=r"config\.model\.path .* holds other weights than when"):
         run_here(workdir, home, **settings)
+    assert [(workdir / name).read_bytes() for name in ("config.json", "summary.json")] == left
     command = ["export.py", f"--workdir={workdir}"]
     assert exporting([*command, f"--output={tmp_path / 'out'}"]) == 2
     assert "holds other weights than when" in capsys.readouterr().err

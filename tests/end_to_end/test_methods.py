@@ -233,6 +233,8 @@ def test_the_entropy_coefficient_adapts_and_resumes_bit_for_bit(tmp_path, home):
     assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
 
 
+ALL_KEPT = {"dynamic_sampling__enabled": False}
+BINARY = NO_OVERLONG | {"reward__incorrect": 0.0}
 REWARD_KL = advantage("grpo-process") | {
     "objective__reward_kl_coefficient": 0.1,
     "objective__kl_estimator": "k1",
@@ -247,6 +249,26 @@ REWARD_KL = advantage("grpo-process") | {
         (advantage("grpo", std_ddof=2), r"std_ddof must be one of 0, 1; got 2"),
         (advantage("nosuch"), r"objective\.advantage must be one of grpo, rloo"),
         (advantage("maxrl") | {"reward__incorrect": 0.0}, "overlong_penalty must be 0"),
+        (BINARY | REWARD_KL | advantage("maxrl"), "reward_kl_coefficient must be 0 for .*'maxrl'"),
+        (advantage("gpg") | {"reward__incorrect": 0.0}, "overlong_penalty must be 0 for .*'gpg'"),
+        (BINARY | REWARD_KL | advantage("gpg"), "reward_kl_coefficient must be 0 for .*'gpg'"),
+        (
+            REWARD_KL | advantage("gdpo", component_weights=(1.0, 1.0)),
+            "reward_kl_coefficient must be 0 for .*'gdpo'",
+        ),
+        (
+            ALL_KEPT | {"rollout__group_size": 1},
+            "'grpo' compares the responses of a group: .*group_size must be at least 2; got 1",
+        ),
+        (
+            ALL_KEPT | PPO | {"train__num_steps": 1},
+            r"head_start_steps must be below .*num_steps \(1\); got 1",
+        ),
+        (PPO | {"model__lora_rank": 2}, "critic: with .*lora_rank 2 only adapters of the policy"),
+        (
+            ALL_KEPT | PPO | {"optimizer__warmup_steps": 2, "optimizer__final_rate_share": 0.1},
+            "warmup_steps must be below 2, the policy's steps",
+        ),
         (advantage("gdpo"), r"component_weights is missing and has no default"),
         (advantage("gdpo", component_weights=(1.0,)), "2 numbers"),
         (advantage("grpo-process"), "overlong_penalty must be 0 for .*outcome_as_step to True"),
@@ -254,6 +276,9 @@ REWARD_KL = advantage("grpo-process") | {
         (correction("old", reject=(("sequence-mask", None, 0.1),)), "'recompute', or policy"),
         (correction(reject=(("seq-k9", None, 1.0),)), r"reject\[0\]\[0\] must be .*got 'seq-k9'"),
         (correction(reject=(("seq-sum-k1", None, 2.0),)), "bounds of a ratio"),
+        (correction(reject=(("seq-sum-k1", 3.0, 2.0),)), "bounds of a ratio"),
+        (correction(reject=(("seq-sum-k2", 0.5, 2.0),)), "None, cap.* cap above 0, in nats"),
+        (correction(reject=(("sequence-mask", None, 0.0),)), "None, cap.* cap above 0, in nats"),
         (configured("gspo-token") | {"model__compute_dtype": "bfloat16"}, "bounds of .*gspo-token"),
     ],
 )

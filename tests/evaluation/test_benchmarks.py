@@ -24,7 +24,7 @@ from dapo_jax.rollout.admission import GenerationSettings
 from dapo_jax.rollout.collector import CollectorOutput, RolloutCollector
 from dapo_jax.runs import run_directory
 from dapo_jax.tools import evaluate
-from dapo_jax.types import Problem, Response, StopRequested, UserError
+from dapo_jax.types import Attempt, Problem, Response, StopRequested, UserError, Verdict
 from dapo_jax.utils.progress import Progress
 from dapo_jax.utils.telemetry import SILENT, Telemetry
 from tests.support.helpers import SHARED, source_dict, tiny_config
@@ -268,6 +268,17 @@ def test_the_page_leaves_out_what_a_browser_cannot_hold(run, tmp_path, monkeypat
     page = (tmp_path / "stub.html").read_text()
     assert "characters left out" in page and "<b>x" not in page and "x" * 100 not in page
     assert json.loads(lines_of(tmp_path)[0])["samples"][0]["text"] == text
+
+
+def test_the_cells_of_the_table_and_the_notes_of_a_sample():
+    figures = {"avg@4": {"value": 0.25, "interval": [0.125, 0.5]}, "truncated_share": 0.125}
+    figures |= {"length_mean": 1234.56, "faults": 1200}
+    _, *lines = benchmark_page.table({"a": figures}).splitlines()
+    cells = [line.split("  ")[-1].strip() for line in lines]
+    assert cells == ["25.0 % [12.5, 50.0]", "12.5 %", "1,234.6", "1,200"]
+    attempt = Attempt("text", 5, True, Verdict(False, -1.0, None, "timeout"), True)
+    notes = "3: wrong, no answer found, 5 tokens, cut at the limit, invalid, timeout"
+    assert notes in benchmark_page._sample(3, attempt, 100)
 
 
 def test_avg_at_32_on_the_official_file(run, tmp_path):

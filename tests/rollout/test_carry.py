@@ -218,17 +218,16 @@ def test_groups_with_a_stale_response_are_discarded():
 
 
 def test_the_next_step_finds_responses_beyond_the_batch_and_those_not_reached():
-    before = (
-        CarriedGroup((7, 0), ((0, response([1])),)),
-        CarriedGroup((9, 1), ((0, response([1])),)),
-    )
-    problems = [Problem(i, "", (1,), "", "") for i in (6, 7, 8)]
+    visits = [(4, 1), (5, 0), (6, 0), (7, 0), (8, 0), (9, 0)]
+    before = [CarriedGroup(visit, ((0, response([1])),)) for visit in visits]
+    problems = [Problem(i, "", (1,), "", "") for i in (5, 6, 7, 8, 9)]
     fresh = response([0, 0], "stop")._replace(versions=None)
     invalid = fresh._replace(finish_reason="invalid")
-    left = {0: {0: fresh}, 1: {1: response([1, 2]), 0: fresh}, 2: {0: invalid}}
-    found = next_carried(before, problems, left, num_tried=1, step=2)
+    # 5 and 6 are used up, 8 has begun and has nothing to keep, 9 and 4 have not begun.
+    left = {1: {0: fresh}, 2: {1: response([1, 2]), 0: fresh}, 3: {0: invalid, 1: response([])}}
+    found = next_carried(before, problems, left, num_tried=2, step=2)
     samples = [(visit, [s for s, _ in responses]) for visit, responses in found]
-    assert samples == [((7, 0), [0, 1]), ((9, 1), [0])]  # the older epoch comes first
+    assert samples == [((7, 0), [0, 1]), ((9, 0), [0]), ((4, 1), [0])], "older epochs come first"
     versions = [r.versions.tolist() for _, r in found[0].responses]
     assert versions == [[2, 2], [1, 2]]
 

@@ -117,8 +117,10 @@ def test_switched_off_every_group_is_kept(limits):
     """The batch may be larger than dynamic sampling's most prompts."""
     config = make_config(6, enabled=False, **limits)
     for seed in range(10):
-        batch, _, position, claimed = one_step("rwmw", seed, config=config)
+        batch, state, position, claimed = one_step("rwmw", seed, config=config)
         assert ids(batch.groups) == ids(batch.sampled) == claimed == list(range(6))
+        # A stage that switches it on begins as a run does.
+        assert state.informative_rate == DynamicSamplingState().informative_rate
         assert position == 6 and batch.num_returned == 0
 
 

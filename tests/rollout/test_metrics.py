@@ -77,31 +77,36 @@ def test_metrics_of_what_was_sampled_and_kept():
     )
     easy = with_texts(make_group([True, True], lengths=[2, 3]), "7", "7, let me check: 7")
     hard = with_texts(make_group([False, False], lengths=[5, 1]), "", "8")
-    found = sampling_metrics(Batch([kept], [kept, easy, hard], num_returned=2))
+    invalid = hard.responses[0]._replace(finish_reason="invalid")
+    faults = tuple(v._replace(note="timeout") for v in hard.verdicts)
+    hard = hard._replace(responses=(invalid, hard.responses[1]), verdicts=faults)
+    others = [make_group([True, True], lengths=[2, 2])] * 2
+    batch = Batch([kept], [kept, easy, hard, *others], num_returned=4)
     expected = {
-        "sampling/prompts_tried": 3,
+        "sampling/prompts_tried": 5,
         "sampling/prompts_kept": 1,
-        "sampling/prompts_all_right": 1,
+        "sampling/prompts_all_right": 3,
         "sampling/prompts_all_wrong": 1,
-        "perf/prompts_returned": 2,
-        "sampling/scorer_faults": 0,
-        "accuracy/sampled": 0.5,
+        "perf/prompts_returned": 4,
+        "sampling/scorer_faults": 2,
+        "accuracy/sampled": 0.7,
         "accuracy/trained": 0.5,
-        "length/mean": 4.0,
+        "length/mean": 3.2,
         "length/max": 9.0,
-        "length/truncated_share": pytest.approx(1 / 6),
-        "reflection/share": pytest.approx(2 / 6),
-        "rollout/invalid": 0,
+        "length/truncated_share": 0.1,
+        "reflection/share": 0.2,
+        "rollout/invalid": 1,
     }
+    found = sampling_metrics(batch)
     assert found == expected
     looping = easy.responses[0]._replace(finish_reason="repetition")
     easy = easy._replace(responses=(looping, easy.responses[1]))
-    found = sampling_metrics(
-        Batch([kept], [kept, easy, hard], num_returned=2), ends_repetition=True
-    )
-    assert found == expected | {"rollout/ended_repetition": pytest.approx(1 / 6)}
+    batch = batch._replace(sampled=[kept, easy, hard, *others])
+    found = sampling_metrics(batch, ends_repetition=True)
+    assert found == expected | {"rollout/ended_repetition": 0.1}
     given = [np.array([-1.0, np.nan]), np.array([np.nan, np.nan, -1.0])]
     responses = zip(easy.responses, given, strict=True)
     easy = easy._replace(responses=tuple(r._replace(log_probs=x) for r, x in responses))
-    found = sampling_metrics(Batch([kept], [kept, easy, hard], num_returned=2), ends_thinking=True)
-    assert found == expected | {"rollout/ended_thinking": pytest.approx(2 / 6)}
+    batch = batch._replace(sampled=[kept, easy, hard, *others])
+    found = sampling_metrics(batch, ends_thinking=True)
+    assert found == expected | {"rollout/ended_thinking": 0.2}

@@ -144,12 +144,20 @@ def test_a_run_resumes_with_every_field_but_these_as_it_was():
             check_same(old, config, "there", 1)
 
 
-def test_a_refused_change_is_accepted_in_the_stage_that_the_error_names(tmp_path):
-    begun(tmp_path)
-    slower = {"optimizer.learning_rate": 1e-9}
-    with pytest.raises(UserError, match="from step 4 on, add a stage"):
+@pytest.mark.parametrize("done", [0, 1])
+def test_a_refused_change_is_accepted_in_the_stage_that_the_error_names(tmp_path, done):
+    begun(tmp_path, steps=range(done + 1))
+    with pytest.raises(UserError, match="add a stage") as refused:
         RunDirectory(tmp_path, tiny_config(optimizer__learning_rate=1e-9))
-    RunDirectory(tmp_path, tiny_config(stages=((4, slower),))).close()
+    (first,) = map(int, re.findall(r"from step (\d+) on", str(refused.value)))
+    slower = {"optimizer.learning_rate": 1e-9}
+    RunDirectory(tmp_path, tiny_config(stages=((first, slower),))).close()
+
+
+def test_a_finished_run_is_offered_no_stage():
+    config = tiny_config()
+    with pytest.raises(UserError, match="the config it was made with.$"):
+        check_same(frozen(config) | {"seed": 7}, config, "there", config.train.num_steps)
 
 
 def test_fields_of_another_version_of_the_code_are_named(tmp_path):
@@ -168,6 +176,14 @@ def test_a_file_that_is_no_config_is_named(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match="config.json cannot be read"):
         RunDirectory(tmp_path, tiny_config())
+
+
+def test_the_config_of_a_supervised_run_is_named(tmp_path):
+    """Its directory is none of a run of launch/train.py."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"config": {"model": {}, "data": {}, "train": {}}}))
+    with pytest.raises(ValueError, match=r"that of launch/sft\.py.* in model/"):
+        read_config(file)
 
 
 def test_a_run_whose_checkpoints_are_missing_is_not_started_again(tmp_path):
@@ -246,8 +262,16 @@ def test_responses_to_held_out_problems_are_spread_and_rewound(tmp_path):
     directory = RunDirectory(tmp_path, tiny_config())
     for step in (0, 3, 6):
         directory.save_heldout(step, groups)
+        directory.save_rollouts(step, [make_group([True])], [[1.0]], 1)
+        directory.save_pass_rates(step, [[7, 0, 1, 4]])
+    directory.save_summary({"seconds": 1.0})
     directory.rewind(3)
     directory.close()
+    assert not (tmp_path / "summary.json").exists(), "the run has not ended any more"
+    lines = (tmp_path / "pass_rates.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 3]
+    rollouts = sorted(file.name for file in (tmp_path / "rollouts").iterdir())
+    assert rollouts == ["step_000000.jsonl", "step_000003.jsonl"]
     files = sorted((tmp_path / "heldout").iterdir())
     assert [file.name for file in files] == ["step_000000.jsonl", "step_000003.jsonl"]
     records = [json.loads(line) for line in files[1].read_text().splitlines()]

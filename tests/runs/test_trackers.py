@@ -129,8 +129,9 @@ def test_a_resumed_run_goes_on_under_its_id_and_has_every_step_once(
     longer = {"train__num_steps": 9}
     directory = opened(path, "tensorboard", "wandb", step=1, say=said.append, **with_seed, **longer)
     log(directory, 2, 3)
+    directory.log({"step": 4})
     directory.close()
-    assert said == [] and steps_of(path) == [0, 1, 2, 3]
+    assert said == [] and steps_of(path) == [0, 1, 2, 3, 4]
     first, second = calls_of(path, "init")
     assert first == second
     assert (first["id"], first["resume"], first["project"]) == (first["name"], "allow", "dapo_jax")
@@ -139,7 +140,7 @@ def test_a_resumed_run_goes_on_under_its_id_and_has_every_step_once(
     *_, newest = calls_of(path, "config")
     assert newest["config"] == read_config(path / "config.json")
     logged = calls_of(path, "log")
-    assert [call["step"] for call in logged] == [0, 1, 2, 3]
+    assert [call["step"] for call in logged] == [0, 1, 2, 3, 4]
     assert logged[3]["numbers"] == {
         "step": 3,
         "eval/avg@4": 3 / 8,
@@ -148,6 +149,7 @@ def test_a_resumed_run_goes_on_under_its_id_and_has_every_step_once(
             "data": [[3, "text of 3", True, 1.0, None], [3, "", False, None, '{"lines": 3}']],
         },
     }
+    assert logged[4]["numbers"] == {"step": 4}, "responses are sent once"
     assert len(calls_of(path, "finish")) == 2
     assert list((path / "tensorboard").iterdir())
 
@@ -290,9 +292,10 @@ def test_a_killed_run_leaves_nothing_behind_that_runs(tmp_path, fake):
     assert len(calls_of(path, "finish")) == 1
 
 
-def test_a_damaged_file_of_the_id_does_not_stop_the_run(tmp_path):
+@pytest.mark.parametrize("text", ["", '{"ie": "run-1"}', "0"])
+def test_a_damaged_file_of_the_id_does_not_stop_the_run(tmp_path, text):
     first = trackers.run_id(tmp_path)
-    (tmp_path / "trackers.json").write_text("")
+    (tmp_path / "trackers.json").write_text(text)
     second = trackers.run_id(tmp_path)
     assert first != second == trackers.run_id(tmp_path)
 

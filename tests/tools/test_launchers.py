@@ -77,6 +77,7 @@ def test_help_names_every_flag(script):
     status, out, err = call(f"launch/{script.name} --help")
     assert status == 0 and err == "" and f"launch/{script.name}" in out
     assert call(f"./{script.name} --help", cwd=script.parent) == (status, out, err)
+    assert call(f"CDPATH=. launch/{script.name} --help") == (status, out, err)
     parsed = re.findall(r'^parse "([^"]*)" \\?\s*"([^"]*)"', script.read_text(), re.M)
     assert len(parsed) == 1
     for flag in " ".join(parsed[0]).replace("\\\n", "").split():

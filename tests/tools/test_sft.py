@@ -317,7 +317,10 @@ def test_adapters_are_tuned_resumed_and_merged(finished, tmp_path, home, place, 
         fine_tune_here(tmp_path / "moved", home, load(base, more))
     shutil.rmtree(base)
     shutil.copytree(tmp_path / "whole" / "model", base)
+    written = lambda: (tmp_path / "moved" / "config.json").stat().st_mtime_ns
+    left = written()
     with pytest.raises(UserError, match="holds other weights than when"):
         fine_tune_here(tmp_path / "moved", home, load(base, more))
+    assert written() == left
     fine_tune_here(tmp_path / "third", home, load(tmp_path / "whole", {"train.num_steps": 1}))
     assert metrics_of(tmp_path / "third")[0]["loss/heldout"] == pytest.approx(after, rel=1e-4)

@@ -219,18 +219,18 @@ def test_the_kl_is_taken_from_the_reward_of_its_token():
         objective__advantage="gae",
         critic=dict(learning_rate=1e-3, value_clip=0.5, head_start_steps=0),
     )
-    samples = samples_of(config, [make_group([True, False], lengths=[2, 3])])
+    samples = samples_of(config, [make_group([True, False], lengths=[1, 4])])
     kl_penalty_M = np.array([0.1, 0.2, 0.3, 0.4, 0.5])
     got = estimate_advantages(
         config, samples, kl_penalty_M=kl_penalty_M, values_M=np.zeros(5, np.float32)
     )
-    by_hand = [1 - 0.1 - 0.2, 1 - 0.2, -1 - 0.3 - 0.4 - 0.5, -1 - 0.4 - 0.5, -1 - 0.5]
+    by_hand = [1 - 0.1, -1 - 0.2 - 1.2, -1 - 0.3 - 0.4 - 0.5, -1 - 0.4 - 0.5, -1 - 0.5]
     np.testing.assert_allclose(got.return_M, by_hand)
     # An outcome advantage takes the sum of its response.
     grpo = tiny_config(objective__advantage_args={"normalise_std": False})
     a = estimate_advantages(grpo, samples, kl_penalty_M=kl_penalty_M).advantage_M
-    half = ((1 - 0.3) - (-1 - 1.2)) / 2
-    np.testing.assert_allclose(a, [half, half, -half, -half, -half])
+    half = ((1 - 0.1) - (-1 - 1.4)) / 2
+    np.testing.assert_allclose(a, [half, -half, -half, -half, -half])
 
 
 PROCESS = {
@@ -308,6 +308,7 @@ def test_process_supervision_without_a_step_is_refused():
     with pytest.raises(RunError, match="no response has a step.*outcome_as_step to True"):
         samples_of(config, [make_group([True, False])])
     samples_of(config, [])
+    samples_of(tiny_config(**PROCESS), [make_group([True, False])])  # the outcome is a step
 
 
 def test_the_steps_of_a_sum_are_its_lines_and_its_answer():

@@ -6,6 +6,7 @@ import pytest
 
 from dapo_jax.rollout import metrics as rollout_metrics
 from dapo_jax.training import metrics
+from dapo_jax.training.critic import CriticMetrics, CriticSums
 from dapo_jax.training.step import Extremes, Sums, UpdateMetrics
 from dapo_jax.types import RunError
 from tests.support.helpers import make_group
@@ -37,6 +38,50 @@ def test_a_skipped_update_is_counted_and_in_no_mean():
     assert numbers["optimizer/updates"] == numbers["optimizer/skipped_updates"] == 1
     assert (numbers["policy/loss"], numbers["optimizer/grad_norm"]) == (3, 2)
     assert numbers["batch/tokens_trained"] == 4
+
+
+def test_every_sum_has_its_own_metric():
+    """Means over the tokens of both updates; of the loss, over the updates."""
+    sums = dict(loss=1, entropy=5, token_prob=10, clip_high=15, clip_low=20, clip_dual=25)
+    sums |= dict(clip_high_prob=1.5, clip_low_prob=4, clip_dual_prob=7.5, kl_old=30, kl_ref=35)
+    one = update(4, np.float32(1.0))
+    one = one._replace(sums=one.sums._replace(**{n: np.float32(x) for n, x in sums.items()}))
+    two = one._replace(sums=one.sums._replace(tokens=np.float32(6), loss=np.float32(4)))
+    numbers = metrics.update_metrics([one, two], has_mismatch=False)
+    expected = {
+        "loss": 2.5, "entropy": 1, "token_prob": 2,
+        "clip_high_share": 3, "clip_low_share": 4, "clip_dual_share": 5,
+        "clip_high_prob": 0.1, "clip_low_prob": 0.2, "clip_dual_prob": 0.3,
+        "kl_old": 6, "kl_ref": 7, "ratio_max": 1, "ratio_min": 1,
+    }  # fmt: skip
+    policy = {n: x for n, x in numbers.items() if n.startswith("policy/")}
+    assert policy == {f"policy/{name}": pytest.approx(x) for name, x in expected.items()}
+
+
+def test_the_mismatch_is_that_of_the_first_update_unless_it_was_skipped():
+    one = update(4, np.float32(1.0))
+    sums = one.sums._replace(mismatch=np.float32(3), mismatch_tokens=np.float32(4))
+    one = one._replace(sums=sums, extremes=one.extremes._replace(mismatch_max=np.float32(2)))
+    two = one._replace(sums=sums._replace(mismatch=np.float32(9)))
+
+    def mismatch(*updates, has_mismatch=True):
+        numbers = metrics.update_metrics(updates, has_mismatch=has_mismatch)
+        return [numbers.get(f"rollout/log_prob_mismatch_{name}") for name in ("mean", "max")]
+
+    assert mismatch(one, two) == [0.75, 2]
+    assert mismatch(one, two, has_mismatch=False) == [None, None]
+    assert mismatch(one._replace(skipped=np.int32(1)), two) == [None, None]
+
+
+def test_metrics_of_the_critic_are_of_the_updates_that_were_taken():
+    def of(tokens, loss, clipped, grad_norm, skipped=0):
+        sums = CriticSums(*map(np.float32, (tokens, loss, clipped)))
+        return CriticMetrics(sums, np.float32(grad_norm), np.int32(skipped))
+
+    updates = [of(4, 1.0, 1, 2.0), of(5, np.nan, 9, np.nan, 1), of(6, 3.0, 2, 4.0)]
+    expected = {"critic/loss": 2.0, "critic/clip_share": 0.3, "critic/grad_norm": 3.0}
+    assert metrics.critic_metrics(updates) == pytest.approx(expected)
+    assert metrics.critic_metrics(updates[1:2]) == {}
 
 
 def test_the_probability_of_clipped_tokens_is_a_mean_over_them_alone():
