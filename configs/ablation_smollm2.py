@@ -25,5 +25,8 @@ def get_config(row: str = "dapo") -> ConfigDict:
     """Returns smollm2_word_problems with the changes of a row."""
     change = ablation.change_of(row, ROWS)
     c = smollm2_word_problems.get_config()
+    # The schedule of the runs above.
+    c.optimizer.final_rate_share = None
+    c.train.num_steps = c.evaluation.every_steps = 13
     change(c)
     return c
