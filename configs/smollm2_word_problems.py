@@ -4,7 +4,7 @@ Command:   python launch/train.py --config=configs/smollm2_word_problems.py
            --config=configs/smollm2_word_problems.py:grpo is the baseline, :lora trains adapters
            --model=DIRECTORY where the hub cannot be reached
 Hardware:  one device, such as 2 CPU cores; for more, another mesh and micro-batch
-Time:      24 minutes on 2 CPU cores with other work, with two evaluations; 6 GB of memory
+Time:      24 to 30 minutes on 2 CPU cores with other work, with two evaluations; 6 GB of memory
 Result:    held-out avg@8 from 18.6, 17.0 and 17.8 to 70.1, 67.8 and 66.8 % (seeds 0, 1, 2), see
            docs/results.md; with :lora 69.9, 53.1 and 67.6 %, see docs/lora.md
 """
@@ -41,7 +41,7 @@ def get_config(method: str = "") -> ConfigDict:
     c.rollout.update(max_response_tokens=64, slots=128, temperature=0.6)
     c.reward.scorer = "last_number"
     c.dynamic_sampling.max_prompts = 48  # the first steps train on fewer groups
-    # At a constant rate the last steps undo each other, see docs/results.md.
+    # At a constant rate accuracy fell in the last steps of one seed, see docs/results.md.
     c.optimizer.update(learning_rate=4e-5, final_rate_share=0.1)
     c.train.update(num_steps=16, prompts_per_step=16, prompts_per_update=4, row_tokens=320)
     c.train.update(rows_per_micro_batch=2, share_prompts=True)

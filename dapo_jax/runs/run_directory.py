@@ -106,16 +106,7 @@ class RunDirectory:
         if not writes:
             return
         trackers.check_installed(config.log.trackers)
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            probe = path / ".writable"
-            probe.touch()
-            probe.unlink()
-        except OSError as error:
-            raise UserError(
-                f"--workdir={path} cannot be written to: {error.strerror}. Choose another "
-                "directory or mend its permissions."
-            ) from error
+        make_writable(path, "--workdir")
         self._lock: int | None = _lock(path, say)
         try:
             file = path / "config.json"
@@ -334,6 +325,27 @@ def _lock(path: Path, say: Callable[[str], None]) -> int:
         os.ftruncate(file, 0)
         os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         return file
+
+
+def make_writable(path: Path, flag: str) -> None:
+    """Makes a directory if it is missing.
+
+    Args:
+        flag: that gave the path, for the message.
+
+    Raises:
+        UserError: it cannot be written to.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(
+            f"{flag}={path} cannot be written to: {error.strerror}. Choose another directory or "
+            "mend its permissions."
+        ) from error
 
 
 def write_atomically(path: Path, text: str) -> None:

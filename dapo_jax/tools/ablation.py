@@ -148,12 +148,7 @@ def run_all(
         RunError: a run failed; finished runs are kept, and the same call resumes.
         StopRequested: SIGTERM came; it was sent to the runs too.
     """
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"--workdir={workdir} cannot be written to: {error.strerror}. Choose another directory."
-        ) from error
+    run_directory.make_writable(workdir, "--workdir")
     every = [(row, seed) for seed in seeds for row in rows]
     jobs = [job for job in every if not is_done(workdir, *job)]
     print(

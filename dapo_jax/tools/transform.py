@@ -22,6 +22,7 @@ from dapo_jax.data.records import (
     read_records,
 )
 from dapo_jax.data.sources import DATASETS, find_files
+from dapo_jax.runs.run_directory import make_writable
 from dapo_jax.tools import chat_endpoint
 from dapo_jax.tools.chat_endpoint import Endpoint
 from dapo_jax.tools.prompt_file import read_prompts
@@ -110,12 +111,7 @@ def transform(settings: Settings, replies: Replies) -> dict[str, Any] | None:
     settings.check()
     place = settings.output
     rows = list(_rows(settings))
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"--output={place} cannot be written to: {error.strerror}. Choose another directory."
-        ) from error
+    make_writable(place, "--output")
     open_rows = [row for row in rows if row["reason"] is None]
     prompts = [{"index": r["index"], "prompt": rewrite_prompt(r)} for r in open_rows]
     found = _replies(replies, place / "rewrite.jsonl", prompts, 1)
