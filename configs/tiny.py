@@ -3,7 +3,7 @@
 Command:   python launch/train.py --config=configs/tiny.py:METHOD
 Hardware:  2 CPU cores, 1 GB of memory
 Time:      1 min 46 s to 3 min 50 s; 2.5 minutes more for the base model, which later runs reuse
-Result:    held-out avg@32 from 28.1 % to 94-100 % after 30 steps (seed 0); docs/log.md has the
+Result:    held-out avg@32 from 26-28 % to 94-100 % after 30 steps (seed 0); docs/log.md has the
            training accuracy of each method
 
 METHOD is the name of a function below or in configs/recipes.py, with `-` or `_`.

@@ -23,10 +23,11 @@ python launch/plan.py --config=FILE --simulate_hosts=64 simulates the rollouts o
 a virtual clock: seconds of a rollout, idle time, prompts begun, and, where the hosts are the
 config's mesh, the price of the run. Nothing is compiled.
 
---length_distribution  of responses: lognormal:MEAN:SIGMA (default lognormal:5120:1, MEAN at most a
-                       quarter of the longest), lognormal:MEAN-LAST:SIGMA:CORRELATION with a mean
-                       that grows and lengths correlated in a group, uniform:LENGTH, or a .jsonl
-                       file with lengths
+--length_distribution  of responses: lognormal:MEAN:SIGMA (default lognormal:5120:1, with a quarter
+                       of the longest for 5120 where that is less), lognormal:MEAN-LAST:SIGMA:
+                       CORRELATION with a mean that grows and lengths correlated in a group,
+                       uniform:LENGTH, or a .jsonl file: a number, or an object with "length", in
+                       each line
 --accept               share of the prompts that dynamic sampling keeps, default 0.4
 --lengths_from         directory of a run that saved all its rollouts: its lengths and verdicts
                        instead, and its measured seconds for comparison
