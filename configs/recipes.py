@@ -32,7 +32,7 @@ def deepscaler(c: ConfigDict) -> None:
     """DeepScaleR (the published scripts): GRPO at temperature 0.6, in three stages of length."""
     justrl(c)
     c.rollout.temperature = 0.6
-    c.objective.update(clip_high=c.objective.clip_low, clip_dual=None, aggregation="token-mean")
+    c.objective.update(clip_high=c.objective.clip_low, clip_dual=None)
     c.objective.update(kl_coefficient=0.001, entropy_coefficient=0.001)
 
 
@@ -48,7 +48,7 @@ def polaris(c: ConfigDict) -> None:
 
 
 def skywork_or1(c: ConfigDict) -> None:
-    """Skywork-OR1 7B (arXiv:2505.22312, tables 11, equations 3.1 and 3.2): on-policy, an entropy
+    """Skywork-OR1 7B (arXiv:2505.22312, table 11, equations 3.1 and 3.2): on-policy, an entropy
     bonus that adapts, and problems that leave once they are always solved. Not here: these leave
     after a visit, not after a stage."""
     c.reward.incorrect = 0.0
@@ -116,7 +116,7 @@ def _no_length_penalty(c: ConfigDict) -> None:
 
 def _no_refill(c: ConfigDict) -> None:
     """Uninformative groups leave the batch, and no others take their places."""
-    c.dynamic_sampling.update(max_prompts=c.train.prompts_per_step, exhausted="train")
+    c.dynamic_sampling.max_prompts = c.train.prompts_per_step
 
 
 def _distilled_1_5b() -> ConfigDict:
@@ -224,6 +224,7 @@ RUNS = {
         prompt_tokens=2048, response_tokens=32_768, group_size=16,
         prompts_per_step=512, prompts_per_update=32,
         learning_rate=3e-6, warmup_steps=20, num_steps=650,
+        stages=((513, _stage(65_536, 16)),),  # update 8,200, of 16 in a step
     ),
 }  # fmt: skip
 

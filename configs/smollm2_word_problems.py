@@ -38,7 +38,7 @@ def get_config(method: str = "") -> ConfigDict:
         two_steps=dict(TWO_STEPS, split="heldout", num_problems=16),
     )
     # At temperature 1 the model is right half as often, see docs/log.md.
-    c.rollout.update(max_response_tokens=64, slots=128, temperature=0.6)
+    c.rollout.update(max_response_tokens=64, temperature=0.6)
     c.reward.scorer = "last_number"
     c.dynamic_sampling.max_prompts = 48  # the first steps train on fewer groups
     # At a constant rate accuracy fell in the last steps of one seed, see docs/results.md.
@@ -47,7 +47,7 @@ def get_config(method: str = "") -> ConfigDict:
     c.train.update(rows_per_micro_batch=2, share_prompts=True)
     c.evaluation.update(every_steps=16, num_samples=8, temperature=0.6, top_p=1.0)
     if method == "lora":  # the schedule is that of the runs of docs/lora.md
-        c.model.update(lora_rank=16, lora_alpha=32.0)
+        c.model.lora_rank = 16
         c.optimizer.update(learning_rate=4e-4, final_rate_share=None)  # ten times the rate
         c.train.num_steps = c.evaluation.every_steps = 13
     return c

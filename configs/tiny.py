@@ -26,7 +26,7 @@ def grpo(c: ConfigDict) -> None:
     """
     c.objective.clip_high = c.objective.clip_low  # one bound for both sides
     c.objective.aggregation = "seq-mean-token-mean"  # every response weighs the same
-    c.objective.update(kl_coefficient=0.04, kl_estimator="k3")
+    c.objective.kl_coefficient = 0.04
     c.dynamic_sampling.enabled = False
     c.reward.update(overlong_buffer_tokens=0, overlong_penalty=0.0)
 

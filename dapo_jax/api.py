@@ -116,7 +116,7 @@ def evaluate(
     output: str | Path | None = None,
     step: int | None = None,
     benchmarks: Sequence[str] = (),
-    num_samples: int = 32,
+    num_samples: int | None = None,
     num_problems: int | None = None,
     temperature: float | None = None,
     top_p: float | None = None,
@@ -130,7 +130,7 @@ def evaluate(
         output: directory of the transcripts, default below the workdir.
         step: of the checkpoint, default the newest.
         benchmarks: names, files or hub ids, default the config's held-out problems.
-        num_samples: responses to each problem, n.
+        num_samples: responses to each problem, n; default 32, at temperature 0 one.
         num_problems: the first so many of each benchmark, default all.
         temperature, top_p, scorer: default the config's.
 

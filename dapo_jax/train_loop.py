@@ -287,7 +287,7 @@ class TrainLoop:
         ):
             copied_bytes = weights.copied_bytes(learner.policy.all_params)
             outcomes = collector.outcomes(prompts, key, step=step)
-            taken = take_kept(outcomes, config.train.prompts_per_step)
+            taken = take_kept(outcomes)
         del weights  # the update needs their memory
         batch, sampling = commit(config, host.sampling, prompts, taken, step)
         numbers = self._sampling_metrics(step, batch, sampling)

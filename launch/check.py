@@ -50,13 +50,13 @@ def main(argv: list[str]) -> int:
             return 0
         output = Path(flags["output"]).expanduser().resolve()
         say = lambda text: print(text, flush=True)
+        parts = flags["parts"].split(",") if flags["parts"] else list(runner.PARTS)
+        runner.check(output, parts, flags["minutes"])
         if flags["tune"]:
             from dapo_jax.tools.check import machine, tuning
 
             tuning.tune(machine.this_machine(), output, say)
             return 0
-        parts = flags["parts"].split(",") if flags["parts"] else list(runner.PARTS)
-        runner.check(output, parts, flags["minutes"])
         if flags["here"]:
             from configs import tiny_dapo
 

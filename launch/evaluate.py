@@ -10,7 +10,8 @@ and a page of each benchmark with every problem. After a stop the same command r
                 the run was given. Without both: the base model
 --benchmarks    aime24, aime25, amc23, math500, gsm8k, ..., hub ids or files, separated by commas;
                 train/NAME: problems of config.data.train; default the config's eval problems
---num_samples   n, default 32; --num_problems: only the first ones of each benchmark
+--num_samples   n, default 32, at temperature 0 one
+--num_problems  only the first ones of each benchmark
 --temperature   default that of config.evaluation, as of --top_p; --top_k, --min_p: 0, off
 --seed          default 0
 --scorer        default the config's

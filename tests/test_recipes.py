@@ -37,6 +37,8 @@ def test_every_method_is_there_with_what_it_changes():
         ("deepscaler", 1521, 24_576, 16, 128, 2),
         ("skywork_or1", 660, 16_384, 16, 256, 1),
         ("skywork_or1", 661, 32_768, 32, 160, 1),
+        ("r1_zero", 512, 32_768, 16, 512, 16),
+        ("r1_zero", 513, 65_536, 16, 512, 16),
     ],
 )
 def test_the_stages_of_recipes_are_the_published_ones(

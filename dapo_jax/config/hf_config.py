@@ -196,8 +196,9 @@ def _check_same(given: Mapping[str, Any], found: Mapping[str, Any], path: str) -
                     "the missing ones, or set it to None."
                 )
         elif plain(ours) != plain(value):
+            file = ADAPTER if name.startswith("lora_") else CONFIG
             raise UserError(
-                f"config.model.{name} is {ours!r}, and {value!r} in the config.json of {path}. "
+                f"config.model.{name} is {ours!r}, and {value!r} in the {file} of {path}. "
                 "Correct it, or set it to None to take the checkpoint's."
             )
 
@@ -226,6 +227,17 @@ def stored_dtype(path: str) -> Literal["float32", "bfloat16"]:
     values = read(path)
     dtype = values.get("dtype") or values.get("torch_dtype")
     return "float32" if dtype in (None, "float32") else "bfloat16"
+
+
+def positions(config: ModelConfig) -> int | None:
+    """Returns the tokens of the longest text that the checkpoint of `config.path` is made for; None
+    where its config.json does not say."""
+    assert config.path is not None
+    found, s = read(config.path).get("max_position_embeddings"), config.rope_scaling
+    if found is None or s is None:
+        return found
+    # Where a user added the scaling, max_position_embeddings may still be the original ones.
+    return max(found, int(s.get("original_max_position_embeddings", found) * s["factor"]))
 
 
 def model_fields(values: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -282,14 +294,27 @@ def _warn_unknown(path: str, keys: tuple[str, ...]) -> None:
 
 
 def _rope(values: Mapping[str, Any], refuse: Any) -> dict[str, Any]:
-    """Returns rope_theta and rope_scaling, from the keys of transformers 4 or 5."""
-    key = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
-    given = values.get(key) or {}
+    """Returns rope_theta and rope_scaling, from the keys of transformers 4 or 5.
+
+    A file has both keys where transformers 5 wrote it and a user added the rope_scaling of a model
+    card. transformers then reads rope_scaling alone, without the rope_theta of the other.
+    """
+    keys = [key for key in ("rope_parameters", "rope_scaling") if values.get(key)]
+    found = [_rope_of(values, key, refuse) for key in keys or ["rope_scaling"]]
+    if found[0] != found[-1]:
+        raise refuse("rope_scaling", "its rope_parameters differ: put all into one of the two")
+    return found[0]
+
+
+def _rope_of(values: Mapping[str, Any], key: str, refuse: Any) -> dict[str, Any]:
+    """Returns rope_theta and rope_scaling by one of the two keys."""
+    given, longest = values.get(key) or {}, values.get("max_position_embeddings") or 0
     if not isinstance(given, Mapping):
         raise refuse(key, "it must be an object")
+    if type(longest) not in (int, float):
+        raise refuse("max_position_embeddings", "it must be a number")
     scaling = dict(given)
     theta = scaling.pop("rope_theta", None) or values.get("rope_theta") or 10_000.0
-    longest = values.get("max_position_embeddings") or 0
     found = rope_scaling.completed(scaling, lambda why: refuse(key, why), longest)
     return {"rope_theta": theta, "rope_scaling": found}
 
@@ -301,18 +326,20 @@ def _windows(values: Mapping[str, Any], refuse: Any) -> dict[str, Any]:
     wanted = family == "mistral" or values.get("use_sliding_window", False)
     if not isinstance(types, list | None):
         raise refuse("layer_types", "it must be a list")
+    known = "full_attention", "sliding_attention"
+    if types is not None and (len(types) != num or any(kind not in known for kind in types)):
+        raise refuse("layer_types", f"it must name {num} full or sliding attentions")
     if family != "llama" and "sliding_attention" in (types or ()) and not (wanted and window):
         raise refuse("layer_types", "without a window (sliding_window, use_sliding_window)")
     if window is None or family == "llama":
         layers: tuple[int, ...] = ()
     elif types is not None:
-        unknown = set(types) - {"full_attention", "sliding_attention"}
-        if unknown or len(types) != num:
-            raise refuse("layer_types", f"it must name {num} full or sliding attentions")
         layers = tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
     elif family == "mistral":
         layers = tuple(range(num))
     elif wanted:
+        if type(values["max_window_layers"]) is not int:
+            raise refuse("max_window_layers", "a number of layers is needed")
         layers = tuple(range(values["max_window_layers"], num))
     else:
         layers = ()

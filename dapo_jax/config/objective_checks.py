@@ -11,6 +11,9 @@ from dapo_jax.utils import fields
 if TYPE_CHECKING:  # dapo_jax.config.schema calls these checks
     from dapo_jax.config.schema import Config, CorrectionConfig, ObjectiveConfig
 
+# Advantages whose baseline is not the group's: a prompt with one response, or all right, teaches.
+WITHOUT_GROUPS = ("gae", "reinforce++", "remax")
+
 
 def with_arguments(objective: "ObjectiveConfig") -> "ObjectiveConfig":
     """Returns the objective with every argument of its loss and its advantage.
@@ -146,12 +149,11 @@ def _check_ratio(config: "Config") -> None:
 def _check_advantage(config: "Config") -> None:
     """Checks the fields that an advantage depends on."""
     o, r, group_size = config.objective, config.reward, config.rollout.group_size
-    alone = ("gae", "reinforce++", "remax")
-    if group_size < 2 and o.advantage not in alone:
+    if group_size < 2 and o.advantage not in WITHOUT_GROUPS:
         raise UserError(
             f"config.objective.advantage {o.advantage!r} compares the responses of a group: "
             f"config.rollout.group_size must be at least 2; got {group_size}. A single response "
-            f"needs one of {', '.join(alone)}."
+            f"needs one of {', '.join(WITHOUT_GROUPS)}."
         )
     kl = o.reward_kl_coefficient
     if o.advantage == "maxrl":

@@ -199,7 +199,8 @@ class RolloutConfig:
     max_response_tokens: PositiveInt = 20_480
     temperature: Positive = 1.0
     top_p: UpTo1 = 1.0  # 1: all
-    top_k: NonNegativeInt = 0  # 0: all
+    # Tokens of highest probability; 0: all.
+    top_k: Annotated[int, fields.Range(lambda x: 0 <= x < 2**31, "from 0 to 2**31 - 1")] = 0
     min_p: Share = 0.0  # 0: all
     slots: PositiveInt = 128  # sequences decoded at once, over all devices
     prefill_prompts: PositiveInt = 16  # prompts per prefill call
@@ -459,16 +460,26 @@ class Config:
         Raises:
             UserError: a field is unknown, missing, out of range, contradictory or not read.
         """
-        config = fields.build(cls, values, "config")
-        config = dataclasses.replace(
-            config,
-            model=_with_rope_scaling(config.model),
-            objective=objective_checks.with_arguments(config.objective),
-        )
+        config = cls.of_run(values)
         checks.check(config)
         objective_checks.check(config)
         checks.check_stages(config)
         return config
+
+    @classmethod
+    def of_run(cls, values: Mapping[str, Any]) -> "Config":
+        """Returns the config in a run's config.json. Contradictions between fields are not looked
+        for: the version that trained may have allowed more.
+
+        Raises:
+            UserError: a field is unknown, missing or out of range.
+        """
+        config = fields.build(cls, values, "config")
+        return dataclasses.replace(
+            config,
+            model=_with_rope_scaling(config.model),
+            objective=objective_checks.with_arguments(config.objective),
+        )
 
     def at(self, step: int) -> "Config":
         """Returns the config of a rollout step: with the changes of the stages begun, without
@@ -489,7 +500,7 @@ class Config:
                 if argument and isinstance(held := values[section].get(group), Mapping):
                     field, value = group, {**held, argument: value}
                 values[section][field] = value
-        return Config.from_dict(values)
+        return Config.of_run(values)  # `checks.check_stages` has checked it
 
     @property
     def reads_current_log_probs(self) -> bool:

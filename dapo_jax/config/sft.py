@@ -106,7 +106,6 @@ class SftConfig:
 
 def _check(config: SftConfig) -> None:
     model, data, train = config.model, config.data, config.train
-    checks.check_seed(config.seed)
     checks.check_mesh(config.mesh)
     checks.check_training(config)
     if model.tokenizer is None and model.path is None:

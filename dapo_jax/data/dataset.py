@@ -206,6 +206,8 @@ def _prepare(
     field: str,
 ) -> Prepared:
     distinct, counts, first_unusable = _distinct(found, source.num_problems)
+    # Without the field: another source with the same file may read it from the cache.
+    first_unusable = first_unusable.removeprefix(f"{field}: ")
     template = source.prompt_template or data.prompt_template
     kept = [entry for entry in distinct if not entry.conflict]
     counts |= {"conflicting": len(distinct) - len(kept), "overlong": 0, "truncated": 0}

@@ -103,7 +103,9 @@ def _on_disk(path: str, field: str) -> Path | None:
 
 def _chosen(place: Path, root: Path, split: str | None, field: str) -> list[Path]:
     """Returns the data files at or below `place` whose path below `root` has the word `split`."""
-    found = [place] if place.is_file() else sorted(place.rglob("*"))
+    # Hidden ones are no data: checkpoints of Jupyter, attributes of macOS.
+    hidden = lambda file: any(part.startswith(".") for part in file.relative_to(place).parts)
+    found = [place] if place.is_file() else sorted(f for f in place.rglob("*") if not hidden(f))
     # Links to nothing are kept: reading them is an error.
     files = [file for file in found if file.suffix in SUFFIXES and not file.is_dir()]
     if split is None:

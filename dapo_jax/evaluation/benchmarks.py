@@ -10,6 +10,7 @@ results.json     the figures of every benchmark
 A problem is written as soon as it is done. A later call resumes with the problems that are left.
 """
 
+import hashlib
 import json
 import os
 import time
@@ -22,6 +23,7 @@ import jax
 from dapo_jax.evaluation.benchmark_page import write_page
 from dapo_jax.evaluation.majority_vote import votes
 from dapo_jax.evaluation.metrics import attempts_of, statistics
+from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.types import Rubric
 from dapo_jax.rollout.collector import IDLE_SECONDS, RolloutCollector
 from dapo_jax.rollout.prompt_queue import PromptQueue
@@ -87,8 +89,8 @@ def run(
         StopRequested: a stop was requested; finished problems are kept.
     """
     num_samples, pool = collector.settings.num_samples, collector.pool
-    file = directory / f"{benchmark.name}.jsonl"
-    done = _read(file, benchmark, num_samples)
+    file, judged_by = directory / f"{benchmark.name}.jsonl", _judged_by(benchmark.rubric, pool)
+    done = _read(file, benchmark, num_samples, judged_by)
     left = [problem for problem in benchmark.problems if problem.id not in done]
     if done:
         every = len(benchmark.problems)
@@ -97,7 +99,7 @@ def run(
         with file.open("a", encoding="ascii") as out:
             _record(benchmark, left, collector, key, out, done, progress)
     groups = [done[problem.id] for problem in benchmark.problems]
-    lines = [_line(group, benchmark.rubric) + "\n" for group in groups]
+    lines = [_line(group, judged_by) + "\n" for group in groups]
     write_atomically(file, "".join(lines))  # in the order of the problems
     collector.telemetry.phase(f"reward workers: which answers to {benchmark.name} are equal")
     rubrics, moved = {benchmark.name: benchmark.rubric}, collector.telemetry.moved
@@ -122,12 +124,13 @@ def _record(
 ) -> None:
     """Generates the problems' samples, and writes each problem as soon as it is scored."""
     wanted, num_done = len(problems), 0
+    judged_by = _judged_by(benchmark.rubric, collector.pool)
     begun = reported = time.monotonic()
     for output in collector.run(PromptQueue.of_list(problems), key):
         for _, scored in output.groups:
             group = attempts_of(scored)
             done[group.problem.id] = group
-            out.write(_line(group, benchmark.rubric) + "\n")
+            out.write(_line(group, judged_by) + "\n")
             out.flush()
             os.fsync(out.fileno())
             num_done += 1
@@ -144,14 +147,22 @@ def _record(
             )
 
 
-def _line(group: Attempts, rubric: Rubric) -> str:
+def _judged_by(rubric: Rubric, pool: RewardPool) -> dict[str, Any]:
+    """Returns the rubric as JSON has it, with a hash of each scorer's file: an edited scorer is
+    another."""
+    sources = {name: pool.sources[name] for name in rubric.names}
+    files = {n: hashlib.sha256(s).hexdigest() for n, s in sources.items() if s is not None}
+    return json.loads(json.dumps(rubric._asdict() | ({"files": files} if files else {})))
+
+
+def _line(group: Attempts, judged_by: Mapping[str, Any]) -> str:
     problem = group.problem
     return json.dumps(
         {
             "problem_id": problem.id,
             "prompt": problem.prompt,
             "answer": problem.answer,
-            "rubric": rubric._asdict(),
+            "rubric": judged_by,
             "samples": [
                 {name: getattr(attempt, name) for name in ATTEMPT} | attempt.verdict._asdict()
                 for attempt in group.attempts
@@ -160,32 +171,40 @@ def _line(group: Attempts, rubric: Rubric) -> str:
     )
 
 
-def _read(file: Path, benchmark: Benchmark, num_samples: int) -> dict[int, Attempts]:
+def _read(
+    file: Path, benchmark: Benchmark, num_samples: int, judged_by: Mapping[str, Any]
+) -> dict[int, Attempts]:
     """Returns finished problems by their ids. Removes a line that a kill left half written."""
     if not file.exists():
         return {}
     problems = {problem.id: problem for problem in benchmark.problems}
-    rubric = json.loads(json.dumps(benchmark.rubric._asdict()))
     lines = file.read_text(encoding="ascii").splitlines(keepends=True)
     whole = [line for line in lines if line.endswith("\n")]
     if len(whole) < len(lines):
         write_atomically(file, "".join(whole))
     done = {}
     for number, line in enumerate(whole, 1):
-        record = json.loads(line)
-        problem = problems.get(record["problem_id"])
-        found = (record["prompt"], record["answer"], len(record["samples"]))
+        try:
+            record = json.loads(line)
+            problem = problems.get(record["problem_id"])
+            found = (record["prompt"], record["answer"], len(record["samples"]))
+            judged_before = record["rubric"]
+            attempts = tuple(_attempt(sample) for sample in record["samples"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise UserError(
+                f"{file}, line {number}: this is no transcript of this version ({error!r}). Choose "
+                "another --output, or remove the file."
+            ) from error
         if problem is None or found != (problem.prompt, problem.answer, num_samples):
             raise UserError(
                 f"{file}, line {number}: these are transcripts of other problems, or of another "
                 "number of samples. Choose another --output, or remove the file."
             )
-        if record["rubric"] != rubric:
+        if judged_before != judged_by:
             raise UserError(
-                f"{file}, line {number}: these were judged by {record['rubric']}, and {rubric} is "
-                "requested. Choose another --output, or remove the file."
+                f"{file}, line {number}: these were judged by {judged_before}, and {judged_by} "
+                "is requested. Choose another --output, or remove the file."
             )
-        attempts = tuple(_attempt(sample) for sample in record["samples"])
         done[problem.id] = Attempts(problem, attempts)
     return done
 

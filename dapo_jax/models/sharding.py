@@ -203,7 +203,10 @@ class HeadLayout(NamedTuple):
 def head_layout(model: ModelConfig, config: MeshConfig, mesh: Mesh) -> HeadLayout:
     """Returns the layout of rows, unembedding and heads under `mesh.rules`."""
     spec = param_specs(model, config)["embed" if model.tie_embeddings else "unembed"]
-    heads, kv_heads = (dict(config.rules).get(name) for name in ("heads", "kv_heads"))
+    rules = dict(config.rules)
+    # Matrices over an axis of the rows are gathered on use: a device has all heads of its rows.
+    of = lambda axis: None if axis in BATCH_AXES else axis
+    heads, kv_heads = of(rules.get("heads")), of(rules.get("kv_heads"))
     return HeadLayout(mesh, row_sharding(mesh).spec, spec, heads, kv_heads)
 
 

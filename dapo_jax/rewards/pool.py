@@ -316,6 +316,8 @@ def _score(task: Task, timeout_seconds: float) -> Scored:
                 signal.setitimer(signal.ITIMER_REAL, 0.0)
     except _OutOfTime:
         scores = "timeout"
+        # The alarm may have come before the line that stops it.
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
     except BaseException as error:  # the user's code
         scores = f"error: {type(error).__name__}: {_text_of(error)}"
     return Scored(scores, time.perf_counter() - start)

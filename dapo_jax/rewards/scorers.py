@@ -24,6 +24,7 @@ from dapo_jax.types import UserError
 
 MATH_DAPO_LAST_CHARACTERS = 300
 STRICT_BOX_LAST_CHARACTERS = 100
+MATH_VERIFY_DECIMALS = 6  # to which the library compares floats
 
 
 def exact_match(response: str, answer: str) -> Score:
@@ -123,7 +124,8 @@ def math_verify(response: str, answer: str) -> Score:
     r"""Compares expressions by the math-verify library: 1/2 is 0.5, a set is a set in any order.
 
     A reference without delimiters ($, \boxed, \(, \[) is read as LaTeX and, where it looks like a
-    number, also as a number: "1,22" is a pair and a decimal.
+    number, also as a number: "1,22" is a pair and a decimal, and "4.5e33", in which the library
+    reads Euler's number, is 4.5 \times 10^{33}.
     """
     parse, verify, number, latex = _math_verify_library()
     if re.search(r"(?<!\\)\$|\\boxed|\\\(|\\\[", answer):
@@ -132,6 +134,14 @@ def math_verify(response: str, answer: str) -> Score:
         golds = [parse(f"\\boxed{{{answer}}}", [latex]) or parse(answer, [latex, number])]
         if re.fullmatch(r"[-+]?[\d\s.,]+", answer.strip()):
             golds.append(parse(answer, [number]))
+    decimals = MATH_VERIFY_DECIMALS
+    if plain := re.fullmatch(r"([-+]?(?:\d+\.?\d*|\.\d+))(?:[eE]([-+]?\d{1,3}))?", answer.strip()):
+        if plain[2]:
+            power = f"\\boxed{{{plain[1]} \\times 10^{{{int(plain[2])}}}}}"
+            golds.append(parse(power, [latex]))
+        # Three digits of the reference at least: 0.0 is not 1e-9.
+        decimals = max(decimals, min(2 - Decimal(plain[0]).adjusted(), 1000))
+    verify = functools.partial(verify, float_rounding=decimals, numeric_precision=max(15, decimals))
     # The library knows no space after the command, which LaTeX allows.
     found = parse(re.sub(r"\\boxed\s+\{", r"\\boxed{", response), [number, latex])
     extracted = str(found[-1]) if found else None  # the text of the expression

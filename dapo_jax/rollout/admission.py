@@ -281,12 +281,10 @@ class Admission:
         """Returns the state with prompts prefilled for free slots, a batch at a time; `unread`
         says whether a call's results are still to be read."""
         config, table = self.engine.config, self.table
-        whole = config.prefill_prompts // config.shards * config.shards
-        if not unread:
-            # Pages freed by a cancellation since the last call are in no result. A shard without
-            # samples has all of its pages.
-            idle_R = ~table.unfinished.any(axis=(1, 2))
-            self.free_R = np.where(idle_R, config.shard_pages - 1, self.free_R)
+        # A shard without samples has all of its pages, also those freed by a cancellation that no
+        # result knows of yet.
+        idle_R = ~table.unfinished.any(axis=(1, 2))
+        self.free_R = np.where(idle_R, config.shard_pages - 1, self.free_R)
         while True:
             free = [[e for e, r in enumerate(rs) if r is None] for rs in table.requests]
             unfinished = int(table.unfinished.sum())
@@ -295,11 +293,12 @@ class Admission:
             # A part of a batch only where the slots run dry or no more prompts come. Prompts that
             # are not needed yet are not claimed: another process may have room for them.
             partly = unfinished < config.slots or self.exhausted
-            if room < whole and not partly:
+            if room < config.prefill_prompts and not partly:
                 return state
             self.take(min(room, config.prefill_prompts) - len(self.queue))
             ready = min(len(self.queue), room)
-            if ready == 0 or (ready < whole and not (partly or self.exhausted)):
+            is_part = ready < config.prefill_prompts
+            if ready == 0 or (is_part and not (partly or self.exhausted)):
                 return state
             batch = self._next_batch(free, unread)
             if not batch:
@@ -333,7 +332,7 @@ class Admission:
             if not shards:
                 break
             r = min(shards, key=lambda r: load_R[r])
-            alone = not unread and not num_R[r] and not self.table.unfinished[r].any()
+            alone = not num_R[r] and not self.table.unfinished[r].any()
             if not self._fits(r, request, alone=alone, unread=unread):
                 break
             self.queue.popleft()
@@ -351,8 +350,8 @@ class Admission:
         config = self.engine.config
         if config.num_pages is None:
             return True
-        reserve = 0 if alone else config.table_pages + 2
-        return self.free_R[r] - unread * self.call_pages >= self._pages(request) + reserve
+        more = 0 if alone else unread * self.call_pages + config.table_pages + 2
+        return self.free_R[r] >= self._pages(request) + more
 
     def _hand_over(
         self, params: RolloutParams, state: DecodeState, batch: list[tuple[int, int, Request]]

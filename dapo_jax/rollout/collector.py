@@ -1,8 +1,8 @@
 """Rollout collector: generates and scores the groups of prompts, and yields them in prompt order.
 
 The training loop, evaluation, benchmarks and the simulator call it. Reward workers score responses
-while others are still being generated. A caller that has enough closes the iterator, which cancels
-the work in flight.
+while others are still being generated. The iterator ends with the prompt queue, and cancels the
+work in flight.
 """
 
 import contextlib
@@ -169,7 +169,7 @@ class RolloutCollector:
                     unfinished = loop.unfinished(prompts.cut)
                     if leader:
                         prompts.unfinished = dict(zip(numbers, unfinished))
-                idle = waits and not groups and not outcomes
+                idle = waits and not groups and not outcomes and after is None
                 generating = generated is not None and not (waits and scoring.is_awaited)
                 yield CollectorOutput(generating, groups, outcomes, idle)
         finally:

@@ -7,7 +7,7 @@ answers and depend on timing. Prompts claimed beyond the batch return to the dat
 sampling off, every group is kept.
 """
 
-from collections.abc import Generator
+from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -101,21 +101,14 @@ def _to_resume(
     return carry.without_stale(state.carried, step=step, max_staleness=config.rollout.max_staleness)
 
 
-def take_kept(outcomes: Generator[Outcome, None, None], num_prompts: int) -> KeptPrompts:
-    """Takes outcomes, in prompt order, until `num_prompts` groups are kept or none are left.
+def take_kept(outcomes: Iterable[Outcome]) -> KeptPrompts:
+    """Takes the outcomes of a step, in prompt order, and returns the prompts of its batch.
 
     Args:
-        outcomes: see `RolloutCollector.outcomes`. Closing it cancels the work in flight.
+        outcomes: see `RolloutCollector.outcomes`. They end where the batch is full.
     """
-    num_tried, kept = 0, []
-    for outcome in outcomes:
-        num_tried += 1
-        if outcome.kept:
-            kept.append(outcome.number)
-        if len(kept) == num_prompts:
-            break
-    outcomes.close()
-    return KeptPrompts(num_tried, kept)
+    tried = list(outcomes)
+    return KeptPrompts(len(tried), [outcome.number for outcome in tried if outcome.kept])
 
 
 def commit(

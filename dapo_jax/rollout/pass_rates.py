@@ -63,7 +63,7 @@ def measured(file: str, problems: Sequence[Problem], field: str) -> dict[int, tu
     try:
         for line in Path(file).expanduser().read_text().splitlines():
             record = json.loads(line)
-            verdicts = [s["correct"] for s in record["samples"] if not s["note"]]
+            verdicts = [s["correct"] for s in record["samples"] if not (s["note"] or s["invalid"])]
             correct.setdefault(record["prompt"], []).extend(verdicts)
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(

@@ -87,6 +87,7 @@ class PromptQueue:
         self.num_resolved = 0  # prompts whose outcomes are known, without a gap
         self.num_kept = 0
         self.last_call = 0  # decode call that sampled the last token of these prompts
+        self.limit = max_prompts  # prompts that may begin so far
         self._first_state = source.get_state()
         self.problems: list[Problem] = []  # read so far, by number
         self._after: list[Any] = []  # position of the source after each of them
@@ -148,9 +149,11 @@ class PromptQueue:
         """Returns the outcomes that were not returned before, in prompt order, up to the one that
         ends the step."""
         self.work_queue.poll()
-        found = []
-        while self.num_resolved in self.work_queue.outcomes and not self.done:
-            outcome = Outcome(self.num_resolved, *self.work_queue.outcomes[self.num_resolved])
+        found, outcomes = [], self.work_queue.outcomes
+        # A prompt from the limit on has begun on another engine: this one must begin its own there
+        # too before the step is done, or what is carried depends on which of them was faster.
+        while self.num_resolved in outcomes and self.num_resolved < self.limit and not self.done:
+            outcome = Outcome(self.num_resolved, *outcomes[self.num_resolved])
             found.append(outcome)
             self._take(outcome)
         return found

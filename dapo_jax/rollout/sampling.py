@@ -64,7 +64,7 @@ class SamplingParams(NamedTuple):
         for ok, name, value, wanted in (
             (t == 0 or least <= t < math.inf, "temperature", t, f"0 (greedy) or from {least:.2g}"),
             (0 < p <= 1, "top_p", p, "in (0, 1]; 1 keeps all"),
-            (k >= 0, "top_k", k, "0 or more; 0 keeps all"),
+            (0 <= k < 2**31, "top_k", k, "0 or more and below 2**31; 0 keeps all"),
             (0 <= m <= 1, "min_p", m, "from 0 to 1; 0 keeps all"),
         ):
             if not ok:

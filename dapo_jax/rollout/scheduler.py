@@ -98,7 +98,6 @@ class _Call(NamedTuple):
 
     output: DecodeOutput
     number: int  # from 1
-    had_work_R: np.ndarray  # bool: whether the shard had samples
     arrivals: int  # requests handed over before the call
 
 
@@ -149,7 +148,6 @@ class GenerationLoop:
         self.unread: _Call | None = None
         self.num_calls = self.num_read = 0  # decode calls made, and read
         self.done_calls: dict[tuple[int, int], np.ndarray | None] = {}  # by problem and sample
-        self.skip_preemption = False  # the next results do not know of a cancellation
         # Tokens of cancelled samples in the in-flight call are discarded, even if their request
         # slot has been reused.
         self.cancelled = np.zeros_like(self.table.unfinished)
@@ -219,9 +217,8 @@ class GenerationLoop:
         if self.table.unfinished.any():
             self.state, output = self.engine.generate(self.params, self.state, self.mode)
             output.copy_to_host_async()
-            had_work_R = np.asarray(self.table.unfinished.any(axis=(1, 2)))
             self.num_calls += 1
-            self.unread = _Call(output, self.num_calls, had_work_R, self.admission.arrivals)
+            self.unread = _Call(output, self.num_calls, self.admission.arrivals)
         if last is not None:
             self._read(last)
         return bool(before) or last is not None or self.unread is not None
@@ -241,13 +238,13 @@ class GenerationLoop:
             self.telemetry.moved()
         before_REG = table.count.copy()
         ours_RkB = valid_RkB & ~self._is_cancelled(output)
+        # Which sequences are in slots is not known where samples were cancelled after the call.
+        is_stuck_R = ~(valid_RkB.any(axis=(1, 2)) | self.cancelled.any(axis=(1, 2)))
         self.cancelled[:] = False
         finished, new_tokens = self._take_tokens(output, valid_RkB, ours_RkB)
         over = set(finished)  # on the device
         ended, thinking = self._apply_rules(before_REG, finished, new_tokens)
         to_cancel = [sample for sample in (*ended, *thinking) if sample not in over]
-        for sample in ended:  # they finish last
-            finished.pop(sample, None)
         finished |= dict.fromkeys(ended, True)
         self._tokens += [
             NewTokens(*table.problem_and_sample(*sample), tokens, sample in finished)
@@ -257,12 +254,8 @@ class GenerationLoop:
             self._finish(finished, ended)
         for sample in reversed(thinking):
             self._resume_first(*sample)
-        stuck_R = call.had_work_R & ~valid_RkB.any(axis=(1, 2)) & table.unfinished.any(axis=(1, 2))
-        if self.skip_preemption:
-            self.skip_preemption = False
-        else:
-            for r in np.flatnonzero(stuck_R).tolist():
-                to_cancel += self._preempt(r, int(output.waiting_Rk[r, 0]), call.arrivals)
+        for r in np.flatnonzero(is_stuck_R).tolist():
+            to_cancel += self._preempt(r, int(output.waiting_Rk[r, 0]), call.arrivals)
         if to_cancel:
             self._cancel(to_cancel)
 
@@ -454,8 +447,9 @@ class GenerationLoop:
             self.table.end(*place)
 
     def _preempt(self, r: int, num_waiting: int, arrivals: int) -> list[SamplePlace]:
-        """Takes the pages of the youngest sequence of a shard in which all wait for a page, and
-        returns it to be cancelled. It is resumed later, with the tokens it would have had."""
+        """Takes the pages of the youngest sequence of a shard in which none got its next page, and
+        returns it to be cancelled; nothing where fewer than two are in slots. It is resumed later,
+        with the tokens it would have had."""
         table = self.table
         in_order = sorted(
             (table.order[r, e], e)
@@ -486,7 +480,6 @@ class GenerationLoop:
     def _cancel(self, samples: list[SamplePlace]) -> None:
         """Takes samples off the device; their tokens in the unread call are discarded."""
         config = self.engine.config
-        self.skip_preemption = self.unread is not None
         request_RW = np.full((config.shards, config.shard_slots), -1, np.int32)
         sample_index_RW = np.full((config.shards, config.shard_slots), -1, np.int32)
         num_R = [0] * config.shards

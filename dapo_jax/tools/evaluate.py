@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 
 from dapo_jax.config import Config, SourceConfig
-from dapo_jax.config.checks import NUM_SEEDS
 from dapo_jax.data import dataset as problems
 from dapo_jax.data.sources import DATASETS
 from dapo_jax.data.tokenizer import load_tokenizer, stop_tokens
@@ -36,6 +35,7 @@ from dapo_jax.runs import integrity, run_directory
 from dapo_jax.runs.checkpoint import find_step, restore_part
 from dapo_jax.training import base_model
 from dapo_jax.types import Problem, StopRequested, UserError
+from dapo_jax.utils.fields import NUM_SEEDS
 from dapo_jax.utils.progress import Progress, duration
 from dapo_jax.utils.telemetry import Telemetry
 from dapo_jax.utils.watchdog import WATCHDOG_SECONDS, Watchdog
@@ -70,6 +70,8 @@ def request(config: Config, flags: Any) -> Request:
     e = config.evaluation
     sampling = {"temperature": e.temperature, "top_p": e.top_p, "top_k": 0, "min_p": 0.0}
     sampling |= {n: getattr(flags, n) for n in sampling if getattr(flags, n) is not None}
+    greedy = sampling["temperature"] == 0  # all samples of a problem are the same
+    num_samples = 1 if greedy else 32
     if flags.step is not None and flags.workdir is None:
         raise UserError(f"--step={flags.step} needs the --workdir of a run.")
     if flags.output is None and flags.workdir is None:
@@ -78,7 +80,7 @@ def request(config: Config, flags: Any) -> Request:
         workdir=place(flags.workdir),
         step=flags.step,
         benchmarks=tuple(filter(None, (flags.benchmarks or "").split(","))),
-        num_samples=32 if flags.num_samples is None else flags.num_samples,
+        num_samples=num_samples if flags.num_samples is None else flags.num_samples,
         num_problems=flags.num_problems,
         seed=flags.seed or 0,
         scorer=flags.scorer,
@@ -87,6 +89,7 @@ def request(config: Config, flags: Any) -> Request:
     )
     for ok, name, wanted in (
         (asked.num_samples > 0, "num_samples", "above 0"),
+        (asked.num_samples == 1 or not greedy, "num_samples", "1 at temperature 0"),
         (asked.num_problems is None or asked.num_problems > 0, "num_problems", "above 0"),
         (0 <= asked.seed < NUM_SEEDS, "seed", "from 0 to 2**32 - 1"),
     ):
@@ -313,17 +316,18 @@ def load_params(
 
 def _run_of(config: Config, workdir: Path) -> dict[str, Any]:
     """Returns the config of a run, which must have the model that `config` describes."""
+    plain = lambda values: json.loads(json.dumps(values, default=str))  # lists for tuples
+    defaults = {field.name: field.default for field in dataclasses.fields(config.model)}
     try:
         run = run_directory.read_config(workdir / "config.json")
-        frozen = run["model"]
+        frozen = plain(defaults) | run["model"]  # an earlier version has no later fields
     except run_directory.UNREADABLE as error:
         raise UserError(f"--workdir={workdir} holds no run: {error}.") from error
-    # JSON turns tuples into lists.
-    for name, value in json.loads(json.dumps(dataclasses.asdict(config.model))).items():
-        if frozen.get(name) != value:
+    for name, value in plain(dataclasses.asdict(config.model)).items():
+        if frozen[name] != value:
             raise UserError(
-                f"config.model.{name} is {value!r}, and {frozen.get(name)!r} in {workdir}. Give "
-                "the --config and the --model that the run was made with."
+                f"config.model.{name} is {value!r}, and {frozen[name]!r} in {workdir}. Give the "
+                "--config and the --model that the run was made with."
             )
     return run
 
@@ -351,6 +355,7 @@ def _settings(
         **{name: getattr(request, name) for name in names},
         "max_response_tokens": config.rollout.max_response_tokens,
         "stop_strings": list(config.rollout.stop_strings),
+        "stop_token_ids": list(config.model.stop_token_ids),
         **({} if thinking is None else {"end_of_thinking": list(thinking)}),
         "scorer": request.scorer or config.reward.scorer,
     }

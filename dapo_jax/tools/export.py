@@ -37,7 +37,12 @@ def export(
         UserError: no such run or checkpoint, or the output cannot be written.
     """
     try:
-        config = Config.from_dict(run_directory.read_config(workdir / "config.json"))
+        config = Config.of_run(run_directory.read_config(workdir / "config.json"))
+    except UserError as error:  # a ValueError, too
+        raise UserError(
+            f"--workdir={workdir} holds a run of another version: {error} Export it with the "
+            "version that trained it: git_commit in its config.json."
+        ) from error
     except run_directory.UNREADABLE as error:
         raise UserError(f"--workdir={workdir} holds no run: {error}.") from error
     dtype = dtype or config.model.compute_dtype
@@ -45,12 +50,9 @@ def export(
         raise UserError(f"--dtype={dtype} must be float32 or bfloat16.")
     if adapter and not config.model.lora_rank:
         raise UserError(f"--adapter: {workdir} has config.model.lora_rank 0: it has no adapters.")
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        if any(output.iterdir()):
-            raise UserError(f"--output={output} is not empty; choose another directory.")
-    except OSError as error:
-        raise UserError(f"--output={output} cannot be written: {error.strerror}.") from error
+    run_directory.make_writable(output, "--output")
+    if any(output.iterdir()):
+        raise UserError(f"--output={output} is not empty; choose another directory.")
     tokenizer = load_tokenizer(
         dataclasses.replace(config.model, tokenizer=str(workdir / "tokenizer"))
     )

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TextIO
 import jax
 
 from dapo_jax.config import ModelConfig, hf_config, model_config
-from dapo_jax.config.checks import NUM_SEEDS
 from dapo_jax.data import prompts
 from dapo_jax.data.tokenizer import load_tokenizer, stop_tokens, text_stream
 from dapo_jax.distributed.preemption import StopSignals
@@ -24,6 +23,7 @@ from dapo_jax.rollout.sampling import SamplingParams
 from dapo_jax.rollout.scheduler import GenerationLoop, NewTokens, SchedulerOutput
 from dapo_jax.tools.prompt_file import done_before, prompt_of, read_prompts
 from dapo_jax.types import Problem, Response, StopRequested, UserError
+from dapo_jax.utils.fields import NUM_SEEDS
 from dapo_jax.utils.progress import Progress, duration
 from dapo_jax.utils.telemetry import Telemetry
 from dapo_jax.utils.watchdog import Watchdog

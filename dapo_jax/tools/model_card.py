@@ -50,7 +50,7 @@ def card(
         steps: the lines of its metrics.jsonl.
         label, dtype, library: see `write`.
     """
-    whole = Config.from_dict(frozen["config"])
+    whole = Config.of_run(frozen["config"])
     name, _, step = label.rpartition(", step ")
     config = whole.at(int(step))
     stage = f" in the stage of step {step}" if whole.stages else ""

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import numpy as np
 
+from dapo_jax.config.checks import require
 from dapo_jax.config.sft import SftConfig
 from dapo_jax.data import examples as data
 from dapo_jax.data.examples import Example
@@ -133,13 +134,20 @@ def load_examples(config: SftConfig, tokenizer: Any, progress: Progress) -> Exam
 
 
 def with_num_steps(config: SftConfig, num_examples: int) -> SftConfig:
-    """Returns the config with the `num_steps` that complete its `num_epochs`."""
-    t = config.train
-    if t.num_epochs is None:
-        return config
-    num_steps = math.ceil(t.num_epochs * num_examples / t.examples_per_update)
-    train = dataclasses.replace(t, num_steps=num_steps, num_epochs=None)
-    return dataclasses.replace(config, train=train)
+    """Returns the config with the `num_steps` that complete its `num_epochs`.
+
+    Raises:
+        UserError: the rate is to fall after the warm-up, which takes all steps.
+    """
+    t, o = config.train, config.optimizer
+    if t.num_epochs is not None:
+        num_steps = math.ceil(t.num_epochs * num_examples / t.examples_per_update)
+        t = dataclasses.replace(t, num_steps=num_steps, num_epochs=None)
+    assert t.num_steps is not None
+    wanted = f"below {t.num_steps}, the run's steps, for a rate that falls to final_rate_share"
+    ok = o.final_rate_share is None or o.warmup_steps < t.num_steps
+    require(ok, "optimizer.warmup_steps", o.warmup_steps, wanted)
+    return dataclasses.replace(config, train=t)
 
 
 class ExampleOrder:

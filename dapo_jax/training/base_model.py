@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from dapo_jax.config import Config
+from dapo_jax.config import Config, hf_config
 from dapo_jax.data import arithmetic, tokenizer
 from dapo_jax.distributed.process_group import ALONE, ProcessGroup
 from dapo_jax.models import (
@@ -101,6 +101,7 @@ def load_or_make(
         return lora.attached(c, config.mesh, mesh, params, config.seed), seconds
     start = time.monotonic()
     if c.path is not None:
+        _warn_of_positions(config, say)
         params = pretrained.load(c, config.mesh, mesh, config.seed, say=say, check_stop=check_stop)
         return params, time.monotonic() - start
     if config.pretrain is None:
@@ -175,6 +176,18 @@ def _restore(config: Config, mesh: Mesh, directory: Path) -> tuple[decoder.Param
     with Checkpoints(directory, keep_newest=1, keep_best=0) as checkpoints:
         restored = checkpoints.restore(like)
     return None if restored is None else (restored[1], restored[2]["seconds"])
+
+
+def _warn_of_positions(config: Config, say: Callable[[str], None]) -> None:
+    """Says so where a text of the run may be longer than those that the model was made for."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    most = hf_config.positions(config.model)
+    if most is not None and longest > most:
+        say(
+            f"warning: a prompt with its response may have {longest:,} tokens, and "
+            f"{config.model.path} is made for {most:,} (max_position_embeddings): beyond these its "
+            "text may be nonsense. Set fewer config.rollout.max_response_tokens."
+        )
 
 
 def _copy(source: Path, target: Path) -> None:

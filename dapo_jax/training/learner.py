@@ -122,13 +122,11 @@ class Learner:
         self.needs_energy, self.needs_entropy = o.reads("energy_M"), o.reads_entropy
         self.needs_base = self.needs_reference or config.model.lora_rank > 0  # to resume
         self.adapts_entropy = o.entropy_adaptation is not None
-        self.needs_forward_pass = (
-            self.needs_current
-            or self.needs_energy
-            or self.needs_entropy
+        self.needs_log_probs = (
+            config.rollout.log_prob_source == "recompute"
+            or self.needs_current
             or self.needs_reference
-            or config.critic is not None
-            or config.rollout.log_prob_source == "recompute"
+            or (self.needs_energy and config.rollout.carries)
         )
 
     def _shardings(self) -> LearnerState:
@@ -160,7 +158,7 @@ class Learner:
             self.update = compiled(
                 self.update, state.policy, rows, integer, real, real, coefficient
             )
-            if self.needs_forward_pass:
+            if self.needs_log_probs:
                 self.log_probs = compiled(self.log_probs, state.policy.all_params, rows, integer)
             if self.needs_energy:
                 self.collision = compiled(self.collision, state.policy.all_params, rows, integer)

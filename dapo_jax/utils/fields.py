@@ -16,6 +16,9 @@ from dapo_jax.types import UserError
 
 T = TypeVar("T")
 
+# The keys of JAX have 32 bits. No other integer of a config is as large.
+NUM_SEEDS = 2**32
+
 
 class Range(NamedTuple):
     """The values that a field may have."""
@@ -153,6 +156,8 @@ def convert(hint: Any, value: Any, path: str) -> Any:
         raise UserError(f"{path} must be finite; got {value!r}.")
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise UserError(f"{path} must be {hint.__name__}; got {value!r} ({type(value).__name__}).")
+    if hint is int and value >= NUM_SEEDS:
+        raise UserError(f"{path} must be below 2**32; got {value!r}.")
     return value
 
 

@@ -111,6 +111,16 @@ def test_kl_estimators_are_schulmans(name, straight_through):
     np.testing.assert_allclose(slope, expected_slope, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3", "k3+"])
+@pytest.mark.parametrize("d", [1e4, -1e4])
+def test_far_from_the_reference_the_kl_and_its_gradient_are_finite(estimator, d):
+    one = jnp.ones((1, 1))
+    total = lambda logp: jnp.sum(kl_estimate(logp, 0 * one, one > 0, estimator=estimator))
+    value, slope = jax.value_and_grad(total)(d * one)
+    assert np.isfinite(value) and np.isfinite(slope).all()
+    assert estimator != "k3" or (value, slope[0, 0]) == (10, 0), "bounded, without a gradient"
+
+
 @pytest.mark.parametrize("name, value", [("k1+", 1e4), ("abs+", 1e4), ("k2+", 5e7), ("k3+", 10)])
 def test_straight_through_estimates_keep_their_value_where_k2_is_large(name, value):
     found = kl_estimate(

@@ -131,6 +131,9 @@ def changed(*changes):
         ("rollout.top_p", 1.5, r"must be in \(0, 1\]; got 1\.5"),
         ("rollout.top_p", 0.9, "log_prob_source to 'recompute', or top_p to 1"),
         ("rollout.top_k", 5, "log_prob_source to 'recompute', or top_k to 0"),
+        ("rollout.top_k", 2**31, r"must be from 0 to 2\*\*31 - 1; got 2147483648"),
+        ("train.num_steps", 2**63, r"must be below 2\*\*32; got 9223372036854775808"),
+        ("log.profile_steps", (1, 2**63), r"profile_steps\[1\] must be below 2\*\*32"),
         ("rollout.min_p", 0.1, "log_prob_source to 'recompute', or min_p to 0"),
         ("rollout.group_size", 1, "must be at least 2 with .*enabled"),
         ("dynamic_sampling.max_prompts", 3, r"at least config.train.prompts_per_step .* with"),
@@ -336,6 +339,16 @@ def num_fields(section):
         inner = [h for h in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(h)]
         count += 0 if name == "heldout" else num_fields(inner[0]) if inner else 1
     return count
+
+
+def test_the_config_of_a_run_is_read_where_its_fields_contradict_each_other():
+    values = changed(("train.row_tokens", 8), ("stages", ((2, {"train.row_tokens": 9}),)))
+    with pytest.raises(UserError, match="is shorter than the longest sequence"):
+        Config.from_dict(values)
+    config = Config.of_run(values)
+    assert [config.at(step).train.row_tokens for step in (1, 2)] == [8, 9]
+    with pytest.raises(UserError, match=r"config\.seed must be 0 or more; got -1"):
+        Config.of_run(changed(("seed", -1)))
 
 
 def test_the_config_has_few_fields():

@@ -148,7 +148,24 @@ def test_the_answer_of_a_solution_is_in_its_box(tmp_path):
     assert row_of(tmp_path, columns).answer == "7"
     assert row_of(tmp_path, columns, answer_in="####").answer == "8"
     assert row_of(tmp_path, columns, answer_in="text").answer == columns["solution"]
-    assert isinstance(row_of(tmp_path, columns, answer_key="it.solution"), Unusable)
+    assert row_of(tmp_path, columns, answer_key="it.solution").answer == "9"
+
+
+@pytest.mark.parametrize(
+    "solution, answer",
+    [
+        ("$\\frac{1}{2}$", "\\frac{1}{2}"),
+        (" 7\n", "7"),
+        ("Yes", "Yes"),
+        ("$\\boxed{7}$", "7"),
+        ("$1$ or $2$", None),
+        ("it is $7$", None),
+    ],
+)
+def test_a_solution_may_be_the_bare_answer(tmp_path, solution, answer):
+    """As in TRL's data sets."""
+    row = row_of(tmp_path, {"question": "q", "solution": solution})
+    assert (row.answer if isinstance(row, Record) else None) == answer
 
 
 NUMBERS = [(27.0, "27"), (27, "27"), (-0.5, "-0.5"), (-3.0, "-3"), (0, "0"), (1e16, "1" + 16 * "0")]

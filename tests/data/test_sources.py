@@ -51,6 +51,7 @@ def test_a_file_on_disk_comes_before_one_of_the_hub(tmp_path, monkeypatch):
 TEST_FILES = ["a/Test-0.parquet", "data/test/x.jsonl", "my_test_1.jsonl", "train+test.jsonl"]
 OTHERS = ["data/test/x.jsonl", "my_test_1.jsonl", "testing.jsonl", "train+test.jsonl"]
 NO_DATA = ["README.md", "test.json", "test.jsonl.gz", "b.jsonl.d/notes.txt"]
+NO_DATA += [".ipynb_checkpoints/test-checkpoint.jsonl", "data/._test.jsonl"]
 
 
 @pytest.mark.parametrize(

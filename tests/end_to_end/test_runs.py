@@ -314,6 +314,22 @@ def test_an_exported_checkpoint_is_read_again(finished, tmp_path, capsys):
     assert exporting(arguments) == 2 and "--model takes its directory" in capsys.readouterr().err
 
 
+def test_a_run_of_an_earlier_version_is_exported(finished, tmp_path, capsys):
+    """Where a later version refuses a relation between fields; a field that is gone is named."""
+    workdir = tmp_path / "earlier"
+    shutil.copytree(finished[0], workdir)
+    frozen = json.loads((workdir / "config.json").read_text())
+    frozen["config"]["train"]["row_tokens"] = 8
+    (workdir / "config.json").write_text(json.dumps(frozen))
+    assert exporting(["program", f"--workdir={workdir}", f"--output={tmp_path / 'hf'}"]) == 0
+    assert (tmp_path / "hf" / "README.md").exists()
+    frozen["config"]["train"]["gone"] = 1
+    (workdir / "config.json").write_text(json.dumps(frozen))
+    assert exporting(["program", f"--workdir={workdir}", f"--output={tmp_path / 'x'}"]) == 2
+    err = capsys.readouterr().err
+    assert "config.train.gone is not a field" in err and "git_commit" in err
+
+
 @pytest.mark.slow
 def test_a_run_of_more_steps_resumes_before_a_damaged_checkpoint(finished, tmp_path, home):
     """6 steps, then 7, is a run of 7: num_steps may change. One step is traced."""

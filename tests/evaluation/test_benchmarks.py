@@ -87,9 +87,9 @@ class Policy(RolloutCollector):
 @pytest.fixture(scope="module")
 def run():
     """Evaluates a policy in a directory: run(place, policy, num=) -> figures."""
-    with RewardPool(RUBRIC.names, workers=1, timeout_seconds=5.0) as pool:
+    with RewardPool(RUBRIC.names, workers=1, timeout_seconds=5.0) as pool_of_all:
 
-        def run(place, policy, *, num, all_problems=None, rubric=RUBRIC):
+        def run(place, policy, *, num, all_problems=None, rubric=RUBRIC, pool=pool_of_all):
             benchmarks.open_directory(place, SETTINGS)
             benchmark = Benchmark("stub", all_problems or make_problems(num), rubric)
             policy.pool, policy.rubrics = pool, {"stub": rubric}
@@ -179,6 +179,32 @@ def test_samples_of_another_evaluation_are_refused(run, tmp_path):
     judged = RUBRIC._replace(incorrect_reward=0.0)
     with pytest.raises(UserError, match=r"line 1: .* judged by .*'incorrect_reward': -1.0.*: 0.0"):
         run(tmp_path, Policy(4, lambda i: i), num=3, rubric=judged)
+
+
+def test_verdicts_of_an_edited_scorer_are_refused(run, tmp_path):
+    """They would pass for those of the scorer as it is now."""
+    file, place = tmp_path / "mine.py", tmp_path / "out"
+    rubric = Rubric(((f"{file}:even", 1.0),), 1.0, -1.0)
+
+    def evaluate_with(remainder):
+        file.write_text(f"def even(text, answer):\n    return len(text) % 2 == {remainder}\n")
+        with RewardPool(rubric.names, workers=1, timeout_seconds=5.0) as pool:
+            return run(place, Policy(2, lambda i: i), num=2, rubric=rubric, pool=pool)
+
+    first = evaluate_with(0)
+    assert evaluate_with(0) == first
+    with pytest.raises(UserError, match=r"line 1: these were judged by .*'files'.*Choose another"):
+        evaluate_with(1)
+
+
+@pytest.mark.parametrize("line", ["", "{", "[]", '{"problem_id": 0}'])
+def test_a_line_that_is_no_transcript_is_refused(run, tmp_path, line):
+    """As of an earlier version of this program, or edited."""
+    run(tmp_path, Policy(1, lambda i: i), num=1)
+    with (tmp_path / "stub.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(UserError, match=r"stub\.jsonl, line 2: .* no transcript .*remove the file"):
+        run(tmp_path, Policy(1, lambda i: i), num=1)
 
 
 def test_a_benchmark_numbers_its_problems_whatever_stands_before_it(tmp_path, monkeypatch):
@@ -307,13 +333,21 @@ def asked_of(**given):
     return evaluate.request(tiny_config(), types.SimpleNamespace(**flags))
 
 
+def test_a_greedy_evaluation_has_one_sample_of_each_problem():
+    greedy = {"temperature": 0.0}
+    assert asked_of().num_samples == 32 and asked_of(**greedy).num_samples == 1
+    with pytest.raises(UserError, match="--num_samples must be 1 at temperature 0; got 4"):
+        asked_of(num_samples=4, **greedy)
+
+
 def test_the_settings_of_an_evaluation_are_all_that_its_samples_depend_on():
     config, request = tiny_config(), asked_of()
     weights = {"w": jax.numpy.arange(4.0)}
 
-    def settings(label="a run, step 3", weights=weights, rollout=(), **asked):
+    def settings(label="a run, step 3", weights=weights, rollout=(), stops=(), **asked):
         changed = dataclasses.replace(config.rollout, **dict(rollout))
-        of = dataclasses.replace(config, rollout=changed)
+        model = dataclasses.replace(config.model, stop_token_ids=stops)
+        of = dataclasses.replace(config, rollout=changed, model=model)
         found = evaluate._settings(of, request._replace(**asked), label, weights)
         return json.dumps(found, sort_keys=True)
 
@@ -326,8 +360,20 @@ def test_the_settings_of_an_evaluation_are_all_that_its_samples_depend_on():
         settings(rollout={"max_response_tokens": 33}),
         settings(rollout={"stop_strings": ("=",)}),
         settings(rollout={"end_of_thinking": (9, "A: ")}),
+        settings(stops=(3,)),
     ]
     assert settings() == settings() and len({settings(), *others}) == 1 + len(others)
+
+
+def test_a_run_of_an_earlier_version_has_the_defaults_of_later_fields(tmp_path):
+    config = tiny_config()
+    frozen = run_directory.frozen(config)
+    for name in ("lora_rank", "lora_alpha", "kernel_blocks", "head_dtype"):
+        del frozen["model"][name]
+    (tmp_path / "config.json").write_text(json.dumps({"config": frozen}))
+    assert evaluate._run_of(config, tmp_path) == frozen
+    with pytest.raises(UserError, match=r"config\.model\.lora_rank is 2, and 0 in "):
+        evaluate._run_of(tiny_config(model__lora_rank=2), tmp_path)
 
 
 @pytest.mark.parametrize(

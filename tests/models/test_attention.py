@@ -1,6 +1,7 @@
 """Attention in training: each program against a loop over queries, in value and gradient."""
 
 import contextlib
+import dataclasses
 import functools
 import re
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from dapo_jax.models.attention import kernels as attention_kernels
 from dapo_jax.models.attention.kernels import Choice
 from dapo_jax.models.attention.xla import SharedPrompts
 from dapo_jax.models.decoder import NO_WINDOW
-from dapo_jax.models.sharding import AXES, AXIS_TYPES, HeadLayout, row_sharding
+from dapo_jax.models.sharding import AXES, AXIS_TYPES, HeadLayout, head_layout, row_sharding
 from dapo_jax.setup import RunComponents
 from dapo_jax.types import UserError
 from dapo_jax.utils.progress import Progress
@@ -637,3 +638,14 @@ def test_a_run_refuses_it_before_it_begins(tmp_path):
     with pytest.raises(UserError, match="config.model.attention 'flash' is a kernel for other dev"):
         RunComponents(tiny_config(model__attention="flash"), tmp_path, Progress(0))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("axis, size", [("fsdp", (1, 2, 1, 1)), ("data", (2, 1, 1, 1))])
+def test_heads_over_an_axis_of_the_rows_are_whole_in_attention(arrays, expected, axis, size):
+    """Their matrices lie there, and are gathered on use."""
+    rules = dict.fromkeys(dict(CONFIG.mesh.rules)) | {"heads": axis, "kv_heads": axis}
+    config = dataclasses.replace(CONFIG.mesh, rules=tuple(rules.items()))
+    layout = head_layout(CONFIG.model, config, layout_over(*size).mesh)
+    assert layout.heads is layout.kv_heads is None
+    attend = xla.packed(jnp.asarray(SEGMENTS), Choice("splash", layout=layout))
+    check(attend, arrays, expected, None)

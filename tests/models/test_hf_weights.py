@@ -415,3 +415,34 @@ def test_stories260k_writes_its_story():
     found = np.argmax(logits_TV, axis=-1)[len(prompt) - 1 : -1]
     np.testing.assert_array_equal(found, tokens[len(prompt) :])
     np.testing.assert_allclose(logits_TV[0, :16], expected["logits_pos0_first16"], atol=1e-4)
+
+
+@pytest.mark.parametrize("theta", [{}, {"rope_theta": 1e6}])
+def test_a_rope_that_is_stated_twice_must_be_the_same(theta):
+    """transformers 5.24 reads rope_scaling alone, and the rope_theta in it or next to it."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    plain = {name: value for name, value in BASE.items() if name != "rope_theta"} | theta
+    saved = {"rope_type": "default", "rope_theta": 1e6}  # as its save_pretrained writes it
+    read = lambda **keys: hf_config.model_fields(plain | keys, "here")
+    with pytest.raises(UserError, match="has rope_scaling = .*'yarn'.*; its rope_parameters diff"):
+        read(rope_parameters=saved, rope_scaling=yarn)
+    if not theta:  # transformers would take 10,000
+        with pytest.raises(UserError, match="its rope_parameters differ"):
+            read(rope_parameters=saved | yarn, rope_scaling=yarn)
+    both = read(rope_parameters=saved | yarn, rope_scaling=yarn | {"rope_theta": 1e6})
+    assert both == read(rope_parameters=saved | yarn) == read(rope_scaling=saved | yarn)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"layer_types": ["linear_attention"] * 3}, "it must name 3 full or sliding"),
+        ({"layer_types": ["full_attention"] * 2}, "it must name 3 full or sliding"),
+        ({"layer_types": [["full_attention"]] * 3}, "it must name 3 full or sliding"),
+        ({"use_sliding_window": True, "sliding_window": 4, "max_window_layers": None}, "a number"),
+        ({"max_position_embeddings": "64", "rope_scaling": {"type": "default"}}, "be a number"),
+    ],
+)
+def test_a_null_window_hides_no_other_key(change, message):
+    with pytest.raises(UserError, match=message):
+        hf_config.model_fields(BASE | {"sliding_window": None} | change, "here")

@@ -219,7 +219,7 @@ def test_tensors_that_are_missing_or_not_known_are_named(tmp_path):
 
 def test_contradictions_are_refused(tmp_path):
     case = Case(tmp_path, "llama")
-    with pytest.raises(UserError, match=r"model\.lora_rank is 8, and 4 in"):
+    with pytest.raises(UserError, match=r"model\.lora_rank is 8, and 4 in the adapter_config\.js"):
         case.load(model__lora_rank=8)
     with pytest.raises(UserError, match=r"model\.lora_alpha is not read when"):
         tiny_config(model__lora_alpha=8.0)

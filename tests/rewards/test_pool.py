@@ -334,3 +334,18 @@ def test_workers_have_one_thread_to_multiply_with_and_end_after_a_while(monkeypa
     workers, threads = zip(*(str(v.extracted).split() for v in found))
     assert [workers.index(worker) for worker in workers] == [0, 0, 2, 2, 4]
     assert set(threads) == {"1"} and str(os.getpid()) not in workers
+
+
+def test_no_alarm_is_left_of_a_response_that_ran_out_of_time(monkeypatch):
+    """One may come just before it is stopped. The next would end the worker, or the run."""
+    calls = []
+
+    def setitimer(which, seconds, interval=0.0):
+        calls.append(seconds)
+        if calls == [5.0, 0.0]:
+            raise reward_pool._OutOfTime
+
+    monkeypatch.setattr(reward_pool.signal, "setitimer", setitimer)
+    monkeypatch.setattr(reward_pool, "_scorers", {"x": lambda task: Score(True)}, raising=False)
+    assert reward_pool._score(Task(("x",), "", ""), 5.0).scores == "timeout"
+    assert calls == [5.0, 0.0, 0.0]

@@ -124,6 +124,25 @@ def test_of_a_line_with_a_formula_the_formula_remains(text, formula):
     assert scorers.normalise_minerva(text) == formula
 
 
+@pytest.mark.parametrize(
+    "box, answer, correct",
+    [
+        ("4.5 \\times 10^{33}", "4.5e33", True),
+        ("4.5e33", "4.5e33", True),
+        ("4.5 \\times 10^{32}", "4.5e33", False),
+        ("10^{-8}", "1e-8", True),
+        ("0.00000001", "1E-8", True),
+        ("0.0", "1e-8", False),
+        ("0.00000003", "0.00000001", False),
+        ("3 \\times 10^{-27}", "1.325e-27", False),
+        ("0.333333", "0.3333333", True),  # to six decimals, as the library
+    ],
+)
+def test_math_verify_reads_powers_of_ten_and_small_numbers(box, answer, correct):
+    """As the references of Minerva Math, a quarter of which are written 4.5e33."""
+    assert scorers.math_verify(f"\\boxed{{{box}}}", answer).correct is correct
+
+
 def test_the_last_number_needs_a_number_to_compare_with():
     with pytest.raises(ValueError, match="needs a number as the answer, not '1/2'"):
         scorers.last_number("It is 2", "1/2")

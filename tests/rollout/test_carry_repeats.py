@@ -275,3 +275,36 @@ def test_the_accepted_responses_are_those_of_a_synchronous_step(engines, policie
     whole, _ = generate(engines[0], policies[0], problems, key=key)
     assert [[tokens for tokens, _ in group] for group in groups] == tokens_of(whole)
     assert any(v is not None and min(v) < max(v) for step in found for of in step[2] for v in of)
+
+
+def test_an_engine_that_looks_late_begins_its_prompts_too(monkeypatch, engines, policies):
+    """Prompts 0, 1, 2 and 12 fill the batch: 12 is of the second window and of the first engine.
+    The second engine, which waits, learns that the first window is scored while 12 is generated, or
+    only with the verdict on 12. What it carries of the second window is the same."""
+    monkeypatch.setattr(work_queue, "POLL_SECONDS", 0.0)
+    found = []
+    for late in (False, True):
+        store, queues, turns = Store(), [], []
+        for i in range(2):
+            group = ProcessGroup(i, 2, store)
+            state = DynamicSamplingState(1.0)
+            queue = open_queue(CONFIG, state, Data(0), step=1, share=(i, 2), group=group)
+            queue.keeps = lambda group: group.problem.id in (0, 1, 2, 12)
+            settings = GenerationSettings(CONFIG.rollout.group_size)
+            rollouts = RolloutCollector(engines[0], SlowPool(i, 0), RUBRICS, spell, settings)
+            with engines[0].weights(policies[0]):
+                turns.append(rollouts.run(queue, jax.random.key(1), step=1))
+                next(turns[i])
+            queues.append(queue)
+        while len(queues[1].groups) < 6:
+            next(turns[1])
+        while not queues[0].done:
+            next(turns[0])
+            if not late:
+                next(turns[1], None)
+        for generator in turns:
+            list(generator)
+        assert [(queue.ahead, queue.num_resolved) for queue in queues] == [(12, 13)] * 2
+        after = {n: of for n, of in queues[1].unfinished.items() if n > 12}
+        found.append({n: {s: r.tokens.tolist() for s, r in of.items()} for n, of in after.items()})
+    assert found[0] == found[1] and found[0][13]

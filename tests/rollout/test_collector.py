@@ -89,7 +89,7 @@ def one_step(engine, params, pool, state, *, step, position=0, config=CONFIG, **
     prompts = open_queue(config, state, data, step=step)
     with engine.weights(params):
         outcomes = rollouts.outcomes(prompts, jax.random.key(step), step=step)
-        taken = take_kept(outcomes, config.train.prompts_per_step)
+        taken = take_kept(outcomes)
     batch, state = commit(config, state, prompts, taken, step)
     assert len(batch.groups) == 4 and data.position == position + len(batch.sampled)
     assert [g.problem.id for g in batch.sampled] == list(range(position, data.position))
@@ -267,7 +267,7 @@ class Waiting:
     def run(self, engine, params, pool):
         rollouts = make_collector(engine, pool, telemetry=self.telemetry)
         with engine.weights(params):
-            return take_kept(rollouts.outcomes(self.prompts, jax.random.key(0), step=1), 4)
+            return take_kept(rollouts.outcomes(self.prompts, jax.random.key(0), step=1))
 
 
 def test_waiting_for_others_that_make_progress_is_no_silence(monkeypatch, engine, policies, pool):
@@ -296,7 +296,7 @@ def test_a_stop_is_raised_between_calls_and_leaves_the_data_alone(engine, polici
     prompts = open_queue(CONFIG, DynamicSamplingState(), data, step=1)
     rollouts = make_collector(engine, pool, telemetry=Telemetry(stop=stop))
     with engine.weights(policies[0]), pytest.raises(StopRequested):
-        take_kept(rollouts.outcomes(prompts, jax.random.key(1), step=1), 4)
+        take_kept(rollouts.outcomes(prompts, jax.random.key(1), step=1))
     assert len(calls) == 3
 
 

@@ -71,7 +71,7 @@ def one_step(kinds, seed, rate=1.0, *, config=CONFIG):
     make = lambda problem: make_group(KINDS[kinds[problem.id % len(kinds)]], id=problem.id)
     prompts = open_queue(config, state, data, step=1)
     outcomes = outcomes_of(prompts, make, rng, claimed)
-    taken = take_kept(outcomes, config.train.prompts_per_step)
+    taken = take_kept(outcomes)
     batch, state = commit(config, state, prompts, taken, 1)
     return batch, state, data.position, claimed
 
@@ -136,7 +136,7 @@ def test_a_claim_beyond_the_last_prompt_is_no_prompt_returned(monkeypatch):
         first.report(number, make_group([True, False], id=number))
     monkeypatch.setattr(second.work_queue, "poll", lambda: None)
     assert second.claim() == NO_PROMPT
-    taken = take_kept((outcome for outcome in first.resolved()), 6)
+    taken = take_kept(first.resolved())
     monkeypatch.setattr(first.group, "all_gather_objects", lambda mine: [mine, ({}, {})])
     assert commit(config, state, first, taken, 1)[0].num_returned == 0
 

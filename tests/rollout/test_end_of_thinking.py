@@ -11,6 +11,8 @@ import pytest
 from dapo_jax.rollout.carry import by_visit, from_json, next_carried, to_json
 from dapo_jax.rollout.end_of_thinking import EndOfThinking
 from dapo_jax.types import UNFINISHED, Response, UserError
+from tests.rollout.test_repetition import COLD, cut, ends_of
+from tests.rollout.test_repetition import N as REPEATS
 from tests.support.engines import (
     CONFIG,
     EOS,
@@ -187,11 +189,17 @@ def test_what_ends_a_response_first(engine, params, problems, whole, expected):
     assert tokens_of(responses) == [[t[: ends_at(t)] for t in row] for row in expected]
     firsts = [ends_at(t) for row in expected for t in row]
     assert min(firsts) < N and max(firsts) > N + len(PHRASE)
-    # A certain token never follows from a phrase that was given.
-    responses, _ = generate(
-        engine, params, problems, detokenize=spell, end_of_thinking=END, end_repetition=1
-    )
-    assert tokens_of(responses) == expected
+
+
+def test_the_count_of_confident_tokens_starts_again_after_the_phrase(params, problems):
+    asked = {"detokenize": spell, "end_of_thinking": END}
+    engine = make_engine(**ROOM | {"params": COLD})
+    whole, _ = generate(engine, params, problems, **asked)
+    responses, _ = generate(engine, params, problems, end_repetition=REPEATS, **asked)
+    assert ends_of(responses) == [[cut(full) for full in row] for row in whole]
+    certain = lambda full: full._replace(log_probs=np.nan_to_num(full.log_probs))
+    differ = [cut(full) != cut(certain(full)) for row in whole for full in row]
+    assert sum(differ) > 5, "of a count that the phrase does not end"
 
 
 def test_a_stop_string_that_reaches_into_the_phrase_is_none(params, problems, whole, expected):

@@ -344,6 +344,43 @@ def test_jetstreams_own_calls_give_the_same_tokens(engine, params, problems, exp
     assert free == engine.config.shard_pages - 2, "replaced and ended prompts gave up their pages"
 
 
+def test_a_cancellation_on_one_shard_does_not_delay_preemption_on_another(monkeypatch, params):
+    """One response of the first shard is ended after each call, as by a stop string. Sequences of
+    the second wait for pages in two calls in a row, the second made before the first is read."""
+    pages = 61
+    engine = make_engine(
+        prefill=2,
+        page_tokens=4,
+        num_pages=2 * pages,
+        decode_steps=4,
+        stop_tokens=(),
+        num_devices=2,
+        data=2,
+    )
+    problems = [Problem(i, "", tuple(range(3, 9)), "", "test") for i in range(60)]
+    loop = make_loop(engine, params, problems, num_samples=1)
+    rules, call, moves = loop._apply_rules, engine.generate, []
+
+    def with_an_end(before_REG, *arguments):
+        ended, thinking = rules(before_REG, *arguments)
+        for e, g in np.argwhere(loop.table.count[0] > before_REG[0])[:1].tolist():
+            ended[0, e, g] = "stop"
+        return ended, thinking
+
+    def recorded(*arguments):
+        busy = bool(loop.table.unfinished[1].any())
+        state, output = call(*arguments)
+        moves.append("m" if not busy or bool((output.flags_RkB[1] > 0).any()) else "w")
+        return state, output
+
+    monkeypatch.setattr(loop, "_apply_rules", with_an_end)
+    monkeypatch.setattr(engine, "generate", recorded)
+    complete(loop)
+    waits = [len(run) for run in "".join(moves).split("m")]
+    assert loop.stats.preempted > 0 and max(waits) <= 3
+    assert_all_free(loop, pages)
+
+
 def test_what_jetstreams_calls_cannot_do_is_refused(engine, params):
     loaded = engine.load_params(params)
     for tokens, length in ((25, 25), (5, 0), (5, 6)):
@@ -626,3 +663,24 @@ def test_no_random_number_samples_an_improbable_token(likely, at, wanted):
     logits[0, likely] = 0.0
     token, _ = invert(jnp.asarray(logits), jnp.array([at], jnp.float32))
     assert token.tolist() == [wanted]
+
+
+def test_a_shard_without_samples_does_not_wait_for_another_shard(params):
+    """A shard has pages for one prompt and one sequence. One response is long, five are short."""
+    pages = 1 + 6 + 14 + 2
+    engine = make_engine(
+        slots=4,
+        prefill=2,
+        page_tokens=4,
+        num_pages=2 * pages,
+        decode_steps=1,
+        stop_tokens=(),
+        num_devices=2,
+        data=2,
+    )
+    problems = [Problem(i, "", tuple(range(3, 27)), "", "test") for i in range(6)]
+    limits = np.array([[MOST], *[[1]] * 5])
+    loop = make_loop(engine, params, problems, num_samples=1, limits_QG=limits)
+    order = [finished.prompt for output in loop.run() for finished in output.finished]
+    assert order == [1, 2, 3, 4, 5, 0]
+    assert_all_free(loop, pages)

@@ -59,9 +59,10 @@ def test_the_stream_passes_over_problems_and_keeps_its_order():
     assert part.without({1, 4, 9}).take(5) == taken == wanted[9:14]
 
 
-def transcripts(path, correct, note=""):
+def transcripts(path, correct, note="", invalid=False):
+    sample = lambda correct: {"correct": correct, "note": note, "invalid": invalid}
     lines = [
-        {"prompt": prompt, "samples": [{"correct": c, "note": note} for c in of_prompt]}
+        {"prompt": prompt, "samples": [sample(c) for c in of_prompt]}
         for prompt, of_prompt in correct.items()
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -74,6 +75,7 @@ def test_pass_rates_measured_before_the_run(tmp_path):
     for path, message in (
         (transcripts(tmp_path / "b.jsonl", {"other": [True]}), "has none of the 10 prompts"),
         (transcripts(tmp_path / "c.jsonl", {"p1": [True]}, note="timeout"), "has none of"),
+        (transcripts(tmp_path / "d.jsonl", {"p1": [False]}, invalid=True), "has none of"),
         (str(tmp_path / "missing"), "cannot be read"),
         (str(tmp_path), "cannot be read"),
     ):

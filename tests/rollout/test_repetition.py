@@ -62,6 +62,11 @@ def test_the_rule_at_its_edges():
     assert ends(3, [above, above, at - 1e-6] * 3) == {}
     assert ends(3, [np.nan, above, above, above]) == {(0,): 4}
     assert ends(3, [-np.inf, above, np.nan, above]) == {}
+    # A token that was given, among those that are known already.
+    row = np.array([[above, above, np.nan, above, above, above]], np.float32)
+    detector = RepetitionDetector(3, row)
+    detector.begin((0,), 4)
+    assert detector.advance(np.array([4]), np.array([6])) == {(0,): 6}
 
 
 def cut(full, n=N):

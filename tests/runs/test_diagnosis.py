@@ -28,7 +28,7 @@ HEALTHY = {
 HELDOUT = ((0.2, 0.15, 0.25), (0.5, 0.45, 0.55), (0.6, 0.55, 0.65))  # value, interval
 
 
-def run_of(*, heldout=HELDOUT, steps=20, **values):
+def run_of(*, heldout=HELDOUT, steps=20, advantage="grpo", stages=(), **values):
     """A run of groups of 8 whose metrics change in the middle, evaluated at its start, middle and
     end. A name has __ for a slash."""
     metrics = HEALTHY | {name.replace("__", "/"): pair for name, pair in values.items()}
@@ -38,7 +38,8 @@ def run_of(*, heldout=HELDOUT, steps=20, **values):
         lines[-1]["step"] = step
     for step, (value, low, high) in zip((0, steps // 2, steps), heldout):
         lines[step] |= {"eval/avg@k": value, "eval/interval_low": low, "eval/interval_high": high}
-    frozen = {"config": {"rollout": {"group_size": 8}, "checkpoint": {"directory": None}}}
+    config = {"rollout": {"group_size": 8}, "checkpoint": {"directory": None}, "stages": stages}
+    frozen = {"config": config | {"objective": {"advantage": advantage}}}
     return Run("a_run", Path("a_run"), 4, frozen, lines, None)
 
 
@@ -131,6 +132,23 @@ def test_problems_without_a_signal_are_too_easy_or_too_hard():
     runs = (easy, hard, worse)
     remedies = [diagnosis.diagnose(run)[0].remedy.split(" problems")[0] for run in runs]
     assert remedies[:2] == ["harder", "easier"] and "learning_rate" in remedies[2]
+
+
+@pytest.mark.parametrize("advantage", ["gae", "reinforce++", "remax"])
+def test_prompts_all_right_or_all_wrong_are_no_fault_where_the_group_is_no_baseline(advantage):
+    """Groups of one response are nothing else."""
+    shares = {"share__all_right": (0.2, 0.6), "share__all_wrong": (0.8, 0.4)}
+    assert names(run_of(**shares)) == ["few prompts are informative"]
+    assert names(run_of(**shares, advantage=advantage)) == []
+    by_stage = [[3, {"objective.advantage": advantage}]]
+    assert names(run_of(**shares, stages=by_stage)) == []
+
+
+@pytest.mark.parametrize("accuracy, wanted", [(0.1, "easier"), (0.9, "harder")])
+def test_what_is_not_learned_is_too_hard_or_too_easy(accuracy, wanted):
+    same = ((0.5, 0.4, 0.6), (0.5, 0.4, 0.6))
+    (found,) = diagnosis.diagnose(run_of(accuracy__sampled=(accuracy, accuracy), heldout=same))
+    assert found.name == "nothing is learned" and f"{wanted} problems" in found.remedy
 
 
 @pytest.mark.parametrize("steps, judged", [(4, False), (5, True)])

@@ -109,7 +109,7 @@ class Run:
         prompts = open_queue(config, self.state, self.data, step=self.step)
         with self.engine.weights(self.learner_state.policy.params):
             outcomes = self.collector.outcomes(prompts, jax.random.key(self.step), step=self.step)
-            taken = take_kept(outcomes, BATCH)
+            taken = take_kept(outcomes)
         batch, self.state = commit(config, self.state, prompts, taken, self.step)
         assert len(batch.groups) == BATCH
         if self.update:

@@ -216,6 +216,20 @@ DEFECTS = (
         "tests/training/test_critic.py",
     ),
     Defect(
+        "values of a row that lies over devices stay in zig-zag order",
+        "dapo_jax/training/critic.py",
+        "value_BT = zigzag.to_rows(value_BT, 1 if layout is None else layout.context)",
+        "value_BT = zigzag.to_rows(value_BT, 1)",
+        "tests/training/test_critic.py -k eight_devices",
+    ),
+    Defect(
+        "the KL in the reward is charged the coefficient of the first step",
+        "dapo_jax/training/learner.py",
+        "schedule.reward_kl_coefficient * kl_M",
+        "config.objective.reward_kl_coefficient * kl_M",
+        "tests/training/test_learner.py -k has_adapted",
+    ),
+    Defect(
         "the loss forgets the correction",
         "dapo_jax/training/step.py",
         "loss_BT = -rows.correction_BT * terms.objective_BT",

@@ -54,6 +54,7 @@ def test_the_part_device_on_this_machine(tmp_path, capsys):
         (["--here"], "--here needs one part in --parts; got 6"),
         (["--here", "--parts=foo"], "--parts must be some of"),
         (["--output=/dev/null/here"], "--output"),
+        (["--output=/dev/null/here", "--tune"], "--output"),
     ],
 )
 def test_a_wrong_command_names_the_flag(flags, field, tmp_path, capsys):

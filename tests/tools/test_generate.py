@@ -248,6 +248,7 @@ def test_lines_end_at_newlines_alone(tmp_path):
         ("--prompts=none.jsonl --output=o", "--prompts=none.jsonl cannot be read"),
         ("--prompt=a --top_p=0", r"--top_p must be in \(0, 1\].* got 0"),
         ("--prompt=a --top_k=-1", "--top_k must be 0 .*; got -1"),
+        ("--prompt=a --top_k=2147483648", r"--top_k must be .* below 2\*\*31.* got 2147483648"),
         ("--prompt=a --min_p=2", "--min_p must be from 0 to 1.* got 2"),
         ("--prompt=a --temperature=-1", "--temperature must be 0"),
         ("--prompt=a --num_samples=0", "--num_samples must be above 0; got 0"),

@@ -115,6 +115,18 @@ def test_every_example_is_in_every_epoch(place):
     assert trained[0] != trained[1]
 
 
+@pytest.mark.parametrize("num_steps, num_epochs", [(2, None), (None, 1)])
+def test_a_rate_that_would_never_fall_is_refused(place, num_steps, num_epochs):
+    """Eight examples are two updates, as many as the warm-up has steps."""
+    falls = {"optimizer__final_rate_share": 0.1, "optimizer__warmup_steps": 2}
+    steps = {"train__num_steps": num_steps, "train__num_epochs": num_epochs}
+    with pytest.raises(UserError, match=r"warmup_steps must be below 2, the run's steps"):
+        sft.with_num_steps(sft_config(place, **falls, **steps), 8)
+    assert sft.with_num_steps(sft_config(place, **steps), 8).train.num_steps == 2
+    longer = sft_config(place, **falls, train__num_steps=3)
+    assert sft.with_num_steps(longer, 8) == longer
+
+
 @pytest.mark.parametrize("num, examples_per_update", [(12, 8), (30, 20), (3, 7)])
 def test_every_mini_batch_fits_also_at_the_end_of_an_epoch(num, examples_per_update):
     """An example at the end of one epoch may be the first of the next. No two of the longest three

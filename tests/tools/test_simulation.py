@@ -382,6 +382,14 @@ def test_the_lengths_of_carried_prompts_are_those_of_synchronous_ones():
     assert batches[0] == batches[1]
 
 
+def test_prompts_beyond_the_first_window_begin_at_once():
+    """Every eighth prompt is informative: 48 fill the batch, and 18 may begin at first. Verdicts
+    take no time: the last of a window comes while its host still reads calls."""
+    for hosts in (1, 2, 5):
+        found = play(lambda i: (10, i % 8 == 7), hosts=hosts, config=carrying(), rate=1.0)
+        assert found.batch == list(range(7, 48, 8)) and found.tried == 48
+
+
 def test_correlated_lengths_of_a_group():
     lengths = workload.lengths_of("lognormal:100:1:0.75", 10**9)
     rng = np.random.default_rng(0)

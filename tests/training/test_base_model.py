@@ -13,6 +13,7 @@ from dapo_jax.distributed import ProcessGroup
 from dapo_jax.runs.checkpoint import Checkpoints
 from dapo_jax.training import base_model, pretrain
 from dapo_jax.training.base_model import fingerprint
+from tests.support import checkpoints
 from tests.support.helpers import make_mesh, make_params, segments_of, tiny_config
 from tests.test_layers import ours
 
@@ -80,3 +81,25 @@ def test_the_primary_says_whether_there_is_a_base_to_reuse(tmp_path, monkeypatch
     )
     assert seconds == 9.0
     jax.tree.map(np.testing.assert_array_equal, found, params)
+
+
+def test_texts_that_are_longer_than_the_models_positions_are_warned_of(tmp_path):
+    """verl and vLLM refuse them. A scaling that a user adds makes the model's own longer."""
+    golden = checkpoints.golden("qwen2-untied")
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 48}
+
+    def said(most, **changes):
+        rope = golden.config["rope_parameters"]
+        values = golden.config | {"rope_parameters": rope | changes}
+        values |= {"max_position_embeddings": most}
+        checkpoints.write(tmp_path, values, golden.weights)
+        config = checkpoints.config_of(tmp_path, data__max_prompt_tokens=32)
+        assert config.rollout.max_response_tokens == 32
+        lines = []
+        mesh = make_mesh(config, 1)
+        base_model.load_or_make(config, mesh, None, None, say=lines.append, check_stop=lambda: None)
+        return [line for line in lines if "warning" in line]
+
+    (line,) = said(63)
+    assert "may have 64 tokens" in line and "made for 63 (max_position_embeddings)" in line
+    assert said(64) == said(None) == said(48, **scaling) == []

@@ -381,3 +381,52 @@ def test_a_stale_token_is_weighted_once_and_masked_by_the_policy_before_the_upda
     )
     np.testing.assert_allclose(got.correction_M[:2], weights, rtol=1e-6)
     assert got.mask_M.tolist() == [True, True, False, False]
+
+
+def test_top_entropies_are_chosen_among_the_tokens_that_a_correction_keeps():
+    """The two of highest entropy are rejected. Of the three others the two of highest entropy keep
+    their policy term, and all three are trained."""
+    correction = CorrectionConfig(policy="current", reject=(("token-k2", None, 0.1),))
+    config = tiny_config(objective__top_entropy_share=0.5)
+    config = dataclasses.replace(config, correction=correction)
+    rollout_M = np.full(5, -1.0, np.float32)
+    columns = TokenColumns(
+        mask_M=np.ones(5, bool),
+        log_prob_old_M=rollout_M,
+        advantage_M=np.ones(5),
+        entropy_M=np.array([5.0, 1.0, 3.0, 4.0, 2.0], np.float32),
+    )
+    current_M = np.array([-3.0, -1.0, -1.0, -3.0, -1.0], np.float32)
+    got = with_corrections(
+        config, columns, np.array([2, 3]), rollout_M, current_M=current_M, priority_M=np.zeros(5)
+    )
+    assert got.mask_M.tolist() == [False, True, True, False, True]
+    assert got.correction_M[got.mask_M].tolist() == [0.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "loss, args, bounds, selected",
+    [
+        ("clip-cov", {"cov_low": 1.0, "cov_high": 5.0}, {"clip_low": 0.2, "clip_high": 0.28}, 1),
+        ("kl-cov", {}, {"clip_low": None, "clip_high": None}, 3),
+    ],
+)
+def test_covariances_are_of_the_current_policy(loss, args, bounds, selected):
+    """They are 2, 2, -2 and 6, and the ratio of the first token is beyond its bound. By the old
+    log-probs they would be -8, 8, -8 and 8."""
+    config, args = tiny_config(), {"cov_share": 0.25} | args
+    objective = dataclasses.replace(
+        config.objective, loss=loss, loss_args=args, clip_dual=None, **bounds
+    )
+    config = dataclasses.replace(config, objective=objective)
+    old_M = np.array([-9.0, -1.0, -1.0, -9.0, 0.0], np.float32)
+    columns = TokenColumns(
+        mask_M=np.array([True, True, True, True, False]),
+        log_prob_old_M=old_M,
+        advantage_M=np.array([2.0, 2.0, -2.0, -2.0, 99.0]),
+    )
+    current_M = np.array([-1.0, -1.0, -1.0, -5.0, 99.0], np.float32)
+    got = with_corrections(
+        config, columns, np.array([2, 3]), old_M, current_M=current_M, priority_M=np.zeros(5)
+    )
+    assert np.flatnonzero(got.selected_M).tolist() == [selected]

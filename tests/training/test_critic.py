@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from dapo_jax.models import decoder as model
+from dapo_jax.models import sharding
 from dapo_jax.models.attention import xla
 from dapo_jax.training import critic, packing
-from tests.support.helpers import make_params, tiny_config
+from dapo_jax.training import step as train_step
+from tests.support.helpers import make_mesh, make_params, replace_model, tiny_config
 
 CONFIG = tiny_config(
     objective__advantage="gae",
@@ -176,6 +178,41 @@ def test_values_of_packed_rows_are_those_of_each_sequence_alone(params, sequence
     ]
     assert np.std(expected) > 0.1
     np.testing.assert_allclose(packing.take_columns(packed, got), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("sizes", [(1, 1, 8, 1), (1, 2, 2, 2)])
+def test_eight_devices_have_the_values_and_the_update_of_one(params, sequences, sizes):
+    """Where the tokens of a row lie over devices, in zig-zag order, values return to their own."""
+    packed = packed_rows(sequences, 48, share_prompts=True)
+    M, rng = len(packed.where_M), np.random.default_rng(2)
+    columns = {f"{name}_BT": rng.standard_normal(M) for name in ("value_old", "return")}
+    rows = packing.fill(packed, weight_BT=rng.random(M), **columns)
+    stacked = packing.to_micro_batches(rows, rows_per_micro_batch=2, num_micro_batches=3)
+    used = np.int32(packing.used_micro_batches(len(rows.tokens_BT), 2))
+    train, found = dataclasses.replace(CONFIG.train, share_prompts=True), []
+    for shape in ((1, 1, 1, 1), sizes):
+        layout = dataclasses.replace(CONFIG.mesh, **dict(zip(sharding.AXES, shape, strict=True)))
+        config = dataclasses.replace(CONFIG, mesh=layout, train=train)
+        mesh = make_mesh(config, int(np.prod(shape)))
+        state = train_step.new_state(critic.optimizer_config(config), params)
+        state = jax.device_put(jax.device_get(state), critic.state_shardings(config, mesh))
+        values = critic.jitted_values(config, mesh)(state.params, stacked, used)
+        values_M = packing.take_columns(packed, jax.device_get(values))
+        update = critic.jitted_update(config, mesh)  # donates the state
+        state, result = update(state, stacked, used, np.float32(3), np.float32(1e-3))
+        found.append(jax.device_get((values_M, result.sums, result.grad_norm, state.moments)))
+    assert used > 1 and np.std(found[0][0]) > 0.1
+    for one, many in zip(*map(jax.tree.leaves, found), strict=True):
+        scale = max(1e-3, float(np.abs(one).max()))
+        np.testing.assert_allclose(many / scale, one / scale, atol=2e-5)
+
+
+def test_values_are_summed_in_float32_whatever_the_hidden_states_are(params, sequences):
+    model = replace_model(CONFIG, compute_dtype="bfloat16")
+    got = row_values(dataclasses.replace(CONFIG, model=model), params, packed_rows(sequences).rows)
+    assert got.dtype == jnp.float32
+    assert (got != got.astype(jnp.bfloat16).astype(jnp.float32)).any(), "rounded to bfloat16"
 
 
 def test_a_critic_starts_as_a_copy_with_a_head_of_zero(params, sequences):

@@ -5,6 +5,7 @@ import functools
 import gc
 import math
 import weakref
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -16,7 +17,9 @@ from dapo_jax.setup import HostState
 from dapo_jax.training import metrics
 from dapo_jax.training import step as train_step
 from dapo_jax.training.batch import TokenColumns, make_samples
+from dapo_jax.training.critic import CriticMetrics, CriticSums
 from dapo_jax.training.learner import Learner, _Updates
+from dapo_jax.training.packing import take_columns
 from dapo_jax.training.schedule import Schedule
 from dapo_jax.types import RunError, UserError
 from dapo_jax.utils.compilations import CompilationCounter
@@ -29,6 +32,7 @@ from tests.support.helpers import (
     segments_of,
     tiny_config,
 )
+from tests.training.test_metrics import update as update_of
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 KL_IN_REWARD = {
@@ -94,6 +98,57 @@ def test_a_head_start_of_the_critic_uses_up_none_of_the_policys_warm_up():
     assert rates == pytest.approx([0.0, 0.0, 0.05, 0.1, 0.1])
     assert schedule.updated_steps == 5 and state.critic is not None and state.critic.updates == 10
     assert state.policy.updates == 6
+
+
+ENERGY = {"objective__advantage": "optimal-token-baseline"}
+KL_COV = {"objective__loss": "kl-cov"}
+KL_COV |= {f"objective__clip_{bound}": None for bound in ("low", "high", "dual")}
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        CRITIC,
+        KL_IN_REWARD,
+        KL_COV,
+        ENERGY,
+        ENERGY | {"rollout__max_staleness": 2},
+        {"objective__top_entropy_share": 0.2},
+        {"rollout__log_prob_source": "recompute"},
+    ],
+)
+def test_the_programs_that_are_compiled_are_those_that_a_step_calls(ways):
+    """However a step needs log-probs. Updates are none here: they would take long to compile."""
+    learner, state = make_learner(**ways)
+    names = "update", "log_probs", "collision", "entropy", "values", "update_critic"
+    programs = {name: getattr(learner, name) for name in names if hasattr(learner, name)}
+    nothing = np.float32(0)
+    of_critic = CriticMetrics(CriticSums(*[nothing] * 3), nothing, np.int32(0))
+    results = {"update": update_of(4, np.float32(1)), "update_critic": of_critic}
+    compiled, called = set(), set()
+
+    class Program(NamedTuple):
+        name: str
+
+        def lower(self, *_):
+            return self
+
+        def compile(self):
+            compiled.add(self.name)
+            return self
+
+        def __call__(self, *arguments):
+            called.add(self.name)
+            if self.name in results:
+                return arguments[0], results[self.name]
+            return programs[self.name](*arguments)
+
+    for name in programs:
+        setattr(learner, name, Program(name))
+    learner.compile()
+    schedule = Schedule(2, 0.1, 0.0)  # after the critic's head start
+    learner.train_on(state, schedule, make_varied_groups(), 1)
+    assert called == compiled
 
 
 def test_every_forward_pass_and_update_is_reported():
@@ -223,6 +278,76 @@ def test_tokens_that_a_correction_rejects_leave_the_denominator_of_their_update(
         kept = rows.mask_BT.sum()
         assert 0 < kept < batch.packed.rows.mask_BT.sum(), "some are rejected, not all"
         assert denominator == kept == np.count_nonzero(rows.weight_BT)
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean-per-group", "seq-mean-token-sum-norm"])
+def test_an_update_is_aggregated_over_its_own_prompts_and_the_longest_response(aggregation):
+    """Per group, each of two prompts has half of the loss and its tokens share it. By the norm,
+    each of eight responses has an eighth and a token a 32nd of that, the limit of a response."""
+    learner, state = make_learner(objective__aggregation=aggregation)
+    samples = make_samples(learner.config, make_groups(), 1, learner.detokenize)
+    ones_M = np.ones(len(samples.tokens_M))
+    columns = TokenColumns(samples.trained_M, samples.log_prob_M, advantage_M=ones_M)
+    batches = learner._cut(samples)
+    assert len(batches) == 2
+    for batch in batches:
+        random = np.random.default_rng(0)
+        rows, denominator = learner._finish(state.policy, samples, batch, columns, random)
+        lengths, groups = samples.lengths_R[batch.responses], samples.groups_R[batch.responses]
+        expected = []
+        for n, group in zip(lengths, groups, strict=True):
+            of_group = sum(m for m, other in zip(lengths, groups) if other == group)
+            per_group = aggregation == "token-mean-per-group"
+            expected += [1 / 2 / of_group if per_group else 1 / 8 / 32] * int(n)
+        weight_M = take_columns(batch.packed, rows.weight_BT) / denominator
+        np.testing.assert_allclose(weight_M, expected, rtol=1e-6)
+
+
+def test_the_reward_is_charged_the_coefficient_that_has_adapted():
+    """Not that of the config, 0.1, with which a run begins."""
+    learner, state = make_learner(**KL_IN_REWARD)
+    found, charged = {}, learner._reward_kl
+
+    def reward_kl_of(*arguments):
+        found["kl_M"] = charged(*arguments)
+        return found["kl_M"]
+
+    def update_each(state, samples, _, columns, *__, **___):
+        found["samples"], found["advantage_M"] = samples, columns.advantage_M
+        return state, _Updates([], [], 0, 0)
+
+    learner._reward_kl, learner._update_each = reward_kl_of, update_each
+    learner.train_on(state, Schedule(0, 0.7, 0.0), make_groups(), 1)
+    samples, kl_M, advantage_M = found["samples"], found["kl_M"], found["advantage_M"]
+    cut = lambda x_M: np.split(x_M, np.cumsum(samples.lengths_R)[:-1])
+    scores = samples.rewards_RC.sum(axis=1)
+    rewards = [r - 0.7 * sum(kl_n) for r, kl_n in zip(scores, cut(kl_M), strict=True)]
+    assert min(map(sum, cut(kl_M))) > 0
+    for reward, group, advantage_n in zip(rewards, samples.groups_R, cut(advantage_M)):
+        peers = [r for r, other in zip(rewards, samples.groups_R) if other == group]
+        np.testing.assert_allclose(advantage_n, reward - sum(peers) / len(peers), atol=1e-9)
+
+
+def test_the_rates_of_policy_and_critic_end_at_their_share():
+    """A half cosine each: the policy's over the two steps after the head start, the critic's over
+    all four."""
+    falls = {"optimizer__learning_rate": 0.1, "optimizer__final_rate_share": 0.2}
+    falls |= {"optimizer__warmup_steps": 0, "train__num_steps": 4}
+    learner, state = make_learner(**CRITIC, **falls)
+    rates, critic_rates, update_critic = [], [], learner.update_critic
+
+    def noted(*arguments):
+        critic_rates.append(float(arguments[-1]))
+        return update_critic(*arguments)
+
+    learner.update_critic = noted
+    schedule = Schedule.first(learner.config.objective)
+    for step in range(1, 5):
+        state, schedule, numbers = learner.train_on(state, schedule, make_groups(), step)
+        rates.append(numbers["optimizer/learning_rate"])
+    assert rates == pytest.approx([0.0, 0.0, 0.06, 0.02])
+    shares = [0.2 + 0.4 * (1 + math.cos(math.pi * k / 4)) for k in (1, 2, 3, 4)]
+    assert critic_rates[::2] == pytest.approx([1e-3 * share for share in shares])
 
 
 def test_too_many_updates_without_a_finite_gradient_end_the_run():

@@ -147,6 +147,18 @@ def test_a_row_holds_no_more_sequences_than_cudnn_takes():
     assert packing.max_micro_batches(config) == 3, "160 sequences in five rows"
 
 
+def test_the_longest_mini_batch_fills_the_update_that_is_compiled():
+    """Two would share a row without their prompts, and two without their responses."""
+    config = tiny_config(train__rows_per_micro_batch=2)
+    prompt, n = (5,) * config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    row_tokens = config.train.row_tokens
+    assert max(len(prompt), n) <= row_tokens // 2 < len(prompt) + n
+    tokens_M, lengths_R = np.ones(8 * n, np.int32), np.full(8, n)  # two groups of four
+    rows = packing.pack([prompt] * 8, tokens_M, lengths_R, row_tokens).rows
+    assert packing.used_micro_batches(len(rows.tokens_BT), 2) == 4
+    assert packing.max_micro_batches(config) == 4
+
+
 def test_too_long_a_sequence_is_refused():
     with pytest.raises(ValueError, match="sequence 1 has 65 tokens"):
         packing.first_fit_decreasing([3, 65], 64)

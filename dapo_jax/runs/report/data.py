@@ -206,17 +206,28 @@ def _metrics(numbers: dict[str, Any], k: int) -> dict[str, Any]:
     return numbers | {"step": int(numbers["step"])}
 
 
+def field_at(config: dict[str, Any], name: str, step: int) -> Any:
+    """Returns the value of a field, such as "rollout.group_size", in a rollout step.
+
+    Args:
+        config: the run's, from config.json. Its stages may change the field.
+    """
+    section, field = name.split(".")
+    value = config[section][field]
+    for first, changes in config.get("stages", ()):
+        if first <= step:
+            value = changes.get(name, value)
+    return value
+
+
 def responses_sampled(numbers: dict[str, Any], config: dict[str, Any]) -> int:
-    """Returns how many responses a step sampled.
+    """Returns how many responses a step sampled, without ReMax's greedy baselines.
 
     Args:
         numbers: the step's metrics.
-        config: the run's, from config.json. Its stages may change the size of groups.
+        config: see `field_at`.
     """
-    group_size = config["rollout"]["group_size"]
-    for first, changes in config.get("stages", ()):
-        if first <= numbers["step"]:
-            group_size = changes.get("rollout.group_size", group_size)
+    group_size = field_at(config, "rollout.group_size", numbers["step"])
     return int(numbers.get("sampling/prompts_tried", 0)) * group_size
 
 

@@ -7,8 +7,9 @@ at most ten of them each. Only metrics are read: a check whose metrics are missi
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from dapo_jax.config import objective_checks
 from dapo_jax.runs import run_directory
-from dapo_jax.runs.report.data import Run, responses_sampled
+from dapo_jax.runs.report.data import Run, field_at, responses_sampled
 from dapo_jax.runs.report.paper_curves import Curve
 
 MIN_STEPS = 5  # a shorter run is not judged
@@ -202,7 +203,8 @@ def _nothing_learned(run: Run) -> Finding | None:
         "nothing is learned",
         f"Accuracy while sampling went {_percent(accuracy)}, held-out accuracy "
         f"{points[0]['eval/avg@k']:.1%} to {points[-1]['eval/avg@k']:.1%}.",
-        "a higher optimizer.learning_rate, easier problems, more rollout steps.",
+        f"a higher optimizer.learning_rate, {'easier' if accuracy.last < 0.5 else 'harder'} "
+        "problems, more rollout steps.",
     )
 
 
@@ -210,6 +212,9 @@ def _few_informative(run: Run) -> Finding | None:
     right, wrong = change(run, "share/all_right"), change(run, "share/all_wrong")
     if right is None or wrong is None or right.last + wrong.last < NO_SIGNAL:
         return None
+    step, config = run.steps[-1]["step"], run.frozen["config"]
+    if field_at(config, "objective.advantage", int(step)) in objective_checks.WITHOUT_GROUPS:
+        return None  # such a prompt has a gradient, too
     remedy = f"{'harder' if right.last > wrong.last else 'easier'} problems, or a larger "
     remedy += "rollout.group_size."
     if wrong.difference > WORSE:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from dapo_jax.runs.run_directory import make_writable
 from dapo_jax.tools.check import page
 from dapo_jax.tools.check.findings import Check, Finding, Result, Store
 from dapo_jax.types import UserError
@@ -35,10 +36,7 @@ def check(output: Path, parts: Sequence[str], minutes: float) -> None:
             raise UserError(f"--parts must be some of {', '.join(PARTS)}; got {part!r}.")
     if not 0 < minutes < math.inf:
         raise UserError(f"--minutes must be above 0; got {minutes:g}.")
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output={output} cannot be written: {error.strerror}.") from error
+    make_writable(output, "--output")
 
 
 def run(

@@ -176,5 +176,4 @@ def tune(machine: Machine, output: Path, say: Callable[[str], None]) -> None:
         found[name] = {"kernel_blocks": blocks, "measured": lines}
         say(f"{name}: {flag(blocks) if blocks else 'the defaults are the fastest'}")
         content = {"machine": machine.identity(), "models": found}
-        output.mkdir(parents=True, exist_ok=True)
         (output / FILE).write_text(json.dumps(content, indent=1) + "\n")

@@ -202,8 +202,8 @@ class Passes(NamedTuple):
 def recomputed(config: Config, platform: str) -> Passes:
     """Returns what the backward pass computes again. A layer's last product is never needed again.
 
-    Splash attention names its result, so remat can keep it. `dots` keeps XLA's scores; those of a
-    long row are always computed again.
+    Splash attention alone names what its backward pass reads, so that remat can keep it. `dots`
+    keeps XLA's scores; those of a long row are always computed again.
     """
     remat, name = config.model.remat, kernel(config, platform)
     long = name == "xla" and config.train.row_tokens > xla.LONG_ROW
