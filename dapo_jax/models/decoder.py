@@ -178,11 +178,9 @@ class Decoder(nnx.Module):
             x_XD = x_XD + project("XF,FD->XD", jax.nn.silu(gate_XF) * up_XF, "down")
             return (x_XD, cache), None
 
-        embed_VD = self.embed[...]
-        if c.head_dtype is None or not c.tie_embeddings:
-            embed_VD = embed_VD.astype(dtype)
-        # In rollouts a matrix that is the head too stays in float32: rows are rounded, not all.
-        carry = embed_VD[join(tokens_BT)].astype(dtype), cache
+        # Looked up before it is rounded: the gradient then adds up the tokens of a row in float32.
+        # In bfloat16 that of a token which occurs 4,000 times is 6 % off.
+        carry = self.embed[...][join(tokens_BT)].astype(dtype), cache
         layers = jax.tree.map(lambda param: param[...], self.layers, is_leaf=_is_param)
         if isinstance(layers, dict):
             stacked = layers, jnp.arange(L), jnp.asarray(windows_L)

@@ -343,8 +343,8 @@ def row_hidden(
         # The embedding whole along its width: looked up in shards of it, XLA would bring the
         # tokens of all rows to every device.
         whole = NamedSharding(layout.mesh, PartitionSpec(layout.unembed[0], None))
-        embed_VD = params["embed"].astype(config.compute_dtype)
-        params = params | {"embed": jax.lax.with_sharding_constraint(embed_VD, whole)}
+        embed_VD = jax.lax.with_sharding_constraint(params["embed"], whole)
+        params = params | {"embed": embed_VD}
     model = decoder.bind(config, params)
     return model(in_zigzag(rows.tokens_BT), positions_BT, attend, context=choice.context)[0]
 

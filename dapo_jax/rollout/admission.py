@@ -282,9 +282,10 @@ class Admission:
         says whether a call's results are still to be read."""
         config, table = self.engine.config, self.table
         # A shard without samples has all of its pages, also those freed by a cancellation that no
-        # result knows of yet.
+        # result knows of yet, and takes none in the call that is to be read.
         idle_R = ~table.unfinished.any(axis=(1, 2))
         self.free_R = np.where(idle_R, config.shard_pages - 1, self.free_R)
+        unread_R = unread & ~idle_R
         while True:
             free = [[e for e, r in enumerate(rs) if r is None] for rs in table.requests]
             unfinished = int(table.unfinished.sum())
@@ -300,7 +301,7 @@ class Admission:
             is_part = ready < config.prefill_prompts
             if ready == 0 or (is_part and not (partly or self.exhausted)):
                 return state
-            batch = self._next_batch(free, unread)
+            batch = self._next_batch(free, unread_R)
             if not batch:
                 return state
             state = self._hand_over(params, state, batch)
@@ -311,7 +312,9 @@ class Admission:
     def _padded_pages(self, request: Request) -> int:
         return next(n for n in self.engine.prompt_pages if n >= self._pages(request))
 
-    def _next_batch(self, free: list[list[int]], unread: bool) -> list[tuple[int, int, Request]]:
+    def _next_batch(
+        self, free: list[list[int]], unread_R: np.ndarray
+    ) -> list[tuple[int, int, Request]]:
         """Returns (shard, slot, request) of the next prompts, each for the shard with least to do.
 
         All are padded to the length of the first, by its own length alone: padding changes rounding
@@ -333,7 +336,7 @@ class Admission:
                 break
             r = min(shards, key=lambda r: load_R[r])
             alone = not num_R[r] and not self.table.unfinished[r].any()
-            if not self._fits(r, request, alone=alone, unread=unread):
+            if not self._fits(r, request, alone=alone, unread=unread_R[r]):
                 break
             self.queue.popleft()
             batch.append((r, free[r].pop(0), request))
@@ -350,8 +353,8 @@ class Admission:
         config = self.engine.config
         if config.num_pages is None:
             return True
-        more = 0 if alone else unread * self.call_pages + config.table_pages + 2
-        return self.free_R[r] >= self._pages(request) + more
+        reserve = 0 if alone else config.table_pages + 2
+        return self.free_R[r] - unread * self.call_pages >= self._pages(request) + reserve
 
     def _hand_over(
         self, params: RolloutParams, state: DecodeState, batch: list[tuple[int, int, Request]]

@@ -1,5 +1,6 @@
 """Log-probs and entropy against sums over the vocabulary; no array as large as logits."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dapo_jax.models import chunked_softmax, log_probs
+from dapo_jax.models import chunked_softmax, log_probs, sharding
 from dapo_jax.models.sharding import AXES, AXIS_TYPES, HeadLayout, row_sharding
+from dapo_jax.training import packing
+from tests.support.helpers import make_mesh, make_params, tiny_config
 
 B, T, D, V = 4, 24, 8, 64
 
@@ -287,3 +290,33 @@ def test_memory_follows_tokens_and_not_tokens_times_vocabulary(monkeypatch):
     compiled = jax.jit(jax.grad(f, argnums=(0, 1))).lower(*shapes).compile()
     memory = compiled.memory_analysis()
     assert memory is not None and memory.temp_size_in_bytes < 4 * 512 * 8192 / 8
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 2, 1, 2)])
+def test_the_gradient_of_a_frequent_token_is_added_up_in_float32(sizes):
+    """In bfloat16 it is the sum of what its occurrences give if each has a row of its own."""
+    rows, length = 4, 128
+    config = tiny_config(model__vocab_size=rows * length, model__compute_dtype="bfloat16")
+    layout = dataclasses.replace(config.mesh, **dict(zip(AXES, sizes, strict=True)))
+    mesh = make_mesh(dataclasses.replace(config, mesh=layout), int(np.prod(sizes)))
+    params = make_params(config)
+    params["embed"] = jnp.tile(params["embed"][:1], (rows * length, 1))
+    params = jax.device_put(params, sharding.param_shardings(config.model, layout, mesh))
+    heads = sharding.head_layout(config.model, layout, mesh)
+    wanted = np.random.default_rng(6).standard_normal((rows, length, config.model.hidden_size)) + 1
+    empty = packing.empty_rows(rows, length)._replace(
+        positions_BT=np.tile(np.arange(length, dtype=np.int32), (rows, 1)),
+        segments_BT=np.ones((rows, length), np.int32),
+    )
+
+    @jax.jit
+    @jax.grad
+    def gradient(params, packed):
+        hidden = log_probs.row_hidden(config.model, params, packed, heads)
+        return jnp.sum(hidden.astype(jnp.float32) * wanted.astype(np.float32))
+
+    own = np.arange(rows * length, dtype=np.int32).reshape(rows, length)
+    gradients = [gradient(params, empty._replace(tokens_BT=x))["embed"] for x in (own, 0 * own)]
+    of_each, of_one = (np.asarray(x, np.float64) for x in gradients)
+    np.testing.assert_allclose(of_one[0], of_each.sum(0), atol=1e-5 * np.abs(of_one[0]).max())
+    assert not of_one[1:].any()

@@ -306,5 +306,6 @@ def test_an_engine_that_looks_late_begins_its_prompts_too(monkeypatch, engines, 
             list(generator)
         assert [(queue.ahead, queue.num_resolved) for queue in queues] == [(12, 13)] * 2
         after = {n: of for n, of in queues[1].unfinished.items() if n > 12}
-        found.append({n: {s: r.tokens.tolist() for s, r in of.items()} for n, of in after.items()})
+        begun = lambda of: {s: r.tokens.tolist() for s, r in of.items() if len(r.tokens)}
+        found.append({n: begun(of) for n, of in after.items()})
     assert found[0] == found[1] and found[0][13]
