@@ -285,7 +285,7 @@ class Admission:
         # result knows of yet, and takes none in the call that is to be read.
         idle_R = ~table.unfinished.any(axis=(1, 2))
         self.free_R = np.where(idle_R, config.shard_pages - 1, self.free_R)
-        unread_R = unread & ~idle_R
+        unread_R = np.asarray(unread & ~idle_R)
         while True:
             free = [[e for e, r in enumerate(rs) if r is None] for rs in table.requests]
             unfinished = int(table.unfinished.sum())
