@@ -178,7 +178,7 @@ class Decoder(nnx.Module):
             x_XD = x_XD + project("XF,FD->XD", jax.nn.silu(gate_XF) * up_XF, "down")
             return (x_XD, cache), None
 
-        # Looked up before it is rounded: the gradient then adds up a token's occurrences in float32.
+        # Looked up before it is rounded: the gradient then adds a token's occurrences in float32.
         # In bfloat16 that of a token with 512 of them was up to 12 % off.
         carry = self.embed[...][join(tokens_BT)].astype(dtype), cache
         layers = jax.tree.map(lambda param: param[...], self.layers, is_leaf=_is_param)
