@@ -4,7 +4,7 @@ Command:   python launch/train.py --config=configs/qwen0_5b_gsm8k.py
            --config=configs/qwen0_5b_gsm8k.py:t4 on a T4, which has no bfloat16
 Plan only: python launch/train.py --config=configs/qwen0_5b_gsm8k.py --dry_run --config.mesh.fsdp=1
 Hardware:  one TPU v5e chip (v5e-1) or one GPU of 24 GB; :t4 for one GPU of 16 GB without bfloat16
-Memory:    14.2 of 15.75 GiB, compiled for a v5e; by arithmetic 9.3 GiB and activations on a GPU,
+Memory:    13.3 of 15.75 GiB, compiled for a v5e; by arithmetic 9.3 GiB and activations on a GPU,
            8.7 GiB and activations on a T4: docs/plan.md, "GSM8K on one accelerator"
 Time:      not yet run on any of them
 Result:    none yet. Others report 49.6 % of the test split before and 54.3 (GRPO with LoRA) to
