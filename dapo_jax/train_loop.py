@@ -160,8 +160,7 @@ class TrainLoop:
         if restored is None or run.learner.needs_base:
             telemetry.phase("loading or making the base model")
             check_stop = telemetry.watchdog.moving(self.signals.check_together)
-            first = self.config.at(1)
-            base, base_seconds = run.load_base(first, self.directory.path, check_stop)
+            base, base_seconds = run.load_base(self.config, self.directory.path, check_stop)
         found = integrity.fingerprint(base) if run.learner.needs_base else None
         if restored is not None and found is not None:
             place = self.checkpoints.directory

@@ -2,8 +2,8 @@
 
 Compiles the run's own programs ahead of time and prints the memory of a device that each needs;
 then operations, bytes and time of each by arithmetic, and an estimate of one RL step. For TPUs it
-needs libtpu (uv sync --extra tpu) and no TPU. The exit status is 0 where everything fits, 1 where
-it does not, 2 where the command is wrong. docs/plan.md explains the figures.
+needs libtpu (uv sync --inexact --extra tpu) and no TPU. The exit status is 0 where everything fits,
+1 where it does not, 2 where the command is wrong. docs/plan.md explains the figures.
 
 --config           of the run; --config.FIELD=VALUE as in launch/train.py
 --topology         such as v5p:2x2x2, v5p:4x4x4, v6e:8x8; local: the devices of this machine

@@ -314,8 +314,12 @@ def fail(error: Exception) -> int:
             f"the {full} is full ({error.filename or 'while writing to --workdir'}). "
             "Checkpoints saved before are intact: free some space and start the same command."
         )
-    if isinstance(error, RuntimeError) and "home directory" in str(error):  # of Path.expanduser
-        error = UserError("a path begins with ~NAME, and there is no user NAME: write it in full.")
+    # Of Path.expanduser and Path.home.
+    if isinstance(error, RuntimeError) and "home directory" in str(error):
+        error = UserError(
+            "a path begins with ~ or ~NAME, and that home directory is not known: write the path "
+            "in full. Where it is your own, set HOME, which caches need too."
+        )
     if isinstance(error, UserError | RunError):
         print(f"error: {error}", file=sys.stderr)
         if isinstance(error, UserError):

@@ -270,7 +270,8 @@ def _extracted(text: str, answer_in: str | None, key: str) -> str | None:
         boxed = key.endswith("solution")
         if boxed and "\\boxed" not in text:
             # TRL's data sets have the bare answer there: a formula in dollars, a number, a word.
-            bare = re.fullmatch(r"\$([^$]+)\$|(\S+)", text.strip())
+            # In visible ASCII: a Chinese solution has no spaces either.
+            bare = re.fullmatch(r"\$([^$]+)\$|([!-~]+)", text.strip())
             return (bare[1] or bare[2]) if bare else None
         answer_in = "boxed" if boxed else "####" if re.search(r"(^|\n)#### ", text) else "text"
     if answer_in == "boxed":

@@ -122,8 +122,8 @@ def exclude_tokens(logits_BV: jax.Array, params: SamplingParams, mode: Mode) -> 
 
 def _sortable(x: jax.Array) -> jax.Array:
     """float32 as uint32 in the same order: sets the top bit, or flips all bits where negative."""
-    bits = jax.lax.bitcast_convert_type(x + 0.0, jnp.uint32)  # -0.0 becomes 0.0, its equal
-    top = jnp.uint32(1 << 31)
+    bits, top = jax.lax.bitcast_convert_type(x, jnp.uint32), jnp.uint32(1 << 31)
+    bits = jnp.where(bits == top, 0, bits)  # -0.0 becomes 0.0, its equal; XLA drops `x + 0.0`
     return jnp.where(bits >= top, ~bits, bits | top)
 
 

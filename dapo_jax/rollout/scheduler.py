@@ -486,5 +486,5 @@ class GenerationLoop:
         for r, e, g in samples:
             request_RW[r, num_R[r]], sample_index_RW[r, num_R[r]] = e, g
             num_R[r] += 1
-            self.cancelled[r, e, g] = self.unread is not None
+            self.cancelled[r, e, g] = True
         self.state = self.engine.cancel(self.state, request_RW, sample_index_RW)

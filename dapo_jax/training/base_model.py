@@ -180,7 +180,8 @@ def _restore(config: Config, mesh: Mesh, directory: Path) -> tuple[decoder.Param
 
 def _warn_of_positions(config: Config, say: Callable[[str], None]) -> None:
     """Says so where a text of the run may be longer than those that the model was made for."""
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    stages = [config, *(config.at(first) for first, _ in config.stages)]
+    longest = max(c.data.max_prompt_tokens + c.rollout.max_response_tokens for c in stages)
     most = hf_config.positions(config.model)
     if most is not None and longest > most:
         say(

@@ -160,6 +160,7 @@ def test_the_answer_of_a_solution_is_in_its_box(tmp_path):
         ("$\\boxed{7}$", "7"),
         ("$1$ or $2$", None),
         ("it is $7$", None),
+        ("\u89e3\uff1a\u6240\u4ee5\u7b54\u6848\u662f7\u3002", None),  # Chinese: so the answer is 7
     ],
 )
 def test_a_solution_may_be_the_bare_answer(tmp_path, solution, answer):

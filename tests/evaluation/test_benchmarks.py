@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import re
+import time
 import types
 
 import jax
@@ -386,3 +387,15 @@ def test_a_run_of_an_earlier_version_has_the_defaults_of_later_fields(tmp_path):
 def test_an_evaluation_that_would_be_another_is_refused(given, message):
     with pytest.raises(UserError, match=message):
         evaluate._sources(tiny_config(), asked_of(**given))
+
+
+def test_the_time_left_is_that_of_the_problems_left(run, tmp_path, monkeypatch, capsys):
+    """Each takes ten seconds."""
+    monotonic = lambda: 10.0 * len(lines_of(tmp_path))
+    clock = types.SimpleNamespace(monotonic=monotonic, sleep=time.sleep)
+    monkeypatch.setattr(benchmarks, "time", clock)
+    monkeypatch.setattr(benchmarks, "REPORT_EVERY_SECONDS", 0.0)
+    run(tmp_path, Policy(1, lambda i: 1), num=4)
+    line = r"stub: (\d) of 4 problems, 100\.0 % correct so far, about (\d+) s left"
+    found = re.findall(line, capsys.readouterr().out)
+    assert found and all(int(left) == 10 * (4 - int(done)) for done, left in found)

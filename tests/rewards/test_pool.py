@@ -14,7 +14,7 @@ import pytest
 from dapo_jax.rewards import pool as reward_pool
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.types import Rubric, Score, Task, verdict
-from dapo_jax.types import UserError, Verdict
+from dapo_jax.types import RunError, UserError, Verdict
 from tests.conftest import ROOT
 
 
@@ -349,3 +349,23 @@ def test_no_alarm_is_left_of_a_response_that_ran_out_of_time(monkeypatch):
     monkeypatch.setattr(reward_pool, "_scorers", {"x": lambda task: Score(True)}, raising=False)
     assert reward_pool._score(Task(("x",), "", ""), 5.0).scores == "timeout"
     assert calls == [5.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("fruitless, replaced", [(None, 0), (0, 3)])
+def test_workers_that_do_not_start_end_the_run(tmp_path, fruitless, replaced):
+    """At once where none ever scored; after three pools that scored nothing where one did."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import multiprocessing\n"
+        "if multiprocessing.parent_process() is not None:\n"
+        "    raise SystemExit\n"
+        "def same(text, answer):\n"
+        "    return True\n"
+    )
+    name = f"{file}:same"
+    with RewardPool([name], workers=1, timeout_seconds=5.0) as pool:
+        pool.fruitless = fruitless
+        with pytest.raises(RunError, match="processes that score do not start"):
+            for _ in range(4):
+                pool.score([Task((name,), "7", "7")])
+        assert pool.replaced == replaced

@@ -243,3 +243,27 @@ def test_the_state_survives_json_bit_for_bit(partial):
             for name in ("tokens", "log_probs", "model_log_probs", "versions"):
                 x, y = getattr(a, name), getattr(b, name)
                 assert x.dtype == y.dtype and x.tobytes() == y.tobytes()
+
+
+def test_a_second_visit_is_used_up_and_carried_by_its_own_epoch():
+    before = [CarriedGroup((5, 1), ((0, response([1])),))]
+    problems = [Problem(id, "", (1,), "", "", epoch=1) for id in (5, 6)]
+    found = next_carried(before, problems, {1: {0: response([2])}}, num_tried=1, step=2)
+    assert [visit for visit, _ in found] == [(6, 1)]
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_visit_resumes_the_responses_of_its_own_epoch(engine, policies, problems, partial, epoch):
+    second = [problem._replace(epoch=1) for problem in problems[:4]]
+    carried = {(id, epoch): responses for (id, _), responses in by_visit(partial).items()}
+    loop = make_loop(engine, policies[1], second, **step_6(partial) | {"carried": carried})
+    for _ in loop.run():
+        pass
+    resumed = {
+        (q, s)
+        for q, group in enumerate(loop.responses())
+        for s, found in enumerate(group)
+        if found.versions is not None
+    }
+    stored = {(id, s) for (id, _), of in carried.items() for s in of if id < 4}
+    assert len(stored) > 5 and resumed == (stored if epoch else set())

@@ -23,11 +23,12 @@ from dapo_jax.rollout.dynamic_sampling import (
     open_queue,
     state_from_json,
     state_to_json,
+    take_kept,
 )
 from dapo_jax.types import Response
 from tests.rollout.test_collector import Data, spell
 from tests.support.engines import generate, make_engine, tokens_of
-from tests.support.helpers import make_params, tiny_config
+from tests.support.helpers import make_group, make_params, tiny_config
 from tests.support.processes import Store
 
 RUBRICS = {"test": Rubric((("begins", 1.0),), 1.0, -1.0)}
@@ -309,3 +310,18 @@ def test_an_engine_that_looks_late_begins_its_prompts_too(monkeypatch, engines, 
         begun = lambda of: {s: r.tokens.tolist() for s, r in of.items() if len(r.tokens)}
         found.append({n: begun(of) for n, of in after.items()})
     assert found[0] == found[1] and found[0][13]
+
+
+def test_what_only_another_process_began_is_carried_by_all(monkeypatch):
+    """Prompt 7: this process read no further than the batch, the first four prompts."""
+    queue = open_queue(CONFIG, DynamicSamplingState(), data := Data(0), step=1, share=(0, 2))
+    for number in range(4):
+        queue.report(number, make_group([True, False], id=number))
+    begun = Response(np.array([3], np.int32), np.zeros(1, np.float32), "unfinished", "")
+    group = SimpleNamespace(
+        all_gather_objects=lambda mine: [mine, ({}, {7: {1: begun}})], is_primary=True
+    )
+    monkeypatch.setattr(queue, "group", group)
+    taken = take_kept(queue.resolved())
+    _, after = commit(CONFIG, DynamicSamplingState(), queue, taken, 1)
+    assert [visit for visit, _ in after.carried] == [(7, 0)] and data.position == 4

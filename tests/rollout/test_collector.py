@@ -219,6 +219,8 @@ def test_seconds_of_waiting_for_verdicts_are_no_seconds_of_sampling(
         next(rollouts.outcomes(prompts, jax.random.key(1), step=1))
     stats, seconds = rollouts.take_stats()
     assert seconds["reward"] > 0.5 and stats.idle_seconds > 0.2
+    nothing = RolloutStats(), {"rollout": 0.0, "reward": 0.0}
+    assert rollouts.take_stats() == nothing, "those of the next step"
 
 
 def test_throughput_counts_the_seconds_of_the_process_that_generated():
@@ -330,3 +332,10 @@ def test_a_signal_to_a_process_that_does_not_lead_is_reported(engine, policies, 
             list(rollouts.run(prompts, key, step=1))
         assert prompts.full
     assert ProcessGroup(0, 2, store).stop_requested() == signal.SIGTERM
+
+
+def test_the_end_of_a_step_gives_up_what_is_still_being_scored(engine, policies, pool):
+    """The next step does not wait for verdicts that no batch needs."""
+    before = pool.num_chunks
+    one_step(engine, policies[0], pool, DynamicSamplingState(0.2), step=1, config=SYNC)
+    assert pool.first_wanted.value == pool.num_chunks > before

@@ -185,3 +185,14 @@ def test_the_rate_is_that_of_earlier_steps_until_there_are_outcomes():
     for number in range(2):
         queue.work_queue.report(number, True)
     assert queue.expected_rate == pytest.approx(10 / 18)
+
+
+@pytest.mark.parametrize("filters", [False, True])
+def test_with_overlong_filtering_wrong_answers_that_were_cut_make_no_group_informative(filters):
+    """They are left out of the loss: the trained responses are all right."""
+    objective = dataclasses.replace(CONFIG.objective, overlong_filter=filters)
+    config = dataclasses.replace(CONFIG, objective=objective)
+    queue = open_queue(config, DynamicSamplingState(), Data(), step=1)
+    for number, truncated in enumerate((2, 0)):
+        queue.report(number, make_group([True, True, False, False], truncated=truncated))
+    assert [outcome.kept for outcome in queue.resolved()] == [not filters, True]

@@ -13,7 +13,7 @@ from dapo_jax.models import decoder, log_probs
 from dapo_jax.models.attention import xla
 from dapo_jax.models.sharding import copied_bytes, initial_params
 from dapo_jax.rollout import slots
-from dapo_jax.rollout.sampling import SamplingParams, _invert, exclude_tokens, sample
+from dapo_jax.rollout.sampling import Mode, SamplingParams, _invert, exclude_tokens, sample
 from dapo_jax.rollout.slots import NewRequests, Prefix
 from dapo_jax.types import Problem, UserError
 from dapo_jax.utils.compilations import CompilationCounter
@@ -684,3 +684,72 @@ def test_a_shard_without_samples_does_not_wait_for_another_shard(params):
     order = [finished.prompt for output in loop.run() for finished in output.finished]
     assert order == [1, 2, 3, 4, 5, 0]
     assert_all_free(loop, pages)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(top_k_X=1), SamplingParams(top_p_X=0.3)])
+def test_a_token_as_probable_as_the_last_one_kept_is_kept(params):
+    """0.0 and -0.0 are one number, in a compiled program too."""
+    logits = jnp.array([[0.0, -0.0, -5.0], [-0.0, 0.0, -5.0]])
+    kept = np.isfinite(truncated(logits, params.full(2), params.mode))
+    assert kept.tolist() == [[True, True, False]] * 2
+
+
+def test_each_row_has_its_own_parameters():
+    """A sampler has the features of all rows of a call. Each row is as in a call of its own."""
+    every = [SamplingParams(), GREEDY, SamplingParams(0.7), SamplingParams(min_p_X=0.3)]
+    every += [SamplingParams(top_k_X=2), SamplingParams(top_p_X=0.5)]
+    rows = np.random.default_rng(0).standard_normal((50 * len(every), 20)) * 2
+    keys = jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(KEY, i)))(
+        jnp.arange(len(rows))
+    )
+    logits, first = jnp.asarray(rows, jnp.float32), jnp.zeros(len(rows), jnp.int32)
+    columns = (np.tile(column, 50) for column in zip(*every))
+    full = SamplingParams(*columns)
+    full = SamplingParams(*(x.astype(y.dtype) for x, y in zip(full, SamplingParams().full(1))))
+    together = sample(logits, keys, first, full, Mode(*[True] * 5))
+    for i, params in enumerate(every):
+        own = slice(i, None, len(every))
+        alone = sample(logits[own], keys[own], first[own], params, params.mode)
+        np.testing.assert_array_equal(together.token_B[own], alone.token_B)
+        np.testing.assert_allclose(together.log_prob_B[own], alone.log_prob_B, atol=1e-5)
+        np.testing.assert_allclose(
+            together.model_log_prob_B[own], alone.model_log_prob_B, atol=1e-5
+        )
+    # At top-p 1 a token is kept however improbable, also next to a row with less.
+    params = SamplingParams(top_p_X=np.array([1.0, 0.5], np.float32))
+    kept = truncated(jnp.array([[0.0, -30.0], [0.0, -30.0]]), params, Mode(top_p=True))
+    assert np.isfinite(kept).tolist() == [[True, True], [True, False]]
+
+
+def test_where_pages_are_short_the_sequences_that_came_first_get_them():
+    c = make_engine(slots=4, prefill=2, page_tokens=4, samples=4, num_pages=12).config
+    state = slots.empty(c)
+    state = state._replace(
+        active_B=jnp.ones(4, bool),
+        length_B=jnp.full(4, 4, jnp.int32),  # the only page of each is full
+        used_B=jnp.ones(4, jnp.int32),
+        serial_B=jnp.array([7, 3, 5, 9], jnp.int32),
+        num_free=jnp.int32(2),
+    )
+    after, continues_B = slots.grow(state, 4)
+    assert continues_B.tolist() == [False, True, True, False]
+    assert after.used_B.tolist() == [1, 2, 2, 1] and int(after.num_free) == 0
+
+
+def test_prompts_of_other_lengths_keep_their_place(small_pages, params):
+    """Padded to 12 tokens or to 24: the next batch begins with the first prompt that waits."""
+    problems = [Problem(i, "", (3,) * n, "", "test") for i, n in enumerate((5, 20, 21, 6, 22))]
+    admission = make_loop(small_pages, params, problems).admission
+    admission.take(5)
+    batch = admission._next_batch([list(range(10))], np.zeros(1, bool))
+    assert [request.number for _, _, request in batch] == [0, 3]
+    assert [request.number for request in admission.queue] == [1, 2, 4]
+
+
+def test_a_batch_of_prompts_is_shared_by_the_shards(params, problems):
+    """Each goes where there is least to do, those of the same batch included."""
+    engine = make_engine(num_devices=2, data=2)
+    admission = make_loop(engine, params, problems[:4], num_samples=1).admission
+    admission.take(4)
+    batch = admission._next_batch([[0, 1, 2, 3], [0, 1, 2, 3]], np.zeros(2, bool))
+    assert [(shard, slot) for shard, slot, _ in batch] == [(0, 0), (1, 0), (0, 1), (1, 1)]

@@ -182,3 +182,9 @@ def test_the_end_is_long_enough_for_characters_of_several_bytes():
         n + 4,
         None,
     ]
+
+
+def test_tokens_without_text_may_stand_in_a_string():
+    decode = lambda sequences: ["".join(chr(t) for t in s if t) for s in sequences]
+    tokens = np.array([97, 0, 0, 0, 0, 98, 99])
+    assert first_completions(["ab"], decode, [tokens], [5]) == [6]

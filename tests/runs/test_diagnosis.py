@@ -28,7 +28,7 @@ HEALTHY = {
 HELDOUT = ((0.2, 0.15, 0.25), (0.5, 0.45, 0.55), (0.6, 0.55, 0.65))  # value, interval
 
 
-def run_of(*, heldout=HELDOUT, steps=20, advantage="grpo", stages=(), **values):
+def run_of(*, heldout=HELDOUT, steps=20, advantage="grpo", filtered=False, stages=(), **values):
     """A run of groups of 8 whose metrics change in the middle, evaluated at its start, middle and
     end. A name has __ for a slash."""
     metrics = HEALTHY | {name.replace("__", "/"): pair for name, pair in values.items()}
@@ -39,7 +39,8 @@ def run_of(*, heldout=HELDOUT, steps=20, advantage="grpo", stages=(), **values):
     for step, (value, low, high) in zip((0, steps // 2, steps), heldout):
         lines[step] |= {"eval/avg@k": value, "eval/interval_low": low, "eval/interval_high": high}
     config = {"rollout": {"group_size": 8}, "checkpoint": {"directory": None}, "stages": stages}
-    frozen = {"config": config | {"objective": {"advantage": advantage}}}
+    config |= {"objective": {"advantage": advantage}, "dynamic_sampling": {"enabled": filtered}}
+    frozen = {"config": config}
     return Run("a_run", Path("a_run"), 4, frozen, lines, None)
 
 
@@ -142,6 +143,9 @@ def test_prompts_all_right_or_all_wrong_are_no_fault_where_the_group_is_no_basel
     assert names(run_of(**shares, advantage=advantage)) == []
     by_stage = [[3, {"objective.advantage": advantage}]]
     assert names(run_of(**shares, stages=by_stage)) == []
+    # Dynamic sampling leaves them out all the same.
+    filtered = run_of(**shares, advantage=advantage, filtered=True)
+    assert names(filtered) == ["few prompts are informative"]
 
 
 @pytest.mark.parametrize("accuracy, wanted", [(0.1, "easier"), (0.9, "harder")])

@@ -88,12 +88,12 @@ def test_texts_that_are_longer_than_the_models_positions_are_warned_of(tmp_path)
     golden = checkpoints.golden("qwen2-untied")
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 48}
 
-    def said(most, **changes):
+    def said(most, stages=(), **changes):
         rope = golden.config["rope_parameters"]
         values = golden.config | {"rope_parameters": rope | changes}
         values |= {"max_position_embeddings": most}
         checkpoints.write(tmp_path, values, golden.weights)
-        config = checkpoints.config_of(tmp_path, data__max_prompt_tokens=32)
+        config = checkpoints.config_of(tmp_path, data__max_prompt_tokens=32, stages=stages)
         assert config.rollout.max_response_tokens == 32
         lines = []
         mesh = make_mesh(config, 1)
@@ -103,3 +103,6 @@ def test_texts_that_are_longer_than_the_models_positions_are_warned_of(tmp_path)
     (line,) = said(63)
     assert "may have 64 tokens" in line and "made for 63 (max_position_embeddings)" in line
     assert said(64) == said(None) == said(48, **scaling) == []
+    longer = (2, {"rollout.max_response_tokens": 40, "train.row_tokens": 72})
+    (line,) = said(64, stages=(longer, (3, {"rollout.max_response_tokens": 32})))
+    assert "may have 72 tokens" in line, "of the longest stage"

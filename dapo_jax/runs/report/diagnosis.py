@@ -212,9 +212,10 @@ def _few_informative(run: Run) -> Finding | None:
     right, wrong = change(run, "share/all_right"), change(run, "share/all_wrong")
     if right is None or wrong is None or right.last + wrong.last < NO_SIGNAL:
         return None
-    step, config = run.steps[-1]["step"], run.frozen["config"]
-    if field_at(config, "objective.advantage", int(step)) in objective_checks.WITHOUT_GROUPS:
-        return None  # such a prompt has a gradient, too
+    at_the_end = lambda name: field_at(run.frozen["config"], name, run.steps[-1]["step"])
+    is_filtered = at_the_end("dynamic_sampling.enabled")
+    if not is_filtered and at_the_end("objective.advantage") in objective_checks.WITHOUT_GROUPS:
+        return None  # such a prompt is trained on, with a gradient
     remedy = f"{'harder' if right.last > wrong.last else 'easier'} problems, or a larger "
     remedy += "rollout.group_size."
     if wrong.difference > WORSE:
