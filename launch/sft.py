@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def main(argv: list[str]) -> int:
     """Returns the exit status, as that of launch/train.py."""
     sys.path.insert(0, str(ROOT))
-    from dapo_jax.config.cli import default_workdir, fail, parse
+    from dapo_jax.config.cli import default_workdir, fail, parse, run_in_group
     from dapo_jax.config.sft import SftConfig
 
     try:
@@ -33,23 +33,12 @@ def main(argv: list[str]) -> int:
             kind=SftConfig,
         )
         workdir = default_workdir(argv) if flags.workdir is None else Path(flags.workdir)
-        from dapo_jax.distributed import process_group
         from dapo_jax.tools.sft import fine_tune
-
-        process_group = process_group.start(
-            flags.coordinator_address,
-            flags.num_processes,
-            flags.process_id,
-            300 if flags.coordinator_timeout is None else flags.coordinator_timeout,
-        )
     except Exception as error:
         return fail(error)
-    try:
-        process_group.watch()
-        stopped_by = fine_tune(config, workdir.expanduser().resolve(), process_group)
-    except Exception as error:
-        return process_group.shutdown(fail(error), error)
-    return process_group.shutdown(0 if stopped_by is None else 128 + stopped_by)
+    return run_in_group(
+        flags, lambda group: fine_tune(config, workdir.expanduser().resolve(), group)
+    )
 
 
 if __name__ == "__main__":

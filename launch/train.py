@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     where the run hung, or a device or the storage failed; where another process failed by itself,
     its status. After 75 and 128 + 15 start it again."""
     sys.path.insert(0, str(ROOT))
-    from dapo_jax.config.cli import default_workdir, fail, parse
+    from dapo_jax.config.cli import default_workdir, fail, parse, run_in_group
 
     try:
         config, flags = parse(
@@ -42,23 +42,10 @@ def main(argv: list[str]) -> int:
             print(describe(config))
             return 0
         workdir = default_workdir(argv) if flags.workdir is None else Path(flags.workdir)
-        from dapo_jax.distributed import process_group
         from dapo_jax.train_loop import train
-
-        process_group = process_group.start(
-            flags.coordinator_address,
-            flags.num_processes,
-            flags.process_id,
-            300 if flags.coordinator_timeout is None else flags.coordinator_timeout,
-        )
     except Exception as error:
         return fail(error)
-    try:
-        process_group.watch()
-        stopped_by = train(config, workdir.expanduser().resolve(), process_group)
-    except Exception as error:
-        return process_group.shutdown(fail(error), error)
-    return process_group.shutdown(0 if stopped_by is None else 128 + stopped_by)
+    return run_in_group(flags, lambda group: train(config, workdir.expanduser().resolve(), group))
 
 
 # Reward workers import this file again: the guard keeps them from training.

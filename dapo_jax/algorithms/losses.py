@@ -19,11 +19,11 @@ from dapo_jax.algorithms.surrogate import (
     MAX_LOG_RATIO,
     Surrogate,
     clamp,
+    masked,
     masked_log_ratio,
     surrogate,
 )
 from dapo_jax.utils.fields import Argument, Positive, UpTo1
-from dapo_jax.utils.precision import at_least_float32
 
 MAX_LOG_SEQUENCE_RATIO = 10.0  # as verl's GSPO
 
@@ -68,9 +68,9 @@ def gspo(
     """
     log_ratio_BT = masked_log_ratio(log_prob_BT, log_prob_old_BT, mask_BT)
     log_s_BT = response_mean(log_ratio_BT, mask_BT, segments_BT)
-    advantage_BT = jnp.where(mask_BT, at_least_float32(advantage_BT), 0.0)
+    advantage_BT = masked(advantage_BT, mask_BT)
     if token_level:
-        own_BT = jnp.where(mask_BT, at_least_float32(log_prob_BT), 0.0)
+        own_BT = masked(log_prob_BT, mask_BT)
         sg = jax.lax.stop_gradient
         log_s_BT = sg(log_s_BT) + own_BT - sg(own_BT)
     else:
@@ -78,7 +78,7 @@ def gspo(
     ratio_BT = jnp.exp(jnp.minimum(log_s_BT, MAX_LOG_SEQUENCE_RATIO))
     clipped_BT = clamp(ratio_BT, 1 - clip_low, 1 + clip_high)
     return Surrogate(
-        _masked(jnp.minimum(ratio_BT * advantage_BT, clipped_BT * advantage_BT), mask_BT),
+        masked(jnp.minimum(ratio_BT * advantage_BT, clipped_BT * advantage_BT), mask_BT),
         jnp.where(mask_BT, ratio_BT, 1.0),
         mask_BT & (advantage_BT > 0) & (ratio_BT > 1 + clip_high),
         mask_BT & (advantage_BT < 0) & (ratio_BT < 1 - clip_low),
@@ -106,14 +106,14 @@ def gmpo(
     bounded by 20 first.
     """
     log_ratio_BT = _bounded(masked_log_ratio(log_prob_BT, log_prob_old_BT, mask_BT))
-    advantage_BT = jnp.where(mask_BT, at_least_float32(advantage_BT), 0.0)
+    advantage_BT = masked(advantage_BT, mask_BT)
     sign_BT = jnp.sign(advantage_BT)
     clipped_BT = clamp(log_ratio_BT, -clip_low, clip_high)
     kept_BT = sign_BT * jnp.minimum(sign_BT * log_ratio_BT, sign_BT * clipped_BT)
     ratio_BT = jnp.exp(response_mean(kept_BT, mask_BT, segments_BT))
     mean_advantage_BT = response_mean(advantage_BT, mask_BT, segments_BT)
     return Surrogate(
-        _masked(mean_advantage_BT * ratio_BT, mask_BT),
+        masked(mean_advantage_BT * ratio_BT, mask_BT),
         jnp.where(mask_BT, jnp.exp(log_ratio_BT), 1.0),
         mask_BT & (advantage_BT > 0) & (log_ratio_BT > clip_high),
         mask_BT & (advantage_BT < 0) & (log_ratio_BT < -clip_low),
@@ -165,7 +165,7 @@ def sapo(
     Source: SAPO, arXiv:2511.20347; aggregation seq-mean-token-mean. Nothing is clipped.
     """
     ratio_BT = jnp.exp(_bounded(masked_log_ratio(log_prob_BT, log_prob_old_BT, mask_BT)))
-    advantage_BT = jnp.where(mask_BT, at_least_float32(advantage_BT), 0.0)
+    advantage_BT = masked(advantage_BT, mask_BT)
     tau_BT = jnp.where(advantage_BT > 0, tau_positive, tau_negative).astype(ratio_BT.dtype)
     gate_BT = 4.0 / tau_BT * jax.nn.sigmoid(tau_BT * (ratio_BT - 1.0))
     never_BT = jnp.zeros_like(mask_BT)
@@ -194,8 +194,8 @@ def dppo(
 
     Source: DPPO, arXiv:2602.04879. `clip_low` and `clip_high` bound a divergence here.
     """
-    old_BT = jnp.where(mask_BT, at_least_float32(log_prob_old_BT), 0.0)
-    new_BT = jnp.where(mask_BT, at_least_float32(log_prob_BT), 0.0)
+    old_BT = masked(log_prob_old_BT, mask_BT)
+    new_BT = masked(log_prob_BT, mask_BT)
     ratio_BT = jnp.exp(_bounded(new_BT - old_BT))
     p_BT, q_BT = jnp.exp(new_BT), jnp.exp(old_BT)
     if divergence == "tv":
@@ -266,7 +266,7 @@ def clip_cov(
     terms = surrogate(
         log_prob_BT, log_prob_old_BT, advantage_BT, mask_BT, clip_low=clip_low, clip_high=clip_high
     )
-    return terms._replace(objective_BT=_masked(terms.objective_BT, ~selected_BT))
+    return terms._replace(objective_BT=masked(terms.objective_BT, ~selected_BT))
 
 
 def kl_cov(
@@ -290,8 +290,8 @@ def kl_cov(
     ratio_BT = jnp.exp(log_ratio_BT)
     # |x| with slope 0 at 0, where policy and old policy agree.
     distance_BT = log_ratio_BT * jax.lax.stop_gradient(jnp.sign(log_ratio_BT))
-    objective_BT = ratio_BT * jnp.where(mask_BT, at_least_float32(advantage_BT), 0.0)
-    objective_BT -= cov_kl_coefficient * _masked(distance_BT, selected_BT)
+    objective_BT = ratio_BT * masked(advantage_BT, mask_BT)
+    objective_BT -= cov_kl_coefficient * masked(distance_BT, selected_BT)
     never_BT = jnp.zeros_like(mask_BT)
     return Surrogate(objective_BT, ratio_BT, never_BT, never_BT)
 
@@ -347,13 +347,9 @@ def response_mean(
     def total(values_T: jax.Array, segments_T: jax.Array) -> jax.Array:
         return jax.ops.segment_sum(values_T, segments_T, num_segments=T + 1)[segments_T]
 
-    sums_BT = jax.vmap(total)(_masked(x_BT, mask_BT), segments_BT)
+    sums_BT = jax.vmap(total)(masked(x_BT, mask_BT), segments_BT)
     counts_BT = jax.vmap(total)(mask_BT.astype(x_BT.dtype), segments_BT)
     return sums_BT / jnp.maximum(counts_BT, 1.0)
-
-
-def _masked(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    return jnp.where(mask_BT, x_BT, jnp.zeros((), x_BT.dtype))
 
 
 def _bounded(log_ratio_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
@@ -364,6 +360,4 @@ def _advantage_log_prob(
     advantage_BT: Float[Array, "B T"], log_prob_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
 ) -> Float[Array, "B T"]:
     """A_t log pi_t, 0 outside the mask, where a log-prob may be -inf."""
-    return _masked(at_least_float32(advantage_BT), mask_BT) * _masked(
-        at_least_float32(log_prob_BT), mask_BT
-    )
+    return masked(advantage_BT, mask_BT) * masked(log_prob_BT, mask_BT)

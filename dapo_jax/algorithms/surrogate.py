@@ -26,6 +26,11 @@ class Surrogate(NamedTuple):
     clipped_dual_BT: jax.Array | None = None
 
 
+def masked(x: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Returns x in float32, or float64 if it has that; 0 outside the mask."""
+    return jnp.where(mask, at_least_float32(x), 0.0)
+
+
 def masked_log_ratio(
     log_prob_BT: Float[Array, "B T"],
     log_prob_old_BT: Float[Array, "B T"],
@@ -33,8 +38,7 @@ def masked_log_ratio(
 ) -> Float[Array, "B T"]:
     """Returns log pi_t - log old_t, 0 outside the mask."""
     # Mask before exp: padding may hold any log-prob, and inf * 0 is nan.
-    masked = lambda x_BT: jnp.where(mask_BT, at_least_float32(x_BT), 0.0)
-    return masked(log_prob_BT) - masked(log_prob_old_BT)
+    return masked(log_prob_BT, mask_BT) - masked(log_prob_old_BT, mask_BT)
 
 
 def clamp(x: Float[Array, "*shape"], low: float, high: float) -> Float[Array, "*shape"]:
@@ -71,7 +75,7 @@ def surrogate(
     """
     log_ratio_BT = masked_log_ratio(log_prob_BT, log_prob_old_BT, mask_BT)
     ratio_BT = jnp.exp(clamp(log_ratio_BT, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-    advantage_BT = jnp.where(mask_BT, at_least_float32(advantage_BT), 0.0)
+    advantage_BT = masked(advantage_BT, mask_BT)
     clipped_BT = clamp(ratio_BT, 1 - clip_low, 1 + clip_high)
     objective_BT = jnp.minimum(ratio_BT * advantage_BT, clipped_BT * advantage_BT)
     dual_BT = None

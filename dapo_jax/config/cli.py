@@ -8,7 +8,7 @@ import runpy
 import signal
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,8 @@ from ml_collections import ConfigDict
 from dapo_jax.config import hf_config
 from dapo_jax.config.schema import Config, ModelConfig
 from dapo_jax.config.sft import SftConfig
-from dapo_jax.distributed.process_group import EXIT_RESTART
+from dapo_jax.distributed import process_group
+from dapo_jax.distributed.process_group import EXIT_RESTART, ProcessGroup
 from dapo_jax.types import RunError, UserError
 from dapo_jax.utils import fields, hf_hub
 from dapo_jax.utils.fields import Text
@@ -298,6 +299,24 @@ def _mistake(file: Path, error: Exception) -> str:
         if not isinstance(error, ImportError):
             traceback.print_exception(error)
     return f"--config={place}{f', line {line}' if line else ''}: {message}."
+
+
+def run_in_group(flags: Any, work: Callable[[ProcessGroup], int | None]) -> int:
+    """Returns the exit status of `work`, called with the process group that the flags name. It
+    returns the number of the signal that stopped it, or None."""
+    group, seconds = process_group.ALONE, flags.coordinator_timeout
+    try:
+        group = process_group.start(
+            flags.coordinator_address,
+            flags.num_processes,
+            flags.process_id,
+            300 if seconds is None else seconds,
+        )
+        group.watch()
+        stopped_by = work(group)
+    except Exception as error:
+        return group.shutdown(fail(error), error)
+    return group.shutdown(0 if stopped_by is None else 128 + stopped_by)
 
 
 def fail(error: Exception) -> int:

@@ -155,24 +155,21 @@ def _check_advantage(config: "Config") -> None:
             f"config.rollout.group_size must be at least 2; got {group_size}. A single response "
             f"needs one of {', '.join(WITHOUT_GROUPS)}."
         )
-    kl = o.reward_kl_coefficient
+    kl, why = o.reward_kl_coefficient, None
     if o.advantage == "maxrl":
         why = "for objective.advantage 'maxrl', whose mean is a pass rate"
         require(r.incorrect >= 0, "reward.incorrect", r.incorrect, f"0 or more {why}")
-        require(r.overlong_penalty == 0, "reward.overlong_penalty", r.overlong_penalty, f"0 {why}")
-        require(kl == 0, "objective.reward_kl_coefficient", kl, f"0 {why}")
     if o.advantage == "gpg":
         why = "for objective.advantage 'gpg', which counts the rewards that are not 0"
         require(r.incorrect == 0, "reward.incorrect", r.incorrect, f"0 {why}")
-        require(r.overlong_penalty == 0, "reward.overlong_penalty", r.overlong_penalty, f"0 {why}")
-        require(kl == 0, "objective.reward_kl_coefficient", kl, f"0 {why}")
     if o.advantage == "grpo-process" and not o.advantage_args["outcome_as_step"]:
         why = (
-            "0 for objective.advantage 'grpo-process', which reads the rewards of steps alone; or "
+            "for objective.advantage 'grpo-process', which reads the rewards of steps alone; or "
             "set config.objective.advantage_args.outcome_as_step to True"
         )
-        require(r.overlong_penalty == 0, "reward.overlong_penalty", r.overlong_penalty, why)
-        require(kl == 0, "objective.reward_kl_coefficient", kl, why)
+    if why is not None:  # the punishment and the KL would be parts of the reward
+        require(r.overlong_penalty == 0, "reward.overlong_penalty", r.overlong_penalty, f"0 {why}")
+        require(kl == 0, "objective.reward_kl_coefficient", kl, f"0 {why}")
     if o.advantage == "gdpo":
         num, weights = config.num_scorers + 1, o.advantage_args["component_weights"]
         wanted = f"{num} numbers, for the reward by each scorer and the overlong one"

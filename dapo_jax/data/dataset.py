@@ -21,7 +21,7 @@ import pyarrow.parquet
 
 from dapo_jax.config import Config, DataConfig, SourceConfig
 from dapo_jax.data import arithmetic, prompts, records, sources, word_problems
-from dapo_jax.data.records import Columns, Prompt, Record, Unusable
+from dapo_jax.data.records import Prompt, Record, Unusable
 from dapo_jax.rewards import scorers
 from dapo_jax.rewards.types import CORRECT_REWARD, Rubric, parse_scorers
 from dapo_jax.types import Problem, UserError
@@ -162,23 +162,11 @@ def prepare(
     cached = _read_cache(cache, name)
     if cached is not None:
         return cached
-    columns = _columns(source)
+    columns = sources.columns(source.path, source.prompt_key, source.answer_key)
     found = itertools.chain.from_iterable(records.read_records(f, columns, field) for f in files)
     prepared = _prepare(data, name, source, tokenizer, found, field)
     _write_cache(cache, prepared)
     return prepared
-
-
-def _columns(source: SourceConfig) -> Columns:
-    dataset = sources.DATASETS.get(source.path)
-    if dataset is None:
-        return Columns(source.prompt_key, source.answer_key, None)
-    return Columns(
-        source.prompt_key or dataset.prompt_key,
-        source.answer_key or dataset.answer_key,
-        # Known for the data set's own column only.
-        dataset.answer_in if source.answer_key is None else None,
-    )
 
 
 def _generated(config: Config, source: SourceConfig, field: str) -> list[tuple[str, str]]:
@@ -290,7 +278,8 @@ def _without_spacing(prompt: Prompt) -> Prompt:
 def _fingerprint(data: DataConfig, source: SourceConfig, tokenizer: Any, files: list[Path]) -> str:
     """Returns a hash of everything that problems depend on: files, settings, tokenizer, code."""
     settings = dataclasses.asdict(source) | {"weight": None, "scorer": None, "path": None}
-    settings |= {"columns": _columns(source), "template": data.prompt_template}
+    columns = sources.columns(source.path, source.prompt_key, source.answer_key)
+    settings |= {"columns": columns, "template": data.prompt_template}
     settings |= {"chat": data.chat, "system": data.system_prompt}
     settings |= {"longest": data.max_prompt_tokens, "overlong": data.overlong_prompts}
     settings["tokenizer"] = prompts.fingerprint(tokenizer)

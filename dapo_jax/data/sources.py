@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from dapo_jax.data.records import Columns
 from dapo_jax.types import UserError
 from dapo_jax.utils import hf_hub
 
@@ -42,6 +43,16 @@ DATASETS = {
     ),
     "math500": Dataset("HuggingFaceH4/MATH-500", "problem", "answer", "text", ("test",)),
 }
+
+
+def columns(path: str, prompt_key: str | None, answer_key: str | None) -> Columns:
+    """Returns the columns of a source: the given ones, else those of a name in DATASETS."""
+    dataset = DATASETS.get(path)
+    if dataset is None:
+        return Columns(prompt_key, answer_key, None)
+    # How the answer is written is known for the data set's own column only.
+    answer_in = dataset.answer_in if answer_key is None else None
+    return Columns(prompt_key or dataset.prompt_key, answer_key or dataset.answer_key, answer_in)
 
 
 def find_files(path: str, split: str | None, field: str) -> list[Path]:

@@ -56,8 +56,8 @@ class SamplingParams(NamedTuple):
         top_p, top_k, min_p = (a != b for a, b in zip(self[1:], SamplingParams()[1:]))
         return Mode(False, tempered, bool(top_k), bool(top_p), bool(min_p))
 
-    def check(self, prefix: str = "") -> None:
-        """Raises UserError, with names after this prefix, if a number is outside its range."""
+    def check(self) -> None:
+        """Raises UserError that names the flag of a number outside its range."""
         t, p, k, m = self
         # Some devices take a smaller float32 for 0.
         least = float(np.finfo(np.float32).tiny)
@@ -68,7 +68,7 @@ class SamplingParams(NamedTuple):
             (0 <= m <= 1, "min_p", m, "from 0 to 1; 0 keeps all"),
         ):
             if not ok:
-                raise UserError(f"{prefix}{name} must be {wanted}; got {value}.")
+                raise UserError(f"--{name} must be {wanted}; got {value}.")
 
 
 class Sampled(NamedTuple):

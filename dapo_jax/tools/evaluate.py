@@ -95,7 +95,7 @@ def request(config: Config, flags: Any) -> Request:
     ):
         if not ok:
             raise UserError(f"--{name} must be {wanted}; got {getattr(asked, name)}.")
-    SamplingParams.of(asked).check("--")
+    SamplingParams.of(asked).check()
     if asked.scorer is not None:
         try:
             scorers = parse_scorers(asked.scorer)

@@ -74,7 +74,7 @@ class Request(NamedTuple):
         ):
             if not ok:
                 raise UserError(f"--{name} must be {wanted}; got {getattr(self, name)!r}.")
-        SamplingParams.of(self).check("--")
+        SamplingParams.of(self).check()
 
 
 def generate(flags: Mapping[str, Any]) -> int | None:

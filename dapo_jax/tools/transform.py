@@ -12,17 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dapo_jax.data import sources
 from dapo_jax.data.records import (
     ANSWER_KEYS,
     PROMPT_KEYS,
-    Columns,
     Prompt,
     Record,
     Unusable,
     read_records,
 )
-from dapo_jax.data.sources import DATASETS, find_files
-from dapo_jax.runs.run_directory import make_writable
+from dapo_jax.runs.run_directory import make_writable, write_atomically
 from dapo_jax.tools import chat_endpoint
 from dapo_jax.tools.chat_endpoint import Endpoint
 from dapo_jax.tools.prompt_file import read_prompts
@@ -182,16 +181,13 @@ def solve_prompt(row: Mapping[str, Any]) -> str:
 
 def _rows(settings: Settings) -> Iterator[dict[str, Any]]:
     """Yields a row for each record: its original, and a reason where nothing is to be done."""
-    known = DATASETS.get(settings.source)
-    columns = Columns(
-        settings.prompt_key or (known.prompt_key if known else None),
-        settings.answer_key or (known.answer_key if known else None),
-        # Known for the data set's own column only.
-        known.answer_in if known and not settings.answer_key else None,
+    known = sources.DATASETS.get(settings.source)
+    columns = sources.columns(
+        settings.source, settings.prompt_key or None, settings.answer_key or None
     )
     split = known.splits[0] if known and known.splits else None
     index = 0
-    for file in find_files(settings.source, split, "--input"):
+    for file in sources.find_files(settings.source, split, "--input"):
         if Path(file).resolve().parent == settings.output.resolve():
             raise UserError(
                 f"--output={settings.output} holds the input, {file}; name another directory."
@@ -266,9 +262,8 @@ def _write(place: Path, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     reasons = collections.Counter(kind(row["reason"]) for row in rows)
     report = {"records": len(rows), "kept": len(problems), "reasons": dict(reasons.most_common())}
     for name, lines in (("rows", rows), ("problems", problems)):
-        part = place / f"{name}.jsonl.part"
-        part.write_text("".join(json.dumps(line, default=str) + "\n" for line in lines))
-        part.replace(place / f"{name}.jsonl")
+        text = "".join(json.dumps(line, default=str) + "\n" for line in lines)
+        write_atomically(place / f"{name}.jsonl", text)
     (place / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     return report
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dapo_jax.algorithms.surrogate import clamp
+from dapo_jax.algorithms.surrogate import clamp, masked
 from dapo_jax.config import Config, OptimizerConfig
 from dapo_jax.models import decoder, log_probs
 from dapo_jax.models.attention import zigzag
@@ -29,7 +29,6 @@ from dapo_jax.training.step import (
     summed_gradient,
 )
 from dapo_jax.types import Array, Rows
-from dapo_jax.utils.precision import at_least_float32
 
 
 class CriticParams(NamedTuple):
@@ -67,8 +66,8 @@ def value_loss(
 
     Source: PPO2 of OpenAI baselines, as described in Engstrom et al., arXiv:2005.12729.
     """
-    masked = lambda x_BT: jnp.where(mask_BT, at_least_float32(x_BT), 0.0)
-    value_BT, value_old_BT, return_BT = map(masked, (value_BT, value_old_BT, return_BT))
+    arrays = value_BT, value_old_BT, return_BT
+    value_BT, value_old_BT, return_BT = (masked(x_BT, mask_BT) for x_BT in arrays)
     moved_BT = clamp(value_BT - value_old_BT, -value_clip, value_clip)
     plain_BT = (value_BT - return_BT) ** 2
     clipped_BT = (value_old_BT + moved_BT - return_BT) ** 2

@@ -20,7 +20,6 @@ from dapo_jax.algorithms import kl, losses, surrogate
 from dapo_jax.config import Config, MeshConfig, ModelConfig, OptimizerConfig
 from dapo_jax.models import decoder, log_probs, lora
 from dapo_jax.models.sharding import (
-    HeadLayout,
     head_layout,
     param_shardings,
     replicated,
@@ -163,7 +162,7 @@ def loss_and_sums(
         params,
         rows,
         temperature=config.rollout.temperature,
-        layout=_head_layout(config, mesh),
+        layout=None if mesh is None else head_layout(config.model, config.mesh, mesh),
         share_prompts=config.train.share_prompts,
     )
     log_prob_BT, entropy_BT = statistics.log_prob_BT, statistics.entropy_BT
@@ -233,10 +232,6 @@ def _sums_and_extremes(
         mismatch_max=jnp.max(mismatch_BT),
     )
     return jax.tree.map(lambda x: x.astype(jnp.float32), (sums, extremes))
-
-
-def _head_layout(config: Config, mesh: Mesh | None) -> HeadLayout | None:
-    return None if mesh is None else head_layout(config.model, config.mesh, mesh)
 
 
 def summed_gradient(

@@ -6,27 +6,24 @@ from numpy.typing import ArrayLike
 BLOCK_VALUES = 1_000_000  # resampled at once
 
 
-def bootstrap_interval(
-    values: ArrayLike, *, level: float = 0.95, resamples: int = 10_000, seed: int = 0
-) -> tuple[float, float]:
-    """Returns the percentile interval (low, high) of the mean of the values, by bootstrap.
+def bootstrap_interval(values: ArrayLike, *, resamples: int = 10_000) -> tuple[float, float]:
+    """Returns the 95 % percentile interval (low, high) of the mean of the values, by bootstrap; for
+    equal values always the same.
 
     Values are resampled with replacement. The interval lies within their range, so with fewer than
     about ten values it is too narrow. Source: Efron and Tibshirani 1993, section 13.3.
 
     Args:
         values: one per problem or seed, such as its share of correct samples; 1 or more.
-        level: probability covered, in (0, 1).
         resamples: 1 or more.
-        seed: 0 or more; equal seeds give equal intervals.
     """
     values = np.asarray(values, np.float64)
     assert values.ndim == 1 and values.size, f"values of shape {values.shape}"
-    assert 0 < level < 1 and resamples >= 1, f"{level}, {resamples}"
-    generator = np.random.default_rng(seed)
+    assert resamples >= 1, f"{resamples}"
+    generator = np.random.default_rng(0)
     # In blocks: an array of all resamples would be `resamples` times the values.
     most = max(1, BLOCK_VALUES // values.size)
     sizes = [min(most, resamples - done) for done in range(0, resamples, most)]
     means = [generator.choice(values, (size, values.size)).mean(axis=1) for size in sizes]
-    low, high = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
     return float(low), float(high)

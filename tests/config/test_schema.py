@@ -10,7 +10,7 @@ from dapo_jax.config import Config, schema, sft
 from dapo_jax.config.sft import SftConfig
 from dapo_jax.types import UserError
 from tests.conftest import ROOT
-from tests.support.helpers import source_dict, tiny_dict
+from tests.support.helpers import source_dict, tiny_dict, with_fields
 
 FILE = source_dict("problems.jsonl")
 WEIGHED = FILE | {"weight": 1.0}
@@ -24,14 +24,7 @@ CHECKS = {"schema.py", "sft.py", "checks.py", "objective_checks.py"}  # they rea
 
 def changed(*changes):
     """The test config as nested dicts with fields replaced, each as ("group.field", value)."""
-    values = tiny_dict()
-    for field, value in changes:
-        *groups, last = field.split(".")
-        inner = values
-        for group in groups:
-            inner = inner.setdefault(group, {})
-        inner[last] = value
-    return values
+    return with_fields(tiny_dict(), dict(changes))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 from dapo_jax.config.cli import load_config
 from dapo_jax.config.sft import SftConfig
 from dapo_jax.types import UserError
-from tests.support.helpers import tiny_dict
+from tests.support.helpers import tiny_dict, with_fields
 
 WRITTEN = {"path": "word_problems", "split": "train", "num_examples": 4, "levels": (1,)}
 
@@ -17,12 +17,7 @@ def changed(field, value):
         "data": {"train": {"a": {"path": "a.jsonl"}, "b": dict(WRITTEN)}},
         "train": {"num_epochs": 2},
     }
-    *groups, last = field.split(".")
-    inner = values
-    for group in groups:
-        inner = inner.setdefault(group, {})
-    inner[last] = value
-    return values
+    return with_fields(values, {field: value})
 
 
 @pytest.mark.parametrize(
@@ -65,15 +60,8 @@ def test_a_wrong_field_is_named(field, value, message):
     ],
 )
 def test_fields_that_contradict_each_other_are_named(changes, message):
-    values = changed("seed", 0)
-    for field, value in changes.items():
-        *groups, last = field.split(".")
-        inner = values
-        for group in groups:
-            inner = inner[group]
-        inner[last] = value
     with pytest.raises(UserError, match=message):
-        SftConfig.from_dict(values)
+        SftConfig.from_dict(with_fields(changed("seed", 0), changes))
 
 
 def test_the_example_is_right():

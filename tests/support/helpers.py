@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,8 +60,16 @@ def source_dict(path: str, **fields: Any) -> dict[str, Any]:
 def tiny_dict(**overrides: Any) -> dict[str, Any]:
     """configs/tiny_dapo.py at test size as nested dicts, defaults left out; keys are written
     `group__field`."""
-    values = tiny_dapo.get_config().to_dict()
-    changes = SMALL | {name.replace("__", "."): value for name, value in overrides.items()}
+    return with_fields(tiny_dapo.get_config().to_dict(), SMALL | dotted(overrides))
+
+
+def dotted(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by `group.field` where they are named `group__field`."""
+    return {name.replace("__", "."): value for name, value in overrides.items()}
+
+
+def with_fields(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Sets fields of nested dicts, each named `group.field`; returns the dicts."""
     for name, value in changes.items():
         *groups, field = name.split(".")
         inner = values

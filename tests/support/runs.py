@@ -48,10 +48,15 @@ def call_main(capsys, main, *arguments):
 
 def write_config(directory, **overrides):
     directory.mkdir(parents=True, exist_ok=True)
+    return write_values(directory, tiny_dict(**overrides))
+
+
+def write_values(directory, values):
+    """A config file of these values."""
     file = directory / "a_config.py"
     file.write_text(
         "import ml_collections\n"
-        f"def get_config():\n    return ml_collections.ConfigDict({tiny_dict(**overrides)!r})\n"
+        f"def get_config():\n    return ml_collections.ConfigDict({values!r})\n"
     )
     return file
 

@@ -13,7 +13,7 @@ from dapo_jax.data import arithmetic
 from dapo_jax.data.tokenizer import arithmetic_tokenizer
 from dapo_jax.models.sharding import make_mesh
 from dapo_jax.tools import sft
-from tests.support.helpers import tiny_dict
+from tests.support.helpers import dotted, tiny_dict, with_fields
 from tests.support.problems import write_rows
 from tests.support.runs import programs
 
@@ -46,13 +46,7 @@ def sft_dict(place: Path, **overrides: Any) -> dict[str, Any]:
         "evaluation": {"every_steps": 2},
         "checkpoint": {"every_steps": 2, "keep_newest": 9},
     }
-    for name, value in overrides.items():
-        *groups, field = name.split("__")
-        inner = values
-        for group in groups:
-            inner = inner.setdefault(group, {})
-        inner[field] = value
-    return values
+    return with_fields(values, dotted(overrides))
 
 
 def sft_config(place: Path, **overrides: Any) -> SftConfig:
@@ -73,13 +67,3 @@ def fine_tune_here(
         contextlib.redirect_stdout(out),
     ):
         return sft.fine_tune(config, workdir), out.getvalue()
-
-
-def write_file(place: Path, values: dict[str, Any]) -> Path:
-    """Writes a config file of these values."""
-    file = place / "a_config.py"
-    file.write_text(
-        "import ml_collections\n"
-        f"def get_config():\n    return ml_collections.ConfigDict({values!r})\n"
-    )
-    return file

@@ -31,8 +31,9 @@ from tests.support.runs import (
     start,
     start_all,
     write_config,
+    write_values,
 )
-from tests.support.sft import fine_tune_here, sft_config, sft_dict, write_file
+from tests.support.sft import fine_tune_here, sft_config, sft_dict
 
 STEPS = 6
 LAUNCH = ROOT / "launch" / "sft.py"
@@ -180,7 +181,7 @@ def test_a_run_that_crashed_and_was_stopped_is_the_same_bit_for_bit(
 @pytest.mark.slow
 def test_a_killed_run_is_the_same_bit_for_bit(tmp_path, home, place):
     """The launcher, killed with SIGKILL at a time of its own."""
-    file = write_file(tmp_path, sft_dict(place, checkpoint__every_steps=1))
+    file = write_values(tmp_path, sft_dict(place, checkpoint__every_steps=1))
     begin = lambda workdir: start(workdir, home, program=LAUNCH, config=file)
     killed = tmp_path / "killed"
     process, metrics = begin(killed), killed / "metrics.jsonl"
@@ -206,7 +207,7 @@ def test_eight_devices_train_as_one(finished, tmp_path, home, place):
 
 @pytest.mark.slow
 def test_two_processes_train_as_one(finished, tmp_path, home, place):
-    file, workdir = write_file(tmp_path, sft_dict(place, mesh__data=2)), tmp_path / "run"
+    file, workdir = write_values(tmp_path, sft_dict(place, mesh__data=2)), tmp_path / "run"
     settings = {"processes": 2, "devices": 1, "program": LAUNCH, "config": file}
     for process in start_all(workdir, home, **settings):
         code, _, err = finish(process)
@@ -261,7 +262,7 @@ def test_a_run_starts_from_the_model_of_another_and_divergence_ends_it(
     finished, tmp_path, home, place
 ):
     """Its base loss is the final loss of the run before."""
-    file = write_file(tmp_path, sft_dict(place, optimizer__learning_rate=1e38))
+    file = write_values(tmp_path, sft_dict(place, optimizer__learning_rate=1e38))
     config = dapo_jax.load_sft_config(str(file), model=finished[0])
     with pytest.raises(RunError, match=r"is (nan|inf) at step \d.*learning_rate"):
         fine_tune_here(tmp_path / "run", home, config)
@@ -272,7 +273,7 @@ def test_a_run_starts_from_the_model_of_another_and_divergence_ends_it(
 
 
 def test_mistakes_on_the_command_line_are_named(tmp_path, place, capsys):
-    file = write_file(tmp_path, sft_dict(place))
+    file = write_values(tmp_path, sft_dict(place))
     arguments = ["program", f"--config={file}", f"--workdir={tmp_path / 'run'}"]
     for argument, message in (
         ("--config.train.row_tokens=4", r"sums, example 1 has \d+ tokens, .*row_tokens \(4\)"),
@@ -289,7 +290,7 @@ def test_mistakes_on_the_command_line_are_named(tmp_path, place, capsys):
 
 def test_the_function_of_the_public_interface(tmp_path, place, finished, monkeypatch):
     """Its record has the metrics and the summary, and a config file is read as one of its kind."""
-    file = write_file(tmp_path, sft_dict(place))
+    file = write_values(tmp_path, sft_dict(place))
     config = dapo_jax.load_sft_config(str(file), {"train.num_steps": STEPS})
     monkeypatch.setattr(sft, "make_mesh", lambda mesh: make_mesh(mesh, jax.devices()[:1]))
     with jax.numpy_dtype_promotion("standard"):
@@ -301,7 +302,7 @@ def test_the_function_of_the_public_interface(tmp_path, place, finished, monkeyp
 @pytest.mark.slow
 def test_adapters_are_tuned_resumed_and_merged(finished, tmp_path, home, place, monkeypatch):
     """On the model of another run; a third run starts from what is written, at the same loss."""
-    file = write_file(tmp_path, sft_dict(place))
+    file = write_values(tmp_path, sft_dict(place))
     more = {"model.lora_rank": 2, "optimizer.learning_rate": 0.003}
     load = lambda path, changes: load_config(
         str(file), changes, model=str(path), kind=type(sft_config(place))

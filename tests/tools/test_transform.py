@@ -381,7 +381,7 @@ def test_a_column_that_is_named_is_searched_for_its_answer(tmp_path, monkeypatch
     source = tmp_path / "in.jsonl"
     row = {"problem": "1/5 of 4?", "answer": "4/5", "solution": r"It is so, \boxed{4/5}"}
     source.write_text(json.dumps(row))
-    monkeypatch.setattr(transform, "find_files", lambda *_: [source])
+    monkeypatch.setattr(transform.sources, "find_files", lambda *_: [source])
     for column in ("", "solution"):
         settings = transform.Settings("math500", tmp_path / "out", "", column, 0, 1, 1.0)
         (found,) = transform._rows(settings)

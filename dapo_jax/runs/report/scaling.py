@@ -71,7 +71,7 @@ class Fit(NamedTuple):
         return ""
 
 
-def fit_method(method: Method, unit: str, *, seed: int = 0) -> Fit:
+def fit_method(method: Method, unit: str) -> Fit:
     """Returns the fitted curve of a method.
 
     Several runs are resampled as wholes, one run by the residuals of its evaluations.
@@ -97,7 +97,7 @@ def fit_method(method: Method, unit: str, *, seed: int = 0) -> Fit:
                 f"{run.directory} has {len(points)} evaluations after the base model's; a curve "
                 f"needs {MIN_EVALUATIONS}. Train with a smaller config.evaluation.every_steps."
             )
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     whole = fit_curve(*_together(runs))
     resampled = []
     for _ in range(RESAMPLES):

@@ -9,10 +9,8 @@ import numpy as np
 
 from dapo_jax.models import decoder, log_probs
 from dapo_jax.models.sharding import fitting, initial_params, make_mesh
-from dapo_jax.rollout import paged_kernels, scheduler
-from dapo_jax.rollout.admission import GenerationSettings
 from dapo_jax.rollout.engine import DecoderEngine
-from dapo_jax.tools.bench.shapes import Shape, bench_engine, bench_model, random_problems
+from dapo_jax.tools.bench.shapes import Shape, bench_engine, bench_model, generate, random_problems
 from dapo_jax.training import packing
 from dapo_jax.types import UserError
 
@@ -35,19 +33,10 @@ def bench_mismatch(shape: Shape) -> dict[str, Any]:
     layout = fitting(c, jax.device_count())
     mesh = make_mesh(layout)
     params = initial_params(c, layout, mesh, seed=0)
-    kernel, _ = paged_kernels.choose(
-        "auto", jax.default_backend(), c, page_tokens=shape.page_tokens
-    )
-    engine = DecoderEngine(bench_engine(shape, layout, kernel=kernel), mesh)
+    engine = DecoderEngine(bench_engine(shape, layout), mesh)
     problems = random_problems(shape)
     with engine.weights(params):
-        responses, _ = scheduler.generate(
-            engine,
-            problems,
-            lambda sequences: [""] * len(sequences),
-            jax.random.key(1),
-            GenerationSettings(shape.group),
-        )
+        responses, _ = generate(engine, shape, problems, seed=1)
     flat = [r for group in responses for r in group]
     packed = packing.pack(
         [p.prompt_tokens for p in problems for _ in range(shape.group)],

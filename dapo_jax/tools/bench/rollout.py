@@ -8,15 +8,15 @@ import jax
 import numpy as np
 
 from dapo_jax.models.sharding import fitting, initial_params, make_mesh
-from dapo_jax.rollout import paged_kernels, scheduler
-from dapo_jax.rollout.admission import GenerationSettings
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.jetstream import VALID
+from dapo_jax.rollout.scheduler import RolloutStats
 from dapo_jax.tools.bench.memory import peaks
 from dapo_jax.tools.bench.shapes import (
     Shape,
     bench_engine,
     bench_model,
+    generate,
     random_problems,
     response_lengths,
 )
@@ -29,26 +29,17 @@ def bench_rollout(shape: Shape) -> dict[str, Any]:
     c = bench_model(shape)
     layout = fitting(c, jax.device_count())
     mesh = make_mesh(layout)
-    kernel, _ = paged_kernels.choose(
-        "auto", jax.default_backend(), c, page_tokens=shape.page_tokens
-    )
-    engine_config = bench_engine(shape, layout, kernel=kernel)
+    engine_config = bench_engine(shape, layout)
     engine = DecoderEngine(engine_config, mesh)
     # Small parameters: no token is much more probable than another.
     small = lambda x: x if x.ndim < 3 else 0.3 * x
     params = jax.tree.map(small, initial_params(c, layout, mesh, seed=0))
     problems, lengths = random_problems(shape), response_lengths(shape)
 
-    def run(number: int, engine: DecoderEngine = engine) -> tuple[float, scheduler.RolloutStats]:
+    def run(number: int, engine: DecoderEngine = engine) -> tuple[float, RolloutStats]:
         with engine.weights(params):
             start = time.perf_counter()
-            _, stats = scheduler.generate(
-                engine,
-                problems,
-                lambda sequences: [""] * len(sequences),
-                jax.random.key(number),
-                GenerationSettings(shape.group, limits_QG=lengths),
-            )
+            _, stats = generate(engine, shape, problems, seed=number, limits_QG=lengths)
             return time.perf_counter() - start, stats
 
     first_seconds, _ = run(0)

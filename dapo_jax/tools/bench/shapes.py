@@ -1,16 +1,19 @@
-"""The shape of a benchmark's model and work, with random prompts and lengths."""
+"""The shape of a benchmark's model and work, with random prompts and lengths, and its rollouts."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple, get_args, get_type_hints
 
 import jax
 import numpy as np
 
 from dapo_jax.config import MeshConfig, ModelConfig, model_config
-from dapo_jax.rollout import paged_kernels
+from dapo_jax.rollout import paged_kernels, scheduler
+from dapo_jax.rollout.admission import GenerationSettings
+from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.engine_config import EngineConfig
 from dapo_jax.rollout.sampling import SamplingParams
-from dapo_jax.types import Problem, UserError
+from dapo_jax.types import Problem, Response, UserError
 
 LENGTHS = ("uniform", "longtail")
 REMAT = get_args(get_type_hints(ModelConfig)["remat"])
@@ -159,11 +162,14 @@ def on_shards(shape: Shape, layout: MeshConfig) -> dict[str, int]:
     return {name: n + -n % shards for name, n in wanted.items()}
 
 
-def bench_engine(shape: Shape, layout: MeshConfig, *, kernel: paged_kernels.Kernel) -> EngineConfig:
-    """Returns an engine whose responses end at their limits alone."""
-    sizes = on_shards(shape, layout)
+def bench_engine(shape: Shape, layout: MeshConfig) -> EngineConfig:
+    """Returns an engine with this platform's kernel, whose responses end at their limits alone."""
+    c, sizes = bench_model(shape), on_shards(shape, layout)
+    kernel, refused = paged_kernels.choose(
+        "auto", jax.default_backend(), c, page_tokens=shape.page_tokens
+    )
     return EngineConfig(
-        model=bench_model(shape),
+        model=c,
         layout=layout,
         slots=sizes["slots"],
         prefill_prompts=sizes["prefill_prompts"],
@@ -175,6 +181,7 @@ def bench_engine(shape: Shape, layout: MeshConfig, *, kernel: paged_kernels.Kern
         decode_steps=shape.decode_steps,
         page_tokens=shape.page_tokens,
         kernel=kernel,
+        kernel_refused=refused,
     )
 
 
@@ -183,3 +190,20 @@ def random_problems(shape: Shape) -> list[Problem]:
     rng = np.random.default_rng(1)
     tokens = lambda: tuple(rng.integers(1, shape.vocab, shape.prompt_len).tolist())
     return [Problem(i, "", tokens(), "", "") for i in range(shape.prompts)]
+
+
+def no_text(sequences: Sequence[np.ndarray]) -> list[str]:
+    """Returns empty texts: a benchmark has no tokenizer."""
+    return [""] * len(sequences)
+
+
+def generate(
+    engine: DecoderEngine,
+    shape: Shape,
+    problems: Sequence[Problem],
+    seed: int,
+    limits_QG: np.ndarray | None = None,
+) -> tuple[list[list[Response]], scheduler.RolloutStats]:
+    """Returns `group` responses to each prompt, with empty texts, and what the rollout counted."""
+    settings = GenerationSettings(shape.group, limits_QG=limits_QG)
+    return scheduler.generate(engine, problems, no_text, jax.random.key(seed), settings)

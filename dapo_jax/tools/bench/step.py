@@ -8,14 +8,14 @@ from typing import Any
 import jax
 
 from dapo_jax.models.sharding import check_batch_shapes, fitting, initial_params, make_mesh
-from dapo_jax.rollout import scheduler
-from dapo_jax.rollout.admission import GenerationSettings
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.rollout.engine_config import make_engine_config
 from dapo_jax.tools.bench.memory import peaks
 from dapo_jax.tools.bench.shapes import (
     Shape,
     bench_model,
+    generate,
+    no_text,
     on_shards,
     random_problems,
     response_lengths,
@@ -71,8 +71,7 @@ def bench_step(
         config, mesh.shape, shape.prompt_len, stop_tokens=(), platform=platform
     )
     engine = DecoderEngine(engine_config, mesh)
-    detokenize = lambda sequences: [""] * len(sequences)
-    learner = Learner(config, mesh, detokenize, print)
+    learner = Learner(config, mesh, no_text, print)
     state = learner.init_state(initial_params(c, config.mesh, mesh, seed=0))
     schedule = Schedule.first(config.objective)
     problems = random_problems(shape)
@@ -83,13 +82,7 @@ def bench_step(
         nonlocal state, schedule, padding
         step, start = len(updates) + 1, time.perf_counter()
         with engine.weights(state.policy.params):
-            responses, _ = scheduler.generate(
-                engine,
-                problems,
-                detokenize,
-                jax.random.key(step),
-                GenerationSettings(shape.group, limits_QG=lengths),
-            )
+            responses, _ = generate(engine, shape, problems, seed=step, limits_QG=lengths)
         groups = [_scored(problem, of, step) for problem, of in zip(problems, responses)]
         rollouts.append(time.perf_counter() - start)
         start = time.perf_counter()

@@ -1,10 +1,5 @@
 """Part `device`: rates of products, of memory and of copies, and the kernels that runs will use."""
 
-import statistics
-import time
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +7,7 @@ import numpy as np
 from dapo_jax.models.attention import kernels
 from dapo_jax.rollout import paged_kernels
 from dapo_jax.tools.bench.shapes import bench_model
-from dapo_jax.tools.bench.train import product_seconds
+from dapo_jax.tools.bench.train import median_seconds, product_seconds
 from dapo_jax.tools.check.findings import Check, Result
 from dapo_jax.tools.check.machine import DECODING_BYTES, Machine, judged
 from dapo_jax.utils.precision import multiply_in
@@ -82,13 +77,3 @@ def _kernels(shape: tuple) -> Result:
     reasons = "; ".join(x for x in (passed, training.refused) if x)
     text = f"rollout {rollout}, training {training.kernel}"
     return Result("ok", f"{text} ({reasons})" if reasons else text, figures)
-
-
-def median_seconds(run: Callable[[], Any]) -> float:
-    """Returns the median time of five calls, after one more."""
-    seconds = []
-    for _ in range(6):
-        start = time.perf_counter()
-        jax.block_until_ready(run())
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])

@@ -1,12 +1,12 @@
 """The findings of a check, and the file that keeps them."""
 
 import json
-import os
 import types
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from dapo_jax.runs.run_directory import write_atomically
 from dapo_jax.types import UserError
 
 Verdict = Literal["ok", "slow", "wrong", "not run"]
@@ -110,6 +110,4 @@ class Store:
             "planned": self.planned,
             "findings": [finding._asdict() for finding in self.findings],
         }
-        new = self.file.with_suffix(".new")
-        new.write_text(json.dumps(content, indent=1) + "\n")
-        os.replace(new, self.file)
+        write_atomically(self.file, json.dumps(content, indent=1) + "\n")

@@ -17,7 +17,7 @@ from dapo_jax.config import Config
 from dapo_jax.models import log_probs
 from dapo_jax.models.attention import kernels, xla
 from dapo_jax.models.sharding import fitting, make_mesh
-from dapo_jax.rollout import paged, paged_kernels, sampling
+from dapo_jax.rollout import paged, sampling
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.tools.bench import Shape, bench_mismatch
 from dapo_jax.tools.bench.shapes import bench_engine, bench_model
@@ -212,8 +212,7 @@ def _paged_attention(machine: Machine) -> Result:
     most = int(budget) // page_bytes
     slots = max(1, min(256, most // (tokens // PAGE_TOKENS)))
     shape = shape._replace(slots=slots * machine.devices, gen_len=tokens - shape.prompt_len)
-    kernel, passed = paged_kernels.choose("auto", machine.platform, c, page_tokens=PAGE_TOKENS)
-    engine = DecoderEngine(bench_engine(shape, layout, kernel=kernel), make_mesh(layout))
+    engine = DecoderEngine(bench_engine(shape, layout), make_mesh(layout))
     state, pages = engine.init_decode_state(), engine.config.shard_pages
     apart = {}
     for layer, page in (
@@ -227,9 +226,10 @@ def _paged_attention(machine: Machine) -> Result:
     worst = _worst(apart)
     verdict = "ok" if apart[worst] <= paged.MAX_DIFFERENCE else "wrong"
     gib = pages * page_bytes / 2**30
+    kernel, refused = engine.config.kernel, engine.config.kernel_refused
     text = f"{kernel}, {name}, {pages:,} pages ({gib:.1f} GiB): at most {apart[worst]:.1e} apart"
     text += f" ({worst}); tolerance {paged.MAX_DIFFERENCE:.0e}"
-    return Result(verdict, text + (f"; {passed}" if passed else ""), apart)
+    return Result(verdict, text + (f"; {refused}" if refused else ""), apart)
 
 
 def _mismatch(machine: Machine, dtype: str) -> Result:

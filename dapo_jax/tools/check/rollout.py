@@ -7,11 +7,9 @@ import jax.numpy as jnp
 
 from dapo_jax.config import ModelConfig
 from dapo_jax.models.sharding import fitting, initial_params, make_mesh
-from dapo_jax.rollout import paged_kernels, scheduler
-from dapo_jax.rollout.admission import GenerationSettings
 from dapo_jax.rollout.engine import DecoderEngine
 from dapo_jax.tools.bench import Shape, bench_rollout
-from dapo_jax.tools.bench.shapes import bench_engine, bench_model, random_problems
+from dapo_jax.tools.bench.shapes import bench_engine, bench_model, generate, random_problems
 from dapo_jax.tools.check.findings import Check, Result, Store
 from dapo_jax.tools.check.machine import DECODING_BYTES, Machine, judged
 from dapo_jax.tools.check.trace import traced
@@ -92,22 +90,15 @@ def _operations(shape: Shape) -> Result:
     c = bench_model(shape)
     layout = fitting(c, jax.device_count())
     mesh = make_mesh(layout)
-    kernel, _ = paged_kernels.choose(
-        "auto", jax.default_backend(), c, page_tokens=shape.page_tokens
-    )
     shape = shape._replace(gen_len=32)
-    engine = DecoderEngine(bench_engine(shape, layout, kernel=kernel), mesh)
+    engine = DecoderEngine(bench_engine(shape, layout), mesh)
     params = initial_params(c, layout, mesh, seed=0)
     problems = random_problems(shape)
 
-    def generate() -> None:
-        settings = GenerationSettings(shape.group)
-        text = lambda sequences: [""] * len(sequences)
-        scheduler.generate(engine, problems, text, jax.random.key(0), settings)
-
+    run = lambda: generate(engine, shape, problems, seed=0)
     with engine.weights(params):
-        generate()
-        trace = traced(generate)
+        run()
+        trace = traced(run)
     longest = trace.longest(OPERATIONS)
     most = ", ".join(f"{one['name']} {one['seconds']:.3f} s" for one in longest[:3])
     text = f"of {trace.seconds:.2f} s idle {100 * trace.idle_share:.0f} %; longest: {most}"

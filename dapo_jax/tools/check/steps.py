@@ -12,7 +12,7 @@ from dapo_jax.models.sharding import fitting, initial_params, make_mesh
 from dapo_jax.runs.checkpoint import Checkpoints
 from dapo_jax.tools.bench import Shape, bench_step
 from dapo_jax.tools.bench.memory import peaks
-from dapo_jax.tools.bench.shapes import bench_model
+from dapo_jax.tools.bench.shapes import bench_model, no_text
 from dapo_jax.tools.bench.train import bench_config
 from dapo_jax.tools.check.findings import Check, Result
 from dapo_jax.tools.check.machine import TRAINING_BYTES, Machine, judged
@@ -88,7 +88,7 @@ def _resume(model: tuple, base: dict[str, Any]) -> Result:
         rows_per_micro_batch=jax.device_count(),
     )
     mesh = make_mesh(fitting(c, jax.device_count()))
-    learner = Learner(config, mesh, lambda tokens: [""] * len(tokens), print)
+    learner = Learner(config, mesh, no_text, print)
     state = learner.init_state(initial_params(c, config.mesh, mesh, seed=0))
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
     before = peaks()["peak_rss_mb"]

@@ -16,7 +16,7 @@ from dapo_jax.config import ModelConfig
 from dapo_jax.models.attention import kernels
 from dapo_jax.rollout import paged_kernels
 from dapo_jax.tools.bench.shapes import bench_model
-from dapo_jax.tools.check.device import median_seconds
+from dapo_jax.tools.bench.train import median_seconds
 from dapo_jax.tools.check.machine import DECODING_BYTES, Machine
 from dapo_jax.types import error_line
 
