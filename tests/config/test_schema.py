@@ -57,6 +57,7 @@ def changed(*changes):
         ("mesh.fsdp", -1, "at most one axis may be -1"),
         ("data.train", {"q": FILE | {"weight": 1.0}}, "add a source with path 'ar"),
         ("data.train", {}, "names no source; give at least one"),
+        ("data.pass_rate_band", (0.5, 0.5), r"must be \(low, high\), low < high; got"),
         ("data.heldout", {}, "names no source"),
         ("data.train", None, "must be a group of named fields, not None"),
         ("data.train.sums", None, "must be a group of fields, not None"),

@@ -69,6 +69,18 @@ def test_sent_values_are_deleted():
     assert len(store.values) < 256
 
 
+def test_values_that_were_sent_ahead_are_not_deleted():
+    """A leader does not wait for its followers."""
+    leader, follower, *_ = replicas(Store())
+    for n in range(600):
+        leader.broadcast(lambda n=n: n)
+
+    def waiting(name):
+        raise AssertionError(f"a value of {name} is gone")
+
+    assert [follower.broadcast(lambda: None, waiting) for _ in range(600)] == [*range(600)]
+
+
 def test_gathered_values_are_deleted_once_all_have_read_them():
     store = Store()
     groups = [ProcessGroup(i, 2, store) for i in range(2)]

@@ -15,7 +15,7 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn_library  # no publ
 from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dapo_jax.models import decoder
+from dapo_jax.models import decoder, rotary
 from dapo_jax.models.attention import cudnn, xla, zigzag
 from dapo_jax.models.attention import kernels as attention_kernels
 from dapo_jax.models.attention.kernels import Choice
@@ -151,6 +151,49 @@ def test_xla(monkeypatch, arrays, expected, window, long, rows):
     shared = rows.shared if rows is SHARED else None
     attend = xla.packed(jnp.asarray(rows.segments), shared=shared)
     check(attend, arrays, expected, window, rows)
+
+
+def test_arithmetic_between_values_in_bfloat16_is_float32():
+    """Norms, rotations and scores: each result is off by its own rounding, 2^-8 at most. A weighted
+    value has that of its weights, too."""
+    rng = np.random.default_rng(2)
+    normal = lambda *shape: jnp.asarray(4 * rng.standard_normal(shape), jnp.bfloat16)
+    wide = lambda x: np.asarray(x, np.float64)
+    x, scale = normal(64, 256), normal(256)
+    wanted = wide(x) / np.sqrt(np.mean(wide(x) ** 2, axis=-1, keepdims=True)) * wide(scale)
+    np.testing.assert_allclose(wide(decoder.rms_norm(x, scale, 0.0)), wanted, rtol=1.01 * 2**-8)
+    q, places = normal(1, 512, 1, 8), jnp.arange(512)[None]
+    angles = rotary.rotary_angles(places, 8, 10_000.0, None)
+    sin, cos = map(wide, angles)
+    a, b = np.split(wide(q), 2, axis=-1)
+    turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    found = wide(rotary.rotate(q, angles))
+    np.testing.assert_allclose(found, turned, rtol=1.01 * 2**-8, atol=1e-5)
+    q, k, v = (normal(2, 21, 2, 8) for _ in range(3))
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((21, 21), bool)), (2, 21, 21))
+    found = wide(xla.dot_product_attention(q, k, v, mask))
+    exact = xla.dot_product_attention(*(x.astype(jnp.float32) for x in (q, k, v)), mask)
+    assert np.abs(found - wide(exact)).max() < 2**-7 * np.abs(wide(v)).max()
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_gradients_of_values_are_added_up_in_float32(monkeypatch, context):
+    """In bfloat16, over 128 chunks of queries. Query t sees t + 1 values alike, so that each gives
+    the first one 0.3."""
+    monkeypatch.setattr(xla, "LONG_ROW", 64)
+    monkeypatch.setattr(xla, "QUERY_CHUNK", 4)
+    tokens = 512
+    choice = xla.XLA if context == 1 else Choice("xla", layout=layout_over(1, 1, context, 1))
+    attend = xla.packed(jnp.ones((1, tokens), jnp.int32), choice)
+    zeros = jnp.zeros((1, tokens, 1, 8), jnp.bfloat16)
+    slope_BT = zigzag.to_zigzag(0.3 * jnp.arange(1.0, tokens + 1)[None], context)
+
+    def total(k, v):
+        out = attend(0, zeros, k, v, None, None)[0].astype(jnp.float32)
+        return jnp.sum(slope_BT[..., None, None] * out)
+
+    found = jax.jit(jax.grad(total, 1))(zeros, zeros)[0, 0].astype(jnp.float32)
+    np.testing.assert_allclose(found, 0.3 * tokens, rtol=0.01)
 
 
 @pytest.mark.parametrize(

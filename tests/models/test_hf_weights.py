@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from dapo_jax.config import Config, hf_config
 from dapo_jax.models import hf_weights
 from dapo_jax.types import UserError
+from dapo_jax.utils import hf_hub
 from tests.support.checkpoints import config_of, load
 from tests.support.helpers import SHARED, logits_of, tiny_dict
 
@@ -67,6 +68,7 @@ def test_what_is_written_is_what_was_read(tmp_path, family, monkeypatch):
     (out / "config.json").write_text(json.dumps(written))
     files = sorted(out.glob("*.safetensors"))
     assert len(files) > 1
+    assert all(file.stat().st_mode & 0o044 for file in files), "others may read them"
     again = {name: value for file in files for name, value in load_file(file).items()}
     assert again.keys() == tensors.keys()
     for name, value in tensors.items():
@@ -415,6 +417,46 @@ def test_stories260k_writes_its_story():
     found = np.argmax(logits_TV, axis=-1)[len(prompt) - 1 : -1]
     np.testing.assert_array_equal(found, tokens[len(prompt) :])
     np.testing.assert_allclose(logits_TV[0, :16], expected["logits_pos0_first16"], atol=1e-4)
+
+
+@pytest.mark.parametrize("stated, longest", [(64, 8 * 32), (1024, 1024)])
+def test_positions_are_those_that_scaling_reaches(tmp_path, stated, longest):
+    """Where a user added it, the original ones may still be stated, or others."""
+    checkpoint(tmp_path / "in", "llama")
+    file = tmp_path / "in" / "config.json"
+    values = json.loads(file.read_text()) | {"max_position_embeddings": stated}
+    file.write_text(json.dumps(values))
+    assert hf_config.positions(config_of(tmp_path / "in").model) == longest
+
+
+@pytest.mark.parametrize(
+    "change, dtype",
+    [
+        ({}, "float32"),
+        ({"torch_dtype": "float32"}, "float32"),
+        ({"torch_dtype": "float16"}, "bfloat16"),
+        ({"dtype": "bfloat16"}, "bfloat16"),
+    ],
+)
+def test_the_dtype_of_a_checkpoint_is_read_under_both_names(tmp_path, change, dtype):
+    (tmp_path / "config.json").write_text(json.dumps(BASE | change))
+    assert hf_config.stored_dtype(str(tmp_path)) == dtype
+
+
+def test_a_directory_with_weights_of_its_own_is_the_model(tmp_path):
+    """Another model may lie in its subdirectory `model`, where a supervised run has its own."""
+    checkpoint(tmp_path / "in", "qwen2")
+    (tmp_path / "in" / "model").mkdir()
+    shutil.copy(tmp_path / "in" / "config.json", tmp_path / "in" / "model")
+    assert hf_hub.model_directory(str(tmp_path / "in"), []) == tmp_path / "in"
+    (tmp_path / "in" / "model.safetensors").unlink()
+    assert hf_hub.model_directory(str(tmp_path / "in"), []) == tmp_path / "in" / "model"
+
+
+def test_yarn_without_a_factor_reaches_the_positions_of_the_model():
+    yarn = {"rope_type": "yarn", "original_max_position_embeddings": 16}
+    fields = hf_config.model_fields(BASE | {"rope_scaling": yarn}, "a model")
+    assert fields["rope_scaling"]["factor"] == 64 / 16
 
 
 @pytest.mark.parametrize("theta", [{}, {"rope_theta": 1e6}])

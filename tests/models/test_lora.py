@@ -135,6 +135,17 @@ def test_switched_off_and_new_it_is_the_base(tmp_path):
     assert np.std(a) > 0 and not np.array_equal(a, b)
 
 
+def test_new_adapters_are_as_large_as_those_of_peft():
+    """peft samples A evenly from -1 / sqrt(inputs) to 1 / sqrt(inputs)."""
+    c = tiny_config(model__lora_rank=64).model
+    layers = decoder.init_params(c, jax.random.key(0))["layers"]
+    inputs = dict.fromkeys(int8.INPUT_AXES, c.hidden_size)
+    inputs |= {"o": c.num_heads * c.head_dim, "down": c.intermediate_size}
+    for name, num in inputs.items():
+        variance = np.var(layers[f"{name}_lora_a"])
+        assert variance == pytest.approx(1 / (3 * num), rel=0.1), name
+
+
 def test_files_are_those_of_peft(tmp_path):
     """What is saved has its names, shapes and values, and loads on a mesh as it was."""
     case = Case(tmp_path, "qwen3-untied")

@@ -1,9 +1,11 @@
 """Run directories: the configs that may resume a run."""
 
+import errno
 import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -333,4 +335,37 @@ def test_a_metric_that_is_not_finite_ends_the_run(tmp_path, name, remedy):
     directory.rewind(-1)
     with pytest.raises(RunError, match=f"{name} is nan at step 3.* {remedy}"):
         directory.log({"step": 3, name: float("nan")})
+    directory.close()
+
+
+def test_metrics_are_on_the_disk_before_a_checkpoint_is(tmp_path, monkeypatch):
+    """A machine that loses its power keeps what was synchronised: the whole line."""
+    directory = RunDirectory(tmp_path, tiny_config(log__trackers=()))
+    directory.rewind(-1)
+    kept, file = [], tmp_path / "metrics.jsonl"
+    monkeypatch.setattr(run_directory.os, "fsync", lambda _: kept.append(file.read_text()))
+    directory.log({"step": 0})
+    directory.log({"step": 1})
+    directory.close()
+    assert kept == ['{"step": 0}\n', '{"step": 0}\n{"step": 1}\n']
+
+
+def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path, monkeypatch):
+    """A run that resumes on a full disk keeps the metrics that it had."""
+    begun(tmp_path)
+    directory = RunDirectory(tmp_path, tiny_config())
+    before, write = (tmp_path / "metrics.jsonl").read_text(), Path.write_text
+
+    def full(path, text):
+        write(path, text[: len(text) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        for name in ("config.json", "metrics.jsonl"):
+            with pytest.raises(OSError, match="No space left"):
+                run_directory.write_atomically(tmp_path / name, 100 * "text ")
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+    assert read_config(tmp_path / "config.json") == frozen(tiny_config())
+    directory.rewind(2)
     directory.close()

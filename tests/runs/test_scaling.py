@@ -75,6 +75,23 @@ def test_intervals_hold_the_truth_and_exclude_others(tmp_path, seeds):
     assert low < MIDPOINT < high and high / low < 1.5
 
 
+def test_three_fitted_parameters_widen_the_residuals_of_one_run(tmp_path, monkeypatch):
+    """Four evaluations leave one of them free: the deviation is twice that of the residuals."""
+    real, fitted = scaling.fit_curve, []
+
+    def fit_curve(base, points, **start):
+        fitted.append(points)
+        return real(base, points, **start)
+
+    monkeypatch.setattr(scaling, "fit_curve", fit_curve)
+    found = fit(write_curve(tmp_path / "run", steps=4, noise=0.01))
+    expected = found.curve(found.points[:, 0])
+    residuals = found.points[:, 1] - expected
+    for points in fitted[1:]:
+        apart = np.abs((points[:, 1] - expected)[:, None] - 2 * residuals[None])
+        assert apart.min(axis=1).max() < 1e-9
+
+
 def test_seeds_that_differ_widen_the_interval(tmp_path):
     """Exact points of each run, but runs that end 10 points apart."""
     gains = zip((1, 2, 3), (-0.05, 0.0, 0.05))

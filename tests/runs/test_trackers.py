@@ -12,6 +12,7 @@ import sys
 import time
 
 import pytest
+from tensorboardX.proto import event_pb2
 from tensorboardX.record_writer import RecordWriter
 
 from dapo_jax.runs import trackers
@@ -187,6 +188,30 @@ def test_tensorboard_alone_starts_no_process_and_no_name_no_tracker(tmp_path, mo
     other.log({"step": 0})
     other.close()
     assert not (tmp_path / "other").exists()
+
+
+def events_of(file):
+    """The events in a file of TensorBoard: the length of each, a sum, its bytes, a sum."""
+    data, found = file.read_bytes(), []
+    while data:
+        size = int.from_bytes(data[:8], "little")
+        found.append(event_pb2.Event.FromString(data[12 : 12 + size]))
+        data = data[16 + size :]
+    return found
+
+
+def test_tensorboard_has_each_step_at_once_and_drops_those_that_are_repeated(tmp_path):
+    """It drops all from the step at which a session starts. A killed run closes no file."""
+    for step, logged in ((-1, (0, 1, 2)), (1, (2, 3))):
+        before = {*tmp_path.glob("tensorboard/*")}
+        directory = opened(tmp_path, "tensorboard", step=step)
+        log(directory, *logged)
+        (file,) = {*tmp_path.glob("tensorboard/*")} - before
+        start, *scalars = [e for e in events_of(file) if not e.file_version]
+        directory.close()
+        assert start.session_log.status == event_pb2.SessionLog.START
+        assert start.step == logged[0]
+        assert [*dict.fromkeys(event.step for event in scalars)] == [*logged]
 
 
 def silent(names):

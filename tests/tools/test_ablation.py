@@ -1,6 +1,7 @@
 """The ablation's table, from run directories that the test writes, and how runs are started."""
 
 import csv
+import json
 import subprocess
 import sys
 import time
@@ -8,6 +9,7 @@ import time
 import pytest
 
 import dapo_jax
+from dapo_jax.runs.report.data import load_runs
 from dapo_jax.tools import ablation
 from dapo_jax.types import RunError, UserError
 from tests.runs.test_report import write_run
@@ -50,6 +52,23 @@ def test_the_table_has_means_and_paired_intervals(tmp_path):
     assert float(records[0]["informative"]) == pytest.approx(1 - 3.5 / 8)
     assert float(records[0]["wrong_length"]) == 3
     assert (tmp_path / "table.png").stat().st_size > 10_000
+
+
+def test_figures_are_of_the_steps_that_their_titles_name(tmp_path):
+    """Late: the last eight. In step i of twelve these shares and the entropy are i / 100."""
+    run = write_run(tmp_path / "run", steps=12)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    names = "policy/entropy", "policy/clip_high_share", "length/truncated_share"
+    for numbers in lines[1:]:
+        numbers |= dict.fromkeys(names, numbers["step"] / 100)
+        numbers |= {"sampling/prompts_all_right": 2, "sampling/prompts_all_wrong": 3}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (found,) = load_runs([run])
+    figures = {column.name: column.of(found) for column in ablation.COLUMNS}
+    late, every = sum(range(5, 13)) / 800, sum(range(1, 13)) / 1200
+    wanted = {"cut_first": 0.01, "cut_late": late, "entropy": late, "clipped_high": every}
+    wanted |= {"informative": 3 / 8, "accuracy": 1.45, "pass_at_k": 0.9}
+    assert {name: figures[name] for name in wanted} == pytest.approx(wanted)
 
 
 def tables_of_one_seed(**accuracies):

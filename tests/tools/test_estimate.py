@@ -69,6 +69,39 @@ def test_a_tiny_model_by_hand():
     assert prompt.flops == 2 * 5 * 2 * 84 + 2 * 5 * 5 * 2 * 2 * 2 * 2
 
 
+def test_the_bytes_of_a_tiny_model_by_hand():
+    """104 weights of 4 bytes. A token goes in and out of the products of its layer with 37 values:
+    4 in, 2 x 2 + 2 x 2 out; 4 in, 4 out; 4 in, 2 x 3 out; 3 in, 4 out."""
+    config, weights, values = by_hand(remat="none"), 4 * 104, 4 * 32 * 37
+    assert batch(config, "old_logprobs").memory_bytes == weights + values
+    # Three passes. Gradients are read and written by each micro-batch, and read once at the end,
+    # where a weight and its two moments are read and written.
+    moved = lambda num: batch(config, "train", micro_batches=num).memory_bytes
+    passes = 3 * (weights + values) + 2 * weights
+    assert moved(1) == passes + weights + 2 * 3 * weights
+    assert moved(5) - moved(1) == 4 * passes
+
+
+@pytest.mark.parametrize(
+    "axis, scored, trained",
+    [
+        # Half of the gradients' sums, and the other half of them summed.
+        ("data", 0, 4 * 104),
+        # Half of the matrices for each pass, and half of the gradients.
+        ("fsdp", 4 * 52, 3 * 4 * 52),
+        # Twice a pass, as over data: 32 tokens of 4 values.
+        ("tensor", 2 * 4 * 32 * 4, 4 * 4 * 32 * 4),
+        # As over fsdp. Of the other 16 tokens the key and the value, 2 numbers each, for each pass,
+        # and their gradients.
+        ("context", 4 * 52 + 4 * 16 * 4, 3 * 4 * 52 + 3 * 4 * 16 * 4),
+    ],
+)
+def test_the_bytes_that_one_of_two_devices_receives_by_hand(axis, scored, trained):
+    config, sizes = by_hand(remat="none"), ONE | {axis: 2}
+    received = lambda program: batch(config, program, sizes=sizes).received_bytes
+    assert (received("old_logprobs"), received("train")) == (scored, trained)
+
+
 def test_training_needs_six_operations_a_parameter():
     """6 N D, with N the parameters of all matrices but the embedding."""
     shapes = decoder.param_shapes(QWEN.model)
@@ -234,6 +267,29 @@ def test_time_is_the_longest_of_three():
     assert likely.compute == 20 and likely.memory == pytest.approx(20 / 0.47)
     assert likely.bound == "memory"
     assert estimate.expected(estimate.Work(1, 1), chip._replace(flops=None)) is None
+
+
+def test_a_step_by_hand():
+    """16 responses of 30 tokens to 4 prompts of 2, in two updates. Slots are busy to 90 %, rows are
+    full to 95 %, and responses in the middle of their length."""
+    config = tiny_config(
+        rollout__slots=4, rollout__prefill_prompts=4, rollout__decode_steps=4, train__row_tokens=64
+    )
+    found = estimate.step(config, ONE, chips.named("v5e"), response_tokens=30, prompt_tokens=2)
+    decode = found["parts"]["decode"]
+    assert decode["calls"] == math.ceil(16 * 30 / (0.9 * 4) / 4) == 34
+    # In float32 a token has 256 bytes: keys and values of 2 heads of 8, in 2 layers.
+    read = estimate.weight_bytes(config.model) + 0.9 * 4 * (2 + 15) * 256
+    assert decode["memory_bytes"] == pytest.approx(4 * read)
+    assert (found["responses"], found["tokens"], found["updates"]) == (16, 16 * 32, 2)
+    assert found["rows_per_update"] == math.ceil(256 / (0.95 * 64)) == 5
+
+
+def test_each_chunk_of_a_prompt_reads_the_weights_and_the_cache():
+    of = lambda tokens: estimate.prefill_call(by_hand(), 1, prompts=2, prompt_tokens=tokens)
+    # 84 weights of a layer, and a key and a value of 2 numbers for each token.
+    assert of(512).memory_bytes == 4 * 84 + 2 * 512 * 16
+    assert of(1024).memory_bytes == 2 * (4 * 84 + 2 * 1024 * 16)
 
 
 def test_weights_are_received_once():

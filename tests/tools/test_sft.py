@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -23,6 +24,7 @@ from dapo_jax.tools import sft
 from dapo_jax.types import RunError, UserError
 from dapo_jax.utils.progress import Progress
 from tests.conftest import ROOT
+from tests.support.helpers import logits_of, make_params
 from tests.support.runs import (
     finish,
     load_launcher,
@@ -53,8 +55,8 @@ def finished(tmp_path_factory, home, place):
     return workdir, fine_tune_here(workdir, home, sft_config(place))[1]
 
 
-def params_of(workdir, step, place):
-    """The parameters in a checkpoint."""
+def saved(workdir, step, place):
+    """The parameters and the host state in a checkpoint."""
     model = sft_config(place).model
     mesh = make_mesh(sft_config(place).mesh, jax.devices()[:1])
     like = jax.tree.map(
@@ -62,7 +64,11 @@ def params_of(workdir, step, place):
         sft.decoder.param_shapes(model),
         param_shardings(model, sft_config(place).mesh, mesh),
     )
-    return jax.device_get(restore_part(workdir / "checkpoints", step, ("params",), like)[1])
+    return jax.device_get(restore_part(workdir / "checkpoints", step, ("params",), like)[1:])
+
+
+def params_of(workdir, step, place):
+    return saved(workdir, step, place)[0]
 
 
 def assert_same(workdir, other, place):
@@ -84,6 +90,8 @@ def test_a_run_learns_and_leaves_what_it_promises(finished, place):
     assert summary["steps"] == STEPS and summary["final_loss"] == steps[-1]["loss/heldout"]
     assert summary["base_loss"] == steps[0]["loss/heldout"] > summary["final_loss"] + 0.5
     assert 3 < steps[1]["loss/train"] < 4.5  # about log(32), the vocabulary
+    # Four of the eight examples that are not held out, a step.
+    assert [step["data/epoch"] for step in steps[1:]] == [0.5, 1.0, 1.5, 2.0, 2.5, 3.0]
     assert steps[-1]["loss/train"] < steps[1]["loss/train"] - 0.5
     documented = (ROOT / "docs" / "metrics.md").read_text()
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
@@ -93,9 +101,32 @@ def test_a_run_learns_and_leaves_what_it_promises(finished, place):
         assert word in out, word
     names = {file.name for file in (workdir / "model").iterdir()}
     assert names >= {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    sampling = json.loads((workdir / "model" / "generation_config.json").read_text())
+    assert (sampling["do_sample"], sampling["top_k"]) == (True, 0), "transformers takes 50"
     assert (
         load_tokenizer(sft_config(place, model__tokenizer=str(workdir)).model).eos_token == "<eos>"
     )
+
+
+def test_the_held_out_loss_is_that_of_the_trained_tokens(place, monkeypatch):
+    """The turns of a user between two responses do not count."""
+    monkeypatch.setattr(sft, "make_mesh", lambda mesh: make_mesh(mesh, jax.devices()[:1]))
+    rng, config = np.random.default_rng(0), sft_config(place)
+    sampled = lambda num: rng.integers(3, 32, num, np.int32)
+    examples = [
+        Example(tuple(sampled(2 + n)), sampled(6 + n), rng.random(6 + n) < 0.5) for n in range(5)
+    ]
+    parts: list = [None, None, None]  # signals, run directory and checkpoints
+    of = sft.Examples(examples, examples)
+    run = sft.FineTuning(config, of, Progress(0, quiet=True), *parts, 0.0)
+    params, losses = make_params(config, seed=1), []
+    for example in examples:
+        tokens, n = [*example.prompt, *example.response], len(example.prompt)
+        z = logits_of(config.model, params, tokens)[n - 1 : -1].astype(np.float64)
+        log_p = z - np.log(np.exp(z).sum(axis=1, keepdims=True))
+        losses += [-log_p[i, example.response[i]] for i in np.flatnonzero(example.trained)]
+    found = run._evaluate(SimpleNamespace(all_params=params))
+    assert found == {"loss/heldout": pytest.approx(np.mean(losses), rel=1e-5)}
 
 
 def test_every_example_is_in_every_epoch(place):
@@ -258,6 +289,22 @@ def test_other_data_and_another_config_are_refused(finished, tmp_path, home, pla
     assert (finished[0] / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_run_of_more_steps_has_no_model_until_its_end(
+    finished, tmp_path, home, place, monkeypatch
+):
+    """That of fewer steps would be taken for its own."""
+    workdir = tmp_path / "run"
+    shutil.copytree(finished[0], workdir)
+
+    def crash(*_):
+        raise Crash
+
+    monkeypatch.setattr(sft.FineTuning, "_one_step", crash)
+    with pytest.raises(Crash):
+        fine_tune_here(workdir, home, sft_config(place, train__num_steps=STEPS + 1))
+    assert not (workdir / "model").exists()
+
+
 def test_a_run_starts_from_the_model_of_another_and_divergence_ends_it(
     finished, tmp_path, home, place
 ):
@@ -296,6 +343,8 @@ def test_the_function_of_the_public_interface(tmp_path, place, finished, monkeyp
     with jax.numpy_dtype_promotion("standard"):
         run = dapo_jax.sft(config, finished[0])  # done: the model and the summary are written again
     assert run.summary["steps"] == STEPS
+    before = saved(finished[0], STEPS, place)[1]["host"]["seconds"]
+    assert run.summary["seconds"] > before, "those of every start"
     assert [line["step"] for line in run.metrics] == list(range(STEPS + 1))
 
 

@@ -29,6 +29,7 @@ def test_a_trace_that_cannot_be_made_is_reported(monkeypatch, capsys, tmp_path, 
     assert "warning" in capsys.readouterr().out
     progress.doing("step 4: sampling")
     assert watched == ["step 3: sampling", "step 4: sampling"]
+    assert progress.watch == watched.append, "later phases are no spans of a trace"
     assert written == ([3, 3] if fails == "stop_trace" else [])
 
 

@@ -83,3 +83,12 @@ def test_the_time_left_does_not_count_the_evaluation_of_the_base_model():
         ["18", "s"],
         ["24", "s"],
     ]
+
+
+def test_the_time_left_of_a_resumed_run_is_by_the_steps_of_this_start():
+    """Six of its seven steps were made by an earlier one."""
+    out = io.StringIO()
+    progress = Progress(10, out)
+    progress.first_step = 6
+    progress.step({"step": 7, "time/step": 4.0})
+    assert out.getvalue().split()[-2:] == ["12", "s"]
