@@ -160,7 +160,7 @@ class RunComponents:
         """Returns the parameters of the base model, and the seconds that it took to make.
 
         Args:
-            config: of the run with its stages, also where a later one is resumed: the same base.
+            config: of the run, with its stages: all have one base.
         """
         return base_model.load_or_make(
             config,

@@ -342,12 +342,12 @@ def response_mean(
     x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"], segments_BT: Int[Array, "B T"]
 ) -> Float[Array, "B T"]:
     """Returns the mean of x over the masked tokens of each token's response; 0 without any."""
-    T = x_BT.shape[1]
+    T, x_BT = x_BT.shape[1], masked(x_BT, mask_BT)
 
     def total(values_T: jax.Array, segments_T: jax.Array) -> jax.Array:
         return jax.ops.segment_sum(values_T, segments_T, num_segments=T + 1)[segments_T]
 
-    sums_BT = jax.vmap(total)(masked(x_BT, mask_BT), segments_BT)
+    sums_BT = jax.vmap(total)(x_BT, segments_BT)
     counts_BT = jax.vmap(total)(mask_BT.astype(x_BT.dtype), segments_BT)
     return sums_BT / jnp.maximum(counts_BT, 1.0)
 

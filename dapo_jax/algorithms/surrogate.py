@@ -27,7 +27,7 @@ class Surrogate(NamedTuple):
 
 
 def masked(x: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Returns x in float32, or float64 if it has that; 0 outside the mask."""
+    """Returns x where the mask holds and 0 elsewhere, in float32 at least."""
     return jnp.where(mask, at_least_float32(x), 0.0)
 
 

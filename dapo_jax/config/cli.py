@@ -302,8 +302,11 @@ def _mistake(file: Path, error: Exception) -> str:
 
 
 def run_in_group(flags: Any, work: Callable[[ProcessGroup], int | None]) -> int:
-    """Returns the exit status of `work`, called with the process group that the flags name. It
-    returns the number of the signal that stopped it, or None."""
+    """Runs `work` in the process group that the flags name; returns the exit status.
+
+    Args:
+        work: returns the number of the signal that stopped it, or None.
+    """
     group, seconds = process_group.ALONE, flags.coordinator_timeout
     try:
         group = process_group.start(
@@ -336,8 +339,8 @@ def fail(error: Exception) -> int:
     # Of Path.expanduser and Path.home.
     if isinstance(error, RuntimeError) and "home directory" in str(error):
         error = UserError(
-            "a path begins with ~ or ~NAME, and that home directory is not known: write the path "
-            "in full. Where it is your own, set HOME, which caches need too."
+            "a home directory is not known. Set HOME for your own, where caches are too; write a "
+            "path that begins with ~NAME in full."
         )
     if isinstance(error, UserError | RunError):
         print(f"error: {error}", file=sys.stderr)

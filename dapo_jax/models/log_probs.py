@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dapo_jax.config import ModelConfig
 from dapo_jax.models import chunked_softmax, decoder
 from dapo_jax.models.attention import kernels, xla, zigzag
-from dapo_jax.models.sharding import HeadLayout
+from dapo_jax.models.sharding import HeadLayout, row_sharding
 from dapo_jax.types import Rows
 from dapo_jax.utils.precision import columns_first, sum_dtype
 
@@ -335,7 +335,8 @@ def row_hidden(
     """
     choice = kernels.choose(config, layout, share_prompts=share_prompts)
     in_zigzag = functools.partial(zigzag.to_zigzag, parts=choice.context)
-    shared, positions_BT = None, in_zigzag(rows.positions_BT)
+    tokens_BT, positions_BT = in_zigzag(rows.tokens_BT), in_zigzag(rows.positions_BT)
+    shared = None
     if share_prompts:
         shared = xla.SharedPrompts(in_zigzag(rows.prefixes_BT), positions_BT)
     attend = xla.packed(in_zigzag(rows.segments_BT), choice, shared)
@@ -345,8 +346,10 @@ def row_hidden(
         whole = NamedSharding(layout.mesh, PartitionSpec(layout.unembed[0], None))
         embed_VD = jax.lax.with_sharding_constraint(params["embed"], whole)
         params = params | {"embed": embed_VD}
+        # Or with context above 2 XLA would look up the tokens of two devices on each.
+        tokens_BT = jax.lax.with_sharding_constraint(tokens_BT, row_sharding(layout.mesh))
     model = decoder.bind(config, params)
-    return model(in_zigzag(rows.tokens_BT), positions_BT, attend, context=choice.context)[0]
+    return model(tokens_BT, positions_BT, attend, context=choice.context)[0]
 
 
 def to_own_token(x_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:

@@ -264,7 +264,7 @@ def _write(place: Path, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for name, lines in (("rows", rows), ("problems", problems)):
         text = "".join(json.dumps(line, default=str) + "\n" for line in lines)
         write_atomically(place / f"{name}.jsonl", text)
-    (place / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_atomically(place / "report.json", json.dumps(report, indent=1) + "\n")
     return report
 
 

@@ -187,7 +187,7 @@ def _warn_of_positions(config: Config, say: Callable[[str], None]) -> None:
         say(
             f"warning: a prompt with its response may have {longest:,} tokens, and "
             f"{config.model.path} is made for {most:,} (max_position_embeddings): beyond these its "
-            "text may be nonsense. Set fewer config.rollout.max_response_tokens."
+            "text may be nonsense. Set fewer config.rollout.max_response_tokens, in stages too."
         )
 
 

@@ -7,11 +7,11 @@ BLOCK_VALUES = 1_000_000  # resampled at once
 
 
 def bootstrap_interval(values: ArrayLike, *, resamples: int = 10_000) -> tuple[float, float]:
-    """Returns the 95 % percentile interval (low, high) of the mean of the values, by bootstrap; for
-    equal values always the same.
+    """Returns the 95 % percentile interval (low, high) of the mean of the values, by bootstrap.
 
-    Values are resampled with replacement. The interval lies within their range, so with fewer than
-    about ten values it is too narrow. Source: Efron and Tibshirani 1993, section 13.3.
+    Values are resampled with replacement, by a fixed seed: equal calls give equal intervals. The
+    interval lies within the range of the values, so with fewer than about ten it is too narrow.
+    Source: Efron and Tibshirani 1993, section 13.3.
 
     Args:
         values: one per problem or seed, such as its share of correct samples; 1 or more.

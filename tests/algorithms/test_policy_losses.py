@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.algorithms.losses import COVARIANCE_LOSSES, LOSSES
+from dapo_jax.algorithms.losses import COVARIANCE_LOSSES, LOSSES, response_mean
 from dapo_jax.config import Config
 from dapo_jax.types import UserError
 from tests.support.helpers import tiny_dict
@@ -328,3 +328,10 @@ def test_an_argument_that_is_not_read_missing_or_out_of_range_is_an_error():
     ):
         with pytest.raises(UserError, match=message):
             Config.from_dict(tiny_dict(**changes))
+
+
+def test_tokens_of_a_bfloat16_response_are_counted_in_float32():
+    """Counted in bfloat16, 600 are 256."""
+    ones_BT = jnp.ones((1, 600), jnp.bfloat16)
+    mean_BT = response_mean(ones_BT, ones_BT > 0, jnp.ones((1, 600), jnp.int32))
+    np.testing.assert_array_equal(mean_BT, 1.0)

@@ -73,7 +73,7 @@ ADDRESSES = ("garbage", ":9", "host:", "host:x")
         ("--config.train={'num_steps':3}", r"config\.train is a section, and its other fields"),
         ("--model=", "--model= has no value: give one, or leave --model out"),
         ("--workdir=", "--workdir= has no value"),
-        ("--workdir=~no_such_user/x", "a path begins with ~ .* that home directory is not known"),
+        ("--workdir=~no_such_user/x", "home directory is not known.* path that begins with ~NAME"),
         ("--config.mesh.rollout_tensor=3 --dry_run", r"tensor \(3\) must divide the devices \(8\)"),
         *(
             (

@@ -177,23 +177,28 @@ def test_arithmetic_between_values_in_bfloat16_is_float32():
 
 
 @pytest.mark.parametrize("context", [1, 2])
-def test_gradients_of_values_are_added_up_in_float32(monkeypatch, context):
-    """In bfloat16, over 128 chunks of queries. Query t sees t + 1 values alike, so that each gives
-    the first one 0.3."""
+def test_gradients_of_keys_and_values_are_added_up_in_float32(monkeypatch, context):
+    """A bfloat16 model with 128 chunks of queries. Query t sees t + 1 keys alike, and its gradient
+    is 0.3 (t + 1): each query adds 0.3 to that of the first value."""
     monkeypatch.setattr(xla, "LONG_ROW", 64)
     monkeypatch.setattr(xla, "QUERY_CHUNK", 4)
     tokens = 512
     choice = xla.XLA if context == 1 else Choice("xla", layout=layout_over(1, 1, context, 1))
     attend = xla.packed(jnp.ones((1, tokens), jnp.int32), choice)
-    zeros = jnp.zeros((1, tokens, 1, 8), jnp.bfloat16)
+    q = jnp.ones((1, tokens, 1, 8), jnp.bfloat16)
+    first = zigzag.to_zigzag(q.at[:, 1:].set(0), context)
     slope_BT = zigzag.to_zigzag(0.3 * jnp.arange(1.0, tokens + 1)[None], context)
 
     def total(k, v):
-        out = attend(0, zeros, k, v, None, None)[0].astype(jnp.float32)
+        out = attend(0, q, k, v, None, None)[0].astype(jnp.float32)
         return jnp.sum(slope_BT[..., None, None] * out)
 
-    found = jax.jit(jax.grad(total, 1))(zeros, zeros)[0, 0].astype(jnp.float32)
-    np.testing.assert_allclose(found, 0.3 * tokens, rtol=0.01)
+    of_k, of_v = jax.jit(jax.grad(total, (0, 1)))(0 * q, first)
+    np.testing.assert_allclose(of_v[0, 0].astype(jnp.float32), 0.3 * tokens, rtol=0.01)
+    # Only the first value is not 0: with share p of it a query adds 0.3 (1 - p) for each of 8.
+    shares = 1 / np.arange(1, tokens + 1)
+    wanted = 8 * 0.3 / np.sqrt(8) * np.sum(1 - shares)
+    np.testing.assert_allclose(of_k[0, 0].astype(jnp.float32), wanted, rtol=0.01)
 
 
 @pytest.mark.parametrize(

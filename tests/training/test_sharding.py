@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import numpy as np
@@ -132,6 +133,15 @@ def test_rows_over_devices_exchange_keys_and_values_too():
     assert ("all-gather", "f32", (32, 48)) in found
     (state, *_), _ = compiled.input_shardings
     assert state.params["layers"]["up"].shard_shape((3, 32, 96)) == (3, 32 // 4, 96 // 2)
+
+
+def test_each_device_looks_up_its_own_tokens():
+    """In zig-zag order too, and hidden states stay where they are."""
+    layout = dataclasses.replace(CONFIG.mesh, fsdp=2, context=4, tensor=1)
+    config = dataclasses.replace(CONFIG, mesh=layout)
+    text = compiled_update(config, make_mesh(config, 8), tokens=48).as_text()
+    assert re.findall(r"= f32\[(\d+),1,32\]\S* gather\(", text) == [str(8 * 48 // 8)]
+    assert not [shape for _, _, shape in collectives(text) if shape[0] == 4 and shape[-1] == 32]
 
 
 def with_shapes(layout, rows, row_tokens, slots):

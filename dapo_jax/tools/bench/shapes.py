@@ -1,4 +1,4 @@
-"""The shape of a benchmark's model and work, with random prompts and lengths, and its rollouts."""
+"""The shape of a benchmark's model and work, its random prompts and lengths, and its rollouts."""
 
 import math
 from collections.abc import Sequence
@@ -163,7 +163,8 @@ def on_shards(shape: Shape, layout: MeshConfig) -> dict[str, int]:
 
 
 def bench_engine(shape: Shape, layout: MeshConfig) -> EngineConfig:
-    """Returns an engine with this platform's kernel, whose responses end at their limits alone."""
+    """Returns the config of an engine with this platform's kernel. Responses end at their limits
+    alone."""
     c, sizes = bench_model(shape), on_shards(shape, layout)
     kernel, refused = paged_kernels.choose(
         "auto", jax.default_backend(), c, page_tokens=shape.page_tokens
@@ -201,6 +202,7 @@ def generate(
     engine: DecoderEngine,
     shape: Shape,
     problems: Sequence[Problem],
+    *,
     seed: int,
     limits_QG: np.ndarray | None = None,
 ) -> tuple[list[list[Response]], scheduler.RolloutStats]:
