@@ -97,7 +97,7 @@ def run(
         progress.say(f"{benchmark.name}: {len(done)} of {every} problems were done before")
     if left:
         with file.open("a", encoding="ascii") as out:
-            _record(benchmark, left, collector, key, out, done, progress)
+            _record(benchmark, left, collector, key, out, done, progress, judged_by)
     groups = [done[problem.id] for problem in benchmark.problems]
     lines = [_line(group, judged_by) + "\n" for group in groups]
     write_atomically(file, "".join(lines))  # in the order of the problems
@@ -121,10 +121,10 @@ def _record(
     out: TextIO,
     done: dict[int, Attempts],
     progress: Progress,
+    judged_by: Mapping[str, Any],
 ) -> None:
     """Generates the problems' samples, and writes each problem as soon as it is scored."""
     wanted, num_done = len(problems), 0
-    judged_by = _judged_by(benchmark.rubric, collector.pool)
     begun = reported = time.monotonic()
     for output in collector.run(PromptQueue.of_list(problems), key):
         for _, scored in output.groups:
