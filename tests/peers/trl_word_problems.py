@@ -1,9 +1,11 @@
 """TRL's GRPOTrainer on the model and the problems of configs/smollm2_word_problems.py, for a time.
 
-Command: python -m tests.peers.trl_word_problems --model=DIRECTORY --output=DIRECTORY
-         [--minutes=20], in an environment of its own with torch==2.13.0, trl==1.16.0, accelerate,
-         datasets and transformers; `launch/evaluate.py --config=configs/smollm2_word_problems.py
-         --model=OUTPUT --num_samples=8 --output=...` then evaluates what it has trained.
+Command: uv run --no-project --isolated --with torch==2.13.0 --with trl==1.16.0 \
+             --with transformers --with accelerate --with datasets --with ml-collections \
+             --with pebble python -m tests.peers.trl_word_problems --model=DIRECTORY \
+             --output=DIRECTORY [--minutes=20]; then `launch/evaluate.py --model=OUTPUT
+             --config=configs/smollm2_word_problems.py --num_samples=8 --output=...`
+             evaluates what it has trained.
 
 The settings are those of the config: groups of 8, 16 of them a rollout, DAPO's loss and clip
 bounds, the soft overlong punishment, the same updates and rate, float32. TRL has no dynamic
