@@ -155,11 +155,12 @@ def _num_pages(c: EngineConfig, cache_gib: float) -> int | None:
     pages = math.floor(cache_gib * 2**30 / page)
     least = 1 + c.pages(c.max_prompt_tokens) + c.table_pages + 2
     if pages < least:
+        needed = math.ceil(1000 * least * page / 2**30) / 1000  # rounded up: it has to be enough
         raise UserError(
             f"config.rollout.cache_gib ({cache_gib:g}) holds {pages} pages of "
             f"{c.page_tokens} tokens, {page:,} bytes each on a device. One prompt of "
             f"{c.max_prompt_tokens} tokens and one sequence of {c.max_tokens} need {least}: "
-            f"set it to {least * page / 2**30:.3g} or more, or make them shorter."
+            f"set it to {needed} or more, or make them shorter."
         )
     return None if pages >= c.shard_pages else pages * c.shards
 

@@ -195,6 +195,22 @@ def test_a_cache_that_only_a_replica_of_several_can_have():
         with_replica_size(published("--config.rollout.cache_gib=0.01"), there, memory_bytes, print)
 
 
+@pytest.mark.parametrize("page_tokens", [4, 16, 64, 128])
+def test_the_cache_that_a_refusal_asks_for_is_enough(page_tokens):
+    config, sizes = published(f"--config.rollout.page_tokens={page_tokens}"), dict.fromkeys(AXES, 1)
+
+    def with_cache(gib):
+        rollout = dataclasses.replace(config.rollout, cache_gib=gib)
+        return held(dataclasses.replace(config, rollout=rollout), sizes)
+
+    with pytest.raises(UserError) as refused:
+        with_cache(0.001)
+    (needed,) = re.findall("set it to (.*) or more", str(refused.value))
+    with_cache(float(needed))
+    with pytest.raises(UserError):
+        with_cache(0.99 * float(needed))
+
+
 def test_slots_divide_among_replicas():
     """3 of 6 devices would hold it, but 9 slots are not for two."""
     config = tiny_config(
