@@ -229,7 +229,7 @@ def check_batch_shapes(config: Config, axis_sizes: Mapping[str, int]) -> None:
         check_divides(config.model, config.mesh, sizes, fields)
     r = config.rollout
     check_row_shapes(config.train.rows_per_micro_batch, config.train.row_tokens, axis_sizes)
-    _check_multiples(
+    check_multiples(
         ("rollout.slots", r.slots, of_slots),
         ("rollout.prefill_prompts", r.prefill_prompts, of_slots),
     )
@@ -243,13 +243,13 @@ def check_row_shapes(
     of_rows = rows, "config.mesh.data x config.mesh.fsdp"
     # See `zigzag`.
     of_tokens = (2 * context, "2 x config.mesh.context") if context > 1 else (1, "")
-    _check_multiples(
+    check_multiples(
         ("train.rows_per_micro_batch", rows_per_micro_batch, of_rows),
         ("train.row_tokens", row_tokens, of_tokens),
     )
 
 
-def _check_multiples(*entries: tuple[str, int, tuple[int, str]]) -> None:
+def check_multiples(*entries: tuple[str, int, tuple[int, str]]) -> None:
     """Raises UserError unless each (field, value) is a multiple of its (number, its name)."""
     for field, value, (shards, product) in entries:
         if value % shards:

@@ -82,11 +82,15 @@ class EngineConfig:
         return 1 + self.shard_slots * (own + 2) + shared
 
     @property
+    def heads_axis(self) -> str | None:
+        """The mesh axis that the kv heads of a shard lie over; None: a device has all of them."""
+        return _heads_axis(self.layout)
+
+    @property
     def pool_layout(self) -> paged.Layout:
-        heads_axis = dict(self.layout.rules)["kv_heads"]
         c = self.model
         return paged.Layout(
-            self.kernel, self.page_tokens, c.compute_dtype, heads_axis, c.kernel_blocks
+            self.kernel, self.page_tokens, c.compute_dtype, self.heads_axis, c.kernel_blocks
         )
 
     def pages(self, tokens: int) -> int:
@@ -95,7 +99,7 @@ class EngineConfig:
 
     def pages_bytes(self, number: int) -> int:
         """Returns the bytes of so many pages on a device, in all layers."""
-        heads_parts = getattr(self.layout, self.pool_layout.heads_axis or "", 1)
+        heads_parts = getattr(self.layout, self.heads_axis or "", 1)
         return number * paged.page_bytes(self.model, self.pool_layout) // heads_parts
 
 
@@ -121,7 +125,7 @@ def make_engine_config(
     """
     r = config.rollout
     parts = parts_of(BATCH_AXES, run_sizes or sizes) // parts_of(BATCH_AXES, sizes)
-    heads_parts = parts_of(dict(config.mesh.rules)["kv_heads"], sizes)
+    heads_parts = parts_of(_heads_axis(config.mesh), sizes)
     kernel, refused = paged_kernels.choose(
         r.kernel, platform, config.model, page_tokens=r.page_tokens, heads_parts=heads_parts
     )
@@ -149,17 +153,23 @@ def make_engine_config(
     return made
 
 
+def _heads_axis(layout: MeshConfig) -> str | None:
+    axis = dict(layout.rules)["kv_heads"]
+    return None if axis in BATCH_AXES else axis  # a shard of the batch has all heads
+
+
 def _num_pages(c: EngineConfig, cache_gib: float) -> int | None:
     """Pages over all shards that each device's memory holds; None where that is always enough."""
     page = c.pages_bytes(1)
     pages = math.floor(cache_gib * 2**30 / page)
     least = 1 + c.pages(c.max_prompt_tokens) + c.table_pages + 2
     if pages < least:
+        needed = math.ceil(1000 * least * page / 2**30) / 1000  # rounded up: it has to be enough
         raise UserError(
             f"config.rollout.cache_gib ({cache_gib:g}) holds {pages} pages of "
             f"{c.page_tokens} tokens, {page:,} bytes each on a device. One prompt of "
             f"{c.max_prompt_tokens} tokens and one sequence of {c.max_tokens} need {least}: "
-            f"set it to {least * page / 2**30:.3g} or more, or make them shorter."
+            f"set it to {needed} or more, or make them shorter."
         )
     return None if pages >= c.shard_pages else pages * c.shards
 

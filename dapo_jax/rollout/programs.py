@@ -106,8 +106,7 @@ class Programs:
 
         self.rows_at = rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
         before_heads = [None] * config.pool_layout.kv_axis
-        heads = dict(config.layout.rules)["kv_heads"]
-        page_at = NamedSharding(mesh, PartitionSpec(BATCH_AXES, *before_heads, heads))
+        page_at = NamedSharding(mesh, PartitionSpec(BATCH_AXES, *before_heads, config.heads_axis))
         shapes = jax.eval_shape(functools.partial(slots.empty, config))
         pool_at = (page_at,) * len(shapes.pool)
         self.state_at = jax.tree.map(lambda _: rows, shapes)._replace(pool=pool_at)

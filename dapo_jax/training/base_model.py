@@ -84,7 +84,8 @@ def load_or_make(
             uses the cache.
 
     Raises:
-        UserError: the checkpoint of `config.model.path` does not fit or cannot be read.
+        UserError: the checkpoint of `config.model.path` does not fit or cannot be read, or the rows
+            of `config.pretrain` do not split evenly over the mesh.
     """
     c = config.model
     if c.lora_rank and c.path is None:  # a base that is made is one, with adapters or without

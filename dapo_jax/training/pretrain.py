@@ -1,7 +1,7 @@
 """The base model: a supervised fit on generated text of mixed quality (see `arithmetic`)."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -12,13 +12,20 @@ from jax.sharding import Mesh
 from dapo_jax.config import Config, OptimizerConfig, PretrainConfig
 from dapo_jax.data import arithmetic
 from dapo_jax.models import decoder
-from dapo_jax.models.sharding import initial_params, row_sharding, to_mesh
+from dapo_jax.models.sharding import (
+    BATCH_AXES,
+    check_multiples,
+    initial_params,
+    parts_of,
+    row_sharding,
+    to_mesh,
+)
 from dapo_jax.training import packing, step, supervised
-from dapo_jax.types import Rows
+from dapo_jax.types import Rows, UserError
 
 LEARNING_RATE = 3e-3
 OPTIMIZER = OptimizerConfig(betas=(0.9, 0.98), weight_decay=0.01)
-ROW_MULTIPLE = 128  # tokens; whatever the mesh, its context axis divides a row
+ROW_MULTIPLE = 128  # tokens: a context axis of 2, 4, ... 64 splits a row
 
 
 def row_tokens(config: Config) -> int:
@@ -26,6 +33,19 @@ def row_tokens(config: Config) -> int:
     updates are computed must not change the base model."""
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     return -(-longest // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def _check_rows(config: Config, axis_sizes: Mapping[str, int]) -> None:
+    """Raises UserError unless the rows of a step split evenly over the mesh."""
+    assert config.pretrain is not None
+    of_rows = parts_of(BATCH_AXES, axis_sizes), "config.mesh.data x config.mesh.fsdp"
+    check_multiples(("pretrain.rows_per_step", config.pretrain.rows_per_step, of_rows))
+    context, tokens = axis_sizes["context"], row_tokens(config)
+    if context > 1 and tokens % (2 * context):
+        raise UserError(
+            f"config.mesh.context ({context}) must divide half of the {tokens} tokens in a row of "
+            "config.pretrain. Choose a power of two."
+        )
 
 
 def levels(config: Config) -> tuple[int, ...]:
@@ -87,9 +107,13 @@ def make_base(
 
     Args:
         report: called with (step, loss in nats per token) after every step.
+
+    Raises:
+        UserError: the rows of a step do not split evenly over the mesh.
     """
     p = config.pretrain
     assert p is not None
+    _check_rows(config, mesh.shape)
     rate = jax.jit(schedule(p))
     update = supervised.jitted_update(config.model, config.mesh, OPTIMIZER, mesh)
     params = initial_params(config.model, config.mesh, mesh, config.seed)

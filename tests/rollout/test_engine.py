@@ -272,6 +272,11 @@ def test_a_sample_depends_on_nothing_else(engine, small_pages, params, problems,
     assert tokens_of(fewer) == [row[:2] for row in expected]
     several = make_engine(num_devices=4, data=2, tensor=2)
     assert sampled(several, problems[:10]) == expected[:10]
+    # Rules that lay heads over the rows' axis: in rollouts a device has all heads of its slots.
+    rules = dict(CONFIG.mesh.rules) | dict(embed=None, heads="fsdp", kv_heads="fsdp")
+    layout = replace(CONFIG.mesh, data=1, fsdp=2, rules=tuple(rules.items()))
+    over_slots = make_engine(num_devices=2, layout=layout)
+    assert sampled(over_slots, problems[:10]) == expected[:10]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -31,6 +31,9 @@ from tests.support.helpers import tiny_config
 ONE = dict(mesh__data=1, mesh__fsdp=1, mesh__context=1, mesh__tensor=1)
 HEAD = dict(model__compute_dtype="bfloat16", model__head_dtype="float32")
 COPY = "rollout copy of the parameters"
+# Heads lie over an axis of the rows: a device gathers those that it lacks.
+OF_SHARDS = dict(tiny_config().mesh.rules) | dict(embed=None, heads="fsdp", kv_heads="fsdp")
+OF_SHARDS = tuple(OF_SHARDS.items())
 
 
 def bytes_of(tree):
@@ -88,6 +91,7 @@ def test_a_critic_holds_what_the_policy_does_and_a_reference_its_parameters():
         HEAD | dict(mesh__data=8, model__tie_embeddings=False),
         HEAD | dict(mesh__fsdp=4, mesh__tensor=2, model__tie_embeddings=False),
         dict(mesh__data=4, mesh__tensor=2, rollout__max_staleness=2),
+        dict(mesh__fsdp=4, mesh__tensor=2, mesh__rules=OF_SHARDS),
     ],
 )
 def test_held_bytes_are_those_of_the_arrays(changes):
@@ -193,6 +197,22 @@ def test_a_cache_that_only_a_replica_of_several_can_have():
     assert found.mesh.rollout_tensor == 8 and said
     with pytest.raises(UserError, match=r"config.rollout.cache_gib \(0.01\) holds 2 pages"):
         with_replica_size(published("--config.rollout.cache_gib=0.01"), there, memory_bytes, print)
+
+
+@pytest.mark.parametrize("page_tokens", [4, 16, 64, 128])
+def test_the_cache_that_a_refusal_asks_for_is_enough(page_tokens):
+    config, sizes = published(f"--config.rollout.page_tokens={page_tokens}"), dict.fromkeys(AXES, 1)
+
+    def with_cache(gib):
+        rollout = dataclasses.replace(config.rollout, cache_gib=gib)
+        return held(dataclasses.replace(config, rollout=rollout), sizes)
+
+    with pytest.raises(UserError) as refused:
+        with_cache(0.001)
+    (needed,) = re.findall("set it to (.*) or more", str(refused.value))
+    with_cache(float(needed))
+    with pytest.raises(UserError):
+        with_cache(0.99 * float(needed))
 
 
 def test_slots_divide_among_replicas():

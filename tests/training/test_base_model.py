@@ -13,6 +13,7 @@ from dapo_jax.distributed import ProcessGroup
 from dapo_jax.runs.checkpoint import Checkpoints
 from dapo_jax.training import base_model, pretrain
 from dapo_jax.training.base_model import fingerprint
+from dapo_jax.types import UserError
 from tests.support import checkpoints
 from tests.support.helpers import make_mesh, make_params, segments_of, tiny_config
 from tests.test_layers import ours
@@ -64,6 +65,19 @@ def test_other_versions_make_another_base_model(monkeypatch):
 )
 def test_what_a_base_model_depends_on(change, same):
     assert (fingerprint(tiny_config(**change)) == fingerprint(tiny_config())) == same
+
+
+@pytest.mark.parametrize(
+    "axes, message",
+    [
+        (dict(data=3), r"config.pretrain.rows_per_step \(8\) .* config.mesh.fsdp = 3; nearest: 9"),
+        (dict(data=1, context=3), r"config.mesh.context \(3\) must divide half of the 128 tokens"),
+    ],
+)
+def test_rows_that_do_not_split_over_the_mesh_are_refused(axes, message):
+    config = tiny_config(**{f"mesh__{axis}": size for axis, size in axes.items()})
+    with pytest.raises(UserError, match=message):
+        pretrain.make_base(config, make_mesh(config, 3), arithmetic_tokenizer(), print)
 
 
 def test_the_primary_says_whether_there_is_a_base_to_reuse(tmp_path, monkeypatch):
