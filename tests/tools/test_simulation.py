@@ -390,6 +390,23 @@ def test_prompts_beyond_the_first_window_begin_at_once():
         assert found.batch == list(range(7, 48, 8)) and found.tried == 48
 
 
+def test_the_prompts_that_carry_begins_are_counted():
+    """Of four hosts each begins every fourth prompt of the window, which has (1 + 2) x 6."""
+    found = play(lambda _: (10, True), hosts=4, config=carrying(), rate=1.0)
+    assert found.claimed == 18 and found.tried == 6
+
+
+@pytest.mark.parametrize("reward", [0, 0.001])
+def test_a_batch_of_carried_groups_alone_samples_nothing(capsys, reward):
+    """The window of the first step ends at once. Without rewards the second step takes no time."""
+    flags = ["--simulate_hosts=1", "--compare_hosts=1", "--simulate_steps=2", "--accept=1"]
+    flags += [f"--reward_seconds={reward}", "--config.rollout.max_staleness=2"]
+    flags += ["--config.rollout.slots=1024", "--length_distribution=uniform:20"]
+    first, second = simulated(capsys, *flags)["rows"]
+    assert first["seconds"] > second["seconds"] >= 0 == second["slots_busy"]
+    assert second["idle_mean"] == 1 and second["tokens_lost_share"] == 0
+
+
 def test_correlated_lengths_of_a_group():
     lengths = workload.lengths_of("lognormal:100:1:0.75", 10**9)
     rng = np.random.default_rng(0)
@@ -448,12 +465,11 @@ def test_the_best_split():
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 def test_the_age_of_simulated_tokens(max_staleness):
-    """Every token counts once, for a batch, for the next step or as lost; none is too old."""
+    """Every token counts once, for a batch, for the next step or as lost; none is too old. The
+    informative rate rises, so that fewer prompts begin: the groups of others age out."""
     lengths = workload.lengths_of("lognormal:8:1:0.5", 32)
     work = workload.sampled(lengths, 1.0, G, seed=1)
-    # All groups are kept: an informative rate that rises would have groups sampled again.
-    kept = dataclasses.replace(CONFIG.dynamic_sampling, enabled=False)
-    config = dataclasses.replace(carrying(max_staleness), dynamic_sampling=kept)
+    config = carrying(max_staleness)
     found = simulation.rollouts(setting(config=config), work, hosts=2, steps=8)
     used, position = 0, 0
     for step, one in enumerate(found):
