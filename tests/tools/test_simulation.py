@@ -217,7 +217,9 @@ def test_the_price_of_a_run(capsys):
     assert all(seconds > 0 for name, seconds in cost["parts"].items() if name != "weights")
     assert cost["step_seconds"] == pytest.approx(sum(cost["parts"].values()))
     assert cost["chip_hours"] == pytest.approx(4 * 90 * cost["step_seconds"] / 3600)
-    assert "chip-hours" in many_hosts.describe(found)
+    text = many_hosts.describe(found)
+    assert f"{cost['chip_hours']:.3g} chip-hours" in text
+    assert "step takes 0 s" not in text and " 0 hours" not in text, "of a tiny model too"
     found = simulated(capsys, *arguments, "--simulate_hosts=2", "--compare_hosts=2")
     assert found["price"] is None, "the mesh is of four"
 
@@ -504,7 +506,8 @@ def test_whole_steps(capsys):
     assert [step.rollout for step in steps] == [row["seconds"] for row in rows]
     assert rows[0]["seconds"] == turn["rows"][0]["seconds"], "a new run's prompts, on three hosts"
     assert found["transfer_seconds"] > 0
-    assert "3 hosts sampling and 1 training" in many_hosts.describe(split)
+    text = many_hosts.describe(split)
+    assert "3 hosts sampling and 1 training" in text and "2 rollout steps old" in text
     best = simulated(capsys, *arguments, "--split=best", "--config.rollout.max_staleness=2")
     assert best["whole_steps"]["sampling"] in (1, 2, 3)
 
