@@ -280,6 +280,8 @@ def test_search_goes_on_until_enough_fit(monkeypatch, most):
             "--program must be one of train, old_logprobs, weights, decode, .*; got 'sing'",
         ),
         (["--topology=v9:1"], "--topology=v9:1 is not known. .*v5p:4x4x4.*local"),
+        (["--topology=v5p:8x8"], "--topology=v5p:8x8 is not known. .*v5p:4x4x4.*v6e:8x8"),
+        (["--topology=v6e:4x4x4"], "--topology=v6e:4x4x4 is not known. .*v5p:4x4x4.*v6e:8x8"),
         (["--topology=local"], r"config.mesh .*does not fit 8 device"),
         (["--topology=local", "--workdir=x"], "leave --workdir out"),
         (
