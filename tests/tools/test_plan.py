@@ -280,6 +280,8 @@ def test_search_goes_on_until_enough_fit(monkeypatch, most):
             "--program must be one of train, old_logprobs, weights, decode, .*; got 'sing'",
         ),
         (["--topology=v9:1"], "--topology=v9:1 is not known. .*v5p:4x4x4.*local"),
+        (["--topology=v5p:8x8"], "--topology=v5p:8x8 is not known. .*v5p:4x4x4.*v6e:8x8"),
+        (["--topology=v6e:4x4x4"], "--topology=v6e:4x4x4 is not known. .*v5p:4x4x4.*v6e:8x8"),
         (["--topology=local"], r"config.mesh .*does not fit 8 device"),
         (["--topology=local", "--workdir=x"], "leave --workdir out"),
         (
@@ -321,6 +323,21 @@ def test_a_copy_for_rollouts_that_is_the_policy_is_no_copy():
     assert held(num_layers=33) == [set(), {"optimiser state"}]
     spread = programs.programs(CONFIG, make_mesh(CONFIG.mesh))["decode"].held
     assert policy <= set(spread), "gathered over fsdp"
+
+
+@pytest.mark.parametrize("fsdp, moved", [(1, "parameters"), (4, "frozen parameters")])
+def test_adapters_and_their_base_are_moved_one_after_the_other(fsdp, moved):
+    """The base stays where it is whole on each device. The run holds both parts meanwhile."""
+    layout = dataclasses.replace(CONFIG.mesh, data=4 // fsdp, fsdp=fsdp, tensor=2)
+    model = replace_model(CONFIG, lora_rank=4, compute_dtype="bfloat16")
+    config = dataclasses.replace(CONFIG, mesh=layout, model=model)
+    weights = programs.programs(config, make_mesh(layout))["weights"]
+    held = memory_budget.held(config, dict(zip(AXES, (4 // fsdp, fsdp, 1, 2)))).always
+    assert weights.argument_bytes == held[moved]
+    assert compiled.measure(weights)["argument_bytes"] == weights.argument_bytes
+    others = {name: size for name, size in held.items() if name != moved}
+    copy = {"copy of the parameters"} if fsdp > 1 else set()
+    assert weights.held.keys() - others.keys() == copy and others.items() <= weights.held.items()
 
 
 def test_a_run_with_a_critic_has_its_programs_too():

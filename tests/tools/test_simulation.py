@@ -217,7 +217,9 @@ def test_the_price_of_a_run(capsys):
     assert all(seconds > 0 for name, seconds in cost["parts"].items() if name != "weights")
     assert cost["step_seconds"] == pytest.approx(sum(cost["parts"].values()))
     assert cost["chip_hours"] == pytest.approx(4 * 90 * cost["step_seconds"] / 3600)
-    assert "chip-hours" in many_hosts.describe(found)
+    text = many_hosts.describe(found)
+    assert f"{cost['chip_hours']:.3g} chip-hours" in text
+    assert "step takes 0 s" not in text and " 0 hours" not in text, "of a tiny model too"
     found = simulated(capsys, *arguments, "--simulate_hosts=2", "--compare_hosts=2")
     assert found["price"] is None, "the mesh is of four"
 
@@ -390,6 +392,23 @@ def test_prompts_beyond_the_first_window_begin_at_once():
         assert found.batch == list(range(7, 48, 8)) and found.tried == 48
 
 
+def test_the_prompts_that_carry_begins_are_counted():
+    """Of four hosts each begins every fourth prompt of the window, which has (1 + 2) x 6."""
+    found = play(lambda _: (10, True), hosts=4, config=carrying(), rate=1.0)
+    assert found.claimed == 18 and found.tried == 6
+
+
+@pytest.mark.parametrize("reward", [0, 0.001])
+def test_a_batch_of_carried_groups_alone_samples_nothing(capsys, reward):
+    """The window of the first step ends at once. Without rewards the second step takes no time."""
+    flags = ["--simulate_hosts=1", "--compare_hosts=1", "--simulate_steps=2", "--accept=1"]
+    flags += [f"--reward_seconds={reward}", "--config.rollout.max_staleness=2"]
+    flags += ["--config.rollout.slots=1024", "--length_distribution=uniform:20"]
+    first, second = simulated(capsys, *flags)["rows"]
+    assert first["seconds"] > second["seconds"] >= 0 == second["slots_busy"]
+    assert second["idle_mean"] == 1 and second["tokens_lost_share"] == 0
+
+
 def test_correlated_lengths_of_a_group():
     lengths = workload.lengths_of("lognormal:100:1:0.75", 10**9)
     rng = np.random.default_rng(0)
@@ -448,12 +467,11 @@ def test_the_best_split():
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 def test_the_age_of_simulated_tokens(max_staleness):
-    """Every token counts once, for a batch, for the next step or as lost; none is too old."""
+    """Every token counts once, for a batch, for the next step or as lost; none is too old. The
+    informative rate rises, so that fewer prompts begin: the groups of others age out."""
     lengths = workload.lengths_of("lognormal:8:1:0.5", 32)
     work = workload.sampled(lengths, 1.0, G, seed=1)
-    # All groups are kept: an informative rate that rises would have groups sampled again.
-    kept = dataclasses.replace(CONFIG.dynamic_sampling, enabled=False)
-    config = dataclasses.replace(carrying(max_staleness), dynamic_sampling=kept)
+    config = carrying(max_staleness)
     found = simulation.rollouts(setting(config=config), work, hosts=2, steps=8)
     used, position = 0, 0
     for step, one in enumerate(found):
@@ -488,7 +506,8 @@ def test_whole_steps(capsys):
     assert [step.rollout for step in steps] == [row["seconds"] for row in rows]
     assert rows[0]["seconds"] == turn["rows"][0]["seconds"], "a new run's prompts, on three hosts"
     assert found["transfer_seconds"] > 0
-    assert "3 hosts sampling and 1 training" in many_hosts.describe(split)
+    text = many_hosts.describe(split)
+    assert "3 hosts sampling and 1 training" in text and "2 rollout steps old" in text
     best = simulated(capsys, *arguments, "--split=best", "--config.rollout.max_staleness=2")
     assert best["whole_steps"]["sampling"] in (1, 2, 3)
 

@@ -129,7 +129,9 @@ def target(topology: str) -> Target:
 
 
 def _devices(topology: str) -> Any:
-    shape = re.fullmatch(r"(v4|v5e|v5p|v6e):(\d+(?:x\d+){1,2})", topology)
+    # libtpu takes any grid of any chip; slices of a v5e or v6e are flat, others are not.
+    others = r"x\d+" if topology.startswith(("v5e", "v6e")) else r"x\d+x\d+"
+    shape = re.fullmatch(rf"(v4|v5e|v5p|v6e):(\d+{others})", topology)
     if shape is None:
         raise UserError(f"--topology={topology} is not known. {KNOWN}")
 

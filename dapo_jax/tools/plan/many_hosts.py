@@ -381,7 +381,7 @@ def _row(hosts: int, step: int, one: Rollout, token_gib: float) -> dict[str, Any
         "begun": one.claimed,
         "given_back": one.claimed - one.tried,
         "slots_busy": one.slots_busy,
-        "tokens_lost_share": one.tokens_lost / one.tokens,
+        "tokens_lost_share": one.tokens_lost / (one.tokens + one.tokens_resumed),
         "cache_gib": one.tokens_cached * token_gib,
     }
 

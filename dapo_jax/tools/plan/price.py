@@ -8,6 +8,7 @@ from typing import Any
 from dapo_jax.rollout.dynamic_sampling import DynamicSamplingState
 from dapo_jax.tools.plan import estimate, simulation
 from dapo_jax.tools.plan.chips import Chip
+from dapo_jax.tools.plan.report import number_text, seconds_text
 from dapo_jax.tools.plan.simulation import Rollout, Setting
 from dapo_jax.tools.plan.workload import Lengths, sampled
 
@@ -66,13 +67,14 @@ def price(
 
 def describe(found: Mapping[str, Any]) -> str:
     """Returns a price as one line."""
-    parts = " + ".join(f"{name} {seconds:,.0f}" for name, seconds in found["parts"].items())
+    parts = " + ".join(f"{name} {number_text(part)}" for name, part in found["parts"].items())
     return (
-        f"Price: one step takes {found['step_seconds']:,.0f} s = {parts} (one evaluation of "
-        f"{found['heldout_prompts']} prompts takes {found['evaluation_seconds']:,.0f} s, every "
-        f"{found['evaluation_every_steps']} steps). {found['num_steps']:,} steps take "
-        f"{found['hours']:,.0f} hours on {found['chips']} {found['chip']}: "
-        f"{found['chip_hours']:,.0f} chip-hours. Start, checkpoints and restarts are not included."
+        f"Price: one step takes {seconds_text(found['step_seconds'])} = {parts} (one evaluation of "
+        f"{found['heldout_prompts']} prompts takes {seconds_text(found['evaluation_seconds'])}, "
+        f"every {found['evaluation_every_steps']} steps). {found['num_steps']:,} steps take "
+        f"{number_text(found['hours'])} hours on {found['chips']} {found['chip']}: "
+        f"{number_text(found['chip_hours'])} chip-hours. Start, checkpoints and restarts are not "
+        "included."
     )
 
 

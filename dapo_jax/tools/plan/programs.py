@@ -108,13 +108,16 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
         params_at,
         rolled_at,
     )
-    read, copy = [], 0  # what rollouts read of the trainer's arrays; bytes of copies of others
+    read, copies = [], {}  # what rollouts read of the trainer's arrays; bytes of copies of others
     parts = zip(("parameters", "frozen parameters"), *map(lora.split, (same, rolled, rolled_at)))
     for name, there, arrays, at in parts:
-        if arrays is not None and jax.tree.all(there):
+        if arrays is None:
+            continue
+        if jax.tree.all(there):
             read.append(name)
         else:
-            copy += device_bytes(arrays, at)
+            copies[name] = device_bytes(arrays, at)
+    copy = sum(copies.values())
     lower = lambda name: lambda: engine.lower(rolled, name, engine_config.params.mode)
     twice = {}  # in rollouts
     if unrolls(rollout_on.devices.flat[0].platform, c):
@@ -150,10 +153,14 @@ def programs(config: Config, mesh: Mesh) -> dict[str, Program]:
     # A preempted sequence is prefilled with what it had sampled.
     if engine_config.num_pages is not None:
         found[PREEMPTED] = program(lower(PREEMPTED), read, copy, cache=pool, **twice)
-    if copy:
+    if copies:
         here = with_shardings(params, params_at)
+        # Each part is moved by a program of its own, and the last is lowered.
+        *before, moved = copies
         found["weights"] = program(
-            lambda: engine.lower(here, "weights", engine_config.params.mode), own
+            lambda: engine.lower(here, "weights", engine_config.params.mode),
+            (moved,),
+            **{f"copy of the {name}": copies[name] for name in before},
         )
     if config.critic is not None:
         change: Any = critic.jitted_update(config, mesh)

@@ -64,11 +64,14 @@ def _scaled(number: float) -> str:
     return f"{number:.4g}"
 
 
+def number_text(number: float) -> str:
+    """Returns a number to three digits, or to the unit from 100 on."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
 def seconds_text(number: float | None) -> str:
     """Returns seconds as text; None: not known."""
-    if number is None:
-        return "unknown"
-    return f"{number:,.0f} s" if number >= 100 else f"{number:.3g} s"
+    return "unknown" if number is None else f"{number_text(number)} s"
 
 
 def _memory(result: Mapping[str, Any]) -> list[str]:

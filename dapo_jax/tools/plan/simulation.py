@@ -7,6 +7,7 @@ every `POLL_SECONDS`. The host whose clock is behind moves next.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -80,7 +81,8 @@ class Rollout(NamedTuple):
     claimed: int  # prompts
     slots_busy: float  # share of the slots' seconds in which they held a sequence
     tokens: int  # tokens sampled, to the unit
-    tokens_lost: int  # tokens of prompts that went back to the data, or sampled after the cut
+    tokens_resumed: int  # tokens of earlier steps that came back, stale ones included
+    tokens_lost: int  # of prompts that went back to the data, of stale groups, or after the cut
     tokens_carried: int  # tokens of unfinished groups that the next step resumes
     tokens_cached: int  # largest number in one host's cache
     rate: float  # estimated informative rate at the start
@@ -181,38 +183,41 @@ def rollout(
         each.append(Host(setting, prompts, workload, step))
     play(each, queue)
     seconds = max(host.clock.now for host in each)
+    length = seconds or 1.0  # a batch of carried groups alone may take no time
     device_H, busy_H = (
         np.array([getattr(host.clock, name) for host in each]) for name in ("device", "busy")
     )
     tried = each[0].prompts.num_resolved
     batch = [i for i in range(tried) if queue.outcomes[i].kept]
     units = sum(host.engine.units for host in each)
+    groups = {n: group for host in each for n, group in host.prompts.groups.items()}
     if carries:
         unfinished = {n: r for host in each for n, r in host.prompts.unfinished.items()}
-        carried = carry.next_carried(
-            state.carried, problems, unfinished, num_tried=tried, step=step
-        )
+        claimed = len(groups.keys() | unfinished.keys())
+        stale = config.rollout.max_staleness
+        fresh, _ = carry.without_stale(state.carried, step=step, max_staleness=stale)
+        carried = carry.next_carried(fresh, problems, unfinished, num_tried=tried, step=step)
         lost = sum(host.collector.stats.discarded for host in each)
+        lost += _units(state.carried) - _units(fresh)
     else:
-        carried = ()
+        carried, claimed = (), queue.claimed
         lost = units - sum(int(each[0].engine.group(i).lengths_G.sum()) for i in range(tried))
-    carried_units = sum(len(r.tokens) for group in carried for _, r in group.responses)
     cached = max(host.engine.cached_units for host in each)
-    groups = {n: group for host in each for n, group in host.prompts.groups.items()}
     responses = [response for n in batch for response in groups[n].responses]
     ages = [step - r.versions.min() for r in responses if r.versions is not None]
     lengths = [len(r.tokens) for r in responses]
     one = Rollout(
         seconds,
-        1 - (busy_H - np.maximum(0.0, device_H - seconds)) / seconds,
+        1 - (busy_H - np.maximum(0.0, device_H - seconds)) / length,
         seconds - np.minimum(device_H, seconds),
         batch,
         tried,
-        queue.claimed,
-        sum(host.engine.slot_seconds(seconds) for host in each) / (seconds * hosts * setting.slots),
+        claimed,
+        sum(host.engine.slot_seconds(seconds) for host in each) / (length * hosts * setting.slots),
         units * setting.unit_tokens,
+        _units(state.carried) * setting.unit_tokens,
         lost * setting.unit_tokens,
-        carried_units * setting.unit_tokens,
+        _units(carried) * setting.unit_tokens,
         math.ceil(cached * setting.unit_tokens),
         state.informative_rate,
         float(np.mean(lengths or [0])) * setting.unit_tokens,
@@ -220,6 +225,11 @@ def rollout(
     )
     rate = next_rate(state.informative_rate, len(batch), tried)
     return one, DynamicSamplingState(rate, carried)
+
+
+def _units(groups: Sequence[carry.CarriedGroup]) -> int:
+    """Returns the units that carried groups have sampled."""
+    return sum(len(response.tokens) for group in groups for _, response in group.responses)
 
 
 def rollouts(setting: Setting, workload: Workload, *, hosts: int, steps: int) -> list[Rollout]:

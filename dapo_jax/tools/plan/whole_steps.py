@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from dapo_jax.config import Config
 from dapo_jax.tools.plan import estimate
 from dapo_jax.tools.plan.chips import Chip
+from dapo_jax.tools.plan.report import seconds_text
 
 
 class Step(NamedTuple):
@@ -107,11 +108,12 @@ def describe(found: Mapping[str, Any]) -> str:
     how = "rollout and update in turn"
     if found["sampling"]:
         how = f"{found['sampling']} hosts sampling and {found['training']} training"
+    first, others = seconds_text(steps[0].seconds), seconds_text(mean_seconds(steps))
     lines = [
-        f"Whole steps, {how}: the first takes {steps[0].seconds:,.0f} s, the others "
-        f"{mean_seconds(steps):,.0f} s on average, with rollouts of {mean('rollout'):,.0f} s and "
-        f"updates of {mean('update'):,.0f} s. Trained tokens are up to {found['staleness']} "
-        "updates old."
+        f"Whole steps, {how}: the first takes {first}, the others {others} on average, with "
+        f"rollouts of {seconds_text(mean('rollout'))} and updates of "
+        f"{seconds_text(mean('update'))}. Trained tokens are up to {found['staleness']} rollout "
+        "steps old."
     ]
     if found["sampling"]:
         sampler, trainer = (
