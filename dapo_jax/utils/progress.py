@@ -5,11 +5,13 @@ import errno
 import os
 import select
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 HEADER_EVERY_LINES = 20
+WRITE_SECONDS = 1.0  # that a thread waits for its output
 
 
 class Column(NamedTuple):
@@ -137,6 +139,19 @@ def drop_unread_output() -> bool:
             os.close(nowhere)
             found = True
     return found
+
+
+def written_in_time(write: Callable[[], None]) -> None:
+    """Writes output in a thread of its own, and waits for it WRITE_SECONDS: it may stand still
+    (Ctrl-S, a pipe that is not read), or fail."""
+
+    def quietly() -> None:
+        with contextlib.suppress(Exception):
+            write()
+
+    thread = threading.Thread(target=quietly, daemon=True)
+    thread.start()
+    thread.join(WRITE_SECONDS)
 
 
 def _cell(metrics: dict[str, Any], column: Column) -> str:
