@@ -66,7 +66,8 @@ class Progress:
         self.first_step = 0  # the last step of an earlier start, where a run resumes
         self.seconds = 0.0
         self.lines = 0
-        self.live = sys.stderr.isatty() and not quiet
+        # Standard error is None where the program was started without one, by `2>&-`.
+        self.live = sys.stderr is not None and sys.stderr.isatty() and not quiet
         self.watch: Callable[[str], None] = lambda _: None  # receives every phase
 
     def say(self, text: str) -> None:
@@ -127,7 +128,7 @@ def drop_unread_output() -> bool:
         Whether one of them did.
     """
     found = False
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         poll = select.poll()
         try:
             poll.register(stream.fileno(), 0)
