@@ -77,6 +77,7 @@ class Checkpoints:
         say: prints a line, for a damaged checkpoint and for a save that is tried again.
         num_bytes: size of the arrays of one checkpoint, for the time limit of a save.
         all_gather: gathers a small value from each process: `ProcessGroup.all_gather`.
+        completed: receives the step of a checkpoint that is known to be complete.
 
     Raises:
         UserError: the directory cannot be written to.
@@ -91,8 +92,10 @@ class Checkpoints:
         say: Callable[[str], None] = print,
         num_bytes: int = 0,
         all_gather: Callable[[Any], list[Any]] = lambda value: [value],
+        completed: Callable[[int], None] = lambda step: None,
     ):
         self.directory, self.say, self.all_gather = place(directory), say, all_gather
+        self.completed = completed
         self._pending: tuple[int, Callable[[], Any]] | None = None  # step and write, unfinished
         self._failed = False  # the save before the pending one
         policies = [
@@ -206,8 +209,10 @@ class Checkpoints:
     def _finish(self) -> None:
         """Waits until the last save is written or has failed."""
         if self._pending is not None:
-            if self._succeeds(self._pending[0], self.manager.wait_until_finished):
+            step, _ = self._pending
+            if self._succeeds(step, self.manager.wait_until_finished):
                 self._failed = False
+                self.completed(step)
             self._pending = None
 
     def _succeeds(self, step: int, write: Callable[[], Any]) -> bool:
