@@ -87,6 +87,7 @@ def train(config: Config, workdir: Path, process_group: ProcessGroup = ALONE) ->
             say=say,
             num_bytes=state_bytes(config),
             all_gather=process_group.all_gather,
+            completed=directory.note_saved,
         ) as checkpoints,
     ):
         progress.watch = watchdog.moved

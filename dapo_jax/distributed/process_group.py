@@ -8,7 +8,6 @@ A run of one process goes through the same code, without a store.
 """
 
 import contextlib
-import faulthandler
 import json
 import os
 import pickle
@@ -16,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.distributed.work_queue import POLL_SECONDS, SharedWorkQueue, WorkQueue
 from dapo_jax.types import StopRequested, UserError, causes, error_line
+from dapo_jax.utils.progress import written_in_time
 
 T = TypeVar("T")
 # Exit status of a fault that is not the run's: launch/restart.sh starts the run again.
@@ -389,14 +390,24 @@ def end(message: str, status: int, *, stacks: bool = False) -> None:
 
 def say_end(message: str, status: int, *, stacks: bool = False) -> None:
     """Prints why this process ends, after the stack of every thread where `stacks` asks for it."""
-    if stacks:
-        faulthandler.dump_traceback(2, all_threads=True)
     remedy = ". The same command resumes from the last checkpoint" if status == EXIT_RESTART else ""
-    print(f"error: {message}; this process ends{remedy}.", file=sys.stderr, flush=True)
+    text = f"{_stacks() if stacks else ''}error: {message}; this process ends{remedy}."
+    written_in_time(lambda: print(text, file=sys.stderr, flush=True))
+
+
+def _stacks() -> str:
+    """Returns the stack of every thread. faulthandler would write them itself, and stop all threads
+    where its output stands still."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = []
+    for ident, frame in sys._current_frames().items():
+        lines.append(f"Thread {names.get(ident, ident)} (most recent call first):")
+        for f, number in traceback.walk_stack(frame):
+            lines.append(f'  File "{f.f_code.co_filename}", line {number} in {f.f_code.co_name}')
+    return "".join(f"{line}\n" for line in lines)
 
 
 def end_now(status: int) -> None:
-    """Ends this process without waiting for threads or collectives."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    """Ends this process without waiting for threads, collectives or a reader of its output."""
+    written_in_time(lambda: sys.stdout.flush())  # of standard error every line is written at once
     os._exit(status)

@@ -24,6 +24,7 @@ import pebble
 from dapo_jax.rewards.scorers import LoadedScorer, load_scorer, warm_up
 from dapo_jax.rewards.types import Score, Task
 from dapo_jax.types import RunError
+from dapo_jax.utils.progress import drop_unread_output
 
 try:
     import resource
@@ -293,6 +294,7 @@ def _alarm(*_: object) -> None:
 def _score_chunk(number: int, tasks: list[Task], timeout_seconds: float) -> list[Scored]:
     """Scores the tasks, from the first, that start within the time limit of one; none once the
     chunk is given up."""
+    drop_unread_output()  # to which a scorer may print, at the cost of every verdict
     start, scores = time.perf_counter(), []
     for task in tasks:
         if scores and time.perf_counter() - start > timeout_seconds:

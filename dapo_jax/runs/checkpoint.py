@@ -77,6 +77,7 @@ class Checkpoints:
         say: prints a line, for a damaged checkpoint and for a save that is tried again.
         num_bytes: size of the arrays of one checkpoint, for the time limit of a save.
         all_gather: gathers a small value from each process: `ProcessGroup.all_gather`.
+        completed: receives the step of a checkpoint that is known to be complete.
 
     Raises:
         UserError: the directory cannot be written to.
@@ -91,8 +92,10 @@ class Checkpoints:
         say: Callable[[str], None] = print,
         num_bytes: int = 0,
         all_gather: Callable[[Any], list[Any]] = lambda value: [value],
+        completed: Callable[[int], None] = lambda step: None,
     ):
         self.directory, self.say, self.all_gather = place(directory), say, all_gather
+        self.completed = completed
         self._pending: tuple[int, Callable[[], Any]] | None = None  # step and write, unfinished
         self._failed = False  # the save before the pending one
         policies = [
@@ -128,7 +131,7 @@ class Checkpoints:
     def _drop_damaged_accuracies(self) -> None:
         """Deletes accuracies that cannot be read: orbax would open no checkpoint."""
         primary = jax.process_index() == 0
-        for step in ocp.utils.checkpoint_steps(self.directory) if primary else ():
+        for step in _steps_in(self.directory) if primary else ():
             file = self.directory / str(step) / "metrics" / "metrics"
             try:
                 float(json.loads(file.read_text())["accuracy"])
@@ -172,8 +175,10 @@ class Checkpoints:
 
         Raises:
             CheckpointError: two saves in a row could not be written, or the disk is full.
+            UserError: another run saves in the directory.
         """
         self._finish()
+        self._check_alone(step)
         record = {"arrays": describe(arrays), "sums": bit_sums(arrays), "host": host}
         args = ocp.args.Composite(
             arrays=ocp.args.StandardSave(arrays), host=ocp.args.JsonSave(record)
@@ -185,6 +190,20 @@ class Checkpoints:
                 return self.manager.save(step, args=args, metrics=metrics)
 
         self._start(step, write)
+
+    def _check_alone(self, step: int) -> None:
+        """Raises UserError where this step or a later one is there, which this run did not save:
+        orbax would replace it, or pass over this one without a word."""
+        newest = -1
+        if jax.process_index() == 0:
+            with contextlib.suppress(Exception):  # of the storage: the save meets it too
+                newest = max(_steps_in(self.directory), default=-1)
+        if newest >= step:
+            raise UserError(
+                f"{self.directory} has a checkpoint {newest} that this run, at step {step}, did "
+                "not save: another run saves there. Stop one of them, and give each run a "
+                "config.checkpoint.directory of its own."
+            )
 
     def wait(self) -> None:
         """Returns when everything is on disk.
@@ -206,8 +225,10 @@ class Checkpoints:
     def _finish(self) -> None:
         """Waits until the last save is written or has failed."""
         if self._pending is not None:
-            if self._succeeds(self._pending[0], self.manager.wait_until_finished):
+            step, _ = self._pending
+            if self._succeeds(step, self.manager.wait_until_finished):
                 self._failed = False
+                self.completed(step)
             self._pending = None
 
     def _succeeds(self, step: int, write: Callable[[], Any]) -> bool:
@@ -332,6 +353,12 @@ class Checkpoints:
         self.manager = self.open()
 
 
+def _steps_in(directory: epath.Path) -> list[int]:
+    """Returns the steps whose checkpoints are complete, in order. A copy named old_7 is none."""
+    places = ocp.utils.checkpoint_steps_paths(directory)
+    return sorted(int(place.name) for place in places if place.name.isdigit())
+
+
 def find_step(directory: epath.PathLike, step: int | None) -> int:
     """Returns the step if there is such a checkpoint; of None the newest one.
 
@@ -341,7 +368,7 @@ def find_step(directory: epath.PathLike, step: int | None) -> int:
     directory = place(directory)
     if not directory.is_dir():
         raise UserError(f"{directory}: there are no checkpoints.")
-    steps = sorted(ocp.utils.checkpoint_steps(directory))
+    steps = _steps_in(directory)
     if not steps:
         raise UserError(f"{directory} has no checkpoint yet: the run has saved none.")
     if step is not None and step not in steps:
@@ -367,7 +394,7 @@ def restore_part(
     try:
         return step, *_read(directory, step, like, fields)
     except Damaged as error:
-        steps = sorted(ocp.utils.checkpoint_steps(directory))
+        steps = _steps_in(directory)
         if step not in steps:
             raise UserError(
                 f"checkpoint {step} in {directory} was deleted while it was read, as by a run that "

@@ -11,6 +11,7 @@ heldout/step_*.jsonl     the first response to a few held-out problems, at each 
 tokenizer/               in Hugging Face format
 base/, checkpoints/      see `dapo_jax.training.base_model` and `dapo_jax.runs.checkpoint`
 summary.json             at the end
+saved                    the newest step with a complete checkpoint
 lock                     held by the process that trains here
 report.html, report.png  the page of plots
 profile/step_*/          traces of config.log.profile_steps, see `dapo_jax.utils.profiling`
@@ -116,6 +117,7 @@ class RunDirectory:
             self._unlock()
             raise
         self._metrics, self._pass_rates = path / "metrics.jsonl", path / "pass_rates.jsonl"
+        self._saved = path / "saved"
         self._trackers: list[trackers.Tracker] | None = None
         self._tables: dict[str, list[dict[str, Any]]] = {}  # of the step that is not logged yet
 
@@ -124,7 +126,7 @@ class RunDirectory:
         write_atomically(self.path / "config.json", text)
 
     def check_never_saved(self, checkpoints: Any) -> None:
-        """Checks that a run may start from its base model: it is new, or was stopped before its
+        """Checks that a run may start from its base model: it is new, or was killed before its
         first checkpoint was complete.
 
         Args:
@@ -135,22 +137,32 @@ class RunDirectory:
         """
         if not self.writes:
             return
-        last = max(_steps(self.path), default=0)
-        # After two intervals the first checkpoint is complete, or the run has ended with an error.
-        if last > 2 * self._config.checkpoint.every_steps or (self.path / "summary.json").exists():
+        if self._saved.exists():
+            last = max(_steps(self.path), default=0)
             raise UserError(
-                f"{self.path} has the metrics of a run up to step {last}, and {checkpoints} has no "
-                "checkpoint of it. Mount or restore that place, mend "
+                f"{self.path} has the metrics of a run up to step {last}, which saved checkpoints, "
+                f"and {checkpoints} has none of it. Mount or restore that place, mend "
                 "config.checkpoint.directory, or choose another --workdir. To train from the start "
-                "in this one, delete its metrics.jsonl and summary.json."
+                f"in this one, delete {self._saved}."
             )
+
+    def note_saved(self, step: int) -> None:
+        """Notes that the checkpoint of a step is complete, for `check_never_saved`."""
+        if self.writes:
+            write_atomically(self._saved, f"{step}\n")
 
     def rewind(self, step: int) -> None:
         """Deletes metrics and responses after `step`, which a resumed run repeats, and opens the
-        trackers. Nothing refuses the start any more: config.json gets its commit and versions."""
+        trackers. Nothing refuses the start any more: config.json gets its commit and versions.
+
+        Args:
+            step: of the restored checkpoint; -1: there is none.
+        """
         if not self.writes:
             return
         self._write_config()
+        if step >= 0:
+            self.note_saved(step)
         for file in (self._metrics, self._pass_rates):
             # What is no text stands for a line that was cut short.
             lines = file.read_text(errors="replace").splitlines() if file.exists() else []

@@ -103,6 +103,7 @@ def fine_tune(config: SftConfig, workdir: Path, process_group: ProcessGroup = AL
                     x.size * x.dtype.itemsize for x in jax.tree.leaves(state_shapes(config).saved)
                 ),
                 all_gather=process_group.all_gather,
+                completed=directory.note_saved,
             ) as checkpoints,
         ):
             run = FineTuning(config, examples, progress, signals, directory, checkpoints, begun)

@@ -5,11 +5,13 @@ import errno
 import os
 import select
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 HEADER_EVERY_LINES = 20
+WRITE_SECONDS = 1.0  # that a thread waits for its output
 
 
 class Column(NamedTuple):
@@ -64,7 +66,8 @@ class Progress:
         self.first_step = 0  # the last step of an earlier start, where a run resumes
         self.seconds = 0.0
         self.lines = 0
-        self.live = sys.stderr.isatty() and not quiet
+        # Standard error is None where the program was started without one, by `2>&-`.
+        self.live = sys.stderr is not None and sys.stderr.isatty() and not quiet
         self.watch: Callable[[str], None] = lambda _: None  # receives every phase
 
     def say(self, text: str) -> None:
@@ -125,7 +128,7 @@ def drop_unread_output() -> bool:
         Whether one of them did.
     """
     found = False
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         poll = select.poll()
         try:
             poll.register(stream.fileno(), 0)
@@ -137,6 +140,19 @@ def drop_unread_output() -> bool:
             os.close(nowhere)
             found = True
     return found
+
+
+def written_in_time(write: Callable[[], None]) -> None:
+    """Writes output in a thread of its own, and waits for it WRITE_SECONDS: it may stand still
+    (Ctrl-S, a pipe that is not read), or fail."""
+
+    def quietly() -> None:
+        with contextlib.suppress(Exception):
+            write()
+
+    thread = threading.Thread(target=quietly, daemon=True)
+    thread.start()
+    thread.join(WRITE_SECONDS)
 
 
 def _cell(metrics: dict[str, Any], column: Column) -> str:

@@ -5,18 +5,16 @@ second thread watches the time since the last movement: a token, a verdict, a ph
 news of another process.
 """
 
-import contextlib
 import math
 import threading
 import time
 from collections.abc import Callable
 
-from dapo_jax.utils.progress import duration
+from dapo_jax.utils.progress import duration, written_in_time
 
 WATCHDOG_SECONDS = 120.0  # of silence before a run says what it waits for
 LOOKS_A_SILENCE = 8  # how often the thread looks before the first line
 LONGEST_LOOK_SECONDS = 5.0
-SAY_SECONDS = 1.0  # that the watchdog waits for its line to be printed
 
 
 class Watchdog:
@@ -91,14 +89,7 @@ class Watchdog:
         if self.limited and silence >= self.most:
             self.give_up(text)
         elif due:
-            # Standard output may stand still too (Ctrl-S, a pipe that is not read), or fail.
-            line = threading.Thread(target=self._say, args=(f"  {text}",), daemon=True)
-            line.start()
-            line.join(SAY_SECONDS)
-
-    def _say(self, line: str) -> None:
-        with contextlib.suppress(OSError):
-            self.say(line)
+            written_in_time(lambda: self.say(f"  {text}"))
 
     def _watch(self) -> None:
         pause = min(min(self.seconds, self.most) / LOOKS_A_SILENCE, LONGEST_LOOK_SECONDS)

@@ -66,6 +66,32 @@ def test_a_signal_to_every_process_costs_no_response():
     assert done.stdout.count("Score(") == 12 and "worker died" not in done.stdout
 
 
+def test_a_scorer_that_prints_where_nothing_reads_costs_no_response():
+    """As after `train.py 2>&1 | tee log` where tee has ended: the run continues."""
+    program = """if True:
+        import sys
+        from dapo_jax.rewards.pool import RewardPool
+        from dapo_jax.rewards.types import Task
+        if __name__ == "__main__":
+            name = "tests.support.scorers:talkative"
+            with RewardPool([name], workers=1, timeout_seconds=60.0) as pool:
+                sys.stdin.readline()
+                print([s.scores for s in pool.score([Task((name,), "7", "7")])], file=sys.stderr)
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    _, errors = process.communicate("\n", timeout=60)
+    assert "correct=True" in errors, errors
+
+
 def test_faults_cost_themselves_only():
     texts = ["7", "hang", "8", "die", "raise", "7", "eat", "exit", *["7"] * 40]
     with RewardPool([TREACHEROUS], workers=2, timeout_seconds=0.5) as pool:

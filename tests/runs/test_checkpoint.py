@@ -53,6 +53,7 @@ def write(directory, steps):
     with opened(directory) as checkpoints:
         for step in steps:
             checkpoints.save(step, make_arrays(step), {"step": step}, accuracy=None)
+    return directory
 
 
 def assert_restores(directory, step, say=print):
@@ -82,6 +83,20 @@ def test_the_best_is_kept_when_the_run_resumes(tmp_path, caplog):
     with opened(tmp_path) as checkpoints:
         assert checkpoints.steps == [1, 6, 7]
     assert "metrics" not in caplog.text
+
+
+def test_a_second_run_in_one_directory_replaces_nothing(tmp_path):
+    """As runs of two configs that name one bucket; a copy that the user made is no second run."""
+    with opened(tmp_path) as first, opened(tmp_path) as second:
+        shutil.copytree(write(tmp_path / "elsewhere", [7]) / "7", tmp_path / "old_7")
+        first.save(1, make_arrays(1), {}, accuracy=None)
+        first.wait()
+        for step in (1, 0):
+            with pytest.raises(UserError, match=f"checkpoint 1 .* at step {step}, .*another run"):
+                second.save(step, make_arrays(2), {}, accuracy=None)
+        first.save(2, make_arrays(2), {}, accuracy=None)
+    assert checkpoint.find_step(tmp_path, None) == 2
+    assert_restores(tmp_path, 2)
 
 
 def test_arrays_are_saved_as_they_were_when_save_was_called(tmp_path):

@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from dapo_jax.config import Config
 from dapo_jax.runs import run_directory, trackers
+from dapo_jax.runs.checkpoint import Checkpoints
 from dapo_jax.runs.run_directory import RunDirectory, check_same, frozen, read_config
 from dapo_jax.types import Attempt, Attempts, Problem, RunError, UserError, Verdict
 from tests.conftest import ROOT
@@ -190,18 +192,21 @@ def test_the_config_of_a_supervised_run_is_named(tmp_path):
 
 def test_a_run_whose_checkpoints_are_missing_is_not_started_again(tmp_path):
     """A storage that is not mounted, or a copy without them."""
-    settings = {"checkpoint__every_steps": 2, "train__num_steps": 9}
-    directory = RunDirectory(begun(tmp_path, steps=range(5), **settings), tiny_config(**settings))
-    directory.check_never_saved("PLACE")  # two saves may have failed
-    begun(tmp_path, steps=range(6), **settings)
-    before = files_of(tmp_path)
-    with pytest.raises(UserError, match="up to step 5, and PLACE has no checkpoint of it.*Mount"):
+    directory = RunDirectory(begun(tmp_path / "run"), tiny_config())
+    directory.check_never_saved("PLACE")  # it was killed before a checkpoint was complete
+    with Checkpoints(
+        tmp_path / "place", keep_newest=1, keep_best=0, completed=directory.note_saved
+    ) as checkpoints:
+        checkpoints.save(2, {"w": jax.numpy.zeros(2)}, None, accuracy=None)
+    with pytest.raises(UserError, match="up to step 3, .* and PLACE has none of it.*Mount"):
         directory.check_never_saved("PLACE")
-    begun(tmp_path, steps=range(2), **settings)
-    (tmp_path / "summary.json").write_text("{}")
-    with pytest.raises(UserError, match="up to step 1, and PLACE has no checkpoint"):
-        directory.check_never_saved("PLACE")
-    assert before.keys() < files_of(tmp_path).keys()
+    moved = RunDirectory(tmp_path / "new", tiny_config())  # of a run whose bucket has checkpoints
+    moved.check_never_saved("PLACE")
+    moved.rewind(0)
+    with pytest.raises(UserError, match="up to step 0, .* and PLACE has none of it"):
+        moved.check_never_saved("PLACE")
+    for opened in (directory, moved):
+        opened.close()
 
 
 def test_one_process_trains_in_a_directory(tmp_path, monkeypatch):

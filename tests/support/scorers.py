@@ -65,6 +65,12 @@ def hanging(response: str, answer: str) -> bool:
     return True
 
 
+def talkative(response: str, answer: str) -> bool:
+    """Prints what it judges."""
+    print(response, flush=True)
+    return response == answer
+
+
 def plain(response: str, answer: str) -> bool:
     """A scorer that says nothing but right or wrong."""
     return response == answer

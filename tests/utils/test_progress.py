@@ -39,6 +39,13 @@ def test_the_run_continues_where_its_output_is_read_by_nothing_any_more():
         assert process.wait(60) == 5
 
 
+def test_a_program_without_standard_error_runs():
+    """Started by `2>&-`, as some daemons are."""
+    without = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-c", CODE]
+    ended = subprocess.run(without, input="\n", stdout=subprocess.PIPE, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout.split()) == (5, ["one", "two", "three", "four"])
+
+
 def test_what_the_output_cannot_encode_is_escaped():
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     Progress(2, out).say("\u00fc and \ud800")

@@ -1,11 +1,14 @@
 """The watchdog reports silence, whatever call the main thread is blocked in."""
 
+import contextlib
 import os
 import re
 import select
 import subprocess
 import sys
 import threading
+
+import pytest
 
 from dapo_jax.distributed.process_group import EXIT_RESTART
 from dapo_jax.utils.progress import Progress
@@ -93,19 +96,21 @@ def test_it_gives_up_though_its_lines_are_not_read():
     over.set()
 
 
+HANGS = """if True:
+    import os
+    from dapo_jax.distributed.process_group import ALONE
+    from dapo_jax.utils.watchdog import Watchdog
+    here, _ = os.pipe()
+    with Watchdog(0.0, print, most=0.3, give_up=ALONE.give_up) as watch:
+        watch.limited = True
+        watch.moved("a pipe")
+        os.read(here, 1)
+"""
+
+
 def test_a_process_that_hangs_ends_with_the_status_that_starts_it_again():
-    program = """if True:
-        import os
-        from dapo_jax.distributed.process_group import ALONE
-        from dapo_jax.utils.watchdog import Watchdog
-        here, _ = os.pipe()
-        with Watchdog(0.0, print, most=0.3, give_up=ALONE.give_up) as watch:
-            watch.limited = True
-            watch.moved("a pipe")
-            os.read(here, 1)
-    """
     ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", HANGS], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert ended.returncode == EXIT_RESTART and ended.stdout == ""
     stacks, error = ended.stderr.split("error: ")
@@ -115,6 +120,23 @@ def test_a_process_that_hangs_ends_with_the_status_that_starts_it_again():
         error,
     )
     assert "most recent call first" in stacks and 'File "<string>", line 9 in <module>' in stacks
+
+
+@pytest.mark.parametrize("output", ["full", "broken", "closed"])
+def test_a_process_that_hangs_ends_though_its_output_is_not_read(output):
+    reads, writes = os.pipe()
+    if output == "full":
+        os.set_blocking(writes, False)
+        with contextlib.suppress(BlockingIOError):
+            while os.write(writes, bytes(4096)):
+                pass
+        os.set_blocking(writes, True)
+    if output == "broken":
+        os.close(reads)
+    program = [sys.executable, "-c", HANGS]
+    command = ["sh", "-c", 'exec "$@" >&-', "sh", *program] if output == "closed" else program
+    ended = subprocess.run(command, cwd=ROOT, stdout=writes, stderr=writes, timeout=60)
+    assert ended.returncode == EXIT_RESTART
 
 
 def test_switched_off_there_is_no_thread():
