@@ -137,13 +137,15 @@ class RunDirectory:
         """
         if not self.writes:
             return
-        if self._saved.exists():
-            last = max(_steps(self.path), default=0)
+        last = max(_steps(self.path), default=0)
+        # Earlier versions noted nothing; after two intervals a run has saved, or ended in an error.
+        late = last > 2 * self._config.checkpoint.every_steps
+        if late or self._saved.exists() or (self.path / "summary.json").exists():
             raise UserError(
                 f"{self.path} has the metrics of a run up to step {last}, which saved checkpoints, "
                 f"and {checkpoints} has none of it. Mount or restore that place, mend "
                 "config.checkpoint.directory, or choose another --workdir. To train from the start "
-                f"in this one, delete {self._saved}."
+                "in this one, delete its metrics.jsonl, summary.json and saved."
             )
 
     def note_saved(self, step: int) -> None:

@@ -1,5 +1,6 @@
 """Run directories: the configs that may resume a run."""
 
+import contextlib
 import errno
 import json
 import re
@@ -192,13 +193,13 @@ def test_the_config_of_a_supervised_run_is_named(tmp_path):
 
 def test_a_run_whose_checkpoints_are_missing_is_not_started_again(tmp_path):
     """A storage that is not mounted, or a copy without them."""
-    directory = RunDirectory(begun(tmp_path / "run"), tiny_config())
+    directory = RunDirectory(begun(tmp_path / "run", steps=range(3)), tiny_config())
     directory.check_never_saved("PLACE")  # it was killed before a checkpoint was complete
     with Checkpoints(
         tmp_path / "place", keep_newest=1, keep_best=0, completed=directory.note_saved
     ) as checkpoints:
         checkpoints.save(2, {"w": jax.numpy.zeros(2)}, None, accuracy=None)
-    with pytest.raises(UserError, match="up to step 3, .* and PLACE has none of it.*Mount"):
+    with pytest.raises(UserError, match="up to step 2, .* and PLACE has none of it.*Mount"):
         directory.check_never_saved("PLACE")
     moved = RunDirectory(tmp_path / "new", tiny_config())  # of a run whose bucket has checkpoints
     moved.check_never_saved("PLACE")
@@ -207,6 +208,22 @@ def test_a_run_whose_checkpoints_are_missing_is_not_started_again(tmp_path):
         moved.check_never_saved("PLACE")
     for opened in (directory, moved):
         opened.close()
+
+
+@pytest.mark.parametrize(
+    "last, summary, refused", [(4, False, False), (5, False, True), (1, True, True)]
+)
+def test_a_run_of_an_earlier_version_whose_checkpoints_are_missing(
+    tmp_path, last, summary, refused
+):
+    """It has no file that says whether it saved."""
+    settings = {"checkpoint__every_steps": 2, "train__num_steps": 9}
+    begun(tmp_path, steps=range(last + 1), **settings)
+    if summary:
+        (tmp_path / "summary.json").write_text("{}")
+    expected = pytest.raises(UserError, match=f"up to step {last}, .* and PLACE has none of it")
+    with expected if refused else contextlib.nullcontext():
+        RunDirectory(tmp_path, tiny_config(**settings)).check_never_saved("PLACE")
 
 
 def test_one_process_trains_in_a_directory(tmp_path, monkeypatch):
