@@ -179,11 +179,11 @@ def draw(
             place = below if len(handles) > LEGEND_INSIDE else {"fontsize": 8}
             axis.legend(handles=handles, handlelength=3, edgecolor="none", framealpha=0.6, **place)
     if len(methods) == 1:
-        figure.suptitle(_plain(headlines[0]), fontsize=13)
+        figure.suptitle(plain(headlines[0]), fontsize=13)
     else:
         figure.legend(
             handles=[
-                Line2D([], [], color=colour, linewidth=3, label=_plain(headline))
+                Line2D([], [], color=colour, linewidth=3, label=plain(headline))
                 for colour, headline in zip(_colours(len(methods)), headlines)
             ],
             loc="outside upper center",
@@ -271,7 +271,7 @@ def _draw_methods(
                 axis.fill_between(xs, low, high, color=style["color"], alpha=0.15, linewidth=0)
         if not several or len(series) > 1:
             style |= {"color": INK} if several else {}
-            handles.append(Line2D([], [], label=_plain(label), **style))
+            handles.append(Line2D([], [], label=plain(label), **style))
     return handles
 
 
@@ -311,7 +311,7 @@ def _draw_paper(
             linestyle=dashes,
             linewidth=1.1,
             zorder=1.5,  # below the methods
-            label=_plain(curve.label),
+            label=plain(curve.label),
         )
     return handles
 
@@ -347,6 +347,6 @@ def _short_names(sources: Sequence[str]) -> list[str]:
     return [n if len(n) <= SOURCE_CHARACTERS else "…" + n[1 - SOURCE_CHARACTERS :] for n in names]
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Returns text that matplotlib does not take for a formula."""
     return text.replace("$", r"\$")
