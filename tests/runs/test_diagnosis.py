@@ -168,6 +168,22 @@ def test_a_change_is_between_the_means_of_a_fifth_of_the_steps_and_of_ten_at_mos
     assert diagnosis.change(run_of()._replace(steps=lines), "x") == wanted
 
 
+@pytest.mark.parametrize(
+    "first, last, trend",
+    [
+        (1.0, 1.2, "rises"),
+        (1.0, 0.8, "falls"),
+        (1.0, 1.05, "stays"),
+        (-1.0, -0.8, "rises"),
+        (0.0, 0.1, "rises"),
+        (0.1, 0.0, "falls"),
+        (0.0, 0.0, "stays"),
+    ],
+)
+def test_a_trend_is_a_change_of_a_tenth_of_the_larger(first, last, trend):
+    assert diagnosis.Change(first, last).trend == trend
+
+
 def test_without_a_metric_its_checks_find_nothing():
     run = run_of()
     bare = run._replace(steps=[{"step": numbers["step"]} for numbers in run.steps])

@@ -174,6 +174,29 @@ def test_reflection_is_plotted_where_there_is_any(tmp_path, share):
     assert (plots.REFLECTION.title in draw([run])) == (share > 0)
 
 
+def test_titles_and_legends_cover_nothing_and_are_whole(tmp_path):
+    """As of a run on a large model: the paper's curves, carried responses, reflection, sources."""
+    run = write_run(tmp_path / "run", sources=["aime24", "aime25", "olympiad_bench"])
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    several = {"batch/staleness_max": 2, "batch/staleness_mean": 1.5, "reflection/share": 0.1}
+    for panels, more in ((11, {}), (13, several)):
+        text = "".join(json.dumps(line | more) + "\n" for line in lines)
+        (run / "metrics.jsonl").write_text(text)
+        figure = plots.draw(by_method(load_runs([run])), ["run"], load_paper())
+        figure.canvas.draw()
+        assert len(figure.axes) == panels
+        words = {}
+        for axis in figure.axes:
+            words[axis.get_title(loc="left")] = axis._left_title
+            if (below := axis.get_legend()) and len(below.get_texts()) > plots.LEGEND_INSIDE:
+                words[f"legend of {axis.get_title(loc='left')}"] = below
+        boxes = {title: text.get_window_extent() for title, text in words.items()}
+        for title, box in boxes.items():
+            assert box.x1 <= figure.bbox.x1, title
+            others = [*(b for b in boxes.values() if b is not box), *(a.bbox for a in figure.axes)]
+            assert not box.count_overlaps(others), title
+
+
 def test_pass_rates_are_shown_once_problems_come_back(tmp_path, without_plots, monkeypatch):
     seen = []
     monkeypatch.setattr(report, "heat_map", lambda rates: seen.append(rates) or b"")

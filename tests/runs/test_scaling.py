@@ -143,3 +143,13 @@ def test_words_and_a_figure(tmp_path):
     assert lines[0].startswith("run: R0 = 10.0%, A = 80.0% (") and "3,000 tokens" in lines[0]
     assert lines[1].startswith("run: expected after 60,000 tokens sampled, 2 times the runs': 79.")
     assert (run / "fit.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("name, shown", [("_old", "_old"), ("cost_$5_and_$9", r"cost_\$5_and_\$9")])
+def test_every_name_of_a_run_is_in_the_legend(tmp_path, monkeypatch, name, shown):
+    """Matplotlib leaves out names that begin with an underscore, and reads dollars as a formula."""
+    figures, to_png = [], scaling.to_png
+    monkeypatch.setattr(scaling, "to_png", lambda figure: figures.append(figure) or to_png(figure))
+    dapo_jax.fit_curves(write_curve(tmp_path / name))
+    (text,) = figures[0].axes[0].get_legend().get_texts()
+    assert text.get_text() == shown

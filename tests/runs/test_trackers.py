@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from importlib.machinery import ModuleSpec
 
 import pytest
 from tensorboardX.proto import event_pb2
@@ -325,8 +326,11 @@ def test_a_damaged_file_of_the_id_does_not_stop_the_run(tmp_path, text):
     assert first != second == trackers.run_id(tmp_path)
 
 
-def test_a_tracker_that_is_not_installed_or_not_known_is_named_at_the_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+@pytest.mark.parametrize("spec", [None, ModuleSpec("mlflow", None)])  # a directory mlflow/
+def test_a_tracker_that_is_not_installed_or_not_known_is_named_at_the_start(
+    tmp_path, monkeypatch, spec
+):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     config = tiny_config(log__trackers=("tensorboard", "mlflow"))
     with pytest.raises(UserError) as refused:
         RunDirectory(tmp_path, config)

@@ -52,7 +52,8 @@ class Change(NamedTuple):
     @property
     def trend(self) -> str:
         """Returns "rises", "falls" or "stays"."""
-        if abs(self.difference) < FLAT * max(abs(self.first), abs(self.last)):
+        # Two zeros differ by a tenth of the larger, which is 0.
+        if self.first == self.last or abs(self.difference) < FLAT * max(map(abs, self)):
             return "stays"
         return "rises" if self.difference > 0 else "falls"
 

@@ -27,7 +27,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # their number has no factor in c
 INK, GREY = "#222222", "#777777"
 PAPER_STYLES = (("#777777", "--"), ("#555555", "-."), ("#a5a5a5", "--"))
 SOURCE_CHARACTERS = 20
-COLUMNS = 4  # panels in a row below those of held-out accuracy
+COLUMNS = 4  # panels in a row; the upper row has what is left
 LEGEND_INSIDE = 4  # entries; a longer legend is put below its plot
 HEAT_MAP_LINES = 400  # several problems share a line where there are more
 COMPARABLE = 4.0  # scales that differ by no more than this are drawn as one
@@ -71,7 +71,7 @@ AGE = Panel(
     (("batch/staleness_mean", "mean"), ("batch/staleness_max", "oldest")),
 )
 REFLECTION = Panel(
-    "sampled responses that check or go back, %", PERCENT, (("reflection/share", "reflection"),)
+    "responses that check or go back, %", PERCENT, (("reflection/share", "reflection"),)
 )
 PROBABILITY_OF_CLIPPED = Panel("probability of clipped tokens, mean", NUMBER, CLIPPED_PROBABILITY)
 PANELS = (
@@ -81,10 +81,10 @@ PANELS = (
     ),
     AGE,  # where any token is older than its step
     Panel("training accuracy, %", PERCENT, TRAINING),
-    Panel("reward of the trained responses, mean", NUMBER, (("reward/mean", "reward"),)),
+    Panel("reward of trained responses, mean", NUMBER, (("reward/mean", "reward"),)),
     Panel("response length, tokens", NUMBER, LENGTH),
     Panel("entropy, nats per token", NUMBER, (("policy/entropy", "entropy"),)),
-    Panel("probability of the sampled token, mean", NUMBER, PROBABILITY),
+    Panel("probability of sampled tokens, mean", NUMBER, PROBABILITY),
     Panel("clipped tokens, %", PERCENT, CLIPPED),
     PROBABILITY_OF_CLIPPED,  # where a bound clipped any
     REFLECTION,  # where any response does
@@ -158,9 +158,11 @@ def draw(
     methods: Sequence[Method], headlines: Sequence[str], curves: Sequence[Curve] = ()
 ) -> Figure:
     """Returns the plots as a figure. Arguments: see `plot`."""
-    figure = new_figure(15.5, 11.5 if curves else 9.5)
+    panels = _panels(methods)
+    rows = -(-len(panels) // COLUMNS)
+    figure = new_figure(15.5, (11.5 if curves else 9.5) * rows / 3)
     updates = common_updates(methods, curves)
-    for panel, axis in _axes(figure, methods):
+    for panel, axis in _axes(figure, panels, rows):
         series = _series(panel, methods)
         handles = _draw_methods(axis, panel, series, methods)
         by_step = panel.x == "step"
@@ -177,11 +179,11 @@ def draw(
             place = below if len(handles) > LEGEND_INSIDE else {"fontsize": 8}
             axis.legend(handles=handles, handlelength=3, edgecolor="none", framealpha=0.6, **place)
     if len(methods) == 1:
-        figure.suptitle(_plain(headlines[0]), fontsize=13)
+        figure.suptitle(plain(headlines[0]), fontsize=13)
     else:
         figure.legend(
             handles=[
-                Line2D([], [], color=colour, linewidth=3, label=_plain(headline))
+                Line2D([], [], color=colour, linewidth=3, label=plain(headline))
                 for colour, headline in zip(_colours(len(methods)), headlines)
             ],
             loc="outside upper center",
@@ -191,20 +193,24 @@ def draw(
     return figure
 
 
-def _axes(figure: Figure, methods: Sequence[Method]) -> Iterator[tuple[Panel, Any]]:
-    """Yields the panels that the methods have with their axes: accuracy above, others in fours."""
+def _panels(methods: Sequence[Method]) -> list[Panel]:
+    """Returns the panels that the methods have."""
     metrics = lambda panel: [metric for metric, _ in panel.series]
     has_values = lambda panel: any(
         p.value for metric in metrics(panel) for method in methods for p in method.points(metric)
     )
-    panels = [
+    return [
         p
         for p in PANELS
         if (p.x == "step" or any(method.has("eval/avg@k", p.x) for method in methods))
         and (p not in (AGE, PROBABILITY_OF_CLIPPED, REFLECTION) or has_values(p))
     ]
-    top = len(panels) - 2 * COLUMNS
-    grid = figure.add_gridspec(3, top * COLUMNS)
+
+
+def _axes(figure: Figure, panels: Sequence[Panel], rows: int) -> Iterator[tuple[Panel, Any]]:
+    """Yields the panels with their axes: rows of four, the upper one of what is left."""
+    top = len(panels) - (rows - 1) * COLUMNS
+    grid = figure.add_gridspec(rows, top * COLUMNS)
     for i, panel in enumerate(panels):
         row, column, width = (0, i, COLUMNS) if i < top else (*divmod(i - top, COLUMNS), top)
         row += i >= top
@@ -265,7 +271,7 @@ def _draw_methods(
                 axis.fill_between(xs, low, high, color=style["color"], alpha=0.15, linewidth=0)
         if not several or len(series) > 1:
             style |= {"color": INK} if several else {}
-            handles.append(Line2D([], [], label=_plain(label), **style))
+            handles.append(Line2D([], [], label=plain(label), **style))
     return handles
 
 
@@ -305,7 +311,7 @@ def _draw_paper(
             linestyle=dashes,
             linewidth=1.1,
             zorder=1.5,  # below the methods
-            label=_plain(curve.label),
+            label=plain(curve.label),
         )
     return handles
 
@@ -341,6 +347,6 @@ def _short_names(sources: Sequence[str]) -> list[str]:
     return [n if len(n) <= SOURCE_CHARACTERS else "…" + n[1 - SOURCE_CHARACTERS :] for n in names]
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Returns text that matplotlib does not take for a formula."""
     return text.replace("$", r"\$")

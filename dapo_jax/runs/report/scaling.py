@@ -14,7 +14,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from dapo_jax.runs.report.data import Method
-from dapo_jax.runs.report.plots import COLOURS, PERCENT, label_axis, new_figure, to_png
+from dapo_jax.runs.report.plots import COLOURS, PERCENT, label_axis, new_figure, plain, to_png
 from dapo_jax.types import UserError
 
 COMPUTE = {"tokens": "tokens sampled", "seconds": "seconds of training"}
@@ -172,19 +172,21 @@ def plot(fits: Sequence[Fit]) -> bytes:
     """Returns the evaluations and curves of methods as a PNG, up to twice the compute."""
     figure = new_figure(8, 5)
     axis = figure.add_subplot()
+    lines = []
     for fit, colour in zip(fits, COLOURS * (1 + len(fits) // len(COLOURS))):
         compute, accuracy = fit.points.T
         x = np.geomspace(compute.min(), 2 * compute.max(), 200)
         curves = np.stack([curve(x) for curve in fit.resampled])
         low, high = np.quantile(curves, (0.025, 0.975), axis=0)
         axis.plot(compute, PERCENT * accuracy, "o", markersize=3, color=colour, alpha=0.5)
-        axis.plot(x, PERCENT * fit.curve(x), color=colour, label=fit.name)
+        lines += axis.plot(x, PERCENT * fit.curve(x), color=colour, label=plain(fit.name))
         axis.fill_between(x, PERCENT * low, PERCENT * high, color=colour, alpha=0.15, linewidth=0)
         axis.axvline(compute.max(), color=colour, linestyle=":", linewidth=1)
     axis.set_xscale("log")
     title = "held-out accuracy, %; dotted: the end of the runs"
     label_axis(axis, title, COMPUTE[fits[0].unit])
-    axis.legend(fontsize=9, edgecolor="none")
+    # Without handles a legend leaves out names that begin with an underscore.
+    axis.legend(handles=lines, fontsize=9, edgecolor="none")
     return to_png(figure)
 
 
