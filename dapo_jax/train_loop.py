@@ -90,6 +90,7 @@ def train(config: Config, workdir: Path, process_group: ProcessGroup = ALONE) ->
             completed=directory.note_saved,
         ) as checkpoints,
     ):
+        checkpoints.check_writable()
         progress.watch = watchdog.moved
         telemetry = Telemetry(progress, watchdog, signals.check)
         TrainLoop(config, directory, telemetry, signals, pool, checkpoints, started).run()

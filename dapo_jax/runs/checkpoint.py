@@ -7,6 +7,7 @@ when it holds orbax's commit file, as nothing is renamed there.
 """
 
 import contextlib
+import errno
 import functools
 import importlib.util
 import json
@@ -36,6 +37,7 @@ from dapo_jax.runs.integrity import (
 from dapo_jax.types import UserError, error_line
 
 T = TypeVar("T")
+READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 DAMAGED = "damaged"
 BUCKET = "gs://"
 # A slower save fails: a quarter of the rate at which a 4 TB Filestore of the tier ZONAL writes.
@@ -80,7 +82,7 @@ class Checkpoints:
         completed: receives the step of a checkpoint that is known to be complete.
 
     Raises:
-        UserError: the directory cannot be written to.
+        UserError: the directory cannot be made or listed.
     """
 
     def __init__(
@@ -122,11 +124,27 @@ class Checkpoints:
             self._drop_damaged_accuracies()
             self.manager = self.open()
         except Exception as error:  # an OSError; of a bucket also errors of its libraries
-            cause = error.strerror if isinstance(error, OSError) else None
-            raise UserError(
-                f"checkpoints cannot be kept in {self.directory}: {cause or error}. Choose "
-                "another --workdir or config.checkpoint.directory, or mend its permissions."
-            ) from error
+            raise self._cannot_be_kept(error) from error
+
+    def _cannot_be_kept(self, error: Exception) -> UserError:
+        cause = error.strerror if isinstance(error, OSError) else None
+        return UserError(
+            f"checkpoints cannot be kept in {self.directory}: {cause or error}. Choose "
+            "another --workdir or config.checkpoint.directory, or mend its permissions."
+        )
+
+    def check_writable(self) -> None:
+        """Raises UserError where the directory can only be read: the first save would fail, hours
+        later perhaps. Other errors are left to it, as they may pass."""
+        if jax.process_index() != 0:
+            return
+        probe = self.directory / ".writable"
+        try:
+            probe.write_text("")
+            probe.unlink()
+        except OSError as error:
+            if error.errno in READ_ONLY or "Forbidden" in str(error):  # the second: of gcsfs
+                raise self._cannot_be_kept(error) from error
 
     def _drop_damaged_accuracies(self) -> None:
         """Deletes accuracies that cannot be read: orbax would open no checkpoint."""

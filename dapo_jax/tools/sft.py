@@ -106,6 +106,7 @@ def fine_tune(config: SftConfig, workdir: Path, process_group: ProcessGroup = AL
                 completed=directory.note_saved,
             ) as checkpoints,
         ):
+            checkpoints.check_writable()
             run = FineTuning(config, examples, progress, signals, directory, checkpoints, begun)
             run.run(tokenizer)
     return signals.received_by_any()

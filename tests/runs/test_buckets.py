@@ -59,7 +59,9 @@ def shapes():
 
 
 def opened(place, say=print):
-    return Checkpoints(place, keep_newest=2, keep_best=1, say=say)
+    checkpoints = Checkpoints(place, keep_newest=2, keep_best=1, say=say)
+    checkpoints.check_writable()
+    return checkpoints
 
 
 def test_checkpoints_are_restored_and_the_oldest_deleted(bucket):

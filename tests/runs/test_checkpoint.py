@@ -1,9 +1,11 @@
 """Checkpoints: rotation, restored contents, and the effects of damage and storage errors."""
 
+import contextlib
 import errno
 import gc
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -248,6 +250,32 @@ def test_a_directory_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="file/checkpoints: Not a directory.* --workdir"):
         opened(tmp_path / "file" / "checkpoints")
+
+
+@pytest.mark.parametrize(
+    "error, refused",
+    [
+        (PermissionError(errno.EACCES, "Permission denied"), True),
+        (OSError(errno.EROFS, "Read-only file system"), True),
+        (OSError("Forbidden: https://storage/o\nno storage.objects.create"), True),  # of gcsfs
+        (OSError(errno.EIO, "Input/output error"), False),  # it may pass
+    ],
+)
+def test_a_directory_that_can_only_be_read_is_refused_before_a_step(
+    tmp_path, monkeypatch, error, refused
+):
+    with opened(tmp_path) as checkpoints:
+        checkpoints.check_writable()
+        assert list(tmp_path.iterdir()) == []
+
+        def fail(*_):
+            raise error
+
+        monkeypatch.setattr(type(checkpoints.directory), "write_text", fail)
+        with pytest.raises(UserError) if refused else contextlib.nullcontext() as found:
+            checkpoints.check_writable()
+    wanted = r"cannot be kept in [^:]*: (Perm|Read|Forb)[\s\S]* mend its permissions"
+    assert found is None or re.search(wanted, str(found.value))
 
 
 def test_a_run_that_has_saved_nothing(tmp_path):
