@@ -68,6 +68,8 @@ def test_planted_defects_have_their_places():
     for defect in DEFECTS:
         text = (ROOT / defect.file).read_text()
         assert text.count(defect.right) == 1, f"{defect.name}: its place in {defect.file} changed"
+    results = (ROOT / "docs" / "results.md").read_text()
+    assert f"Each of {len(DEFECTS)} defects planted in the code" in results
 
 
 @pytest.mark.parametrize("script", ["run", "slow"])

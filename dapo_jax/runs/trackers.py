@@ -265,8 +265,10 @@ class Isolated:
 
     def close(self) -> None:
         until = time.monotonic() + CLOSE_SECONDS
-        with contextlib.suppress(queue.Full):
-            self.items.put(None, timeout=CLOSE_SECONDS)
+        self._hear()
+        if not self.over:  # a dead process empties no queue
+            with contextlib.suppress(queue.Full):
+                self.items.put(None, timeout=CLOSE_SECONDS)
         self.process.join(max(0.0, until - time.monotonic()))
         self._hear()
         if self.process.is_alive():

@@ -119,6 +119,19 @@ def test_held_out_responses_before_and_after(tmp_path, without_plots):
     assert "&lt;6&gt;" in after and "correct, ended by itself; 3 tokens; 2 of 4" in after
 
 
+def test_a_response_that_no_scorer_judged_is_not_called_wrong(tmp_path, without_plots):
+    run = write_run(tmp_path / "run")
+    for name in ("heldout", "rollouts"):
+        *_, file = sorted((run / name).glob("step_*.jsonl"))
+        lines = [json.loads(line) | {"note": "timeout"} for line in file.read_text().splitlines()]
+        wrong = [line | {"correct": False} for line in lines]
+        file.write_text("".join(json.dumps(line) + "\n" for line in wrong))
+    page = report.write_report(run).read_text()
+    assert page.count("no verdict (timeout), 8 is right, ended by itself") == 5
+    assert "no verdict (timeout), 8 is right, ended for repetition" in page
+    assert page.count("wrong, 8 is right") == 3 + 1  # before, where scorers worked
+
+
 def test_seeds_of_a_method_are_one_line_with_an_interval(tmp_path, without_plots):
     places = [write_run(tmp_path / "dapo" / f"seed_{seed}", seed=seed) for seed in range(3)]
     places.append(write_run(tmp_path / "dapo" / "seed_3", seed=3, steps=4, summary=False))

@@ -292,6 +292,23 @@ def test_a_tracker_that_dies_is_a_warning(tmp_path, fake):
     assert steps_of(tmp_path / "run") == [0]
 
 
+def test_the_end_of_a_run_does_not_wait_for_a_tracker_that_died_with_a_full_queue(
+    tmp_path, fake, monkeypatch
+):
+    monkeypatch.setattr(trackers, "QUEUE_STEPS", 2)
+    said = []
+    with socket.create_server(("127.0.0.1", 0)) as silent_server:
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent_server.getsockname()[1]}")
+        directory = opened(tmp_path / "run", "wandb", say=said.append)
+        log(directory, 0, 1, 2)
+        directory._trackers[0].process.kill()
+        directory._trackers[0].process.join()
+        monkeypatch.setattr(directory._trackers[0].items, "put", None)  # would wait
+        directory.close()
+    died, lacks = said
+    assert "died with exit code -9" in died and "lacks 1 steps" in lacks
+
+
 KILLED = """
 import os, signal, sys, time
 from pathlib import Path

@@ -228,4 +228,6 @@ def _records(file: Path) -> list[dict[str, Any]]:
 
 def _verdict(record: dict[str, Any]) -> str:
     verdict = "correct" if record["correct"] else f"wrong, {record['answer']} is right"
+    if record.get("note"):  # the scorer failed: it may be either
+        verdict = f"no verdict ({record['note']}), {record['answer']} is right"
     return f"{verdict}, {ENDS[record['finish_reason']]}"
