@@ -350,7 +350,7 @@ def test_the_config_of_a_run_may_have_a_method_of_the_config_file(method):
     """Programs that read a run, such as launch/export.py, do not run its config file."""
     stages = ((2, {"train.row_tokens": 900}),)
     values = changed((f"objective.{method}", "mine"), ("stages", stages))
-    with pytest.raises(UserError, match=rf"config\.objective\.{method} must be one of .* got 'mine'"):
+    with pytest.raises(UserError, match=rf"objective\.{method} must be one of .* got 'mine'"):
         Config.from_dict(values)
     assert getattr(Config.of_run(values).at(2).objective, method) == "mine"
 

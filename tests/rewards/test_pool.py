@@ -288,6 +288,16 @@ def test_the_first_response_does_not_pay_for_the_import_of_math_verify():
     assert found == [Verdict(True, 1.0, "0.25"), Verdict(True, 1.0, "2")]
 
 
+def test_a_pool_that_ends_while_workers_start_is_silent(monkeypatch, capfd):
+    """pebble ends them one after the other; the others meet a pool that is closed."""
+    stop = reward_pool.pebble.pool.process.stop_process
+    wait_and_stop = lambda process: (process.join(3.0), stop(process))
+    monkeypatch.setattr(reward_pool.pebble.pool.process, "stop_process", wait_and_stop)
+    with RewardPool([PLAIN], workers=2, timeout_seconds=5.0) as pool:
+        pool.submit([Task((PLAIN,), "7", "7")])
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_workers_die_with_a_killed_parent():
     code = textwrap.dedent("""
