@@ -460,7 +460,7 @@ class Config:
         Raises:
             UserError: a field is unknown, missing, out of range, contradictory or not read.
         """
-        config = cls.of_run(values)
+        config = cls.of_run(values)._with_arguments()
         checks.check(config)
         objective_checks.check(config)
         checks.check_stages(config)
@@ -469,17 +469,18 @@ class Config:
     @classmethod
     def of_run(cls, values: Mapping[str, Any]) -> "Config":
         """Returns the config in a run's config.json. Contradictions between fields are not looked
-        for: the version that trained may have allowed more.
+        for, nor unknown methods of the objective: the version that trained may have allowed more,
+        and the config file may have registered methods of its own.
 
         Raises:
             UserError: a field is unknown, missing or out of range.
         """
         config = fields.build(cls, values, "config")
-        return dataclasses.replace(
-            config,
-            model=_with_rope_scaling(config.model),
-            objective=objective_checks.with_arguments(config.objective),
-        )
+        return dataclasses.replace(config, model=_with_rope_scaling(config.model))
+
+    def _with_arguments(self) -> "Config":
+        objective = objective_checks.with_arguments(self.objective)
+        return dataclasses.replace(self, objective=objective)
 
     def at(self, step: int) -> "Config":
         """Returns the config of a rollout step: with the changes of the stages begun, without
@@ -500,7 +501,8 @@ class Config:
                 if argument and isinstance(held := values[section].get(group), Mapping):
                     field, value = group, {**held, argument: value}
                 values[section][field] = value
-        return Config.of_run(values)  # `checks.check_stages` has checked it
+        staged = Config.of_run(values)  # `checks.check_stages` has checked it
+        return staged if staged.objective == self.objective else staged._with_arguments()
 
     @property
     def reads_current_log_probs(self) -> bool:

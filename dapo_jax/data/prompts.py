@@ -54,8 +54,9 @@ def render(
         if len(messages) != 1:
             raise UserError(
                 f"a prompt is a chat of {len(messages)} messages ({messages[0][1][:40]!r}...), "
-                "which needs a chat template. Set config.data.chat to True, and add chat_template "
-                "to the tokenizer_config.json of config.model.tokenizer where there is none."
+                "which needs a chat template. Set config.data.chat to True (launch/generate.py: "
+                "give --chat), and add chat_template to the tokenizer_config.json of "
+                "config.model.tokenizer where there is none."
             )
         return messages[0][1]
     messages = _with_system(messages, system_prompt)

@@ -69,6 +69,8 @@ def save(c: ModelConfig, params: decoder.Params, directory: Path, dtype: str) ->
     base, revision = None if c.path is None else hf_config.base_path(c.path), None
     if base is not None and hf_hub.is_repository(base):
         base, _, revision = base.partition("@")
+    elif base is not None:  # peft knows no run directory of launch/sft.py
+        base = str(hf_hub.model_directory(base, ()))
     values: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

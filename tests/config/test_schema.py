@@ -345,6 +345,16 @@ def test_the_config_of_a_run_is_read_where_its_fields_contradict_each_other():
         Config.of_run(changed(("seed", -1)))
 
 
+@pytest.mark.parametrize("method", ["loss", "advantage", "aggregation"])
+def test_the_config_of_a_run_may_have_a_method_of_the_config_file(method):
+    """Programs that read a run, such as launch/export.py, do not run its config file."""
+    stages = ((2, {"train.row_tokens": 900}),)
+    values = changed((f"objective.{method}", "mine"), ("stages", stages))
+    with pytest.raises(UserError, match=rf"objective\.{method} must be one of .* got 'mine'"):
+        Config.from_dict(values)
+    assert getattr(Config.of_run(values).at(2).objective, method) == "mine"
+
+
 def test_the_config_has_few_fields():
     """A new field takes the place of one that no recipe sets."""
     assert 100 < num_fields(Config) <= 125

@@ -222,7 +222,7 @@ def test_messages_without_a_chat_template(tmp_path):
     (problem,) = prepare_rows(tmp_path, [row(CHAT[1:])], prompt_template="<{prompt}>").problems
     assert problem.prompt == "1+1?"
     message = (
-        r"a prompt is a chat of 2 messages \('Be brief.*needs a chat template.*data\.chat to True"
+        r"a prompt is a chat of 2 messages \('Be brief.*a chat template.*data\.chat to True.*--chat"
     )
     for chat in (False, True):
         with pytest.raises(UserError, match=message):

@@ -184,6 +184,20 @@ def test_the_revision_of_a_base_on_the_hub_has_its_own_key(tmp_path, monkeypatch
     assert hf_config.base_path(str(tmp_path / "out")) == path
 
 
+def test_the_base_of_adapters_on_a_supervised_run_is_the_model_in_it(tmp_path):
+    """peft and transformers find no model in the run directory itself."""
+    config, params = Case(tmp_path, "llama").load()
+    run = tmp_path / "run"
+    run.mkdir()
+    (tmp_path / "base").rename(run / "model")
+    (run / "config.json").write_text("{}")  # of the run
+    c = dataclasses.replace(config.model, path=str(run))
+    (tmp_path / "out").mkdir()
+    peft_adapter.save(c, params, tmp_path / "out", "float32")
+    values = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert values["base_model_name_or_path"] == str(run / "model")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -10,6 +10,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from pebble.pool import process as pebble_process
 
 from dapo_jax.rewards import pool as reward_pool
 from dapo_jax.rewards.pool import RewardPool
@@ -312,6 +313,16 @@ def test_the_first_response_does_not_pay_for_the_import_of_math_verify():
             pool, ["\\boxed{0.25}", "\\boxed{2}"], ["\\frac{1}{4}", "2"], "math_verify"
         )
     assert found == [Verdict(True, 1.0, "0.25"), Verdict(True, 1.0, "2")]
+
+
+def test_a_pool_that_ends_while_workers_start_is_silent(monkeypatch, capfd):
+    """pebble ends them one after the other; the others meet a pool that is closed."""
+    stop = pebble_process.stop_process
+    wait_and_stop = lambda process: (process.join(3.0), stop(process))
+    monkeypatch.setattr(pebble_process, "stop_process", wait_and_stop)
+    with RewardPool([PLAIN], workers=2, timeout_seconds=5.0) as pool:
+        pool.submit([Task((PLAIN,), "7", "7")])
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
