@@ -179,13 +179,20 @@ class ProcessGroup:
         return int(found["stop/signal"]) if found else None
 
     def check_place(self, directory: Any) -> None:
-        """Raises UserError unless all processes see the same directory."""
+        """Raises UserError unless all processes see the same directory, and the primary can write
+        there."""
         if self.count == 1:
             return
         mark = directory / ".processes"
         if self.is_primary:
-            directory.mkdir(parents=True, exist_ok=True)
-            mark.write_text(str(os.getpid()))
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                mark.write_text(str(os.getpid()))
+            except OSError as error:
+                raise UserError(
+                    f"--workdir={directory} cannot be written to: {error.strerror}. Choose another "
+                    "directory or mend its permissions."
+                ) from error
         (written, *_) = self.all_gather(str(os.getpid()))
         seen = self.all_gather(mark.exists() and mark.read_text() == written)
         if self.is_primary:

@@ -311,9 +311,16 @@ def _lock(path: Path, say: Callable[[str], None]) -> int:
     for, and then ignored with a warning.
 
     Raises:
-        UserError: another process of this machine trains in the directory.
+        UserError: another process of this machine trains in the directory, or its lock is another
+            user's and closed to this one.
     """
-    file = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        file = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o666)  # a group may share the run
+    except PermissionError as error:
+        raise UserError(
+            f"{path / 'lock'} cannot be written to: another user made it. Let that user train "
+            "here, or mend its permissions (chmod g+w)."
+        ) from error
     until, waits = time.monotonic() + LOCK_SECONDS, False
     while True:
         try:

@@ -193,9 +193,13 @@ def _warn_of_positions(config: Config, say: Callable[[str], None]) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copies a directory. A kill halfway leaves the target as it was."""
+    """Copies a directory. A kill or an error halfway leaves the target as it was."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    shutil.copytree(source, temporary)
+    try:
+        shutil.copytree(source, temporary)
+    except OSError:  # the disk is full, say, and must not stay so
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     shutil.rmtree(target, ignore_errors=True)
     temporary.rename(target)

@@ -214,6 +214,9 @@ def test_all_processes_see_one_directory(tmp_path, shared):
         thread.join(10)
     assert len(refused) == (0 if shared else 2)
     assert all("is not the same directory for all processes: process 1" in e for e in refused)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="--workdir=.*/file/run cannot be written to: Not a dir"):
+        ProcessGroup(0, 2, store).check_place(tmp_path / "file" / "run")
 
 
 @pytest.mark.parametrize(

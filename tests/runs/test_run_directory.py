@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import os
 import re
 import subprocess
 import sys
@@ -248,6 +249,22 @@ def test_one_process_trains_in_a_directory(tmp_path, monkeypatch):
         assert f"still locked by process {holder.pid} on" in said[-1]
         holder.stdin.close()
     RunDirectory(tmp_path, tiny_config()).close()
+
+
+def test_the_users_of_a_group_share_a_run_and_others_are_named_its_lock(tmp_path, monkeypatch):
+    before = os.umask(0o002)
+    try:
+        RunDirectory(tmp_path, tiny_config()).close()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o664
+
+    def closed(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(run_directory.os, "open", closed)
+    with pytest.raises(UserError, match="lock cannot be written to: another user made it.*chmod"):
+        run_directory._lock(tmp_path, print)
 
 
 def test_a_run_past_the_last_step_is_left_as_it_is(tmp_path):

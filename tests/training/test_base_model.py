@@ -97,6 +97,19 @@ def test_the_primary_says_whether_there_is_a_base_to_reuse(tmp_path, monkeypatch
     jax.tree.map(np.testing.assert_array_equal, found, params)
 
 
+def test_a_copy_that_fails_halfway_leaves_nothing(tmp_path, monkeypatch):
+    (tmp_path / "made").mkdir()
+
+    def full(source, target):
+        target.mkdir()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(base_model.shutil, "copytree", full)
+    with pytest.raises(OSError, match="No space"):
+        base_model._copy(tmp_path / "made", tmp_path / "cache" / "kept")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
 def test_texts_that_are_longer_than_the_models_positions_are_warned_of(tmp_path):
     """verl and vLLM refuse them. A scaling that a user adds makes the model's own longer."""
     golden = checkpoints.golden("qwen2-untied")
