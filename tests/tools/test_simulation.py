@@ -324,6 +324,26 @@ def test_an_axis_that_takes_the_rest_is_as_large_as_the_hosts(capsys):
     assert each[0]["price"] is not None
 
 
+def test_a_replica_has_the_devices_that_a_run_would_give_it(capsys, monkeypatch):
+    """By the memory of the chip, unless calls were measured. One device holds 9.8 MiB, two hold 9.0
+    each, and a run takes nine tenths of the memory."""
+    small = chips.CHIPS["TPU v5 lite"]._replace(gib=9.5 / 0.9 / 1024)
+    monkeypatch.setitem(chips.CHIPS, "TPU v5 lite", small)
+    flags = ["--simulate_hosts=2", "--compare_hosts=2", "--simulate_steps=1", "--json"]
+    flags += ["--config.mesh.data=1", "--config.mesh.fsdp=4"]
+    for more, devices in (
+        (["--chip=v5e"], 2),
+        (["--chip=v5p"], 1),
+        (["--decode_seconds=1", "--prefill_seconds=0"], 1),
+    ):
+        assert main(["program", TINY, *flags, *more]) == 0
+        out, err = capsys.readouterr()
+        found = json.loads(out)
+        text = f"one of {4 // devices} shards of the rollout: {devices} devices"
+        assert text in found["assumptions"][0]
+        assert (found["price"] is not None) == (devices == 2) == ("form an inference" in err)
+
+
 def test_slots_are_busy_up_to_the_end_of_the_rollout():
     """Calls that the devices still work on after it do not count."""
     clock = virtual.Clock()

@@ -420,7 +420,7 @@ def step(
     shards = math.prod(replica.values()) // devices
     slots, prompts = r.slots // shards, r.prefill_prompts // shards
     tokens_a_slot = max(responses * response_tokens / (r.slots * SLOTS_BUSY), r.max_response_tokens)
-    live = slots * SLOTS_BUSY
+    live = min(slots * SLOTS_BUSY, responses / shards)
     cached = live * (prompt_tokens + response_tokens / 2)
     token = decode_token(config, devices, slots=slots, cached_tokens=cached)
     prefill = prefill_call(config, devices, prompts=prompts, prompt_tokens=prompt_tokens)

@@ -6,6 +6,7 @@ The result is a simulation and never a measurement; its text says so.
 import dataclasses
 import functools
 import math
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import numpy as np
 
 from dapo_jax.config import Config
 from dapo_jax.models.sharding import AXES, check_batch_shapes, mesh_shape, rollout_shape
+from dapo_jax.rollout import memory_budget
 from dapo_jax.rollout.engine_config import bucket_sizes
 from dapo_jax.tools.plan import chips, estimate, price, simulation, whole_steps, workload
 from dapo_jax.tools.plan.report import markdown_table, seconds_text
@@ -25,6 +27,7 @@ MEAN_TOKENS = 5120  # default mean length of a response; at most a quarter of th
 COMPARED = "1,16,64,256"
 EVAL_PROMPTS = 30  # AIME 2024
 CHIP = "v5p"
+CHIPS_OF_HOST = 4  # of the slices of several hosts of all TPUs
 BEST = "best"  # of --split
 COLUMNS = (
     "hosts|step|informative rate|rollout|longest wait|idle, mean|prompts started|returned|"
@@ -145,7 +148,7 @@ def simulate(config: Config, flags: Flags, say: Callable[[str], None]) -> dict[s
         UserError: see `check`.
     """
     numbers = check(config, flags)
-    config = _with_mesh(config, flags.simulate_hosts)
+    config = _with_replicas(_with_mesh(config, flags.simulate_hosts), flags, say)
     check_batch_shapes(config, _sizes(config))
     setting, assumptions = _setting(config, flags)
     r, work = config.rollout, _work(config, flags)
@@ -297,6 +300,18 @@ def _with_mesh(config: Config, hosts: int) -> Config:
     devices = hosts * (mesh.rollout_tensor or max(1, mesh.tensor))
     sizes = dict(zip(AXES, mesh_shape(mesh, devices)))
     return dataclasses.replace(config, mesh=dataclasses.replace(mesh, **sizes))
+
+
+def _with_replicas(config: Config, flags: Flags, say: Callable[[str], None]) -> Config:
+    """Returns the config with the replica size that a run on such chips would choose."""
+    if flags.decode_seconds is not None or (gib := _chip(flags).gib) is None:
+        return config
+    devices = [
+        types.SimpleNamespace(process_index=i // CHIPS_OF_HOST, platform=_chip(flags).platform)
+        for i in range(math.prod(_sizes(config).values()))
+    ]
+    memory = int(gib * chips.GIB)
+    return memory_budget.with_replica_size(config, devices, memory, say, refuse=False)
 
 
 def _sizes(config: Config) -> dict[str, int]:
