@@ -11,12 +11,12 @@ import collections
 import concurrent.futures
 import ctypes
 import itertools
-import multiprocessing
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.context import SpawnContext
 from typing import Any, NamedTuple
 
 import pebble
@@ -102,6 +102,18 @@ class Pending(NamedTuple):
     chunks: list[Chunk]  # the other tasks
 
 
+class _Context(SpawnContext):
+    """A context that keeps its locks. pebble drops them before it ends the workers, one after the
+    other: one that was starting would print that its lock is gone."""
+
+    def __init__(self):
+        self.locks = []
+
+    def RLock(self) -> Any:
+        self.locks.append(super().RLock())
+        return self.locks[-1]
+
+
 class RewardPool:
     """Worker processes that score; a context manager.
 
@@ -122,7 +134,7 @@ class RewardPool:
         # Workers come and go: one that begins later must not score by a file edited meanwhile.
         self.sources = {name: scorer.source for name, scorer in loaded.items()}
         self.workers, self.timeout_seconds = workers, timeout_seconds
-        self.context = multiprocessing.get_context("spawn")
+        self.context = _Context()  # no fork: in a process in which JAX runs threads it can deadlock
         self.num_chunks = 0  # scheduled
         self.first_wanted = self.context.Value("Q", 0, lock=False)
         self._start_pool()
@@ -133,7 +145,6 @@ class RewardPool:
         pebble.CONSTS.term_timeout = TERM_SECONDS
         for name in ONE_THREAD:  # read by workers as they import; this process has imported
             os.environ.setdefault(name, "1")
-        # spawn: a fork of a process in which JAX runs threads can deadlock.
         self.pool = pebble.ProcessPool(
             self.workers,
             max_tasks=CHUNKS_PER_LIFE,

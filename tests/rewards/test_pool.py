@@ -10,6 +10,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from pebble.common.process import stop_process
 
 from dapo_jax.rewards import pool as reward_pool
 from dapo_jax.rewards.pool import RewardPool
@@ -290,9 +291,8 @@ def test_the_first_response_does_not_pay_for_the_import_of_math_verify():
 
 def test_a_pool_that_ends_while_workers_start_is_silent(monkeypatch, capfd):
     """pebble ends them one after the other; the others meet a pool that is closed."""
-    stop = reward_pool.pebble.pool.process.stop_process
-    wait_and_stop = lambda process: (process.join(3.0), stop(process))
-    monkeypatch.setattr(reward_pool.pebble.pool.process, "stop_process", wait_and_stop)
+    wait_and_stop = lambda process: (process.join(3.0), stop_process(process))
+    monkeypatch.setattr("pebble.pool.process.stop_process", wait_and_stop)
     with RewardPool([PLAIN], workers=2, timeout_seconds=5.0) as pool:
         pool.submit([Task((PLAIN,), "7", "7")])
     assert capfd.readouterr().err == ""
