@@ -324,6 +324,11 @@ def load_scorer(
             f"{field}: {name!r} takes ({', '.join(needed)}); a scorer takes "
             "(text, answer) or (texts, token_ids, answers, metadata)."
         )
+    if inspect.iscoroutinefunction(scorer):
+        raise UserError(
+            f"{field}: {name!r} is an async function; a scorer returns its score. Write one that "
+            "calls asyncio.run."
+        )
     return LoadedScorer(scorer, len(needed) == 4, source)
 
 

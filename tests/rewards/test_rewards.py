@@ -96,6 +96,7 @@ def test_a_scorers_file_may_define_dataclasses(tmp_path):
         ("/nowhere/at_all.py:f", "no file"),
         (":f", "not one of"),
         ("./mine:f", "neither a module nor a file that ends in .py"),
+        ("tests.support.scorers:of_a_server", "is an async function"),
         ("builtins:max", "does not say its arguments"),
         ("tests.support.scorers:of_three", r"takes \(response, answer, metadata\); a scorer takes"),
         ("tests.support.scorers:of_any_number", r"takes \(\); a scorer takes \(text, answer\) or"),
