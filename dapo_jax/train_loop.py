@@ -318,6 +318,8 @@ class TrainLoop:
             self.save(state)
         self.checkpoints.wait()
         seconds = time.monotonic() - self.begun
+        if state.step == self.telemetry.progress.first_step:  # a finished run, started again
+            seconds = state.host.seconds
         base, final = state.host.base_accuracy, state.host.accuracy
         summary = {"base_accuracy": base, "final_accuracy": final, "steps": state.step}
         summary |= {"seconds": seconds, "base_seconds": state.host.base_seconds}

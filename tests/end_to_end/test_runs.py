@@ -330,6 +330,15 @@ def test_a_run_of_an_earlier_version_is_exported(finished, tmp_path, capsys):
     assert "config.train.gone is not a field" in err and "git_commit" in err
 
 
+def test_a_finished_run_that_is_started_again_took_no_longer(finished, tmp_path, home):
+    workdir = tmp_path / "again"
+    shutil.copytree(finished[0], workdir)
+    before = json.loads((workdir / "summary.json").read_text())
+    run_here(workdir, home, **RUN)
+    after = json.loads((workdir / "summary.json").read_text())
+    assert 0 < after.pop("seconds") <= before.pop("seconds") and after == before
+
+
 @pytest.mark.slow
 def test_a_run_of_more_steps_resumes_before_a_damaged_checkpoint(finished, tmp_path, home):
     """6 steps, then 7, is a run of 7: num_steps may change. One step is traced."""
