@@ -334,7 +334,7 @@ def test_the_assumptions_say_that_decoding_lasts_as_long_as_the_longest_response
     found = estimate.step(config, ONE, chips.named("v5e"), response_tokens=3, prompt_tokens=2)
     assert found["parts"]["decode"]["calls"] * 4 == config.rollout.max_response_tokens == 32
     assert "as long as config.rollout.max_response_tokens" in found["assumptions"]
-    # The cache is that of the 16 responses, a token of which has 256 bytes.
+    # The cache is that of the 16 responses, with 256 bytes a token.
     read = estimate.weight_bytes(config.model) + 16 * (2 + 3 / 2) * 256
     assert found["parts"]["decode"]["memory_bytes"] == pytest.approx(4 * read)
 

@@ -413,7 +413,7 @@ def test_prompts_beyond_the_first_window_begin_at_once():
 
 
 def test_the_prompts_that_carry_begins_are_counted():
-    """Of four hosts each begins every fourth prompt of the window, which has (1 + 2) x 6."""
+    """Each of four hosts begins every fourth prompt of the window, which has (1 + 2) x 6."""
     found = play(lambda _: (10, True), hosts=4, config=carrying(), rate=1.0)
     assert found.claimed == 18 and found.tried == 6
 
