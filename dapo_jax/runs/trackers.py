@@ -295,9 +295,11 @@ class Isolated:
 def check_installed(names: Sequence[str]) -> None:
     """Raises UserError unless the packages of these trackers are installed."""
     for name in names:
+        if name not in ISOLATED:
+            continue
+        found = importlib.util.find_spec(name)
         # A directory of the name is found too, such as wandb's own; it has no file to import.
-        found = importlib.util.find_spec(name) if name in ISOLATED else None
-        if name in ISOLATED and (found is None or found.origin is None):
+        if found is None or found.origin is None:
             raise UserError(
                 f"config.log.trackers is {tuple(names)!r}, and the package {name} is not "
                 f"installed: uv sync --inexact --extra {name}, or pip install {name}. Or leave it "
