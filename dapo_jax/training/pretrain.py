@@ -44,7 +44,7 @@ def _check_rows(config: Config, axis_sizes: Mapping[str, int]) -> None:
     if context > 1 and tokens % (2 * context):
         raise UserError(
             f"config.mesh.context ({context}) must divide half of the {tokens} tokens in a row of "
-            "config.pretrain. Choose a power of two."
+            "config.pretrain. Powers of two up to 64 do."
         )
 
 
