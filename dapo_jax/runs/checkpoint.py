@@ -142,8 +142,9 @@ class Checkpoints:
         try:
             probe.write_text("")
             probe.unlink()
-        except OSError as error:
-            if error.errno in READ_ONLY or "Forbidden" in str(error):  # the second: of gcsfs
+        except Exception as error:  # of a bucket also errors of its libraries
+            read_only = isinstance(error, OSError) and error.errno in READ_ONLY
+            if read_only or "Forbidden" in str(error):  # the second: of gcsfs
                 raise self._cannot_be_kept(error) from error
 
     def _drop_damaged_accuracies(self) -> None:
