@@ -416,5 +416,5 @@ def _stacks() -> str:
 
 def end_now(status: int) -> None:
     """Ends this process without waiting for threads, collectives or a reader of its output."""
-    written_in_time(lambda: sys.stdout.flush())  # of standard error every line is written at once
+    written_in_time(lambda: sys.stdout.flush())  # standard error flushes each line
     os._exit(status)

@@ -305,7 +305,7 @@ def _alarm(*_: object) -> None:
 def _score_chunk(number: int, tasks: list[Task], timeout_seconds: float) -> list[Scored]:
     """Scores the tasks, from the first, that start within the time limit of one; none once the
     chunk is given up."""
-    drop_unread_output()  # to which a scorer may print, at the cost of every verdict
+    drop_unread_output()  # a scorer that prints to a broken pipe would fail on each response
     start, scores = time.perf_counter(), []
     for task in tasks:
         if scores and time.perf_counter() - start > timeout_seconds:

@@ -143,7 +143,7 @@ class RunDirectory:
         if late or self._saved.exists() or (self.path / "summary.json").exists():
             raise UserError(
                 f"{self.path} has the metrics of a run up to step {last}, which saved checkpoints, "
-                f"and {checkpoints} has none of it. Mount or restore that place, mend "
+                f"and {checkpoints} has none of them. Mount or restore that place, mend "
                 "config.checkpoint.directory, or choose another --workdir. To train from the start "
                 "in this one, delete its metrics.jsonl, summary.json and saved."
             )

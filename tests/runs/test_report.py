@@ -188,7 +188,7 @@ def test_reflection_is_plotted_where_there_is_any(tmp_path, share):
 
 
 def test_titles_and_legends_cover_nothing_and_are_whole(tmp_path):
-    """As of a run on a large model: the paper's curves, carried responses, reflection, sources."""
+    """A run on a large model has the paper's curves, carried responses, reflection, sources."""
     run = write_run(tmp_path / "run", sources=["aime24", "aime25", "olympiad_bench"])
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     several = {"batch/staleness_max": 2, "batch/staleness_mean": 1.5, "reflection/share": 0.1}

@@ -200,12 +200,12 @@ def test_a_run_whose_checkpoints_are_missing_is_not_started_again(tmp_path):
         tmp_path / "place", keep_newest=1, keep_best=0, completed=directory.note_saved
     ) as checkpoints:
         checkpoints.save(2, {"w": jax.numpy.zeros(2)}, None, accuracy=None)
-    with pytest.raises(UserError, match="up to step 2, .* and PLACE has none of it.*Mount"):
+    with pytest.raises(UserError, match="up to step 2, .* and PLACE has none of them.*Mount"):
         directory.check_never_saved("PLACE")
     moved = RunDirectory(tmp_path / "new", tiny_config())  # of a run whose bucket has checkpoints
     moved.check_never_saved("PLACE")
     moved.rewind(0)
-    with pytest.raises(UserError, match="up to step 0, .* and PLACE has none of it"):
+    with pytest.raises(UserError, match="up to step 0, .* and PLACE has none of them"):
         moved.check_never_saved("PLACE")
     for opened in (directory, moved):
         opened.close()
@@ -222,7 +222,7 @@ def test_a_run_of_an_earlier_version_whose_checkpoints_are_missing(
     begun(tmp_path, steps=range(last + 1), **settings)
     if summary:
         (tmp_path / "summary.json").write_text("{}")
-    expected = pytest.raises(UserError, match=f"up to step {last}, .* and PLACE has none of it")
+    expected = pytest.raises(UserError, match=f"up to step {last}, .* and PLACE has none of them")
     with expected if refused else contextlib.nullcontext():
         RunDirectory(tmp_path, tiny_config(**settings)).check_never_saved("PLACE")
 

@@ -27,7 +27,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # their number has no factor in c
 INK, GREY = "#222222", "#777777"
 PAPER_STYLES = (("#777777", "--"), ("#555555", "-."), ("#a5a5a5", "--"))
 SOURCE_CHARACTERS = 20
-COLUMNS = 4  # panels in a row; the upper row has what is left
+COLUMNS = 4  # panels in a row; the upper row has the remainder
 LEGEND_INSIDE = 4  # entries; a longer legend is put below its plot
 HEAT_MAP_LINES = 400  # several problems share a line where there are more
 COMPARABLE = 4.0  # scales that differ by no more than this are drawn as one
@@ -208,7 +208,7 @@ def _panels(methods: Sequence[Method]) -> list[Panel]:
 
 
 def _axes(figure: Figure, panels: Sequence[Panel], rows: int) -> Iterator[tuple[Panel, Any]]:
-    """Yields the panels with their axes: rows of four, the upper one of what is left."""
+    """Yields the panels with their axes: rows of four, below a row of the remainder."""
     top = len(panels) - (rows - 1) * COLUMNS
     grid = figure.add_gridspec(rows, top * COLUMNS)
     for i, panel in enumerate(panels):
