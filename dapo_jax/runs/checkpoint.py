@@ -211,12 +211,13 @@ class Checkpoints:
         self._start(step, write)
 
     def _check_alone(self, step: int) -> None:
-        """Raises UserError where this step or a later one is there, which this run did not save:
-        orbax would replace it, or pass over this one without a word."""
+        """Raises UserError, in all processes, where another run has saved this step or a later one:
+        orbax would replace that checkpoint, or skip this save without a word."""
         newest = -1
         if jax.process_index() == 0:
             with contextlib.suppress(Exception):  # of the storage: the save meets it too
                 newest = max(_steps_in(self.directory), default=-1)
+        newest = max(self.all_gather(newest))  # all end, or none does
         if newest >= step:
             raise UserError(
                 f"{self.directory} has a checkpoint {newest} that this run, at step {step}, did "

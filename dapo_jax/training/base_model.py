@@ -133,7 +133,8 @@ def load_or_make(
         shutil.rmtree(directory, ignore_errors=True)
     process_group.all_gather(None)
     try:
-        with Checkpoints(directory, keep_newest=1, keep_best=0) as checkpoints:
+        gather = process_group.all_gather
+        with Checkpoints(directory, keep_newest=1, keep_best=0, all_gather=gather) as checkpoints:
             checkpoints.save(0, params, {"seconds": seconds}, accuracy=None)
             checkpoints.wait()
     except (OSError, RunError, UserError) as error:

@@ -88,7 +88,7 @@ def test_the_best_is_kept_when_the_run_resumes(tmp_path, caplog):
 
 
 def test_a_second_run_in_one_directory_replaces_nothing(tmp_path):
-    """As runs of two configs that name one bucket; a copy that the user made is no second run."""
+    """Two configs may name one bucket. A copy that the user made is no second run."""
     with opened(tmp_path) as first, opened(tmp_path) as second:
         shutil.copytree(write(tmp_path / "elsewhere", [7]) / "7", tmp_path / "old_7")
         first.save(1, make_arrays(1), {}, accuracy=None)
@@ -99,6 +99,14 @@ def test_a_second_run_in_one_directory_replaces_nothing(tmp_path):
         first.save(2, make_arrays(2), {}, accuracy=None)
     assert checkpoint.find_step(tmp_path, None) == 2
     assert_restores(tmp_path, 2)
+
+
+def test_all_processes_end_where_the_primary_finds_another_run(tmp_path):
+    with opened(tmp_path) as worker:
+        worker.all_gather = lambda newest: [5, newest]
+        with pytest.raises(UserError, match="checkpoint 5 .* at step 3, .*another run"):
+            worker.save(3, make_arrays(3), {}, accuracy=None)
+        worker.all_gather = lambda mine: [mine]
 
 
 def test_arrays_are_saved_as_they_were_when_save_was_called(tmp_path):
