@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.distributed.work_queue import POLL_SECONDS, SharedWorkQueue, WorkQueue
 from dapo_jax.types import StopRequested, UserError, causes, error_line
+from dapo_jax.utils.files import make_writable
 from dapo_jax.utils.progress import written_in_time
 
 T = TypeVar("T")
@@ -185,14 +186,8 @@ class ProcessGroup:
             return
         mark = directory / ".processes"
         if self.is_primary:
-            try:
-                directory.mkdir(parents=True, exist_ok=True)
-                mark.write_text(str(os.getpid()))
-            except OSError as error:
-                raise UserError(
-                    f"--workdir={directory} cannot be written to: {error.strerror}. Choose another "
-                    "directory or mend its permissions."
-                ) from error
+            make_writable(directory, "--workdir")
+            mark.write_text(str(os.getpid()))
         (written, *_) = self.all_gather(str(os.getpid()))
         seen = self.all_gather(mark.exists() and mark.read_text() == written)
         if self.is_primary:

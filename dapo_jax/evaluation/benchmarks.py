@@ -27,8 +27,8 @@ from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.types import Rubric
 from dapo_jax.rollout.collector import IDLE_SECONDS, RolloutCollector
 from dapo_jax.rollout.prompt_queue import PromptQueue
-from dapo_jax.runs.run_directory import write_atomically
 from dapo_jax.types import Attempt, Attempts, Problem, UserError, Verdict, verdict_from_json
+from dapo_jax.utils.files import write_atomically
 from dapo_jax.utils.progress import Progress, duration
 
 REPORT_EVERY_SECONDS = 10.0

@@ -41,6 +41,7 @@ from dapo_jax.config.checks import STAGED
 from dapo_jax.distributed.process_group import ProcessGroup
 from dapo_jax.runs import trackers
 from dapo_jax.types import Attempts, Group, Problem, RunError, UserError
+from dapo_jax.utils.files import make_writable, write_atomically
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy")
 # Fields that may differ when a run is resumed: they do not change what is computed. What is read
@@ -346,34 +347,6 @@ def _lock(path: Path, say: Callable[[str], None]) -> int:
         os.ftruncate(file, 0)
         os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         return file
-
-
-def make_writable(path: Path, flag: str) -> None:
-    """Makes a directory if it is missing.
-
-    Args:
-        flag: that gave the path, for the message.
-
-    Raises:
-        UserError: it cannot be written to.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        probe = path / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(
-            f"{flag}={path} cannot be written to: {error.strerror}. Choose another directory or "
-            "mend its permissions."
-        ) from error
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes the whole text, or leaves the file as it was."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
 
 
 def _start_of_record(step: int, problem: Problem) -> dict[str, Any]:

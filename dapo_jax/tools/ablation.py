@@ -24,6 +24,7 @@ from dapo_jax.runs.report.data import Method, Run, load_runs
 from dapo_jax.runs.report.plots import COLOURS, GREY, label_axis, new_figure, to_png
 from dapo_jax.types import RunError, StopRequested, UserError
 from dapo_jax.utils.bootstrap import bootstrap_interval
+from dapo_jax.utils.files import make_writable
 from dapo_jax.utils.progress import duration
 
 TRAIN = Path(__file__).resolve().parents[2] / "launch" / "train.py"
@@ -148,7 +149,7 @@ def run_all(
         RunError: a run failed; finished runs are kept, and the same call resumes.
         StopRequested: SIGTERM came; it was sent to the runs too.
     """
-    run_directory.make_writable(workdir, "--workdir")
+    make_writable(workdir, "--workdir")
     every = [(row, seed) for seed in seeds for row in rows]
     jobs = [job for job in every if not is_done(workdir, *job)]
     print(

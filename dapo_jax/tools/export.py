@@ -15,6 +15,7 @@ from dapo_jax.runs import run_directory
 from dapo_jax.tools import model_card
 from dapo_jax.tools.evaluate import load_params
 from dapo_jax.types import UserError
+from dapo_jax.utils.files import make_writable
 from dapo_jax.utils.progress import Progress
 
 
@@ -50,7 +51,7 @@ def export(
         raise UserError(f"--dtype={dtype} must be float32 or bfloat16.")
     if adapter and not config.model.lora_rank:
         raise UserError(f"--adapter: {workdir} has config.model.lora_rank 0: it has no adapters.")
-    run_directory.make_writable(output, "--output")
+    make_writable(output, "--output")
     if any(output.iterdir()):
         raise UserError(f"--output={output} is not empty; choose another directory.")
     tokenizer = load_tokenizer(

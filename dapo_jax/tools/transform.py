@@ -21,11 +21,11 @@ from dapo_jax.data.records import (
     Unusable,
     read_records,
 )
-from dapo_jax.runs.run_directory import make_writable, write_atomically
 from dapo_jax.tools import chat_endpoint
 from dapo_jax.tools.chat_endpoint import Endpoint
 from dapo_jax.tools.prompt_file import read_prompts
 from dapo_jax.types import UserError
+from dapo_jax.utils.files import make_writable, write_atomically
 
 REWRITE = r"""Rewrite a mathematical problem so that its answer is one integer. Change nothing else.
 First name the form of the given answer. Then add what turns the answer into an integer in one way

@@ -52,8 +52,7 @@ class Change(NamedTuple):
     @property
     def trend(self) -> str:
         """Returns "rises", "falls" or "stays"."""
-        # Of two zeros the difference, 0, is not below a tenth of the larger.
-        if self.first == self.last or abs(self.difference) < FLAT * max(map(abs, self)):
+        if abs(self.difference) <= FLAT * max(map(abs, self)):
             return "stays"
         return "rises" if self.difference > 0 else "falls"
 

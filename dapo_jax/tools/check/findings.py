@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from dapo_jax.runs.run_directory import write_atomically
 from dapo_jax.types import UserError
+from dapo_jax.utils.files import write_atomically
 
 Verdict = Literal["ok", "slow", "wrong", "not run"]
 KEPT = ("ok", "slow")  # verdicts of checks that are not run again

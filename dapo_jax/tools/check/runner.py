@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dapo_jax.runs.run_directory import make_writable
 from dapo_jax.tools.check import page
 from dapo_jax.tools.check.findings import Check, Finding, Result, Store
 from dapo_jax.types import UserError
+from dapo_jax.utils.files import make_writable
 
 PARTS = ("device", "numbers", "rollout", "update", "step", "resume")
 NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
