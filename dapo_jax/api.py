@@ -214,6 +214,7 @@ def generate(
     stop: Sequence[str] = (),
     seed: int = 0,
     chat: bool = False,
+    system_prompt: str = "",
     dtype: str = "",
 ) -> list[dict[str, Any]]:
     """Returns for each prompt its "prompt", "prompt_token_ids" and "samples", a list of "text",
@@ -225,6 +226,7 @@ def generate(
         temperature: 0: greedy.
         stop: texts after which a sample ends.
         chat: put prompts into the tokenizer's chat template.
+        system_prompt: with `chat`; default the template's.
         dtype: float32 or bfloat16, default the checkpoint's, on CPUs float32.
 
     Raises:
@@ -248,6 +250,7 @@ def generate(
         slots=64,
         dtype=dtype,
         stop=json.dumps(list(stop)) if stop else "",
+        system_prompt=system_prompt,
     )
     found, stopped_by = samples(request, prompts)
     if stopped_by is not None:

@@ -16,6 +16,7 @@ untempered model) and "finish_reason".
 --stop            text after which a sample ends, or several: --stop='["\\n\\n", "Question:"]'
 --seed            default 0
 --chat            put the prompt into the chat template, or without one into DAPO's prompt
+--system_prompt   with --chat, for prompts without one; default the chat template's
 --dtype           float32 or bfloat16; default the checkpoint's, on CPUs float32
 --slots           sequences decoded at once, default 64
 """
@@ -32,7 +33,8 @@ def main(argv: list[str]) -> int:
     from dapo_jax.config.cli import fail, parse_flags
 
     try:
-        texts = ("prompt", "prompt_token_ids", "prompts", "output", "dtype", "stop")
+        texts = ["prompt", "prompt_token_ids", "prompts", "output", "dtype", "stop"]
+        texts += ["system_prompt"]
         floats = {"temperature": 1.0, "top_p": 0.7, "min_p": 0.0}
         integers = {"num_samples": 4, "top_k": 0, "max_new_tokens": 256, "seed": 0, "slots": 64}
         flags = parse_flags(

@@ -502,7 +502,8 @@ class Config:
                     field, value = group, {**held, argument: value}
                 values[section][field] = value
         staged = Config.of_run(values)  # `checks.check_stages` has checked it
-        return staged if staged.objective == self.objective else staged._with_arguments()
+        methods = [(c.objective.loss, c.objective.advantage) for c in (self, staged)]
+        return staged if methods[0] == methods[1] else staged._with_arguments()
 
     @property
     def reads_current_log_probs(self) -> bool:

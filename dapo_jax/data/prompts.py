@@ -45,8 +45,9 @@ def render(
     if chat and not tokenizer.chat_template:
         if system_prompt is not None:
             raise UserError(
-                "config.data.system_prompt is given, but the tokenizer has no chat template to put "
-                "it into. Set it to None, or add chat_template to its tokenizer_config.json."
+                "config.data.system_prompt (launch/generate.py: --system_prompt) is given, but the "
+                "tokenizer has no chat template to put it into. Leave it out, or add chat_template "
+                "to its tokenizer_config.json."
             )
         chat, template = False, template or DAPO_TEMPLATE
     messages = _messages(prompt, template)

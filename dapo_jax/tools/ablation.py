@@ -289,6 +289,7 @@ def _figure(methods: dict[str, Method]) -> bytes:
     figure = new_figure(14, 4.2)
     by_step, by_tokens, ends = figure.subplots(1, 3)
     curves = [row for row in ("dapo", "grpo", "token_loss") if row in methods] or list(methods)
+    over = "seeds" if len(next(iter(methods.values())).runs) > 1 else "problems"
     for axis, x, unit, title in (
         (by_step, "step", 1, "rollout steps"),
         (by_tokens, "tokens", 1000, "thousand tokens sampled"),
@@ -300,7 +301,7 @@ def _figure(methods: dict[str, Method]) -> bytes:
             bands = [p.interval or (p.value, p.value) for p in points]
             lows, highs = ([100 * band[side] for band in bands] for side in (0, 1))
             axis.fill_between(xs, lows, highs, color=colour, alpha=0.15, linewidth=0)
-        label_axis(axis, "held-out accuracy, %", title)
+        label_axis(axis, f"held-out accuracy, % (95 % over {over})", title)
         axis.legend(frameon=False, fontsize=8)
     for i, (row, method) in enumerate(methods.items()):
         last = method.points("eval/avg@k")[-1]

@@ -50,6 +50,7 @@ class Request(NamedTuple):
     slots: int  # sequences decoded at once
     dtype: str  # of the computation; "": float32 on CPUs, elsewhere the checkpoint's
     stop: str  # text after which a sample ends, or a JSON list of texts; "": none
+    system_prompt: str  # in the chat template, for prompts without one; "": the template's
 
     @property
     def stop_strings(self) -> list[str]:
@@ -74,6 +75,8 @@ class Request(NamedTuple):
         ):
             if not ok:
                 raise UserError(f"--{name} must be {wanted}; got {getattr(self, name)!r}.")
+        if self.system_prompt and not self.chat:
+            raise UserError("--system_prompt is written by the chat template: give --chat too.")
         SamplingParams.of(self).check()
 
 
@@ -214,7 +217,11 @@ class _Writer:
         """Returns the problem of a prompt: a text, messages or token ids."""
         if isinstance(prompt, str) or not all(isinstance(part, int) for part in prompt):
             text = prompts.render(
-                self.tokenizer, prompt, template=None, chat=self.request.chat, system_prompt=None
+                self.tokenizer,
+                prompt,
+                template=None,
+                chat=self.request.chat,
+                system_prompt=self.request.system_prompt or None,
             )
             if text != text.encode(errors="replace").decode():
                 raise UserError(

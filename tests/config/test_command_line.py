@@ -131,6 +131,7 @@ def test_any_field_that_may_be_none_can_be_set_to_none():
     "text, message",
     [
         ("import nosuch_library", r"a_config\.py, line 1: ModuleNotFoundError: No module named"),
+        ("import next_to_it", r"named 'next_to_it'\. Set PYTHONPATH=/\S+ to import files next to"),
         ("\nfrom configs import tiny_nosuch", r"a_config\.py, line 2: ImportError: cannot import"),
         ("\n\ndef get_config(:", r"a_config\.py, line 3: invalid syntax"),
         ("config = {}", r"a_config\.py has no function get_config"),
@@ -139,6 +140,7 @@ def test_any_field_that_may_be_none_can_be_set_to_none():
 )
 def test_a_mistake_in_a_config_file_is_reported(capsys, tmp_path, text, message):
     (tmp_path / "a_config.py").write_text(text)
+    (tmp_path / "next_to_it.py").write_text("")
     status, _, err = call(capsys, f"--config={tmp_path / 'a_config.py'}", "--dry_run")
     assert status == 2 and re.search(message, err), err
 

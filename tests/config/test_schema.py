@@ -348,7 +348,7 @@ def test_the_config_of_a_run_is_read_where_its_fields_contradict_each_other():
 @pytest.mark.parametrize("method", ["loss", "advantage", "aggregation"])
 def test_the_config_of_a_run_may_have_a_method_of_the_config_file(method):
     """Programs that read a run, such as launch/export.py, do not run its config file."""
-    stages = ((2, {"train.row_tokens": 900}),)
+    stages = ((2, {"train.row_tokens": 900, "objective.clip_high": 0.3}),)
     values = changed((f"objective.{method}", "mine"), ("stages", stages))
     with pytest.raises(UserError, match=rf"objective\.{method} must be one of .* got 'mine'"):
         Config.from_dict(values)

@@ -174,6 +174,8 @@ def test_chat_and_greedy(capsys, place):
     assert said["prompt"] == "[system]default[user]1+1?[assistant]~"
     first, second = said["samples"]
     assert first == second
+    said = sampled(capsys, place, "--prompt=1+1?", "--chat", "--system_prompt=Be brief.")
+    assert said["prompt"] == "[system]Be brief.[user]1+1?[assistant]~"
 
 
 def test_a_file_of_prompts_goes_on_where_it_was_stopped(capsys, place, tmp_path, monkeypatch):

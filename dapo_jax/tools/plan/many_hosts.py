@@ -77,7 +77,10 @@ def check(config: Config, flags: Flags) -> list[int]:
         UserError: a flag is out of range, or the config cannot be simulated.
     """
     if not config.dynamic_sampling.enabled:
-        raise UserError("--simulate_hosts needs config.dynamic_sampling.enabled True; got False.")
+        raise UserError(
+            "--simulate_hosts needs config.dynamic_sampling.enabled True; got False. For a run "
+            "that keeps every group add --config.dynamic_sampling.enabled=True --accept=1."
+        )
     for name in (*POSITIVE, *SECONDS):
         value = getattr(flags, name)
         least = 1 if name in POSITIVE else 1e-9 if name == "decode_seconds" else 0
