@@ -50,7 +50,7 @@ class Request(NamedTuple):
     slots: int  # sequences decoded at once
     dtype: str  # of the computation; "": float32 on CPUs, elsewhere the checkpoint's
     stop: str  # text after which a sample ends, or a JSON list of texts; "": none
-    system_prompt: str  # in the chat template, for prompts without one; "": the template's
+    system_prompt: str = ""  # in the chat template, for prompts without one; "": the template's
 
     @property
     def stop_strings(self) -> list[str]:

@@ -240,7 +240,7 @@ def test_a_base_model_without_a_chat_template_gets_dapos_own_prompt(tmp_path):
     assert problem.prompt == "<1+1?>", "the config's own comes before it"
     (problem,) = ask(CHAT[1:]).problems
     assert problem.prompt == "1+1?", "as the rows of DAPO-Math-17k, which hold it already"
-    with pytest.raises(UserError, match=r"data\.system_prompt is given, but the tokenizer has no"):
+    with pytest.raises(UserError, match=r"data\.system_prompt .*is given, but the tokenizer has"):
         ask("1+1?", system_prompt="Think.")
 
 
