@@ -301,7 +301,7 @@ def _figure(methods: dict[str, Method]) -> bytes:
             bands = [p.interval or (p.value, p.value) for p in points]
             lows, highs = ([100 * band[side] for band in bands] for side in (0, 1))
             axis.fill_between(xs, lows, highs, color=colour, alpha=0.15, linewidth=0)
-        label_axis(axis, f"held-out accuracy, % (95 % over {over})", title)
+        label_axis(axis, f"held-out accuracy, %; 95 % bands over {over}", title)
         axis.legend(frameon=False, fontsize=8)
     for i, (row, method) in enumerate(methods.items()):
         last = method.points("eval/avg@k")[-1]
