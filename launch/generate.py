@@ -33,14 +33,13 @@ def main(argv: list[str]) -> int:
     from dapo_jax.config.cli import fail, parse_flags
 
     try:
-        texts = ["prompt", "prompt_token_ids", "prompts", "output", "dtype", "stop"]
-        texts += ["system_prompt"]
+        prompts = ("prompt", "prompt_token_ids", "prompts", "system_prompt")
         floats = {"temperature": 1.0, "top_p": 0.7, "min_p": 0.0}
         integers = {"num_samples": 4, "top_k": 0, "max_new_tokens": 256, "seed": 0, "slots": 64}
         flags = parse_flags(
             argv,
             __doc__ or "",
-            text={"model": None} | dict.fromkeys(texts, ""),
+            text={"model": None} | dict.fromkeys((*prompts, "output", "dtype", "stop"), ""),
             numbers=integers | floats,
             switches=("json", "chat"),
         )

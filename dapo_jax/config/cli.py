@@ -298,7 +298,8 @@ def _mistake(file: Path, error: Exception) -> str:
         line = next((frame.lineno for frame in trace if frame.filename == place), None)
         if not isinstance(error, ImportError):
             traceback.print_exception(error)
-        elif error.name and (file.parent / f"{error.name}.py").is_file():
+        missing = isinstance(error, ModuleNotFoundError)
+        if missing and (file.parent / f"{error.name}.py").is_file():
             message += f". Set PYTHONPATH={file.parent} to import files next to the config"
     return f"--config={place}{f', line {line}' if line else ''}: {message}."
 

@@ -502,8 +502,9 @@ class Config:
                     field, value = group, {**held, argument: value}
                 values[section][field] = value
         staged = Config.of_run(values)  # `checks.check_stages` has checked it
-        methods = [(c.objective.loss, c.objective.advantage) for c in (self, staged)]
-        return staged if methods[0] == methods[1] else staged._with_arguments()
+        # A method that stays has its arguments, and may be one that only the config file knows.
+        ours, theirs = ((c.objective.loss, c.objective.advantage) for c in (self, staged))
+        return staged if ours == theirs else staged._with_arguments()
 
     @property
     def reads_current_log_probs(self) -> bool:

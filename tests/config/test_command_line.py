@@ -145,6 +145,15 @@ def test_a_mistake_in_a_config_file_is_reported(capsys, tmp_path, text, message)
     assert status == 2 and re.search(message, err), err
 
 
+def test_a_module_that_lacks_a_name_is_not_a_missing_one(capsys, tmp_path, monkeypatch):
+    """Its directory is in PYTHONPATH already."""
+    (tmp_path / "a_module.py").write_text("")
+    (tmp_path / "a_config.py").write_text("from a_module import nosuch")
+    monkeypatch.syspath_prepend(tmp_path)
+    status, _, err = call(capsys, f"--config={tmp_path / 'a_config.py'}", "--dry_run")
+    assert status == 2 and "cannot import name 'nosuch'" in err and "PYTHONPATH" not in err
+
+
 def test_what_a_config_file_raises_is_reported_with_its_traceback(capsys, tmp_path):
     file = tmp_path / "a_config.py"
     file.write_text("def get_config():\n    return helper()\n\ndef helper():\n    return 1 / 0\n")

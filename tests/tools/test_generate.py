@@ -256,6 +256,7 @@ def test_lines_end_at_newlines_alone(tmp_path):
         ("--prompt=a --num_samples=0", "--num_samples must be above 0; got 0"),
         ("--prompt=a --seed=4294967296", r"--seed must be from 0 to 2\*\*32 - 1.* got 4294967296"),
         ("--prompt=a --dtype=float16", "--dtype must be float32 or bfloat16; got 'float16'"),
+        ("--prompt=a --system_prompt=b", "--system_prompt is written by .*: give --chat too"),
         ("--prompt=a --samples=3", "samples.*Flags: --model"),
         ('--prompt=a --stop=["a",""]', "--stop must be a text, or a JSON list of texts"),
     ],

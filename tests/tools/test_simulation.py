@@ -56,6 +56,16 @@ def simulated(capsys, *arguments):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_without_dynamic_sampling_every_group_is_kept(max_staleness):
+    """Also groups without a signal; a synchronous step begins no prompt beyond its batch."""
+    sampling = dataclasses.replace(CONFIG.dynamic_sampling, enabled=False)
+    config = dataclasses.replace(carrying(max_staleness), dynamic_sampling=sampling)
+    found = play(lambda number: (10, number % 2), config=config)
+    assert found.batch == list(range(6)) == list(range(found.tried)) and found.tokens_lost == 0
+    assert max_staleness or found.claimed == 6
+
+
 def test_one_host_by_hand():
     """Four slots, four samples of ten tokens: one prompt after another, ten seconds each."""
     found = play(lambda _: (10, True), rate=1.0)
@@ -297,7 +307,7 @@ def test_the_table(capsys):
         ("--config.mesh.data=2 --config.rollout.slots=33", r"slots \(33\) must be a multiple"),
         ("--step=0", r"--step must be from 1 to .*; got 0"),
         ("--decode_seconds=1", "--decode_seconds and --prefill_seconds"),
-        ("--config.dynamic_sampling.enabled=False", "config.dynamic_sampling.enabled"),
+        ("--config.dynamic_sampling.enabled=False --accept=0.5", "--accept is not read where"),
         ("--split=0", "--split must be 'best' or how many of the hosts sample, less than .*=2; go"),
         ("--split=2", "got '2'"),
         ("--split=some", "got 'some'"),

@@ -76,11 +76,6 @@ def check(config: Config, flags: Flags) -> list[int]:
     Raises:
         UserError: a flag is out of range, or the config cannot be simulated.
     """
-    if not config.dynamic_sampling.enabled:
-        raise UserError(
-            "--simulate_hosts needs config.dynamic_sampling.enabled True; got False. For a run "
-            "that keeps every group add --config.dynamic_sampling.enabled=True --accept=1."
-        )
     for name in (*POSITIVE, *SECONDS):
         value = getattr(flags, name)
         least = 1 if name in POSITIVE else 1e-9 if name == "decode_seconds" else 0
@@ -94,6 +89,11 @@ def check(config: Config, flags: Flags) -> list[int]:
         )
     if flags.accept is not None and not 0 < flags.accept <= 1:
         raise UserError(f"--accept must be above 0 and at most 1; got {flags.accept:g}.")
+    if flags.accept is not None and not config.dynamic_sampling.enabled:
+        raise UserError(
+            "--accept is not read where config.dynamic_sampling.enabled is False: every group is "
+            "kept. Leave it out."
+        )
     if (flags.decode_seconds is None) != (flags.prefill_seconds is None):
         raise UserError("--decode_seconds and --prefill_seconds go together.")
     for name in ("profile", "chip"):
@@ -228,7 +228,8 @@ def _work(config: Config, flags: Flags) -> SimulatedWork:
         )
         seconds = measured.seconds[:steps]
         return SimulatedWork(measured.workload, steps, measured.tokens, assumption, None, seconds)
-    steps, accept = flags.simulate_steps or 3, flags.accept or 0.4
+    steps = flags.simulate_steps or 3
+    accept = flags.accept or (0.4 if config.dynamic_sampling.enabled else 1.0)
     usual = min(MEAN_TOKENS, max(1, r.max_response_tokens // 4))
     text = flags.length_distribution or f"lognormal:{usual}:1"
     lengths = workload.lengths_of(text, r.max_response_tokens)
